@@ -1,0 +1,37 @@
+# `make demo` and `make test` need Python 3.11 or later, make and git, and set everything else up themselves.
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+READY := $(VENV)/.ready
+# Tests start processes of their own: more threads than cores only slow them down.
+export OMP_NUM_THREADS ?= 1
+export PYTHONUNBUFFERED = 1
+
+.PHONY: demo test test-fast lint clean
+
+demo: $(READY)
+	@$(RUN) -m app.demo
+
+test: lint
+	$(RUN) -m pytest --cov --cov-report=term:skip-covered --durations=8
+
+test-fast: $(READY)
+	$(RUN) -m pytest -m "not slow"
+
+lint: $(READY)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+$(READY): constraints.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Packplan needs Python 3.11 or later")'
+	@echo "Setting up $(VENV), once; this takes some minutes."
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet -c constraints.txt setuptools
+	$(RUN) -m pip install --quiet -c constraints.txt torch
+	$(RUN) -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV) runs

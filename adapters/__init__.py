@@ -1,0 +1,1 @@
+"""Everything outside: one thing a file."""

@@ -1,0 +1,92 @@
+"""Files that readers see whole or not at all, with manifests that digest themselves and what they name."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from core.errors import CorruptArtefactError
+
+_DIGEST = "manifest_sha256"
+
+
+def write_bytes(path: Path, data: bytes | memoryview) -> None:
+    """Publish *data* under *path*: written under another name, flushed, renamed."""
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(name).chmod(0o644)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames in *folder* survive a crash of the machine."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_manifest(path: Path, content: Mapping[str, Any]) -> None:
+    """Publish *content* as readable JSON that carries its own digest."""
+    text = json.dumps({**content, _DIGEST: _own_digest(content)}, indent=2, ensure_ascii=False)
+    write_bytes(path, f"{text}\n".encode())
+
+
+def read_manifest(path: Path, schema: str) -> dict[str, Any] | None:
+    """Return a manifest's content, or None if there is none; CorruptArtefactError if it is not what was written."""
+    try:
+        content = json.loads(path.read_bytes())
+        found = content.pop(_DIGEST)
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise CorruptArtefactError(str(path), "it is no manifest of this project") from None
+    if found != _own_digest(content):
+        raise CorruptArtefactError(str(path), "its content does not match its own digest")
+    if content.get("schema") != schema:
+        reason = f"it has the schema {content.get('schema')!r}, but this version reads {schema!r}"
+        raise CorruptArtefactError(str(path), reason)
+    return dict(content)
+
+
+def _own_digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def write_array(path: Path, array: NDArray[Any]) -> dict[str, Any]:
+    """Publish *array* as flat little-endian bytes; return what a manifest says of it."""
+    flat = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
+    data = flat.reshape(-1).view(np.uint8).data
+    write_bytes(path, data)
+    return {"file": path.name, "dtype": flat.dtype.str, "size": flat.size, "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def read_array(folder: Path, entry: Mapping[str, Any]) -> NDArray[Any]:
+    """Return the memory-mapped array of a manifest's entry; CorruptArtefactError if its bytes differ."""
+    path = folder / Path(entry["file"]).name
+    dtype = np.dtype(entry["dtype"])
+    size = int(entry["size"])
+    found = path.stat().st_size if path.is_file() else -1
+    if found != size * dtype.itemsize:
+        raise CorruptArtefactError(str(path), f"it has {max(found, 0):,} bytes instead of {size * dtype.itemsize:,}")
+    array = np.memmap(path, dtype=dtype, mode="r", shape=(size,)) if size else np.zeros(0, dtype=dtype)
+    if hashlib.sha256(array.data).hexdigest() != entry["sha256"]:
+        raise CorruptArtefactError(str(path), "its content does not match the manifest's digest")
+    return array

@@ -1,0 +1,331 @@
+"""Records -> encoded samples and their measurements, by ms-swift's template, with every failure named."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import multiprocessing
+import os
+import time
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
+
+import attrs
+import torch
+from PIL import Image
+from swift import get_model_processor, get_template
+from swift.template import Template
+
+from adapters.jsonl_records import JsonlRecords
+from core.config import CustomConfig, ModelConfig, TemplateConfig
+from core.errors import ConfigError, ContractError, RecordError
+from core.fingerprint import Fingerprint, Value
+from core.records import to_messages
+from core.samples import Measurement, Table, from_row
+
+IGNORED_LABEL = -100
+
+TYPES = {
+    "qwen2_5_vl": ("qwen2_5_vl", "qwen2_5_vl"),
+    "qwen3_vl": ("qwen3_vl", "qwen3_vl"),
+    "qwen2": ("qwen2", "qwen2_5"),
+    "qwen3": ("qwen3", "qwen3"),
+}
+"""`model_type` of a config.json -> ms-swift's model type and template, which a local folder does not tell it."""
+
+_PROCESSING_FILES = (
+    "config.json",
+    "tokenizer*",
+    "vocab*",
+    "merges*",
+    "special_tokens*",
+    "added_tokens*",
+    "*processor_config.json",
+    "chat_template*",
+    "*.model",
+    "*.py",
+)
+
+_PROCESSING_PACKAGES = ("ms-swift", "transformers", "tokenizers", "qwen_vl_utils", "pillow", "torchvision")
+
+_PROCESSING_VARIABLES = (
+    "MAX_PIXELS",
+    "MIN_PIXELS",
+    "IMAGE_FACTOR",
+    "IMAGE_MAX_TOKEN_NUM",
+    "IMAGE_MIN_TOKEN_NUM",
+    "MAX_RATIO",
+    "SPATIAL_MERGE_SIZE",
+    "QWENVL_BBOX_FORMAT",
+    "ENABLE_THINKING",
+    "PRESERVE_THINKING",
+)
+"""Environment variables that ms-swift and qwen_vl_utils read while encoding text and images."""
+
+_POOL_START_S = 20.0
+"""A pool of processes that import the whole stack takes about this long to start."""
+
+
+@attrs.frozen
+class SampleSpec:
+    """What decides how records become samples; small, and picklable for worker processes."""
+
+    model: ModelConfig
+    template: TemplateConfig
+    custom: CustomConfig
+    paths: tuple[str, ...]
+    packing_length: int
+
+
+def config_model_type(model: ModelConfig) -> str:
+    """Return the `model_type` of the model's config.json; ConfigError if there is none to read."""
+    path = Path(model.model) / "config.json"
+    try:
+        return str(json.loads(path.read_text(encoding="utf-8"))["model_type"])
+    except (OSError, ValueError, KeyError):
+        raise ConfigError.of(
+            "model.model", f"{model.model} is no folder with a config.json that names a model_type"
+        ) from None
+
+
+def refuse_remote_code(model: ModelConfig) -> None:
+    """
+    Refuse a folder that brings Python code, unless the user trusts it; ms-swift would run it unasked.
+
+    Raises:
+        ConfigError: A file of the folder names code (`auto_map`).
+    """
+    if model.trust_remote_code:
+        return
+    for file in sorted(Path(model.model).glob("*.json")):
+        # A file of weights' places is large, and names no code.
+        if not file.name.endswith(".index.json") and b'"auto_map"' in file.read_bytes():
+            reason = f"brings Python code ({file.name} has auto_map): read it, then set model.trust_remote_code: true"
+            raise ConfigError.of("model.model", f"{model.model} {reason}")
+
+
+def swift_types(model: ModelConfig, template: TemplateConfig) -> tuple[str | None, str | None]:
+    """Return ms-swift's model type and template type; None where it has to find out itself."""
+    known = TYPES.get(config_model_type(model), (None, None))
+    return model.model_type or known[0], template.template or known[1]
+
+
+def open_template(model: ModelConfig, template: TemplateConfig, *, packing_length: int) -> Template:
+    """
+    Build ms-swift's template, in training mode, without loading the model.
+
+    It cuts samples only where `truncation_strategy` asks for it; long samples stay whole.
+    """
+    refuse_remote_code(model)
+    model_type, template_type = swift_types(model, template)
+    cuts = template.truncation_strategy in {"left", "right"}
+    try:
+        _, processor = get_model_processor(model.model, load_model=False, model_type=model_type)
+        opened = get_template(
+            processor,
+            template.system,
+            packing_length if cuts else None,
+            template_type=template_type,
+            truncation_strategy=template.truncation_strategy or "raise",
+            max_pixels=template.max_pixels,
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError.of("model.model", f"{model.model} cannot be opened by ms-swift: {error}") from error
+    if not cuts:  # ms-swift fills in the model's own limit, and would refuse what is longer
+        opened.max_length = None
+    opened.set_mode("train")
+    # The Qwen-VL template knows the ids of the released vocabularies only; with another one, images would stay
+    # a single token, silently.
+    for name in ("image_token_id", "video_token_id"):
+        if hasattr(opened, name) and hasattr(processor, name):
+            setattr(opened, name, getattr(processor, name))
+    return opened
+
+
+class SwiftSamples:
+    """A `core.ports.LengthSource` over JSONL records; also encodes samples for training."""
+
+    def __init__(self, spec: SampleSpec, *, workers: int = 1, template: Template | None = None) -> None:
+        """
+        Open the data files and the template.
+
+        Args:
+            spec: What decides how records become samples.
+
+            workers: Processes that measure; 1 measures in this one.
+
+            template: To share with a trainer; built from the spec if None.
+        """
+        self.spec = spec
+        self.records = JsonlRecords(spec.paths)
+        self.template = template or open_template(spec.model, spec.template, packing_length=spec.packing_length)
+        self._workers = min(workers, os.cpu_count() or 1)
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def fingerprint(self) -> Fingerprint:
+        """Return everything that the measurements depend on."""
+        spec = self.spec
+        cuts = spec.template.truncation_strategy is not None
+        model_type, template_type = swift_types(spec.model, spec.template)
+        inputs: dict[str, Value] = {
+            "custom.object_field_order": spec.custom.object_field_order,
+            "custom.use_summary": spec.custom.use_summary,
+            "model.model_type": model_type,
+            "template.template": template_type,
+            "template.system": spec.template.system,
+            "template.max_pixels": spec.template.max_pixels,
+            "template.truncation_strategy": spec.template.truncation_strategy,
+            "packing_length": spec.packing_length if cuts else None,
+        }
+        for number, (path, digest) in enumerate(zip(self.records.paths, self.records.digests, strict=True)):
+            inputs[f"data.{number}.sha256"] = digest
+            inputs[f"data.{number}.folder"] = str(path.parent.resolve())
+        folder = Path(spec.model.model)
+        for file in sorted({file for pattern in _PROCESSING_FILES for file in folder.glob(pattern)}):
+            inputs[f"model.{file.name}.sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
+        for package in _PROCESSING_PACKAGES:
+            inputs[f"version.{package}"] = importlib.metadata.version(package)
+        for variable in _PROCESSING_VARIABLES:
+            inputs[f"environment.{variable}"] = os.environ.get(variable)
+        return Fingerprint(inputs)
+
+    def measure(self, index: int) -> Measurement:
+        """Measure sample *index*; RecordError if it cannot become a sample."""
+        limit = self.template.max_length
+        if limit is None:
+            return self.measured(index, self.encode(index))
+        # Whether a sample is cut, or happens to fit exactly, shows only without the limit.
+        self.template.max_length = None
+        try:
+            whole = self.measured(index, self.encode(index))
+        finally:
+            self.template.max_length = limit
+        if whole.length <= limit:
+            return whole
+        return attrs.evolve(self.measured(index, self.encode(index)), cut=True)
+
+    def measure_many(self, indices: range) -> Iterator[Measurement]:
+        """Measure several, in the order of *indices*, by processes where that is faster."""
+        done = 0
+        if self._workers > 1:
+            started = time.perf_counter()
+            while done < len(indices):
+                yield self.measure(indices[done])
+                done += 1
+                spent = time.perf_counter() - started
+                if done >= 16 and spent / done * (len(indices) - done) * (1 - 1 / self._workers) > _POOL_START_S:
+                    break
+        rest = indices[done:]
+        if not rest or self._workers == 1:
+            yield from map(self.measure, rest)
+            return
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(self._workers, context, _open_worker, (self.spec,)) as pool:
+            try:
+                yield from pool.map(_measure_in_worker, rest, chunksize=16)
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
+
+    def encode(self, index: int) -> dict[str, Any]:
+        """Encode sample *index* as the template does; RecordError if it cannot become a sample."""
+        source, line = self.records.where(index)
+        record = self.records[index]
+        try:
+            sample = to_messages(
+                record,
+                object_field_order=self.spec.custom.object_field_order,
+                use_summary=self.spec.custom.use_summary,
+            )
+        except ValueError as error:
+            raise RecordError(source, line, f"the record {error}") from None
+        images = [str(self.records.folder(index) / image) for image in sample.get("images", ())]
+        for image in images:
+            if reason := _unreadable(image, decode=False):
+                raise RecordError(source, line, reason)
+        if images and not hasattr(self.template, "image_token_id"):
+            raise RecordError(source, line, "the record has images, but the model reads text only")
+        try:
+            encoded = self.template.encode({**sample, "images": images}, return_length=True)
+        except Exception as error:
+            broken = next(filter(None, (_unreadable(image, decode=True) for image in images)), None)
+            reason = broken or f"the record cannot be encoded: {type(error).__name__}: {error}"
+            raise RecordError(source, line, reason) from error
+        limit = self.spec.packing_length
+        if self.spec.template.truncation_strategy == "raise" and encoded["length"] > limit:
+            reason = (
+                f"the record has {encoded['length']:,} tokens, but template.truncation_strategy: raise allows "
+                f"{limit:,}: raise template.max_length, or remove template.truncation_strategy"
+            )
+            raise RecordError(source, line, reason)
+        return dict(encoded)
+
+    def measured(self, index: int, encoded: dict[str, Any]) -> Measurement:
+        """Measure an encoded sample; RecordError if its image tokens do not match its images."""
+        grid = encoded.get("image_grid_thw")
+        measurement = Measurement(
+            length=encoded["length"],
+            supervised=sum(label != IGNORED_LABEL for label in encoded["labels"][1:]),
+            images=0 if grid is None else len(grid),
+            patches=0 if grid is None else int(torch.as_tensor(grid).prod(-1).sum()),
+        )
+        image_token = getattr(self.template, "image_token_id", None)
+        if image_token is not None:
+            merge = self.template.processor.image_processor.merge_size**2
+            tokens = encoded["input_ids"].count(image_token)
+            if tokens != measurement.patches // merge:
+                source, line = self.records.where(index)
+                reason = (
+                    f"the record has {tokens:,} image tokens, but its images give {measurement.patches // merge:,}: "
+                    "its text may contain the image token itself"
+                )
+                raise RecordError(source, line, reason)
+        return measurement
+
+    def fetch(self, index: int, planned: Table) -> dict[str, Any]:
+        """Encode sample *index* for training; ContractError if it is not the one that was planned."""
+        encoded = self.encode(index)
+        expected = from_row(planned, index)
+        found = attrs.evolve(self.measured(index, encoded), cut=expected.cut)
+        if differences := expected.differences(found):
+            source, line = self.records.where(index)
+            raise ContractError(index, f"{source}, line {line}", differences)
+        return encoded
+
+
+def _unreadable(path: str, *, decode: bool) -> str | None:
+    """Return why an image cannot be used, or None; without *decode* only its header is read."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(path) as image:
+                if decode:
+                    image.load()
+    except FileNotFoundError:
+        return f"the image {path} does not exist: relative paths start at the folder of the data file"
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        return f"the image {path} has more than {Image.MAX_IMAGE_PIXELS:,} pixels, which may be an attack: shrink it"
+    except (OSError, SyntaxError, ValueError) as error:
+        return f"the image {path} cannot be read, it is damaged or no image: {error}"
+    return None
+
+
+_worker: SwiftSamples | None = None
+
+
+def _open_worker(spec: SampleSpec) -> None:
+    global _worker  # noqa: PLW0603  # the one thing a worker process holds
+    torch.set_num_threads(1)
+    _worker = SwiftSamples(spec)
+
+
+def _measure_in_worker(index: int) -> Measurement:
+    assert _worker is not None  # noqa: S101  # the pool's initializer made it
+    return _worker.measure(index)

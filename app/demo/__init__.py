@@ -1,0 +1,1 @@
+"""Makes the tiny models and the data set that the examples train on, and trains: `python -m app.demo`."""

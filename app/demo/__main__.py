@@ -1,0 +1,60 @@
+"""
+Make the tiny models and the data set that the examples train on, then train on them.
+
+`python -m app.demo` does all and ends with one line that says how the loss fell; `python -m app.demo make` only makes.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from app import sft, wiring
+from app.command import run_command
+from app.demo.scenes import corpus, write_data
+from app.demo.tiny_models import MODEL_TYPES, write_model
+
+CONFIG = Path(__file__).parent.parent / "demo.yaml"
+
+
+def make(folder: Path, *, seed: int, num_train: int, num_val: int) -> None:
+    """Write the data to `data/` and the models to `models/` under *folder*."""
+    write_data(folder / "data", seed=seed, num_train=num_train, num_val=num_val)
+    for model_type in MODEL_TYPES:
+        write_model(folder / "models" / model_type, model_type, corpus(folder / "data"), seed=seed)
+
+
+def train() -> None:
+    """Train as `app/demo.yaml` says, and print how the loss fell."""
+    result = sft.run(wiring.read_config(CONFIG), wiring.join_ranks({}))
+    evaluated = [entry["eval_loss"] for entry in result.history if "eval_loss" in entry]
+    losses = [entry["loss"] for entry in result.history if "loss" in entry]
+    plan = result.planned["train"]
+    print(f"held-out scenes: loss {evaluated[0]:.3f} -> {evaluated[-1]:.3f}")
+    print(
+        f"demo: loss {losses[0]:.3f} -> {losses[-1]:.3f} over {result.num_steps} steps, {len(plan.raw.packs)} packs, "
+        f"fill {plan.raw.fill:.3f}, checksum {plan.raw_checksum[:12]}"
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m app.demo", description=__doc__)
+    parser.add_argument("what", nargs="?", choices=["make"], help="make the models and data, and do not train")
+    parser.add_argument("--folder", type=Path, default=Path("runs/demo"), help="where to write (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="decides every byte (default: %(default)s)")
+    parser.add_argument("--train", type=int, default=240, metavar="N", help="records to learn (default: %(default)s)")
+    parser.add_argument("--val", type=int, default=40, metavar="N", help="held-out records (default: %(default)s)")
+    parser.add_argument("--verbose", action="store_true", help="also show what the libraries log")
+    options = parser.parse_args(arguments)
+
+    def command() -> None:
+        make(options.folder, seed=options.seed, num_train=options.train, num_val=options.val)
+        if options.what != "make":
+            train()
+
+    return run_command(command, verbose=options.verbose)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,295 @@
+"""Lengths -> raw plan -> aligned plan of one split: measured and planned on rank 0, verified on all ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import attrs
+import numpy as np
+from tqdm import tqdm
+
+from core.align import AlignedPlan, align_plan
+from core.checksum import plan_checksum
+from core.config import RunConfig
+from core.errors import DataSetError, OutputError, RanksDisagreeError
+from core.fingerprint import Fingerprint, plan_fingerprint
+from core.lengths import IntArray
+from core.plan import RawPlan, build_raw_plan, one_sample_packs, plan_from_arrays, plan_to_arrays
+from core.ports import Arrays, LengthSource, LengthStore, PlanStore, RankGroup
+from core.samples import COLUMNS, Table, column, to_row
+
+log = logging.getLogger(__name__)
+
+PROBED_SAMPLES = 8
+"""Samples that are measured again, in the opposite order, before new lengths are trusted."""
+
+
+@attrs.frozen
+class PlannedSplit:
+    """One split, ready to train or to evaluate."""
+
+    name: str
+    table: Table
+    raw: RawPlan
+    aligned: AlignedPlan
+    raw_checksum: str
+    checksum: str
+
+
+@attrs.frozen
+class Knobs:
+    """How one split is planned; evaluation never drops."""
+
+    packing: bool
+    packing_length: int
+    algorithm: str
+    min_fill_ratio: str
+    drop_last: bool
+    allow_single_long: bool
+    dataloader_drop_last: bool
+    seed: int
+
+    @classmethod
+    def of(cls, config: RunConfig, split: str) -> Knobs:
+        """Return the knobs of the split `train` or `eval`."""
+        training, is_train = config.training, split == "train"
+        return cls(
+            packing=training.packing if is_train else config.eval_packing,
+            packing_length=config.packing_length,
+            algorithm=training.packing_algorithm,
+            min_fill_ratio=str(training.packing_min_fill_ratio),
+            drop_last=training.packing_drop_last and is_train,
+            # Without packing nothing is too long for a pack.
+            allow_single_long=training.packing_allow_single_long or not training.packing,
+            dataloader_drop_last=training.dataloader_drop_last and is_train,
+            seed=training.seed,
+        )
+
+    def fingerprint(self, lengths_digest: str) -> Fingerprint:
+        """Return what the raw plan depends on."""
+        return plan_fingerprint(
+            lengths_digest=lengths_digest,
+            packing=self.packing,
+            packing_length=self.packing_length,
+            algorithm=self.algorithm,
+            min_fill_ratio=self.min_fill_ratio,
+            drop_last=self.drop_last,
+            allow_single_long=self.allow_single_long,
+        )
+
+    def plan(self, lengths: IntArray) -> RawPlan:
+        """Plan the split."""
+        if not self.packing:
+            return one_sample_packs(
+                lengths, packing_length=self.packing_length, allow_single_long=self.allow_single_long
+            )
+        return build_raw_plan(
+            lengths,
+            packing_length=self.packing_length,
+            algorithm=self.algorithm,
+            min_fill_ratio=self.min_fill_ratio,
+            drop_last=self.drop_last,
+            allow_single_long=self.allow_single_long,
+            seed=self.seed,
+        )
+
+
+def plan_split(
+    name: str,
+    knobs: Knobs,
+    *,
+    source: LengthSource,
+    lengths: LengthStore,
+    plans: PlanStore,
+    group: RankGroup,
+    flush_every: int | None,
+    timeout_s: float,
+) -> PlannedSplit:
+    """
+    Measure and plan a split on rank 0, share it, align it, and compare it between all ranks.
+
+    Raises:
+        PackplanError: Whatever rank 0 finds wrong, on every rank; RanksDisagreeError if ranks hold different plans.
+    """
+
+    def build() -> Arrays:
+        table = measure(name, source, lengths, flush_every=flush_every)
+        key = knobs.fingerprint(lengths.digest())
+        raw = plans.load(key)
+        if raw is None:
+            log.info("%s: planning %s samples anew", name, f"{len(table):,}")
+            raw = knobs.plan(column(table, "length").astype(np.int64))
+            plans.save(key, raw)
+        else:
+            log.info("%s: the stored plan fits and is used again", name)
+        aligned = align_plan(raw, world_size=group.world_size, dataloader_drop_last=knobs.dataloader_drop_last)
+        plans.save_aligned(key, aligned, drop_last=knobs.dataloader_drop_last)
+        return {"table": table, **plan_to_arrays(raw)}
+
+    arrays = dict(group.from_rank_zero(build, timeout_s=timeout_s))
+    table = arrays.pop("table")
+    raw = plan_from_arrays(arrays)
+    aligned = align_plan(raw, world_size=group.world_size, dataloader_drop_last=knobs.dataloader_drop_last)
+    planned = PlannedSplit(name, table, raw, aligned, plan_checksum(raw.packs), plan_checksum(aligned.packs))
+    _agree(group, f"the {name} plan's checksum", planned.checksum)
+    # A rank that sees other data would train on other samples under the same plan.
+    _agree(group, f"what the {name} lengths depend on", source.fingerprint().digest)
+    return planned
+
+
+def _agree(group: RankGroup, what: str, value: str) -> None:
+    values = group.gather(value)
+    if len(set(values)) > 1:
+        raise RanksDisagreeError(what, values)
+
+
+def measure(name: str, source: LengthSource, store: LengthStore, *, flush_every: int | None) -> Table:
+    """
+    Return the measurements of all samples, measuring those that the store does not have.
+
+    Raises:
+        RecordError: A record cannot become a sample; what was measured before it is kept.
+
+        DataSetError: Measuring a sample twice gives two results.
+    """
+    total = len(source)
+    known = store.resume(source.fingerprint(), total)
+    if len(known) == total:
+        log.info("%s: the lengths of all %s samples are stored", name, f"{total:,}")
+        return known
+    log.info("%s: measuring %s samples, %s are stored", name, f"{total - len(known):,}", f"{len(known):,}")
+    parts, rows = [known], []
+    every = flush_every or min(max(total // 100, 256), 10_000)
+    bar = tqdm(total=total, initial=len(known), desc=f"measuring {name}", unit=" samples", disable=None)
+    with bar:
+        try:
+            for measurement in source.measure_many(range(len(known), total)):
+                rows.append(to_row(measurement))
+                bar.update()
+                if len(rows) >= every:
+                    parts.append(_flushed(store, rows))
+                    rows = []
+        finally:
+            if rows:
+                parts.append(_flushed(store, rows))
+    table = np.concatenate(parts)
+    _probe(source, table)
+    return table
+
+
+def _flushed(store: LengthStore, rows: list[tuple[int, ...]]) -> Table:
+    table = np.array(rows, dtype=np.int32).reshape(-1, len(COLUMNS))
+    store.append(table)
+    return table
+
+
+def _probe(source: LengthSource, table: Table) -> None:
+    """Measure some samples again, backwards; DataSetError if the order matters."""
+    for index in sorted(_spread(len(table)), reverse=True):
+        again = to_row(source.measure(index))
+        if again != tuple(table[index].tolist()):
+            message = (
+                f"sample {index} measured {tuple(table[index].tolist())} first and {again} later "
+                f"({', '.join(COLUMNS)}): a static plan needs samples that encode the same every time. Make the "
+                "preprocessing deterministic, or set training.packing: false"
+            )
+            raise DataSetError(message)
+
+
+def _spread(total: int) -> Iterator[int]:
+    count = min(total, PROBED_SAMPLES)
+    return (index * (total - 1) // max(count - 1, 1) for index in range(count))
+
+
+def usable_folder(path: Path) -> None:
+    """Make *path* and its parents; OutputError if it cannot be written."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / f".writable.{id(path)}"
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise OutputError(str(path), error.strerror or str(error)) from None
+
+
+def describe(planned: PlannedSplit, knobs: Knobs, *, world_size: int) -> Iterator[tuple[int, str]]:
+    """Yield what there is to say of a planned split, each line with its log level."""
+    raw, aligned, name = planned.raw, planned.aligned, planned.name
+    info, warning = logging.INFO, logging.WARNING
+    yield (
+        info,
+        (
+            f"{name}: {raw.num_samples:,} samples, {raw.num_tokens:,} tokens; packing_length {raw.packing_length:,}; "
+            f"{raw.planned_samples:,} samples in {len(raw.packs):,} packs, fill {raw.fill:.4f}, "
+            f"no plan has fewer than {raw.lower_bound:,} packs"
+        ),
+    )
+    yield (
+        info,
+        (
+            f"{name}: N_raw_packs {len(raw.packs):,}, N_aligned_packs {len(aligned.packs):,}, world_size {world_size}, "
+            f"dataloader_drop_last {str(knobs.dataloader_drop_last).lower()}"
+        ),
+    )
+    if aligned.pad_needed:
+        shown = ", ".join(map(str, aligned.repeated[:20])) + (", …" if aligned.pad_needed > 20 else "")
+        yield info, f"{name}: pad_needed {aligned.pad_needed:,}, repeated packs of the raw plan [{shown}]"
+    if aligned.num_dropped:
+        first = len(raw.packs) - aligned.num_dropped
+        yield (
+            warning,
+            (
+                f"{name}: the last {aligned.num_dropped:,} packs (from {first:,}) are not trained, in no epoch; "
+                "training.dataloader_drop_last: false trains them"
+            ),
+        )
+    yield info, f"{name}: raw_plan checksum {planned.raw_checksum}"
+    yield info, f"{name}: aligned_plan checksum {planned.checksum} (world_size {world_size})"
+    yield from _describe_exceptions(planned, knobs)
+
+
+def _describe_exceptions(planned: PlannedSplit, knobs: Knobs) -> Iterator[tuple[int, str]]:
+    raw, name = planned.raw, planned.name
+    info, warning = logging.INFO, logging.WARNING
+    cut = int(column(planned.table, "cut").sum())
+    if cut:
+        yield (
+            warning,
+            (
+                f"{name}: {cut:,} samples are cut to {raw.packing_length:,} tokens (template.truncation_strategy); "
+                "cut samples are long samples"
+            ),
+        )
+    if raw.single_long and knobs.packing:
+        yield (
+            info,
+            (
+                f"{name}: {len(raw.single_long):,} samples have {raw.packing_length:,} tokens or more and are packs of "
+                f"their own, {len(raw.single_long) - cut:,} of them uncut: {_shown(raw.single_long)}"
+            ),
+        )
+    if raw.skipped_long:
+        yield (
+            warning,
+            (
+                f"{name}: {len(raw.skipped_long):,} samples ({raw.skipped_tokens:,} tokens) have {raw.packing_length:,} "
+                f"tokens or more and are skipped: {_shown(raw.skipped_long)}; raise template.max_length, lower "
+                "template.max_pixels, or set training.packing_allow_single_long: true"
+            ),
+        )
+    if len(raw.dropped_packs):
+        share = raw.dropped_tokens / raw.num_tokens
+        yield (
+            (warning if raw.drops_many_tokens else info),
+            (
+                f"{name}: {len(raw.dropped_packs):,} packs filled below {knobs.min_fill_ratio} are dropped "
+                f"({raw.dropped_samples:,} samples, {raw.dropped_tokens:,} tokens, {share:.2%} of all); "
+                "training.packing_drop_last: false keeps them, a lower training.packing_min_fill_ratio keeps more"
+            ),
+        )
+
+
+def _shown(indices: tuple[int, ...]) -> str:
+    return ", ".join(map(str, indices[:10])) + (", …" if len(indices) > 10 else "")

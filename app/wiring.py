@@ -1,0 +1,105 @@
+"""The only place that constructs adapters."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from adapters.length_store import DiskLengthStore
+from adapters.packed_dataset import PackedDataset
+from adapters.plan_store import DiskPlanStore
+from adapters.swift_samples import SampleSpec, SwiftSamples, config_model_type, open_template
+from adapters.swift_trainer import PackTrainer, open_model, trainer_fields, training_arguments
+from adapters.torch_group import OneRank, TorchGroup
+from adapters.yaml_config import load_config
+from app.planning import PlannedSplit
+from core.batch import Accumulation
+from core.config import RunConfig
+from core.isolation import check_isolation
+from core.ports import RankGroup
+
+
+def read_config(path: str | Path) -> RunConfig:
+    """Read a run's YAML; ConfigError with all its faults."""
+    return load_config(path, trainer_fields())
+
+
+def join_ranks(settings: Mapping[str, Any]) -> RankGroup:
+    """Join the ranks that torchrun's environment describes, or be the only one."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return OneRank()
+    return TorchGroup(use_cpu=bool(settings.get("use_cpu")), timeout_s=float(settings.get("ddp_timeout", 1800)))
+
+
+def require_isolation(config: RunConfig) -> None:
+    """Refuse an attention backend under which packed samples might see each other."""
+    if config.training.packing:
+        flash = find_spec("flash_attn") is not None
+        check_isolation(config_model_type(config.model), config.model.attn_impl, flash_installed=flash)
+
+
+def split_folder(config: RunConfig, split: str) -> Path:
+    """Return the folder of a split's artefacts."""
+    return Path(config.training.output_dir) / "static_packing" / split
+
+
+def stores(config: RunConfig, split: str) -> tuple[DiskLengthStore, DiskPlanStore]:
+    """Return where a split's lengths and plans are kept."""
+    folder = split_folder(config, split)
+    return DiskLengthStore(folder), DiskPlanStore(folder)
+
+
+def open_samples(config: RunConfig) -> dict[str, SwiftSamples]:
+    """Open the data of each split, `train` and perhaps `eval`, on one template."""
+    template = open_template(config.model, config.template, packing_length=config.packing_length)
+    paths = {"train": config.custom.train_jsonl, "eval": config.custom.val_jsonl}
+    return {
+        split: SwiftSamples(
+            SampleSpec(config.model, config.template, config.custom, files, config.packing_length),
+            workers=config.training.packing_length_precompute_workers,
+            template=template,
+        )
+        for split, files in paths.items()
+        if files
+    }
+
+
+def build_trainer(
+    config: RunConfig,
+    *,
+    group: RankGroup,
+    samples: Mapping[str, SwiftSamples],
+    planned: Mapping[str, PlannedSplit],
+    batch_size: int,
+    accumulation: Accumulation,
+) -> PackTrainer:
+    """Load the model and build its trainer over the planned packs."""
+    template = samples["train"].template
+    multimodal = hasattr(template, "image_token_id")
+    arguments = training_arguments(
+        config,
+        per_device_train_batch_size=batch_size,
+        gradient_accumulation_steps=accumulation.gradient_accumulation_steps,
+        multimodal=multimodal,
+    )
+    model = open_model(config.model, config.training)
+    template.model = getattr(model, "get_base_model", lambda: model)()
+    template.packing = template.padding_free = config.training.packing
+    grouped = {"train": config.training.packing, "eval": config.eval_packing}
+    data = {
+        split: PackedDataset(samples[split], plan.aligned.packs, plan.table, grouped=grouped[split])
+        for split, plan in planned.items()
+    }
+    evaluated = planned.get("eval")
+    return PackTrainer(
+        group=group,
+        model=model,
+        args=arguments,
+        template=template,
+        train_dataset=data["train"],
+        eval_dataset=data.get("eval"),
+        num_eval_items=len(evaluated.raw.packs) if evaluated else 0,
+    )

@@ -1,0 +1,136 @@
+"""Effective batch -> gradient accumulation, partial windows, optimizer steps."""
+
+from __future__ import annotations
+
+import math
+
+import attrs
+
+from core.errors import BatchSizeError
+from core.lengths import positive
+
+
+@attrs.frozen
+class Accumulation:
+    """How the effective batch comes about."""
+
+    gradient_accumulation_steps: int
+
+    requested: int
+    """What the configuration asks for, over all ranks and one optimizer step: packs, or samples if not packing."""
+
+    realised: int
+    """What training does; equal to `requested`."""
+
+
+def resolve_accumulation(
+    *,
+    effective_batch_size: int | None,
+    per_device_train_batch_size: int,
+    gradient_accumulation_steps: int | None,
+    world_size: int,
+    forced_batch_size: int = 1,
+) -> Accumulation:
+    """
+    Keep the effective batch while packing forces the per-device batch to one pack.
+
+    Args:
+        effective_batch_size: Packs an optimizer step over all ranks; None keeps what the other two imply.
+
+        per_device_train_batch_size: As the user wrote it, >= 1.
+
+        gradient_accumulation_steps: As the user wrote it; None means 1.
+
+        world_size: Data-parallel learners, >= 1.
+
+        forced_batch_size: The per-device batch that training will use: 1 when packing.
+
+    Raises:
+        BatchSizeError: The batch is not divisible by the ranks.
+
+    >>> resolve_accumulation(effective_batch_size=32, per_device_train_batch_size=4,
+    ...                      gradient_accumulation_steps=None, world_size=2).gradient_accumulation_steps
+    16
+    """
+    world_size = positive("world_size", world_size)
+    per_device = positive("per_device_train_batch_size", per_device_train_batch_size)
+    accumulation = positive("gradient_accumulation_steps", gradient_accumulation_steps or 1)
+    unit = world_size * positive("forced_batch_size", forced_batch_size)
+    requested = world_size * per_device * accumulation
+    if effective_batch_size is not None:
+        requested = positive("effective_batch_size", effective_batch_size)
+    if requested % unit:
+        raise BatchSizeError(requested, world_size, forced_batch_size)
+    return Accumulation(requested // unit, requested, requested)
+
+
+@attrs.frozen
+class PartialWindow:
+    """The last optimizer step of an epoch sees fewer batches than the others."""
+
+    per_rank_batches: int
+    gradient_accumulation_steps: int
+
+    @property
+    def remainder(self) -> int:
+        """Batches of each rank in the epoch's last step."""
+        return self.per_rank_batches % self.gradient_accumulation_steps
+
+    def __str__(self) -> str:
+        return (
+            f"the last optimizer step of each epoch sees {self.remainder} of {self.gradient_accumulation_steps} batches "
+            f"per rank ({self.per_rank_batches} batches per rank and epoch): its packs per step are inexact; choose "
+            "training.effective_batch_size so that accumulation divides the batches, or accept it"
+        )
+
+
+def partial_window(*, per_rank_batches: int, gradient_accumulation_steps: int) -> PartialWindow | None:
+    """
+    Return the partial accumulation window at an epoch's end, or None if there is none.
+
+    >>> partial_window(per_rank_batches=7, gradient_accumulation_steps=4).remainder
+    3
+    """
+    window = PartialWindow(
+        positive("per_rank_batches", per_rank_batches),
+        positive("gradient_accumulation_steps", gradient_accumulation_steps),
+    )
+    return window if window.remainder else None
+
+
+@attrs.frozen
+class Steps:
+    """Optimizer steps, before training starts."""
+
+    per_epoch: int
+    total: int
+
+
+def count_steps(
+    *,
+    per_rank_batches: int,
+    gradient_accumulation_steps: int,
+    num_train_epochs: float,
+    max_steps: int = -1,
+) -> Steps:
+    """
+    Count the optimizer steps that the trainer will run.
+
+    Args:
+        per_rank_batches: Batches each rank consumes in an epoch, >= 1.
+
+        gradient_accumulation_steps: Batches of a rank in an optimizer step; the last step may see fewer.
+
+        num_train_epochs: May be fractional; the total is rounded up.
+
+        max_steps: The total, if positive.
+    """
+    per_epoch = -(-positive("per_rank_batches", per_rank_batches) // gradient_accumulation_steps)
+    # The trainer multiplies floats before rounding up; only the same arithmetic gives the same count.
+    total = max_steps if max_steps > 0 else math.ceil(num_train_epochs * per_epoch)
+    return Steps(per_epoch, total)
+
+
+def batches_per_rank(*, num_samples: int, batch_size: int, drop_last: bool) -> int:
+    """Return how many batches a rank forms of its samples; the last may be smaller, or dropped."""
+    return num_samples // batch_size if drop_last else -(-num_samples // batch_size)

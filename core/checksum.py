@@ -1,0 +1,26 @@
+"""Packs -> canonical bytes -> digest."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from core.packs import Packs
+
+_FORMAT = b"packplan packs 1\n"
+
+
+def plan_checksum(packs: Packs | Sequence[Sequence[int]]) -> str:
+    """
+    Return the SHA-256 hex digest of *packs*: which samples, their grouping, and both orders.
+
+    The bytes are a format line, then the offsets and the indices of `Packs` as little-endian int64, so the digest
+    depends on no machine, process or hash seed.
+    """
+    if not isinstance(packs, Packs):
+        packs = Packs.from_lists(packs)
+    digest = hashlib.sha256(_FORMAT)
+    for array in (packs.offsets, packs.indices):
+        digest.update(array.size.to_bytes(8, "little"))
+        digest.update(array.astype("<i8", copy=False).data)
+    return digest.hexdigest()

@@ -1,0 +1,295 @@
+"""
+What a run is: frozen, validated once, every field with its unit and default.
+
+`RunConfig` mirrors the YAML, section by section. Keys of `training.` that are ms-swift's or transformers' own are in
+`TrainingConfig.trainer`, unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from decimal import Decimal
+from types import MappingProxyType
+from typing import Any, Literal
+
+import attrs
+
+from core.errors import Fault
+from core.packers import ALGORITHMS
+
+PACKING_BUFFER = 512
+
+
+def _read_only(keys: Mapping[str, Any]) -> Mapping[str, Any]:
+    return MappingProxyType(dict(keys))
+
+
+@attrs.frozen(kw_only=True)
+class ModelConfig:
+    """`model.`: what is trained."""
+
+    model: str
+    """Folder of the model, its tokenizer and its processor."""
+
+    model_type: str | None = None
+    """ms-swift's name of the architecture; None reads it from the model's config.json."""
+
+    attn_impl: str = "sdpa"
+    """Attention backend; packing refuses one that is not established to keep samples apart."""
+
+    torch_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Of the weights; None keeps the model's own."""
+
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model's folder."""
+
+    max_model_len: int | None = None
+    """Tokens; the budget of a pack where `template.max_length` is not set."""
+
+
+@attrs.frozen(kw_only=True)
+class TemplateConfig:
+    """`template.`: how a record becomes tokens."""
+
+    template: str | None = None
+    """ms-swift's name of the chat template; None takes the model type's."""
+
+    max_length: int | None = None
+    """Tokens of a pack: the packing length."""
+
+    max_pixels: int | None = None
+    """Pixels an image is scaled down to; None keeps the processor's own limit."""
+
+    system: str | None = None
+    """System prompt of records that bring none; None takes the template's."""
+
+    truncation_strategy: Literal["left", "right", "raise"] | None = None
+    """Cut samples above the limit at that end, or refuse them; None never cuts: they are long samples."""
+
+
+@attrs.frozen(kw_only=True)
+class CustomConfig:
+    """`custom.`: the data, and which trainer."""
+
+    train_jsonl: tuple[str, ...] = ()
+    """Data files, one record a line; relative image paths start at the folder of their file."""
+
+    val_jsonl: tuple[str, ...] = ()
+    """Data files of the evaluation; none means no evaluation."""
+
+    fusion_config: str | None = None
+    """A mixing schedule; refused by static packing."""
+
+    trainer_variant: Literal["sft", "rollout"] = "sft"
+    """`sft` is Stage-1."""
+
+    object_field_order: Literal["desc_first", "geometry_first"] = "desc_first"
+    """Of each object of a dense caption."""
+
+    use_summary: bool = False
+    """Answer dense captions with their summary."""
+
+
+@attrs.frozen(kw_only=True)
+class TrainingConfig:
+    """`training.`: packing, the batch, and the trainer's own settings."""
+
+    output_dir: str
+    """Folder of checkpoints, logs and plans."""
+
+    packing: bool = True
+    """False trains padded batches through the same trainer."""
+
+    packing_mode: Literal["static", "dynamic"] = "static"
+    """Stage-1 is static only."""
+
+    packing_algorithm: str = "constant_volume"
+    """A name in `core.packers.ALGORITHMS`."""
+
+    packing_buffer: int = PACKING_BUFFER
+    """Samples; of dynamic packing only."""
+
+    packing_min_fill_ratio: Decimal = Decimal("0.65")
+    """Packs filled below this share of the packing length are dropped; compared as the decimal it is."""
+
+    packing_drop_last: bool = True
+    """Whether underfilled packs are dropped."""
+
+    packing_allow_single_long: bool = True
+    """Give a sample of the packing length or more a pack of its own; otherwise skip it."""
+
+    eval_packing: bool = True
+    """Whether evaluation is packed; without `packing` it never is."""
+
+    packing_wait_timeout_s: float = 7200.0
+    """Seconds that other ranks wait for rank 0's plan; 0 means for ever."""
+
+    packing_length_cache_persist_every: int | None = None
+    """Samples between two flushes of the measured lengths; None adapts to the size of the data set."""
+
+    packing_length_precompute_workers: int = 8
+    """Processes that measure, never more than the machine's cores; 1 measures in the main process."""
+
+    effective_batch_size: int | None = None
+    """Packs of one optimizer step over all ranks (samples, if not packing); None keeps what the next two imply."""
+
+    per_device_train_batch_size: int = 1
+    """Packing forces it to 1 and keeps the effective batch."""
+
+    gradient_accumulation_steps: int | None = None
+    """Batches of a rank in one optimizer step; None means 1."""
+
+    per_device_eval_batch_size: int = 1
+    """Samples of a padded evaluation batch."""
+
+    dataloader_drop_last: bool = False
+    """Drop the packs that do not fill all ranks, instead of repeating packs from the front."""
+
+    num_train_epochs: float = 3.0
+    """May be fractional."""
+
+    max_steps: int = -1
+    """Optimizer steps in total, if positive; overrides the epochs."""
+
+    seed: int = 42
+    """Of weights, dropout and the order of packs."""
+
+    resume_from_checkpoint: str | None = None
+    """A checkpoint's folder, or `last` for the newest one of `output_dir`."""
+
+    tuner_type: Literal["full", "lora"] = "full"
+    """Train all weights, or low-rank adapters."""
+
+    lora_rank: int = 8
+
+    lora_alpha: int = 32
+
+    lora_dropout: float = 0.05
+
+    target_modules: tuple[str, ...] = ("all-linear",)
+    """Modules that get an adapter."""
+
+    freeze_llm: bool = False
+    """Keep the language model's weights."""
+
+    freeze_vit: bool = False
+    """Keep the vision tower's weights."""
+
+    freeze_aligner: bool = False
+    """Keep the weights between the two."""
+
+    trainer: Mapping[str, Any] = attrs.field(factory=dict, converter=_read_only)
+    """Settings of ms-swift's and transformers' training arguments."""
+
+
+@attrs.frozen(kw_only=True)
+class RunConfig:
+    """One run, as its YAML says."""
+
+    model: ModelConfig
+    template: TemplateConfig
+    custom: CustomConfig
+    training: TrainingConfig
+
+    global_max_length: int | None = None
+    """Tokens; sets `template.max_length` and `model.max_model_len` where these are not given."""
+
+    @property
+    def packing_length(self) -> int:
+        """Tokens a pack may hold: `template.max_length`, else `model.max_model_len`, each else `global_max_length`."""
+        length = self.template.max_length or self.global_max_length or self.model.max_model_len
+        assert length is not None  # noqa: S101  # `faults` refuses a run without one
+        return length
+
+    @property
+    def eval_packing(self) -> bool:
+        """Whether evaluation is packed."""
+        return self.training.packing and self.training.eval_packing
+
+
+REFUSED_TRAINING_KEYS = MappingProxyType(
+    {
+        "packing_length": "is derived from template.max_length (else model.max_model_len): set that instead",
+        "packing_avg_samples": "guesses how many samples a pack holds, which a static plan counts: remove it",
+        "group_by_length": "has no meaning for packs, which are already of like length: remove it",
+        "predict_with_generate": "is not supported, since evaluation measures the loss: remove it",
+        "max_epochs": "would end training at another step than planned: use training.num_train_epochs",
+        "auto_find_batch_size": "would change the batch behind the plan: remove it",
+        "remove_unused_columns": "would drop what packs are made of: remove it",
+        "eval_use_evalscope": "is not supported: remove it",
+        "average_tokens_across_devices": "is always on, so that the loss is the mean over all tokens: remove it",
+    }
+)
+"""Keys of `training.` -> why they are refused, and what to do."""
+
+
+def faults(config: RunConfig) -> Iterator[Fault]:
+    """Yield everything wrong with a configuration that its types cannot say."""
+    yield from _number_faults(config)
+    yield from _mode_faults(config)
+    if not (config.template.max_length or config.global_max_length or config.model.max_model_len):
+        yield Fault("template.max_length", "is not set, and it is the budget of a pack: set it to a number of tokens")
+    if not config.custom.train_jsonl and config.custom.fusion_config is None:
+        yield Fault("custom.train_jsonl", "is not set: name the data file, or a list of them")
+
+
+def _number_faults(config: RunConfig) -> Iterator[Fault]:
+    training = config.training
+    at_least_one = {
+        "global_max_length": config.global_max_length,
+        "model.max_model_len": config.model.max_model_len,
+        "template.max_length": config.template.max_length,
+        "template.max_pixels": config.template.max_pixels,
+        "training.packing_buffer": training.packing_buffer,
+        "training.packing_length_cache_persist_every": training.packing_length_cache_persist_every,
+        "training.packing_length_precompute_workers": training.packing_length_precompute_workers,
+        "training.effective_batch_size": training.effective_batch_size,
+        "training.per_device_train_batch_size": training.per_device_train_batch_size,
+        "training.per_device_eval_batch_size": training.per_device_eval_batch_size,
+        "training.gradient_accumulation_steps": training.gradient_accumulation_steps,
+        "training.lora_rank": training.lora_rank,
+        "training.lora_alpha": training.lora_alpha,
+    }
+    for path, value in at_least_one.items():
+        if value is not None and value < 1:
+            yield Fault(path, f"is {value}, but has to be at least 1")
+    if not 0 <= training.packing_min_fill_ratio <= 1:
+        yield Fault(
+            "training.packing_min_fill_ratio", f"is {training.packing_min_fill_ratio}, but has to be from 0 to 1"
+        )
+    if not 0 <= training.lora_dropout < 1:
+        yield Fault("training.lora_dropout", f"is {training.lora_dropout}, but has to be from 0 to below 1")
+    if not 0 <= training.packing_wait_timeout_s < float("inf"):
+        yield Fault(
+            "training.packing_wait_timeout_s",
+            f"is {training.packing_wait_timeout_s}, but has to be a number of seconds, or 0 to wait for ever",
+        )
+    if training.max_steps < 1 and not 0 < training.num_train_epochs < float("inf"):
+        yield Fault("training.num_train_epochs", f"is {training.num_train_epochs}, but has to be above 0")
+    if training.max_steps == 0 or training.max_steps < -1:
+        yield Fault("training.max_steps", f"is {training.max_steps}, but has to be at least 1, or -1 for no limit")
+    if training.packing_algorithm not in ALGORITHMS:
+        yield Fault(
+            "training.packing_algorithm",
+            f"is {training.packing_algorithm!r}, but has to be one of {', '.join(ALGORITHMS)}",
+        )
+
+
+def _mode_faults(config: RunConfig) -> Iterator[Fault]:
+    training, custom = config.training, config.custom
+    if custom.trainer_variant == "rollout":
+        yield Fault("custom.trainer_variant", "rollout is not available in this version: use sft")
+    if training.packing and training.packing_mode == "dynamic":
+        yield Fault("training.packing_mode", "dynamic is not for Stage-1: set training.packing_mode: static")
+    if training.packing and training.packing_mode == "static" and training.packing_buffer != PACKING_BUFFER:
+        yield Fault(
+            "training.packing_buffer", "has no meaning in static mode, which plans the whole data set: remove it"
+        )
+    if custom.fusion_config is not None:
+        yield Fault(
+            "custom.fusion_config",
+            "mixes data sets anew each epoch, which a static plan cannot follow: write the mix to one JSONL and "
+            "name it in custom.train_jsonl",
+        )
+    for key in sorted(REFUSED_TRAINING_KEYS.keys() & training.trainer.keys()):
+        yield Fault(f"training.{key}", REFUSED_TRAINING_KEYS[key])

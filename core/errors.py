@@ -1,0 +1,270 @@
+"""
+Everything that this project raises on purpose.
+
+    PackplanError
+    ├── UserError                  the caller can mend it: exit status 2
+    │   ├── ConfigError            the YAML: every fault at once, each with its path
+    │   ├── RecordError            one record of a data file: file, line, reason
+    │   ├── DataSetError           a data set as a whole
+    │   ├── InvalidLengthError     a length no packer can place: index and value
+    │   ├── EmptyPlanError         no pack remains
+    │   ├── PlanTooShortError      fewer packs than ranks, and the remainder is to be dropped
+    │   ├── BatchSizeError         an effective batch that the ranks cannot realise
+    │   ├── IsolationError         an attention backend that is not known to keep samples apart
+    │   ├── StaleLengthsError      stored lengths were measured from other inputs
+    │   ├── ContractError          a fetched sample is not the sample that was planned
+    │   ├── OutputError            the output folder cannot be used
+    │   └── RankZeroError          rank 0 failed, or was too slow, while this rank waited for its plan
+    └── VerificationError          something stored or shared is not what it claims: exit status 3
+        ├── CorruptArtefactError   a file differs from its digest
+        └── RanksDisagreeError     ranks hold different plans or step counts
+
+Fields are positional, so that errors survive pickling between processes.
+"""
+
+from __future__ import annotations
+
+import attrs
+
+
+class PackplanError(Exception):
+    """Base of all errors raised on purpose."""
+
+
+class UserError(PackplanError):
+    """The caller can mend it; the text says what is wrong and what to do."""
+
+
+class VerificationError(PackplanError):
+    """Something stored or shared is not what it claims to be."""
+
+
+@attrs.frozen
+class Fault:
+    """One thing wrong with a configuration."""
+
+    path: str
+    """Where: `training.packing_min_fill_ratio`."""
+
+    reason: str
+    """What is wrong, and the remedy."""
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.reason}" if self.path else self.reason
+
+
+@attrs.define(eq=False)
+class ConfigError(UserError):
+    """The configuration cannot be used."""
+
+    source: str
+    """The YAML, or what else was to be configured."""
+
+    faults: tuple[Fault, ...]
+
+    @classmethod
+    def of(cls, path: str, reason: str) -> ConfigError:
+        """Return the error of one fault, found after the YAML was read."""
+        return cls("the configuration", (Fault(path, reason),))
+
+    def __str__(self) -> str:
+        count = "1 fault" if len(self.faults) == 1 else f"{len(self.faults)} faults"
+        return "\n  ".join([f"{self.source} has {count}:", *map(str, self.faults)])
+
+
+@attrs.define(eq=False)
+class RecordError(UserError):
+    """One record cannot become a sample."""
+
+    source: str
+    line: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.source}, line {self.line}: {self.reason}"
+
+
+@attrs.define(eq=False)
+class DataSetError(UserError):
+    """A data set as a whole cannot be used."""
+
+    reason: str
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+@attrs.define(eq=False)
+class InvalidLengthError(UserError):
+    """A length that no packer can place."""
+
+    index: int
+    value: object
+    reason: str
+
+    def __str__(self) -> str:
+        return f"length {self.index} is {self.value!r}: {self.reason}"
+
+
+@attrs.define(eq=False)
+class EmptyPlanError(UserError):
+    """No pack remains, so there is nothing to train on."""
+
+    num_samples: int
+    num_skipped_long: int
+    num_dropped_packs: int
+    packing_length: int
+
+    def __str__(self) -> str:
+        if self.num_samples == 0:
+            return "the data set is empty: 0 samples give no pack"
+        remedies = []
+        if self.num_skipped_long:
+            remedies.append(
+                f"{self.num_skipped_long:,} have {self.packing_length:,} tokens or more (template.max_length): raise "
+                "template.max_length, lower template.max_pixels, or set training.packing_allow_single_long: true"
+            )
+        if self.num_dropped_packs:
+            remedies.append(
+                f"{self.num_dropped_packs:,} packs are filled below training.packing_min_fill_ratio: "
+                "lower it, or set training.packing_drop_last: false"
+            )
+        return f"none of {self.num_samples:,} samples is left to train on: {'; '.join(remedies)}"
+
+
+@attrs.define(eq=False)
+class PlanTooShortError(UserError):
+    """Dropping the remainder would leave no pack."""
+
+    num_packs: int
+    world_size: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_packs:,} packs cannot feed {self.world_size:,} ranks while the remainder is dropped: set "
+            "training.dataloader_drop_last: false, use fewer ranks, or lower template.max_length to get more packs"
+        )
+
+
+@attrs.define(eq=False)
+class BatchSizeError(UserError):
+    """The effective batch cannot be realised exactly."""
+
+    effective_batch_size: int
+    world_size: int
+    per_device: int
+
+    def __str__(self) -> str:
+        unit = self.world_size * self.per_device
+        below = self.effective_batch_size // unit * unit
+        nearest = f"{below:,} or {below + unit:,}" if below else f"{unit:,}"
+        each = f"{self.world_size:,} ranks" + (f" x {self.per_device:,} per device" if self.per_device > 1 else "")
+        return (
+            f"training.effective_batch_size is {self.effective_batch_size:,}, which is not divisible by {each}: "
+            f"set it to {nearest}, or change the number of ranks"
+        )
+
+
+@attrs.define(eq=False)
+class IsolationError(UserError):
+    """Samples of one pack might attend to each other."""
+
+    model_type: str
+    attn_impl: str
+    established: tuple[str, ...]
+    detail: str = ""
+
+    def __str__(self) -> str:
+        ways = f"use model.attn_impl: {' or '.join(self.established)}, or " if self.established else ""
+        return (
+            f"model.attn_impl {self.attn_impl} is not established to keep the samples of a pack apart for "
+            f"{self.model_type}{self.detail}: {ways}set training.packing: false"
+        )
+
+
+@attrs.frozen
+class Difference:
+    """One key in which two fingerprints differ."""
+
+    key: str
+    stored: object
+    current: object
+
+    def __str__(self) -> str:
+        return f"{self.key}: stored {self.stored!r}, now {self.current!r}"
+
+
+@attrs.define(eq=False)
+class StaleLengthsError(UserError):
+    """Stored lengths were measured from other inputs."""
+
+    where: str
+    differences: tuple[Difference, ...]
+
+    def __str__(self) -> str:
+        head = f"the lengths in {self.where} were measured from other inputs"
+        tail = (
+            "use another training.output_dir, restore the inputs, or delete that folder to measure anew "
+            "(its checkpoints stay)"
+        )
+        return "\n  ".join([f"{head}:", *map(str, self.differences), tail])
+
+
+@attrs.define(eq=False)
+class ContractError(UserError):
+    """A fetched sample is not the sample that was planned."""
+
+    index: int
+    record: str
+    differences: tuple[Difference, ...]
+
+    def __str__(self) -> str:
+        changes = "; ".join(f"{d.key} planned {d.stored}, fetched {d.current}" for d in self.differences)
+        return (
+            f"sample {self.index} ({self.record}) is not the one that was planned: {changes}. The data changed after "
+            "it was measured: restore it, or use another training.output_dir to measure and plan anew"
+        )
+
+
+@attrs.define(eq=False)
+class OutputError(UserError):
+    """The output folder cannot be used."""
+
+    path: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"training.output_dir {self.path} cannot be written: {self.reason}; choose a folder that you may write"
+
+
+@attrs.define(eq=False)
+class RankZeroError(UserError):
+    """Rank 0 failed, or was too slow, while this rank waited for its plan."""
+
+    reason: str
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+@attrs.define(eq=False)
+class CorruptArtefactError(VerificationError):
+    """A stored file is not what was written."""
+
+    path: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.path} is damaged: {self.reason}; delete its folder to measure and plan anew"
+
+
+@attrs.define(eq=False)
+class RanksDisagreeError(VerificationError):
+    """Ranks hold different values of what must be equal."""
+
+    what: str
+    values: tuple[str, ...]
+
+    def __str__(self) -> str:
+        rows = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(self.values))
+        return f"ranks disagree on {self.what}: {rows}"

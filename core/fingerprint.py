@@ -1,0 +1,90 @@
+"""
+What lengths, and what a plan, depend on -> digest.
+
+A fingerprint is a flat mapping of named inputs to JSON values, so that two of them can be compared key by key and
+a person can read what changed. Lengths depend on everything that decides how a record becomes tokens; a plan depends
+on the digest of the measured lengths and on the planning knobs, and on nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+
+import attrs
+
+from core.errors import Difference
+from core.packers import ALGORITHMS
+
+_ABSENT = "(absent)"
+
+Value = str | int | bool | None
+
+
+def _sorted(inputs: Mapping[str, Value]) -> dict[str, Value]:
+    return {key: inputs[key] for key in sorted(inputs)}
+
+
+@attrs.frozen
+class Fingerprint:
+    """
+    Named inputs, and their digest.
+
+    >>> Fingerprint({"b": 1, "a": "x"}).digest == Fingerprint({"a": "x", "b": 1}).digest
+    True
+    """
+
+    inputs: Mapping[str, Value] = attrs.field(converter=_sorted)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 hex digest of the inputs as canonical JSON."""
+        text = json.dumps(dict(self.inputs), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def differences(self, current: Fingerprint) -> tuple[Difference, ...]:
+        """Return every key in which *current* differs from this one, by name."""
+        keys = sorted({*self.inputs, *current.inputs})
+        pairs = ((key, self.inputs.get(key, _ABSENT), current.inputs.get(key, _ABSENT)) for key in keys)
+        # 1 == True in Python, but not in the canonical JSON.
+        return tuple(Difference(key, a, b) for key, a, b in pairs if (type(a), a) != (type(b), b))
+
+
+def plan_fingerprint(
+    *,
+    lengths_digest: str,
+    packing: bool,
+    packing_length: int,
+    algorithm: str,
+    min_fill_ratio: str,
+    drop_last: bool,
+    allow_single_long: bool,
+) -> Fingerprint:
+    """
+    Name what a raw plan depends on; a knob that cannot change the plan is left out.
+
+    Args:
+        lengths_digest: Digest of the stored lengths themselves.
+
+        packing: Whether samples share packs; if not, no other knob but *packing_length* matters.
+
+        packing_length: Tokens a pack may hold.
+
+        algorithm: A name in `core.packers.ALGORITHMS`; its version enters too.
+
+        min_fill_ratio: The decimal the user wrote.
+
+        drop_last: Whether the fill filter drops.
+
+        allow_single_long: Whether long samples are packs of their own.
+    """
+    inputs: dict[str, Value] = {"lengths": lengths_digest, "packing": packing, "packing_length": packing_length}
+    if packing:
+        inputs |= {
+            "algorithm": f"{algorithm} {ALGORITHMS[algorithm].version}",
+            "min_fill_ratio": min_fill_ratio if drop_last else None,
+            "drop_last": drop_last,
+            "allow_single_long": allow_single_long,
+        }
+    return Fingerprint(inputs)

@@ -1,0 +1,227 @@
+"""Lengths -> raw plan: long samples, packs, the fill filter, canonical order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from decimal import Decimal
+from fractions import Fraction
+
+import attrs
+import numpy as np
+
+from core.bounds import lower_bound
+from core.errors import EmptyPlanError
+from core.lengths import IntArray, Lengths, as_lengths, positive
+from core.packers import pack
+from core.packs import Packs, canonical, concatenate
+
+DROPPED_TOKENS_WORTH_A_WARNING = Fraction(1, 100)
+
+
+@attrs.frozen
+class RawPlan:
+    """All packs in canonical order, whatever the world size."""
+
+    packs: Packs
+    """What training may consume: ascending indices in a pack, packs by first index."""
+
+    single_long: tuple[int, ...]
+    """Samples of `packing_length` tokens or more, each a pack of its own, exempt from the fill filter."""
+
+    skipped_long: tuple[int, ...]
+    """Samples of `packing_length` tokens or more that are in no pack."""
+
+    dropped_packs: Packs
+    """Packs filled below the ratio, which training does not see."""
+
+    packing_length: int
+    """Tokens a pack of several samples may hold."""
+
+    num_samples: int
+    num_tokens: int
+    """Of the whole data set."""
+
+    planned_tokens: int
+    dropped_tokens: int
+    skipped_tokens: int
+    """Their sum is `num_tokens`."""
+
+    long_tokens: int
+    """Of the packs of `single_long`; part of `planned_tokens`."""
+
+    lower_bound: int
+    """No plan of these samples, skipped ones aside and before the fill filter, has fewer packs."""
+
+    @property
+    def planned_samples(self) -> int:
+        """Samples that training sees each epoch."""
+        return self.packs.num_samples
+
+    @property
+    def dropped_samples(self) -> int:
+        """Samples in dropped packs."""
+        return self.dropped_packs.num_samples
+
+    @property
+    def fill(self) -> float:
+        """Mean share of its budget that a pack fills; a long pack counts as full."""
+        capacity = len(self.packs) * self.packing_length
+        return (self.planned_tokens - self.long_tokens + len(self.single_long) * self.packing_length) / capacity
+
+    @property
+    def drops_many_tokens(self) -> bool:
+        """Whether the fill filter takes more than 1 % of the tokens."""
+        return self.dropped_tokens > DROPPED_TOKENS_WORTH_A_WARNING * self.num_tokens
+
+
+def build_raw_plan(
+    lengths: Lengths,
+    *,
+    packing_length: int,
+    algorithm: str = "constant_volume",
+    min_fill_ratio: float | str | Decimal = "0.65",
+    drop_last: bool = True,
+    allow_single_long: bool = True,
+    seed: int = 0,  # noqa: ARG001  # promised by the surface; no algorithm of today draws
+) -> RawPlan:
+    """
+    Plan which samples train together.
+
+    Args:
+        lengths: Tokens of each sample, >= 1.
+
+        packing_length: Tokens a pack of several samples may hold, >= 1. A sample of that many or more is long.
+
+        algorithm: A name in `core.packers.ALGORITHMS`.
+
+        min_fill_ratio: Share of *packing_length* from 0 to 1, read as `Decimal(str(…))` and compared exactly.
+
+        drop_last: Drop every pack filled below *min_fill_ratio*, wherever it stands; long packs are exempt.
+
+        allow_single_long: Give each long sample a pack of its own; otherwise skip it.
+
+        seed: For algorithms that draw; `constant_volume` does not.
+
+    Raises:
+        InvalidLengthError: A length is not a positive whole number.
+
+        EmptyPlanError: No pack remains.
+
+    >>> build_raw_plan([80, 81, 20, 20, 20, 20], packing_length=80).packs.tolist()
+    [[0], [1], [2, 3, 4, 5]]
+    """
+    packing_length = positive("packing_length", packing_length)
+    array = as_lengths(lengths)
+    is_long = array >= packing_length
+    short, long = np.flatnonzero(~is_long), np.flatnonzero(is_long)
+
+    grouped = pack(array[short], capacity=packing_length, algorithm=algorithm)
+    grouped = Packs(grouped.offsets, short[grouped.indices])
+    keep = np.ones(len(grouped), dtype=bool)
+    if drop_last:
+        keep = grouped.loads(array) >= _min_load(min_fill_ratio, packing_length)
+    kept, dropped = grouped.take(np.flatnonzero(keep)), grouped.take(np.flatnonzero(~keep))
+
+    single = Packs(np.arange(long.size + 1), long) if allow_single_long else Packs.from_lists([])
+    packs = canonical(concatenate([kept, single]))
+    if not len(packs):
+        raise EmptyPlanError(array.size, 0 if allow_single_long else long.size, len(dropped), packing_length)
+    return RawPlan(
+        packs=packs,
+        single_long=tuple(single.indices.tolist()),
+        skipped_long=() if allow_single_long else tuple(long.tolist()),
+        dropped_packs=dropped,
+        packing_length=packing_length,
+        num_samples=array.size,
+        num_tokens=_tokens(array),
+        planned_tokens=_tokens(array[packs.indices]),
+        dropped_tokens=_tokens(array[dropped.indices]),
+        skipped_tokens=0 if allow_single_long else _tokens(array[long]),
+        long_tokens=_tokens(array[single.indices]),
+        lower_bound=lower_bound(array[short], capacity=packing_length) + len(single),
+    )
+
+
+def one_sample_packs(lengths: Lengths, *, packing_length: int, allow_single_long: bool = True) -> RawPlan:
+    """
+    Plan each sample alone: what padded batches are made of, in the order of the data.
+
+    Args:
+        lengths: Tokens of each sample, >= 1.
+
+        packing_length: A sample of that many tokens or more is long.
+
+        allow_single_long: Keep long samples; otherwise skip them.
+
+    Raises:
+        EmptyPlanError: No sample remains.
+    """
+    array = as_lengths(lengths)
+    is_long = array >= packing_length
+    long = tuple(np.flatnonzero(is_long).tolist())
+    kept = np.arange(array.size) if allow_single_long else np.flatnonzero(~is_long)
+    if not kept.size:
+        raise EmptyPlanError(array.size, len(long), 0, packing_length)
+    return RawPlan(
+        packs=Packs(np.arange(kept.size + 1), kept),
+        single_long=long if allow_single_long else (),
+        skipped_long=() if allow_single_long else long,
+        dropped_packs=Packs.from_lists([]),
+        packing_length=packing_length,
+        num_samples=array.size,
+        num_tokens=_tokens(array),
+        planned_tokens=_tokens(array[kept]),
+        dropped_tokens=0,
+        skipped_tokens=_tokens(array) - _tokens(array[kept]),
+        long_tokens=_tokens(array[is_long]) if allow_single_long else 0,
+        lower_bound=kept.size,
+    )
+
+
+_COUNTS = (
+    "packing_length",
+    "num_samples",
+    "num_tokens",
+    "planned_tokens",
+    "dropped_tokens",
+    "skipped_tokens",
+    "long_tokens",
+    "lower_bound",
+)
+
+
+def plan_to_arrays(plan: RawPlan) -> dict[str, IntArray]:
+    """Return the plan as flat int64 arrays, for stores and for other ranks."""
+    return {
+        "offsets": plan.packs.offsets,
+        "indices": plan.packs.indices,
+        "dropped_offsets": plan.dropped_packs.offsets,
+        "dropped_indices": plan.dropped_packs.indices,
+        "single_long": np.array(plan.single_long, dtype=np.int64),
+        "skipped_long": np.array(plan.skipped_long, dtype=np.int64),
+        "counts": np.array([getattr(plan, name) for name in _COUNTS], dtype=np.int64),
+    }
+
+
+def plan_from_arrays(arrays: Mapping[str, IntArray]) -> RawPlan:
+    """Return the plan that `plan_to_arrays` took apart; ValueError if the arrays are no plan."""
+    return RawPlan(
+        packs=Packs(arrays["offsets"], arrays["indices"]),
+        dropped_packs=Packs(arrays["dropped_offsets"], arrays["dropped_indices"]),
+        single_long=tuple(arrays["single_long"].tolist()),
+        skipped_long=tuple(arrays["skipped_long"].tolist()),
+        **dict(zip(_COUNTS, arrays["counts"].tolist(), strict=True)),
+    )
+
+
+def _tokens(lengths: IntArray) -> int:
+    return int(lengths.sum())
+
+
+def _min_load(ratio: float | str | Decimal, packing_length: int) -> int:
+    """Return the fewest whole tokens that reach the decimal the user wrote: 55 of 100 at 0.55."""
+    exact = Fraction(Decimal(str(ratio)))
+    if not 0 <= exact <= 1:
+        message = f"min_fill_ratio is {ratio}, but has to be from 0 to 1"
+        raise ValueError(message)
+    return -int(-exact * packing_length // 1)
