@@ -1,0 +1,74 @@
+"""The shape of the project: what may import what, and what loads what."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+CORE_MAY_IMPORT = {
+    "__future__", "attrs", "collections", "core", "decimal", "fractions", "hashlib", "heapq", "itertools", "json",
+    "math", "numbers", "numpy", "types", "typing",
+}  # fmt: skip
+"""Pure arithmetic and values. scipy's solvers may join when a packer needs one."""
+
+MODULES = sorted(
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    for path in (ROOT / "core").rglob("*.py")
+)
+
+
+def imported(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add((node.module or "").split(".")[0])
+    return names
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "core").rglob("*.py")), ids=lambda path: path.stem)
+def test_core_imports_nothing_but_what_is_listed(path):
+    """An allow list, so that a new dependency is a decision."""
+    assert imported(path) <= CORE_MAY_IMPORT
+
+
+def test_core_loads_neither_torch_nor_a_clock_of_its_own():
+    """Importing every module of core, in a fresh process, leaves torch, swift and transformers unloaded."""
+    script = f"import sys, {', '.join(MODULES)}; print([n for n in ('torch', 'swift', 'transformers') if n in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
+
+    assert "[]" == run.stdout.strip()
+
+
+def test_layers_hold():
+    """import-linter finds no broken contract."""
+    linter = Path(sys.executable).with_name("lint-imports")
+    run = subprocess.run([linter], capture_output=True, text=True, check=False, cwd=ROOT)
+
+    assert 0 == run.returncode, run.stdout
+
+
+def test_no_pickle_and_no_unsafe_yaml():
+    """Neither is imported or called anywhere."""
+    for package in ("core", "adapters", "app"):
+        for path in (ROOT / package).rglob("*.py"):
+            assert not imported(path) & {"pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
+            assert "allow_pickle=True" not in path.read_text(encoding="utf-8")
+            assert "broadcast_object" not in path.read_text(encoding="utf-8")
+
+
+def test_only_wiring_constructs_adapters():
+    """Commands and planning get them handed in; classes of adapters are named in wiring alone."""
+    for path in (ROOT / "app").glob("*.py"):
+        if path.name == "wiring.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                assert node.func.id not in {"SwiftSamples", "DiskLengthStore", "DiskPlanStore", "TorchGroup", "PackTrainer"}

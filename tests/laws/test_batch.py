@@ -1,0 +1,125 @@
+"""The effective batch is kept exactly, and steps are counted as the trainer runs them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import event, given
+from hypothesis import strategies as st
+
+from core.batch import batches_per_rank, count_steps, partial_window, resolve_accumulation
+from core.errors import BatchSizeError
+
+small = st.integers(1, 12)
+
+
+@given(effective=st.integers(1, 200), per_device=small, accumulation=st.none() | small, world_size=small)
+def test_a_wanted_effective_batch_is_realised_exactly_or_refused(effective, per_device, accumulation, world_size):
+    """Ranks times accumulation is the packs per step that were asked for, whatever the other two say."""
+    options = {
+        "effective_batch_size": effective,
+        "per_device_train_batch_size": per_device,
+        "gradient_accumulation_steps": accumulation,
+        "world_size": world_size,
+    }
+    event(f"divisible: {effective % world_size == 0}")
+    if effective % world_size:
+        with pytest.raises(BatchSizeError, match="divisible"):
+            resolve_accumulation(**options)
+        return
+
+    resolved = resolve_accumulation(**options)
+
+    assert effective == resolved.requested == resolved.realised
+    assert effective == world_size * resolved.gradient_accumulation_steps
+
+
+@given(per_device=small, accumulation=small, world_size=small, forced=small)
+def test_an_unset_effective_batch_keeps_what_the_user_implied(per_device, accumulation, world_size, forced):
+    """Packing takes over what per-device batch and accumulation gave; padding keeps both."""
+    packed = resolve_accumulation(
+        effective_batch_size=None,
+        per_device_train_batch_size=per_device,
+        gradient_accumulation_steps=accumulation,
+        world_size=world_size,
+    )
+    padded = resolve_accumulation(
+        effective_batch_size=None,
+        per_device_train_batch_size=per_device,
+        gradient_accumulation_steps=accumulation,
+        world_size=world_size,
+        forced_batch_size=per_device,
+    )
+
+    assert per_device * accumulation == packed.gradient_accumulation_steps
+    assert accumulation == padded.gradient_accumulation_steps
+    assert world_size * per_device * accumulation == packed.realised == padded.realised
+
+
+@pytest.mark.parametrize(
+    ("effective", "per_device", "accumulation", "world_size", "expected"),
+    [(32, 4, None, 2, 16), (None, 4, 3, 1, 12), (None, 1, None, 1, 1)],
+)
+def test_worked_cases(effective, per_device, accumulation, world_size, expected):
+    """As the specification works them out."""
+    resolved = resolve_accumulation(
+        effective_batch_size=effective,
+        per_device_train_batch_size=per_device,
+        gradient_accumulation_steps=accumulation,
+        world_size=world_size,
+    )
+
+    assert expected == resolved.gradient_accumulation_steps
+
+
+@pytest.mark.parametrize(("effective", "remedy"), [(7, "6 or 9"), (2, "set it to 3")])
+def test_an_indivisible_batch_names_the_nearest_ones(effective, remedy):
+    """7 on 3 ranks."""
+    with pytest.raises(BatchSizeError, match=f"divisible by 3 ranks.*{remedy}"):
+        resolve_accumulation(
+            effective_batch_size=effective,
+            per_device_train_batch_size=1,
+            gradient_accumulation_steps=None,
+            world_size=3,
+        )
+    with pytest.raises(BatchSizeError, match="3 ranks x 4 per device"):
+        resolve_accumulation(
+            effective_batch_size=effective,
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=None,
+            world_size=3,
+            forced_batch_size=4,
+        )
+
+
+@given(batches=st.integers(1, 300), accumulation=st.integers(1, 40))
+def test_windows_partition_the_batches_of_an_epoch(batches, accumulation):
+    """Cutting an epoch's batches into windows gives the steps; the last is partial if it is shorter."""
+    windows = [min(accumulation, batches - start) for start in range(0, batches, accumulation)]
+
+    steps = count_steps(per_rank_batches=batches, gradient_accumulation_steps=accumulation, num_train_epochs=3)
+    window = partial_window(per_rank_batches=batches, gradient_accumulation_steps=accumulation)
+
+    assert (len(windows), 3 * len(windows)) == (steps.per_epoch, steps.total)
+    assert (windows[-1] if windows[-1] < accumulation else None) == (window and window.remainder)
+    assert window is None or f"{window.remainder} of {accumulation}" in str(window)
+
+
+@given(per_epoch=st.integers(1, 50), epochs=st.floats(0.1, 9))
+def test_fractional_epochs_round_steps_up(per_epoch, epochs):
+    """And `max_steps` overrides them."""
+    options = {"per_rank_batches": per_epoch, "gradient_accumulation_steps": 1, "num_train_epochs": epochs}
+
+    assert math.ceil(epochs * per_epoch) == count_steps(**options).total
+    assert 17 == count_steps(**options, max_steps=17).total
+
+
+@given(samples=st.integers(1, 100), size=st.integers(1, 9))
+def test_batches_of_a_rank(samples, size):
+    """The last one is smaller or dropped."""
+    kept = batches_per_rank(num_samples=samples, batch_size=size, drop_last=False)
+    cut = batches_per_rank(num_samples=samples, batch_size=size, drop_last=True)
+
+    assert math.ceil(samples / size) == kept
+    assert math.floor(samples / size) == cut

@@ -1,0 +1,130 @@
+"""Checksums and fingerprints change when, and only when, what they stand for changes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from core.checksum import plan_checksum
+from core.fingerprint import Fingerprint, plan_fingerprint
+from core.packs import Packs
+from tests.strategies import pack_lists
+
+values = st.text(max_size=5) | st.integers(-9, 9) | st.booleans() | st.none()
+inputs = st.dictionaries(st.text(max_size=5), values, max_size=5)
+
+KNOBS = {
+    "lengths_digest": "d",
+    "packing": True,
+    "packing_length": 80,
+    "algorithm": "constant_volume",
+    "min_fill_ratio": "0.65",
+    "drop_last": True,
+    "allow_single_long": True,
+}
+
+
+@given(pack_lists(), pack_lists())
+def test_checksums_are_equal_exactly_for_equal_packs(one, other):
+    """Lists and `Packs` alike."""
+    assert plan_checksum(one) == plan_checksum(Packs.from_lists(one))
+    assert (one == other) == (plan_checksum(one) == plan_checksum(other))
+
+
+def test_a_checksum_tells_grouping_and_order_apart():
+    """The same indices in the same flat order, grouped otherwise; and the same packs in another order."""
+    packs = [[[0, 1], [2]], [[0], [1, 2]], [[0, 1, 2]], [[2], [0, 1]], [[1, 0], [2]]]
+
+    assert len(packs) == len({plan_checksum(lists) for lists in packs})
+
+
+def test_the_checksum_is_the_digest_of_documented_bytes():
+    """Built here by hand, as the docstring says."""
+    by_hand = b"packplan packs 1\n"
+    for array in ([0, 2, 3], [0, 4, 1]):
+        by_hand += len(array).to_bytes(8, "little") + b"".join(n.to_bytes(8, "little") for n in array)
+
+    assert hashlib.sha256(by_hand).hexdigest() == plan_checksum([[0, 4], [1]])
+
+
+@pytest.mark.parametrize("hash_seed", ["0", "1", "random"])
+def test_digests_do_not_depend_on_the_process(hash_seed):
+    """Another process with another hash seed gives the same checksum and fingerprint."""
+    script = (
+        "from core.checksum import plan_checksum; from core.fingerprint import Fingerprint;"
+        "from core.plan import build_raw_plan;"
+        "print(plan_checksum(build_raw_plan(list(range(1, 60)), packing_length=70).packs),"
+        "Fingerprint({'b': 1, 'a': 'x', 'ü': None}).digest)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONHASHSEED": hash_seed},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    from core.plan import build_raw_plan
+
+    checksum = plan_checksum(build_raw_plan(list(range(1, 60)), packing_length=70).packs)
+    assert [checksum, Fingerprint({"b": 1, "a": "x", "ü": None}).digest] == run.stdout.split()
+
+
+@given(inputs, inputs)
+def test_fingerprints_are_equal_exactly_for_equal_inputs(one, other):
+    """True is not 1; the order of keys does not matter; differences name every differing key and no other."""
+    same = json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
+    a, b = Fingerprint(one), Fingerprint(dict(reversed(other.items())))
+
+    assert same == (a.digest == b.digest)
+    assert same == (not a.differences(b))
+    assert {d.key for d in a.differences(b)} <= {*one, *other}
+
+
+@given(inputs, st.text(max_size=5), values)
+def test_a_difference_names_the_key_and_both_values(stored, key, value):
+    """One changed key gives one difference."""
+    assume(key not in stored)
+
+    (difference,) = Fingerprint({**stored, key: value}).differences(Fingerprint({**stored, key: "another value"}))
+
+    assert (key, value, "another value") == (difference.key, difference.stored, difference.current)
+
+
+@pytest.mark.parametrize(
+    ("knob", "value"),
+    [("lengths_digest", "e"), ("packing", False), ("packing_length", 81), ("min_fill_ratio", "0.6"),
+     ("drop_last", False), ("allow_single_long", False)],
+)  # fmt: skip
+def test_every_planning_knob_enters_the_plans_fingerprint(knob, value):
+    """Changing one changes the digest."""
+    assert plan_fingerprint(**KNOBS).digest != plan_fingerprint(**{**KNOBS, knob: value}).digest
+
+
+def test_a_knob_without_effect_stays_out_of_the_plans_fingerprint():
+    """The ratio, where nothing is dropped; all but the length, where nothing is packed."""
+    kept = {**KNOBS, "drop_last": False}
+    assert plan_fingerprint(**kept).digest == plan_fingerprint(**{**kept, "min_fill_ratio": "0.1"}).digest
+
+    padded = {**KNOBS, "packing": False}
+    assert plan_fingerprint(**padded).digest == plan_fingerprint(**{**padded, "drop_last": False}).digest
+
+
+def test_the_golden_plan():
+    """Lengths drawn once from a fixed recurrence; a change of the packs must be meant (see ADR 0004)."""
+    lengths = (np.arange(1, 1001) * 7919 % 1009 + 1).tolist()
+
+    from core.plan import build_raw_plan
+
+    plan = build_raw_plan(lengths, packing_length=1000)
+
+    assert "325c536d43a855584e3bcac86ea1ebab0f02ad281ddc4999d3460311bbf4469b" == plan_checksum(plan.packs)
+    assert (507, 0) == (len(plan.packs), len(plan.dropped_packs))

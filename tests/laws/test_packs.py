@@ -1,0 +1,76 @@
+"""`Packs` reads like a list of lists, and cannot be changed."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from core.packs import Packs, canonical, concatenate
+from tests.strategies import pack_lists
+
+
+@given(pack_lists())
+def test_it_reads_like_the_list_of_lists_it_was_made_from(lists):
+    """len, index from both ends, slice, iterate, tolist, equality."""
+    packs = Packs.from_lists(lists)
+
+    assert len(lists) == len(packs)
+    assert lists == list(packs) == packs.tolist()
+    assert packs == lists
+    assert lists[-1] == packs[-1]
+    assert lists[1:] == packs[1:].tolist()
+    assert lists[::-1] == packs[::-1].tolist()
+    assert packs != lists[1:]
+    assert Packs.from_lists(lists) == packs
+    assert sum(map(len, lists)) == packs.num_samples
+    with pytest.raises(IndexError):
+        packs[len(lists)]
+
+
+@given(pack_lists(), st.randoms(use_true_random=False))
+def test_canonical_order_undoes_any_shuffle(lists, rng: random.Random):
+    """Of packs, and of indices inside them."""
+    shuffled = [rng.sample(pack, len(pack)) for pack in rng.sample(lists, len(lists))]
+
+    assert lists == canonical(Packs.from_lists(shuffled)).tolist()
+
+
+@given(pack_lists())
+def test_loads_are_sums_of_lengths(lists):
+    """One for each pack."""
+    lengths = np.arange(1, 40)
+
+    assert [sum(int(lengths[i]) for i in pack) for pack in lists] == Packs.from_lists(lists).loads(lengths).tolist()
+
+
+def test_no_packs_at_all():
+    """Are fine: no load, equal to an empty list."""
+    empty = Packs.from_lists([])
+
+    assert 0 == len(empty)
+    assert [] == empty.loads(np.array([], dtype=np.int64)).tolist()
+    assert empty == []
+    assert concatenate([empty, Packs.from_lists([[0]]), empty]) == [[0]]
+
+
+def test_it_is_read_only_and_cannot_be_hashed():
+    """Arrays given to it stay the caller's to write, but not through it."""
+    packs = Packs.from_lists([[0, 1]])
+
+    with pytest.raises(ValueError, match="read-only"):
+        packs.indices[0] = 3
+    with pytest.raises(TypeError):
+        hash(packs)
+    assert packs != 3
+    assert "1 packs, 2 samples" in repr(packs)
+
+
+@pytest.mark.parametrize("offsets", [[], [1, 2], [0, 1], [0, 0, 2], [0, 3, 2], [[0, 2]]])
+def test_offsets_that_name_no_packs_are_refused(offsets):
+    """They start at 0, rise strictly and end at the number of indices."""
+    with pytest.raises(ValueError, match=r"offsets|empty"):
+        Packs(offsets, [4, 5])

@@ -1,0 +1,189 @@
+"""A raw plan accounts for every sample, obeys its policies, and depends on nothing but its arguments."""
+
+from __future__ import annotations
+
+from collections import Counter
+from decimal import Decimal
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import assume, event, given
+from hypothesis import strategies as st
+
+from core.errors import EmptyPlanError, InvalidLengthError
+from core.plan import build_raw_plan, one_sample_packs, plan_from_arrays, plan_to_arrays
+from tests.strategies import raw_lengths
+
+ratios = st.decimals(0, 1, places=2).map(str)
+
+
+def planned(lengths, packing_length, **knobs):
+    """Return the plan, or None if no pack remains."""
+    try:
+        return build_raw_plan(lengths, packing_length=packing_length, **knobs)
+    except EmptyPlanError:
+        return None
+
+
+@given(case=raw_lengths(), ratio=ratios, drop=st.booleans(), allow=st.booleans())
+def test_every_sample_is_trained_dropped_or_skipped_and_counted(case, ratio, drop, allow):
+    """Once each, in exactly one of the three; tokens add up."""
+    lengths, packing_length = case
+    plan = planned(lengths, packing_length, min_fill_ratio=ratio, drop_last=drop, allow_single_long=allow)
+    assume(plan is not None)
+    event(f"something dropped: {len(plan.dropped_packs) > 0}, skipped: {bool(plan.skipped_long)}")
+
+    places = Counter(plan.packs.indices.tolist())
+    places.update(plan.dropped_packs.indices.tolist())
+    places.update(plan.skipped_long)
+
+    assert Counter(range(len(lengths))) == places
+    assert sum(lengths) == plan.num_tokens == plan.planned_tokens + plan.dropped_tokens + plan.skipped_tokens
+    assert plan.planned_tokens == sum(lengths[i] for i in plan.packs.indices.tolist())
+    assert len(lengths) == plan.num_samples
+    assert 0 < plan.fill <= 1
+    assert plan.lower_bound <= len(plan.packs) + len(plan.dropped_packs)
+
+
+@given(case=raw_lengths(), ratio=ratios, drop=st.booleans(), allow=st.booleans())
+def test_policies_are_obeyed(case, ratio, drop, allow):
+    """Long samples alone or nowhere; no shared pack over its budget; underfilled packs gone, whatever their place."""
+    lengths, packing_length = case
+    plan = planned(lengths, packing_length, min_fill_ratio=ratio, drop_last=drop, allow_single_long=allow)
+    assume(plan is not None)
+    long = [index for index, length in enumerate(lengths) if length >= packing_length]
+
+    assert (long if allow else []) == list(plan.single_long)
+    assert ([] if allow else long) == list(plan.skipped_long)
+    for pack in plan.packs:
+        load = sum(lengths[index] for index in pack)
+        if pack[0] in long:
+            assert 1 == len(pack)
+        else:
+            assert load <= packing_length
+            assert not drop or Fraction(load, packing_length) >= Fraction(ratio)
+    for pack in plan.dropped_packs:
+        assert drop
+        assert Fraction(sum(lengths[index] for index in pack), packing_length) < Fraction(ratio)
+
+
+@given(case=raw_lengths(), drop=st.booleans())
+def test_packs_are_in_canonical_order(case, drop):
+    """Indices ascend in a pack; packs ascend by their first index."""
+    lengths, packing_length = case
+    plan = planned(lengths, packing_length, drop_last=drop)
+    assume(plan is not None)
+
+    assert plan.packs.tolist() == sorted(sorted(pack) for pack in plan.packs)
+
+
+@given(case=raw_lengths())
+def test_lists_and_arrays_of_any_integer_type_plan_alike(case):
+    """A plan depends on the values of the lengths alone."""
+    lengths, packing_length = case
+    plans = [
+        build_raw_plan(kind(lengths), packing_length=packing_length, drop_last=False)
+        for kind in (list, tuple, lambda n: np.array(n, dtype=np.int32), lambda n: np.array(n, dtype=np.uint16))
+    ]
+
+    assert all(plans[0] == plan for plan in plans[1:])
+
+
+@given(case=raw_lengths(), drop=st.booleans())
+def test_a_plan_survives_being_taken_apart(case, drop):
+    """`plan_from_arrays` undoes `plan_to_arrays`."""
+    lengths, packing_length = case
+    plan = planned(lengths, packing_length, drop_last=drop)
+    assume(plan is not None)
+
+    assert plan == plan_from_arrays(plan_to_arrays(plan))
+
+
+@given(case=raw_lengths(), allow=st.booleans())
+def test_without_packing_each_sample_is_alone(case, allow):
+    """In the order of the data; long ones kept or skipped."""
+    lengths, packing_length = case
+    kept = [[i] for i, length in enumerate(lengths) if allow or length < packing_length]
+    if not kept:
+        with pytest.raises(EmptyPlanError):
+            one_sample_packs(lengths, packing_length=packing_length, allow_single_long=allow)
+        return
+
+    plan = one_sample_packs(lengths, packing_length=packing_length, allow_single_long=allow)
+
+    assert kept == plan.packs.tolist()
+    assert plan.num_tokens == plan.planned_tokens + plan.skipped_tokens
+    assert len(lengths) == plan.planned_samples + len(plan.skipped_long)
+
+
+@pytest.mark.parametrize("ratio", [0.55, "0.55", Decimal("0.55")])
+def test_a_pack_at_exactly_the_ratio_stays(ratio):
+    """55 of 100 at 0.55 is kept, 54 goes, though 0.55 is no binary fraction."""
+    plan = build_raw_plan([55, 54, 90, 90], packing_length=100, min_fill_ratio=ratio)
+
+    assert [[0], [2], [3]] == plan.packs.tolist()
+    assert [[1]] == plan.dropped_packs.tolist()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "knobs", "expected"),
+    [
+        ([80, 81, 20, 20, 20, 20], {}, [[0], [1], [2, 3, 4, 5]]),
+        ([80, 81, 20, 20, 20, 20], {"allow_single_long": False}, [[2, 3, 4, 5]]),
+        ([60, 20, 50, 30, 40, 40], {"min_fill_ratio": "0.65"}, [[0, 1], [2, 3], [4, 5]]),
+    ],
+)
+def test_worked_cases(lengths, knobs, expected):
+    """As the specification works them out, at a budget of 80."""
+    assert expected == build_raw_plan(lengths, packing_length=80, **knobs).packs.tolist()
+
+
+def test_dropping_more_than_one_percent_of_the_tokens_is_worth_a_warning():
+    """Exactly 1 % is not."""
+    few = build_raw_plan([99] * 10 + [10], packing_length=100, min_fill_ratio="0.5")
+    assert (10, False) == (few.dropped_tokens, few.drops_many_tokens)
+
+    many = build_raw_plan([99] * 10 + [11], packing_length=100, min_fill_ratio="0.5")
+    assert (11, True) == (many.dropped_tokens, many.drops_many_tokens)
+
+
+def test_no_pack_left_is_an_error_that_says_why():
+    """Empty data, only long samples, or only underfilled packs."""
+    with pytest.raises(EmptyPlanError, match="0 samples"):
+        build_raw_plan([], packing_length=10)
+    with pytest.raises(EmptyPlanError, match=r"2 have 10 tokens or more .*packing_allow_single_long: true"):
+        build_raw_plan([10, 11], packing_length=10, allow_single_long=False)
+    with pytest.raises(EmptyPlanError, match=r"1 packs are filled below .*packing_drop_last: false"):
+        build_raw_plan([1], packing_length=10)
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, None, float("nan"), "7", 2**63])
+def test_a_length_that_is_no_positive_whole_number_is_named(value):
+    """With its index and value in a list; in an array too."""
+    with pytest.raises(InvalidLengthError) as raised:
+        build_raw_plan([5, value, 5], packing_length=10)
+    assert 1 == raised.value.index
+    with pytest.raises(InvalidLengthError):
+        build_raw_plan(np.array([value, value]), packing_length=10)
+
+
+@pytest.mark.parametrize("shape", [(2, 2), ()])
+def test_lengths_of_another_shape_are_refused(shape):
+    """They are one-dimensional."""
+    with pytest.raises(InvalidLengthError, match="one-dimensional"):
+        build_raw_plan(np.ones(shape, dtype=int), packing_length=10)
+
+
+@pytest.mark.parametrize(("name", "value"), [("packing_length", 0), ("packing_length", 1.5), ("packing_length", True)])
+def test_a_packing_length_below_one_is_refused(name, value):
+    """Whole and positive."""
+    with pytest.raises(ValueError, match=name):
+        build_raw_plan([1], **{name: value})
+
+
+@pytest.mark.parametrize("ratio", ["-0.1", 1.1, "NaN", "Infinity"])
+def test_a_ratio_outside_zero_to_one_is_refused(ratio):
+    """It is a share."""
+    with pytest.raises((ValueError, OverflowError)):
+        build_raw_plan([1], packing_length=2, min_fill_ratio=ratio)

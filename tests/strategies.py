@@ -1,0 +1,49 @@
+"""What laws are stated over."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from core.packs import Packs
+from core.plan import RawPlan, build_raw_plan
+
+capacities = st.integers(1, 200)
+
+
+@st.composite
+def packable(draw, *, min_size=0, max_size=60) -> tuple[list[int], int]:
+    """Lengths that a packer takes, and a capacity; often few distinct lengths, so that ties are frequent."""
+    capacity = draw(capacities)
+    few = st.sampled_from(draw(st.lists(st.integers(1, capacity), min_size=1, max_size=4)))
+    any_length = st.integers(1, capacity)
+    return draw(st.lists(few | any_length, min_size=min_size, max_size=max_size)), capacity
+
+
+@st.composite
+def raw_lengths(draw, *, min_size=1, max_size=50) -> tuple[list[int], int]:
+    """Lengths of a data set, long ones and ones of exactly the packing length among them."""
+    packing_length = draw(st.integers(2, 120))
+    lengths = st.integers(1, packing_length - 1) | st.integers(packing_length, 3 * packing_length) | st.just(packing_length)
+    return draw(st.lists(lengths, min_size=min_size, max_size=max_size)), packing_length
+
+
+@st.composite
+def raw_plans(draw, *, max_packs=24) -> RawPlan:
+    """Plans of a known number of packs, 1 to *max_packs*."""
+    num_packs = draw(st.integers(1, max_packs))
+    return build_raw_plan([7] * num_packs, packing_length=7)
+
+
+@st.composite
+def pack_lists(draw) -> list[list[int]]:
+    """Disjoint packs in canonical order."""
+    labels = draw(st.lists(st.integers(0, 6), min_size=1, max_size=30))
+    packs: dict[int, list[int]] = {}
+    for index, label in enumerate(labels):
+        packs.setdefault(label, []).append(index)
+    return list(packs.values())
+
+
+def as_packs(lists: list[list[int]]) -> Packs:
+    """Return the lists as packs."""
+    return Packs.from_lists(lists)

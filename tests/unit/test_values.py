@@ -1,0 +1,84 @@
+"""Errors, measurements and isolation: small values that others rely on."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+
+import attrs
+import numpy as np
+import pytest
+
+from core import errors
+from core.errors import Difference, Fault, IsolationError, PackplanError
+from core.isolation import check_isolation
+from core.packers import pack
+from core.samples import COLUMNS, Measurement, column, from_row, to_row
+
+EXAMPLES = {
+    "source": "run.yaml", "faults": (Fault("a.b", "is wrong"), Fault("", "at all")), "line": 7, "reason": "is broken",
+    "index": 3, "value": None, "num_samples": 5, "num_skipped_long": 5, "num_dropped_packs": 2, "packing_length": 80,
+    "num_packs": 3, "world_size": 8, "effective_batch_size": 7, "per_device": 1, "model_type": "m", "attn_impl": "a",
+    "established": ("sdpa",), "detail": "", "where": "runs", "differences": (Difference("key", 1, 2),), "record": "r",
+    "path": "p", "what": "plans", "values": ("x", "y"),
+}  # fmt: skip
+
+CLASSES = [
+    cls
+    for _, cls in inspect.getmembers(errors, inspect.isclass)
+    if issubclass(cls, PackplanError) and attrs.has(cls)
+]
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_errors_survive_pickling_and_say_something(cls):
+    """Between processes, with all fields and the same text."""
+    error = cls(*(EXAMPLES[field.name] for field in attrs.fields(cls)))
+
+    again = pickle.loads(pickle.dumps(error))  # noqa: S301  # our own bytes
+
+    assert str(error) == str(again)
+    assert attrs.astuple(error) == attrs.astuple(again)
+    assert len(str(error)) > 5
+    assert cls.__name__ in errors.__doc__
+
+
+def test_measurements_survive_the_table():
+    """Row by row; columns by name."""
+    rows = [Measurement(9, 4, 2, 64), Measurement(5, 5, 0, 0, cut=True)]
+    table = np.array([to_row(row) for row in rows], dtype=np.int32)
+
+    assert rows == [from_row(table, index) for index in range(2)]
+    assert [9, 5] == column(table, "length").tolist()
+    assert len(COLUMNS) == table.shape[1]
+    assert ("images", 2, 1) == attrs.astuple(rows[0].differences(attrs.evolve(rows[0], images=1))[0])
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "qwen2", "qwen3"])
+def test_established_backends_pass(model_type):
+    """sdpa and eager; flash attention where it is installed."""
+    check_isolation(model_type, "sdpa", flash_installed=False)
+    check_isolation(model_type, "eager", flash_installed=False)
+    check_isolation(model_type, "flash_attention_2", flash_installed=True)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "attn_impl", "says"),
+    [
+        ("qwen2_5_vl", "flex_attention", "sdpa or eager"),
+        ("qwen2_5_vl", "flash_attention_2", "flash-attn is not installed"),
+        ("llava", "sdpa", "set training.packing: false"),
+    ],
+)
+def test_other_backends_are_refused_with_what_is_established(model_type, attn_impl, says):
+    """Never silently."""
+    with pytest.raises(IsolationError, match=says):
+        check_isolation(model_type, attn_impl, flash_installed=False)
+
+
+def test_packing_names_a_length_over_the_capacity_and_an_unknown_algorithm():
+    """Index and value; the known names."""
+    with pytest.raises(errors.InvalidLengthError, match="length 1 is 9"):
+        pack([3, 9], capacity=8)
+    with pytest.raises(ValueError, match="constant_volume"):
+        pack([3], capacity=8, algorithm="magic")

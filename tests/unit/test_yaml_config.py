@@ -1,0 +1,200 @@
+"""YAML becomes a frozen configuration, or all its faults at once, each with its path and remedy."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import yaml
+
+from adapters.yaml_config import load_config, parse_config
+from core.config import REFUSED_TRAINING_KEYS, RunConfig, TrainingConfig
+from core.errors import ConfigError
+
+FIELDS: dict[str, Any] = {
+    "learning_rate": float, "logging_steps": float, "report_to": None | str | list[str], "lr_scheduler_type": str,
+    "bf16": bool, "dataloader_num_workers": int | None, "deepspeed": dict | str | None, "packing_length": int,
+}  # fmt: skip
+
+
+def minimal(**training) -> dict:
+    return {
+        "model": {"model": "m"},
+        "template": {"max_length": 80},
+        "custom": {"train_jsonl": "a.jsonl"},
+        "training": {"output_dir": "out", **training},
+    }
+
+
+def parse(document) -> RunConfig:
+    return parse_config(document, "run.yaml", FIELDS)
+
+
+def faults_of(document) -> dict[str, str]:
+    with pytest.raises(ConfigError) as raised:
+        parse(document)
+    assert all(fault.path in str(raised.value) for fault in raised.value.faults)
+    return {fault.path: fault.reason for fault in raised.value.faults}
+
+
+def test_defaults_are_the_specifications():
+    """A YAML of four sections is enough."""
+    config = parse(minimal())
+    training = config.training
+
+    assert (True, "static", "constant_volume") == (training.packing, training.packing_mode, training.packing_algorithm)
+    assert (Decimal("0.65"), True, True) == (
+        training.packing_min_fill_ratio, training.packing_drop_last, training.packing_allow_single_long,
+    )  # fmt: skip
+    assert (True, 7200.0, None, 8) == (
+        config.eval_packing, training.packing_wait_timeout_s, training.packing_length_cache_persist_every,
+        training.packing_length_precompute_workers,
+    )  # fmt: skip
+    assert "sft" == config.custom.trainer_variant
+    assert ("a.jsonl",) == config.custom.train_jsonl
+
+
+def test_the_budget_comes_from_the_nearest_key():
+    """template.max_length, else global_max_length for it, else model.max_model_len."""
+    document = minimal()
+    document["global_max_length"] = 70
+    document["model"]["max_model_len"] = 60
+    assert 80 == parse(document).packing_length
+
+    del document["template"]["max_length"]
+    assert 70 == parse(document).packing_length
+
+    del document["global_max_length"]
+    assert 60 == parse(document).packing_length
+
+    del document["model"]["max_model_len"]
+    assert "budget" in faults_of(document)["template.max_length"]
+
+
+def test_numbers_that_yaml_reads_as_text_are_numbers():
+    """1e-5 has no dot, so YAML calls it a string."""
+    config = parse(yaml.safe_load(yaml.safe_dump(minimal())) | minimal(learning_rate="1e-5", num_train_epochs="2"))
+
+    assert 1e-5 == config.training.trainer["learning_rate"]
+    assert 2.0 == config.training.num_train_epochs
+
+
+def test_all_faults_are_reported_at_once_with_path_and_remedy():
+    """Of every section, own keys and the trainer's."""
+    document = minimal(
+        packing="no", packing_min_fill_ratio=1.5, packing_wait_timeout_s=-1, packing_lenght=3, packing_length=8,
+        packing_avg_samples=4, learning_rat=1, bf16="yes", dataloader_num_workers=1.5, seed=True, max_steps=0,
+        packing_algorithm="magic",
+    )  # fmt: skip
+    document["template"]["max_length"] = 4096.5
+    document["model"] = {}
+    document["custom"]["object_field_order"] = "random"
+    document["custom"]["colour"] = 1
+    document["policy"] = {"sequence_packing": {}}
+    document["extra"] = 1
+
+    found = faults_of(document)
+
+    assert {
+        "training.packing", "training.packing_lenght", "training.packing_length", "training.packing_avg_samples",
+        "training.learning_rat", "training.bf16", "training.dataloader_num_workers", "training.seed",
+        "template.max_length", "model.model", "custom.object_field_order", "custom.colour", "policy", "extra",
+    } == set(found)  # fmt: skip
+    assert "did you mean learning_rate?" in found["training.learning_rat"]
+    assert "template.max_length" in found["training.packing_length"]
+    assert "4096.5" in found["template.max_length"]
+    assert "desc_first, geometry_first" in found["custom.object_field_order"]
+
+
+def test_faults_of_values_are_reported_at_once():
+    """Ranges and modes, when all types are right."""
+    document = minimal(
+        packing_min_fill_ratio=1.5, packing_wait_timeout_s=-1, max_steps=0, packing_algorithm="magic",
+        effective_batch_size=0, packing_buffer=16, num_train_epochs=0, lora_dropout=1.0, packing_mode="dynamic",
+    )  # fmt: skip
+    document["custom"] = {"fusion_config": "mix.yaml", "trainer_variant": "rollout"}
+
+    found = faults_of(document)
+
+    assert {
+        "training.packing_min_fill_ratio", "training.packing_wait_timeout_s", "training.max_steps",
+        "training.packing_algorithm", "training.effective_batch_size", "training.num_train_epochs",
+        "training.lora_dropout", "training.packing_mode", "custom.fusion_config", "custom.trainer_variant",
+    } == set(found)  # fmt: skip
+    assert "training.packing_mode: static" in found["training.packing_mode"]
+    assert "one JSONL" in found["custom.fusion_config"]
+
+
+@pytest.mark.parametrize("key", sorted(REFUSED_TRAINING_KEYS))
+def test_keys_that_mean_nothing_here_are_refused_with_what_to_do(key):
+    """By name, even where the trainer knows them."""
+    assert REFUSED_TRAINING_KEYS[key] == faults_of(minimal(**{key: 1}))[f"training.{key}"]
+
+
+def test_a_buffer_is_refused_in_static_mode_only():
+    """With packing off, packing keys stay accepted."""
+    assert "training.packing_buffer" in faults_of(minimal(packing_buffer=16))
+    assert parse(minimal(packing_buffer=512))
+    config = parse(minimal(packing=False, packing_buffer=16, packing_mode="dynamic", eval_packing=True))
+    assert not config.eval_packing
+
+
+def test_no_data_is_a_fault():
+    """Something has to be learned from."""
+    document = minimal()
+    document["custom"] = {}
+
+    assert "custom.train_jsonl" in faults_of(document)
+
+
+@pytest.mark.parametrize("field", [f.name for f in attrs.fields(TrainingConfig) if f.name != "trainer"])
+def test_every_training_key_refuses_a_section(field):
+    """Each key's type is checked, and the fault has its path."""
+    assert f"training.{field}" in faults_of(minimal(**{field: {"a": 1}}))
+
+
+def test_one_yaml_builds_on_another(tmp_path: Path):
+    """Sections merge key by key, lists are replaced; the path starts at the file that names it."""
+    (tmp_path / "base").mkdir()
+    document = minimal(learning_rate=1e-3, report_to=["a", "b"])
+    (tmp_path / "base" / "base.yaml").write_text(yaml.safe_dump(document))
+    (tmp_path / "run.yaml").write_text("extends: base/base.yaml\ntraining: {seed: 7, report_to: [c]}\n")
+
+    config = load_config(tmp_path / "run.yaml", FIELDS)
+
+    assert (7, "out") == (config.training.seed, config.training.output_dir)
+    assert {"learning_rate": 1e-3, "report_to": ["c"]} == dict(config.training.trainer)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("extends: run.yaml\n", "circle"),
+        ("extends: gone.yaml\n", "cannot be read"),
+        ("extends: 3\n", "path of a YAML"),
+        ("model: [\n", "no valid YAML"),
+        ("seed: 1\nseed: 2\n", "written twice"),
+        ("- 1\n", "sections"),
+        ("", "sections"),
+        ("model: 3\n", "a section of keys"),
+        ("!!python/object/apply:os.getcwd []\n", "no valid YAML"),
+    ],
+)
+def test_files_that_are_no_configuration_say_why(tmp_path: Path, text, says):
+    """Never a traceback, never code that runs."""
+    (tmp_path / "run.yaml").write_text(text)
+
+    with pytest.raises(ConfigError, match=says):
+        load_config(tmp_path / "run.yaml", FIELDS)
+
+
+def test_a_missing_file_and_one_that_is_no_text(tmp_path: Path):
+    """Both name the file."""
+    with pytest.raises(ConfigError, match=r"gone\.yaml"):
+        load_config(tmp_path / "gone.yaml", FIELDS)
+    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="UTF-8"):
+        load_config(tmp_path / "bytes.yaml", FIELDS)
