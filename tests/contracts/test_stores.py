@@ -1,0 +1,166 @@
+"""Stores give back exactly what was saved, or say what is wrong; on disk, in memory alike."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from adapters.length_store import DiskLengthStore
+from adapters.plan_store import DiskPlanStore
+from core.align import align_plan
+from core.checksum import plan_checksum
+from core.errors import CorruptArtefactError, StaleLengthsError
+from core.fingerprint import Fingerprint
+from core.plan import build_raw_plan
+from tests.fakes import MemoryLengthStore, MemoryPlanStore
+
+KEY = Fingerprint({"a": 1, "b": None})
+
+ROWS = np.arange(50, dtype=np.int32).reshape(10, 5)
+
+PLAN = build_raw_plan([80, 60, 20, 50, 31, 40, 40, 5], packing_length=80, allow_single_long=False)
+
+
+@pytest.fixture(params=["disk", "memory"])
+def reopen_lengths(request, tmp_path):
+    """Return a function that opens the same length store again, as a new process would."""
+    memory = MemoryLengthStore()
+    return lambda: DiskLengthStore(tmp_path) if request.param == "disk" else memory
+
+
+def test_lengths_come_back_row_by_row(reopen_lengths):
+    """Whatever the flushes were; the digest depends on the rows alone."""
+    store = reopen_lengths()
+    assert (0, 5) == store.resume(KEY, 10).shape
+    store.append(ROWS[:4])
+    store.append(ROWS[4:])
+
+    again = reopen_lengths()
+    assert ROWS.tolist() == again.resume(KEY, 10).tolist()
+    assert store.digest() == again.digest()
+
+
+def test_measuring_goes_on_where_it_stopped(reopen_lengths):
+    """A partial store resumes, and ends as one written at once."""
+    store = reopen_lengths()
+    store.resume(KEY, 10)
+    store.append(ROWS[:3])
+
+    store = reopen_lengths()
+    assert 3 == len(store.resume(KEY, 10))
+    store.append(ROWS[3:])
+
+    assert ROWS.tolist() == reopen_lengths().resume(KEY, 10).tolist()
+
+
+def test_lengths_of_other_inputs_are_refused_key_by_key(reopen_lengths):
+    """Each differing key with both values, and what to do."""
+    store = reopen_lengths()
+    store.resume(KEY, 10)
+    store.append(ROWS)
+
+    with pytest.raises(StaleLengthsError, match="b: stored None, now 'x'") as raised:
+        reopen_lengths().resume(Fingerprint({"a": 1, "b": "x"}), 10)
+    assert ["b"] == [difference.key for difference in raised.value.differences]
+    assert "training.output_dir" in str(raised.value)
+
+
+@pytest.mark.parametrize("open_plans", [DiskPlanStore, lambda _: MemoryPlanStore()], ids=["disk", "memory"])
+def test_a_plan_comes_back_whole_under_its_key_only(open_plans, tmp_path):
+    """Equal in every field; nothing under another key."""
+    store = open_plans(tmp_path)
+    assert store.load(KEY) is None
+
+    store.save(KEY, PLAN)
+
+    assert PLAN == store.load(KEY)
+    assert store.load(Fingerprint({"a": 2})) is None
+
+
+def test_the_disk_holds_small_readable_manifests_and_nothing_else(tmp_path: Path):
+    """Counts and checksums to read; every file is named by a manifest; no temporary file stays."""
+    lengths, plans = DiskLengthStore(tmp_path), DiskPlanStore(tmp_path)
+    lengths.resume(KEY, 10)
+    lengths.append(ROWS)
+    plans.save(KEY, PLAN)
+    aligned = align_plan(PLAN, world_size=4, dataloader_drop_last=False)
+    plans.save_aligned(KEY, aligned, drop_last=False)
+
+    manifests = {path.name: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
+    named = {entry["file"] for entry in manifests["raw_plan.json"]["arrays"].values()}
+    assert {"lengths.bin", *named, *manifests} == {path.name for path in tmp_path.iterdir()}
+    assert {"lengths.json", "raw_plan.json", "plan_ws4.json"} == set(manifests)
+    assert 10 == manifests["lengths.json"]["num_measured"]
+    assert plan_checksum(PLAN.packs) == manifests["raw_plan.json"]["checksum"]
+    assert plan_checksum(aligned.packs) == manifests["plan_ws4.json"]["checksum"]
+    assert len(aligned.packs) == manifests["plan_ws4.json"]["num_aligned_packs"]
+
+
+def test_one_changed_byte_anywhere_is_found(tmp_path: Path):
+    """Each byte of each file of lengths and plan in turn, inverted."""
+    lengths, plans = DiskLengthStore(tmp_path), DiskPlanStore(tmp_path)
+    lengths.resume(KEY, 10)
+    lengths.append(ROWS)
+    plans.save(KEY, PLAN)
+
+    for path in sorted(tmp_path.iterdir()):
+        whole = path.read_bytes()
+        for position in range(0, len(whole), max(1, len(whole) // 40)):
+            damaged = bytearray(whole)
+            damaged[position] ^= 0xFF
+            path.write_bytes(damaged)
+            with pytest.raises((CorruptArtefactError, StaleLengthsError)):
+                DiskLengthStore(tmp_path).resume(KEY, 10)
+                if DiskPlanStore(tmp_path).load(KEY) is not None:
+                    pytest.fail(f"{path.name} byte {position} went unnoticed")
+        path.write_bytes(whole)
+    assert PLAN == DiskPlanStore(tmp_path).load(KEY)
+
+
+def test_torn_files_are_never_read(tmp_path: Path):
+    """A manifest cut short, arrays cut short, rows cut short, and an array that is gone."""
+    lengths, plans = DiskLengthStore(tmp_path), DiskPlanStore(tmp_path)
+    lengths.resume(KEY, 10)
+    lengths.append(ROWS)
+    plans.save(KEY, PLAN)
+
+    for path in sorted(tmp_path.iterdir()):
+        whole = path.read_bytes()
+        if not whole:
+            continue
+        path.write_bytes(whole[:-2])
+        with pytest.raises(CorruptArtefactError):
+            DiskLengthStore(tmp_path).resume(KEY, 10)
+            DiskPlanStore(tmp_path).load(KEY)
+        path.write_bytes(whole)
+    (tmp_path / "raw_plan.indices.bin").unlink()
+    with pytest.raises(CorruptArtefactError, match="0 bytes"):
+        DiskPlanStore(tmp_path).load(KEY)
+
+
+def test_rows_that_no_manifest_names_are_cut_off(tmp_path: Path):
+    """A crash between rows and manifest leaves bytes behind; resuming measures these again."""
+    store = DiskLengthStore(tmp_path)
+    store.resume(KEY, 10)
+    store.append(ROWS[:5])
+    with (tmp_path / "lengths.bin").open("ab") as file:
+        file.write(b"torn")
+
+    store = DiskLengthStore(tmp_path)
+    assert ROWS[:5].tolist() == store.resume(KEY, 10).tolist()
+    store.append(ROWS[5:])
+
+    assert ROWS.tolist() == DiskLengthStore(tmp_path).resume(KEY, 10).tolist()
+
+
+def test_a_manifest_of_another_schema_is_refused(tmp_path: Path):
+    """Even with a right digest of its own."""
+    from adapters import artefacts
+
+    artefacts.write_manifest(tmp_path / "lengths.json", {"schema": "packplan lengths 99"})
+
+    with pytest.raises(CorruptArtefactError, match="packplan lengths 99"):
+        DiskLengthStore(tmp_path).resume(KEY, 10)

@@ -1,0 +1,75 @@
+"""
+Runs `app.sft` as one rank, and writes down what the rank saw: `rank_main.py run.yaml out_folder [fault]`.
+
+A fault, on one rank alone: `die:R` fails rank R while rank 0 plans, `measure` fails measuring on rank 0.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from adapters import packed_dataset
+from app import sft, wiring
+from app.command import run_command
+
+
+def main(config: str, out: str, fault: str = "") -> int:
+    """Return the exit status."""
+    fetched: list[int] = []
+    plain = packed_dataset.PackedDataset.__getitem__
+
+    def noted(dataset, position):
+        if dataset.planned is trained.get("table"):
+            fetched.append(position)
+        return plain(dataset, position)
+
+    trained: dict[str, object] = {}
+    built = wiring.build_trainer
+
+    def build_trainer(*args, planned, **kwargs):
+        trained["table"] = planned["train"].table
+        return built(*args, planned=planned, **kwargs)
+
+    def command() -> None:
+        packed_dataset.PackedDataset.__getitem__ = noted
+        wiring.build_trainer = build_trainer
+        if fault == "measure":
+            wiring.SwiftSamples.measure = _fail
+        run = wiring.read_config(config)
+        group = wiring.join_ranks(run.training.trainer)
+        result = sft.run(run, group)
+        plan = result.planned["train"]
+        seen = {
+            "rank": group.rank, "fetched": fetched, "steps": result.num_steps, "planned_steps": result.schedule.steps.total,
+            "raw": plan.raw_checksum, "aligned": plan.checksum, "num_aligned": len(plan.aligned.packs),
+            "num_raw": len(plan.raw.packs), "history": result.history, "terminated": result.terminated,
+        }  # fmt: skip
+        Path(out, f"rank{group.rank}.json").write_text(json.dumps(seen))
+
+    return run_command(command, verbose=False)
+
+
+def _fail(*_):
+    raise ZeroDivisionError("planted")
+
+
+def forked(rank: int, world_size: int, port: int, arguments: tuple[str, ...]) -> None:
+    """Be one rank in a process forked from one that has imported the stack."""
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+    )  # fmt: skip
+    output = Path(arguments[1], f"rank{rank}.log").open("w", buffering=1)  # noqa: SIM115  # lives as long as the process
+    os.dup2(output.fileno(), 1)
+    os.dup2(output.fileno(), 2)
+    sys.exit(main(*arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,136 @@
+"""Measuring and planning a split, over doubles: what is measured, kept, planned anew, compared."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.planning import Knobs, plan_split
+from core.errors import CorruptArtefactError, DataSetError, RanksDisagreeError, RecordError, StaleLengthsError
+from core.plan import build_raw_plan
+from tests.fakes import (
+    FailingSource,
+    ListSource,
+    MemoryLengthStore,
+    MemoryPlanStore,
+    RestlessSource,
+    ScriptedGroup,
+    TornPlanStore,
+)
+
+LENGTHS = [60, 20, 50, 30, 40, 40, 80, 7]
+
+
+def knobs(**changes) -> Knobs:
+    options = {
+        "packing": True, "packing_length": 80, "algorithm": "constant_volume", "min_fill_ratio": "0.65",
+        "drop_last": True, "allow_single_long": True, "dataloader_drop_last": False, "seed": 0,
+    }  # fmt: skip
+    return Knobs(**(options | changes))
+
+
+class Desk:
+    """A source, its stores, and a group: what a run has."""
+
+    def __init__(self, source=None, plans=None, group=None) -> None:
+        self.source = source or ListSource(LENGTHS)
+        self.lengths, self.plans = MemoryLengthStore(), plans or MemoryPlanStore()
+        self.group = group or ScriptedGroup()
+
+    def plan(self, flush_every=None, **changes):
+        return plan_split(
+            "train", knobs(**changes), source=self.source, lengths=self.lengths, plans=self.plans, group=self.group,
+            flush_every=flush_every, timeout_s=1,
+        )  # fmt: skip
+
+
+def test_a_second_run_measures_and_plans_nothing():
+    """Warm: no sample is touched, the same plan comes back."""
+    desk = Desk()
+    first = desk.plan()
+    desk.source.measured.clear()
+
+    second = desk.plan()
+
+    assert [] == desk.source.measured
+    assert 1 == desk.plans.saves
+    assert (first.raw, first.checksum) == (second.raw, second.checksum)
+    assert build_raw_plan(LENGTHS, packing_length=80) == first.raw
+
+
+def test_a_changed_knob_plans_anew_and_measures_nothing():
+    """Lengths do not depend on the budget."""
+    desk = Desk()
+    desk.plan()
+    desk.source.measured.clear()
+
+    assert 90 == desk.plan(packing_length=90).raw.packing_length
+    assert [] == desk.source.measured
+    assert 2 == desk.plans.saves
+
+
+def test_another_world_size_never_plans_anew():
+    """It aligns the same raw plan."""
+    desk = Desk()
+    one = desk.plan()
+    desk.group = ScriptedGroup(world_size=4)
+
+    four = desk.plan()
+
+    assert 1 == desk.plans.saves
+    assert [1, 4] == desk.plans.aligned
+    assert one.raw_checksum == four.raw_checksum
+    assert 0 == len(four.aligned.packs) % 4
+
+
+def test_other_data_in_the_same_folder_is_refused():
+    """Before anything is measured."""
+    desk = Desk()
+    desk.plan()
+    desk.source = ListSource(LENGTHS, name="other")
+
+    with pytest.raises(StaleLengthsError, match="name: stored 'data', now 'other'"):
+        desk.plan()
+    assert [] == desk.source.measured
+
+
+@given(st.integers(0, 7), st.integers(1, 9))
+def test_what_was_measured_before_a_failure_is_kept(bad, flush_every):
+    """After the record is mended, only it and what follows is measured."""
+    desk = Desk(FailingSource(LENGTHS, bad=bad))
+    with pytest.raises(RecordError, match=f"line {bad + 1}"):
+        desk.plan(flush_every=flush_every)
+    desk.source.bad = None
+    desk.source.measured.clear()
+
+    table = desk.plan(flush_every=flush_every).table
+
+    assert list(range(bad, 8)) == desk.source.measured[: 8 - bad]
+    assert LENGTHS == table[:, 0].tolist()
+    assert all(size <= flush_every for size in desk.lengths.flushes)
+
+
+def test_samples_that_measure_differently_are_refused():
+    """A static plan would be wrong the moment training fetches them."""
+    with pytest.raises(DataSetError, match=r"encode the same every time.*packing: false"):
+        Desk(RestlessSource(LENGTHS)).plan()
+
+
+def test_a_damaged_plan_is_never_used():
+    """The error goes through."""
+    with pytest.raises(CorruptArtefactError, match="torn"):
+        Desk(plans=TornPlanStore()).plan()
+
+
+def test_ranks_that_disagree_stop_the_run():
+    """Each rank's value is shown."""
+    group = ScriptedGroup(world_size=2, others=lambda value: f"not {value}")
+
+    with pytest.raises(RanksDisagreeError, match=r"the train plan's checksum: rank 0: .*; rank 1: not "):
+        Desk(group=group).plan()
+
+
+def test_without_packing_every_sample_is_planned_alone():
+    """Padded batches go through the same planning."""
+    assert [[i] for i in range(8)] == Desk().plan(packing=False).raw.packs.tolist()
