@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
+import time
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -27,6 +28,7 @@ from swift import get_model_processor
 from swift.dataloader import BatchSamplerShard
 from swift.template import Template
 from swift.trainers import Seq2SeqTrainer, Seq2SeqTrainingArguments
+from swift.trainers.patcher import PrinterCallbackNew, ProgressCallbackNew
 from swift.utils import HfConfigFactory, seed_worker
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback, TrainerControl, TrainerState
@@ -180,6 +182,10 @@ class PackTrainer(Seq2SeqTrainer):
         self.num_eval_items = num_eval_items
         self.control: TrainerControl
         super().__init__(train_dataset=train_dataset, eval_dataset=eval_dataset, **options)
+        for callback in self.callback_handler.callbacks:
+            # ms-swift's own start their clock when training begins, and fail on what is logged before.
+            if isinstance(callback, (ProgressCallbackNew, PrinterCallbackNew)):
+                callback.start_time, callback.start_step = time.time(), 0
         self.add_callback(_SaveOnSigterm(group))
 
     def _get_data_collator(self, args: Any, template: Template) -> Callable[[list[Any]], Any]:

@@ -24,6 +24,8 @@ _POLL_S = 1.0
 
 _TELL_EVERY_S = 30.0
 
+_FAREWELL_S = 10.0
+
 
 class OneRank:
     """A `core.ports.RankGroup` of one process."""
@@ -109,10 +111,19 @@ class TorchGroup:
         except BaseException as error:
             reason = str(error) if isinstance(error, PackplanError) else f"{type(error).__name__}: {error}"
             self._store.set(key, json.dumps({"failed": reason}))
+            self._let_others_read(key)
             raise
         built = [(name, array.dtype.str, array.shape) for name, array in arrays.items()]
         self._store.set(key, json.dumps({"built": built}))
         return arrays
+
+    def _let_others_read(self, key: str) -> None:
+        # The store may be this process's own, and a launcher ends the others as soon as this one is gone.
+        acknowledged = [f"{key}/read/{rank}" for rank in range(1, self.world_size)]
+        try:
+            self._store.wait(acknowledged, timedelta(seconds=_FAREWELL_S))
+        except dist.DistStoreError:
+            log.warning("some ranks did not hear within %.0f s why rank 0 failed", _FAREWELL_S)
 
     def _awaited(self, key: str, timeout_s: float) -> list[tuple[str, str, list[int]]]:
         started = told = time.monotonic()
@@ -136,6 +147,7 @@ class TorchGroup:
                 told = now
         answer = json.loads(self._store.get(key))
         if "failed" in answer:
+            self._store.set(f"{key}/read/{self.rank}", "")
             raise RankZeroError(f"rank 0 failed: {answer['failed']}")  # noqa: TRY003, EM102  # its own reason
         built: list[tuple[str, str, list[int]]] = answer["built"]
         return built

@@ -1,0 +1,64 @@
+"""Runs over the tiny models: how a test writes a YAML and executes it in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+Sections = dict[str, dict[str, Any]]
+
+
+@pytest.fixture
+def write_run(demo: Path, tmp_path: Path) -> Callable[..., Path]:
+    """Return a function that writes a quick run's YAML; sections given to it overlay the quick ones."""
+
+    def write(of: str = "qwen2_5_vl", name: str = "run", **overlay: dict[str, Any]) -> Path:
+        sections: Sections = {
+            "model": {"model": str(demo / "models" / of)},
+            "template": {"max_length": 1024, "system": "You look at scenes."},
+            "custom": {"train_jsonl": str(demo / "data" / "train.jsonl")},
+            "training": {
+                "output_dir": str(tmp_path / name),
+                "num_train_epochs": 1,
+                "learning_rate": "5e-3",
+                "logging_steps": 1,
+                "report_to": [],
+                "save_strategy": "no",
+                "gradient_checkpointing": False,
+                "dataloader_num_workers": 0,
+            },
+        }
+        for section, keys in overlay.items():
+            sections[section] |= keys
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(sections))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def execute() -> Callable[[Path], Any]:
+    """Return a function that plans and trains in this process, and returns the result."""
+    from adapters.torch_group import OneRank
+    from app import sft, wiring
+
+    return lambda path: sft.run(wiring.read_config(path), OneRank())
+
+
+@pytest.fixture
+def text_jsonl(tmp_path: Path) -> Path:
+    """Write records without images, of several lengths, and return their file."""
+    import json
+
+    path = tmp_path / "text.jsonl"
+    records = [
+        {"messages": [{"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": "blue circle " * (1 + n % 7)}]}
+        for n in range(30)
+    ]
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    return path

@@ -1,0 +1,193 @@
+"""Several ranks: one plan, the same number of steps, every aligned pack once an epoch, and no hang when one fails."""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from adapters.torch_group import OneRank
+from tests.e2e import rank_main
+
+pytestmark = pytest.mark.slow
+
+DEADLINE_S = 240
+
+
+@pytest.fixture(scope="module")
+def forkserver():
+    """Processes that fork from one that has imported the stack, once, and has run nothing."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.e2e.rank_main"])
+    return context
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def start_ranks(forkserver, monkeypatch):
+    """Return a function that starts ranks; what is left of them at the end is killed."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    started = []
+
+    def start(world_size: int, *arguments: object):
+        port, words = free_port(), tuple(map(str, arguments))
+        Path(words[1]).mkdir(parents=True, exist_ok=True)
+        ranks = [forkserver.Process(target=rank_main.forked, args=(r, world_size, port, words)) for r in range(world_size)]
+        for rank in ranks:
+            rank.start()
+        started.extend(ranks)
+        return ranks
+
+    yield start
+    for process in started:
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+def finished(ranks, out: Path) -> list[int]:
+    """Wait for ranks; return their exit statuses."""
+    for rank in ranks:
+        rank.join(DEADLINE_S)
+    logs = "\n".join(path.read_text()[-3000:] for path in sorted(out.glob("rank*.log")))
+    assert all(rank.exitcode is not None for rank in ranks), logs
+    return [rank.exitcode for rank in ranks]
+
+
+def seen_by(out: Path, world_size: int) -> list[dict]:
+    return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(world_size)]
+
+
+def check_run(ranks: list[dict], *, epochs: int, accumulation: int) -> None:
+    """Hold what a group of ranks did against its plan."""
+    world_size, (first, *_) = len(ranks), ranks
+    per_rank = first["num_aligned"] // world_size
+    assert 1 == len({(r["raw"], r["aligned"], r["num_aligned"], r["steps"], r["planned_steps"]) for r in ranks})
+    assert first["steps"] == first["planned_steps"] == epochs * math.ceil(per_rank / accumulation)
+    orders = []
+    for epoch in range(epochs):
+        parts = [r["fetched"][epoch * per_rank : (epoch + 1) * per_rank] for r in ranks]
+        assert list(range(first["num_aligned"])) == sorted(sum(parts, []))
+        orders.append(parts)
+    assert epochs == 1 or orders[0] != orders[1]
+    assert all(epochs * per_rank == len(r["fetched"]) for r in ranks)
+    losses = [[entry["loss"] for entry in r["history"] if "loss" in entry] for r in ranks]
+    assert all(loss == pytest.approx(losses[0]) for loss in losses)
+
+
+KEYS = {"num_train_epochs": 2, "effective_batch_size": 4}
+
+
+def test_four_ranks_consume_every_aligned_pack_once_an_epoch(start_ranks, write_run, execute, demo, tmp_path):
+    """With a ragged window, padding, evaluation, and packs without images beside packs with some; one rank plans alike."""
+    custom = {"val_jsonl": str(demo / "data" / "val.jsonl")}
+    keys = {**KEYS, "effective_batch_size": 8, "eval_strategy": "epoch"}
+    path = write_run("qwen3_vl", name="four", custom=custom, training=keys)
+    assert [0, 0, 0, 0] == finished(start_ranks(4, path, tmp_path / "out"), tmp_path / "out")
+    ranks = seen_by(tmp_path / "out", 4)
+
+    check_run(ranks, epochs=2, accumulation=2)
+    assert ranks[0]["num_aligned"] > ranks[0]["num_raw"]
+    one = execute(write_run("qwen3_vl", name="one", custom=custom, training={**keys, "eval_on_start": True, "max_steps": 1}))
+    assert one.planned["train"].raw_checksum == ranks[0]["raw"]
+
+
+def test_the_loss_of_a_step_and_of_an_evaluation_do_not_depend_on_the_ranks(start_ranks, write_run, execute, demo, tmp_path):
+    """Weights fixed (learning rate 0): epoch 1's evaluation is one number; repeated packs weigh nothing."""
+    custom = {"val_jsonl": str(demo / "data" / "val.jsonl")}
+    keys = {"learning_rate": 0.0, "max_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "effective_batch_size": 4}
+    found = {}
+    for world_size in (2, 4):
+        out = tmp_path / f"out{world_size}"
+        path = write_run(name=f"ranks{world_size}", custom=custom, training=keys)
+        assert [0] * world_size == finished(start_ranks(world_size, path, out), out)
+        found[world_size] = [e["eval_loss"] for e in seen_by(out, world_size)[0]["history"] if "eval_loss" in e][0]
+    alone = execute(write_run(name="alone", custom=custom, training=keys))
+    (expected, *_) = [entry["eval_loss"] for entry in alone.history if "eval_loss" in entry]
+
+    assert expected == pytest.approx(found[2], rel=1e-5)
+    assert expected == pytest.approx(found[4], rel=1e-5)
+
+
+def test_torchrun_starts_two_ranks(write_run, tmp_path):
+    """The launcher that users use, dropping the remainder."""
+    path = write_run(training={**KEYS, "dataloader_drop_last": True, "report_to": ["tensorboard"]})
+    launcher = Path(sys.executable).with_name("torchrun")
+    run = subprocess.run(
+        [launcher, "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port()),
+         rank_main.__file__, path, tmp_path],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()},
+        capture_output=True, text=True, timeout=DEADLINE_S, check=False,
+    )  # fmt: skip
+
+    assert 0 == run.returncode, run.stderr[-4000:]
+    ranks = seen_by(tmp_path, 2)
+    check_run(ranks, epochs=2, accumulation=2)
+    assert ranks[0]["num_aligned"] == ranks[0]["num_raw"] // 2 * 2
+    assert "packplan: optimizer steps:" in run.stderr
+
+
+def test_a_failure_of_rank_zero_reaches_the_others_with_its_reason(start_ranks, write_run, tmp_path):
+    """A fault of ours keeps its traceback on rank 0; the other rank ends within seconds, saying what rank 0 said."""
+    out = tmp_path / "out"
+    statuses = finished(start_ranks(2, write_run(), out, "measure"), out)
+
+    assert [1, 2] == statuses
+    assert "Traceback" in (out / "rank0.log").read_text()
+    waiting = (out / "rank1.log").read_text()
+    assert "rank 0 failed: ZeroDivisionError: planted" in waiting
+    assert "Traceback" not in waiting
+
+
+def test_more_ranks_than_packs_may_not_drop(start_ranks, write_run, tmp_path):
+    """An error on every rank, before training, with both numbers."""
+    out = tmp_path / "out"
+    path = write_run(template={"max_length": 16384}, training={"dataloader_drop_last": True, "packing_drop_last": False})
+    statuses = finished(start_ranks(4, path, out), out)
+
+    assert [2, 2, 2, 2] == statuses
+    assert "packs cannot feed 4 ranks" in (out / "rank0.log").read_text()
+    assert "packs cannot feed 4 ranks" in (out / "rank3.log").read_text()
+
+
+def test_sigterm_to_one_rank_ends_all_at_the_same_step(start_ranks, write_run, tmp_path):
+    """They agree, save one checkpoint, and exit with 0."""
+    out = tmp_path / "out"
+    path = write_run(training={"num_train_epochs": 500, "effective_batch_size": 2})
+    ranks = start_ranks(2, path, out)
+    log = out / "rank0.log"
+    deadline = time.monotonic() + DEADLINE_S
+    while "'loss'" not in (log.read_text() if log.exists() else "") and time.monotonic() < deadline:
+        ranks[0].join(0.2)
+    os.kill(ranks[1].pid, signal.SIGTERM)
+
+    assert [0, 0] == finished(ranks, out)
+    first, second = seen_by(out, 2)
+    assert first["terminated"]
+    assert second["terminated"]
+    assert first["steps"] == second["steps"] < first["planned_steps"]
+    assert (tmp_path / "run" / f"checkpoint-{first['steps']}" / "model.safetensors").is_file()
+
+
+def test_one_rank_alone_needs_no_group():
+    """The contract of a group, on one rank."""
+    group = OneRank()
+
+    assert {"a": 1} == group.from_rank_zero(lambda: {"a": 1}, timeout_s=0)
+    assert ("x",) == group.gather("x")
+    assert group.any(True)  # noqa: FBT003
+    assert not group.any(False)  # noqa: FBT003

@@ -1,0 +1,284 @@
+"""A real ms-swift trainer, fed with packs: what it runs is what was planned."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import signal
+from collections import Counter
+
+import pytest
+import torch
+
+from adapters import packed_dataset
+from core.errors import ConfigError, ContractError
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def fetched(monkeypatch) -> list[int]:
+    """Positions of packs, as the trainer fetches them."""
+    positions: list[int] = []
+    plain = packed_dataset.PackedDataset.__getitem__
+
+    def noted(dataset, position):
+        positions.append(position)
+        return plain(dataset, position)
+
+    monkeypatch.setattr(packed_dataset.PackedDataset, "__getitem__", noted)
+    return positions
+
+
+def losses(result) -> list[float]:
+    return [entry["loss"] for entry in result.history if "loss" in entry]
+
+
+def test_a_run_trains_every_pack_once_an_epoch_and_counts_its_steps(write_run, execute, fetched, caplog, tmp_path):
+    """Steps are announced before they run; a second run measures nothing and plans the same."""
+    path = write_run(training={"num_train_epochs": 2, "effective_batch_size": 3, "report_to": ["tensorboard"]})
+    logging.getLogger("app").propagate = True
+    with caplog.at_level(logging.INFO, logger="app"):
+        result = execute(path)
+    num_packs = len(result.planned["train"].aligned.packs)
+    epochs = [fetched[:num_packs], fetched[num_packs:]]
+
+    assert all(list(range(num_packs)) == sorted(epoch) for epoch in epochs)
+    assert epochs[0] != epochs[1]
+    assert 2 * math.ceil(num_packs / 3) == result.schedule.steps.total == result.num_steps == len(losses(result))
+    assert f"{result.schedule.steps.per_epoch} per epoch, {result.num_steps} in total" in caplog.text
+    for said in ("N_raw_packs", "N_aligned_packs", "world_size 1", "dataloader_drop_last false", "raw_plan checksum",
+                 "aligned_plan checksum", "requested 3 packs", "packs of their own"):  # fmt: skip
+        assert said in caplog.text
+    assert ("sees 1 of 3 batches" in caplog.text) == (num_packs % 3 == 1)
+
+    lines = [json.loads(line) for line in (tmp_path / "run" / "logging.jsonl").read_text().splitlines()]
+    assert result.num_steps == sum("loss" in line for line in lines)
+    assert list((tmp_path / "run").rglob("events.out.tfevents.*"))
+
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="app"):
+        again = execute(path)
+    assert "the lengths of all 40 samples are stored" in caplog.text
+    assert "used again" in caplog.text
+    assert result.planned["train"].raw_checksum == again.planned["train"].raw_checksum
+    assert losses(result) == losses(again)
+
+
+@pytest.mark.parametrize(
+    ("batch", "drop_last"), [({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}, False),
+                             ({"per_device_train_batch_size": 3, "effective_batch_size": 6}, True)],
+)  # fmt: skip
+def test_without_packing_padded_batches_train_through_the_same_trainer(write_run, execute, fetched, batch, drop_last):
+    """Every sample once; steps as announced; evaluation is padded too."""
+    path = write_run(
+        training={"packing": False, "dataloader_drop_last": drop_last, **batch},
+        template={"max_length": 512},
+    )
+
+    result = execute(path)
+
+    size = batch["per_device_train_batch_size"]
+    batches = 40 // size if drop_last else math.ceil(40 / size)
+    assert Counter(fetched).most_common(1)[0][1] == 1
+    assert (batches * size if drop_last else 40) == len(fetched)
+    assert math.ceil(batches / 2) == result.num_steps
+
+
+def test_fractional_epochs_and_max_steps_end_where_announced(write_run, execute):
+    """1.5 epochs round up; max_steps overrides."""
+    result = execute(write_run(training={"num_train_epochs": 1.5, "effective_batch_size": 2}))
+    assert result.num_steps == math.ceil(1.5 * result.schedule.steps.per_epoch)
+
+    assert 2 == execute(write_run(training={"max_steps": 2, "effective_batch_size": 2})).num_steps
+
+
+@pytest.mark.parametrize("model", ["qwen2", "qwen3"])
+def test_text_models_train_the_same_way(write_run, execute, text_jsonl, model):
+    """No image, no multimodal positions."""
+    path = write_run(model, custom={"train_jsonl": str(text_jsonl)}, template={"max_length": 128}, training={"num_train_epochs": 3})
+
+    result = execute(path)
+
+    assert result.num_steps == result.schedule.steps.total
+    assert losses(result)[-1] < losses(result)[0]
+
+
+def test_a_text_model_refuses_records_with_images(write_run, execute):
+    """By line, before training."""
+    from core.errors import RecordError
+
+    with pytest.raises(RecordError, match=r"train\.jsonl, line 1: .*reads text only"):
+        execute(write_run("qwen2"))
+
+
+def test_adapters_train_and_resume(write_run, execute, tmp_path):
+    """LoRA: only adapters change, a checkpoint holds them alone, and resuming ends as one run does."""
+    keys = {"tuner_type": "lora", "num_train_epochs": 2, "effective_batch_size": 4, "save_strategy": "epoch"}
+    whole = execute(write_run("qwen3_vl", name="whole", training=keys))
+    first = tmp_path / "whole" / f"checkpoint-{whole.num_steps // 2}"
+    assert (first / "adapter_model.safetensors").is_file()
+    assert not (first / "model.safetensors").exists()
+
+    resumed = execute(write_run("qwen3_vl", name="resumed", training={**keys, "resume_from_checkpoint": str(first)}))
+
+    assert losses(whole) == losses(resumed)[-whole.num_steps :]
+    ends = [tmp_path / name / f"checkpoint-{whole.num_steps}" / "adapter_model.safetensors" for name in ("whole", "resumed")]
+    assert ends[0].read_bytes() == ends[1].read_bytes()
+
+
+@pytest.mark.parametrize("model", ["qwen2_5_vl", "qwen3_vl"])
+def test_resuming_in_mid_epoch_ends_bit_for_bit_as_one_run_does(write_run, execute, tmp_path, model):
+    """The same packs, losses and weights, also where names in the checkpoint are not the model's own."""
+    keys = {"num_train_epochs": 2, "effective_batch_size": 2, "save_strategy": "steps", "save_steps": 2}
+    whole = execute(write_run(model, name="whole", training=keys))
+
+    checkpoint = str(tmp_path / "whole" / "checkpoint-2")
+    resumed = execute(write_run(model, name="resumed", training={**keys, "resume_from_checkpoint": checkpoint}))
+
+    assert losses(whole) == losses(resumed)
+    ends = [tmp_path / name / f"checkpoint-{whole.num_steps}" / "model.safetensors" for name in ("whole", "resumed")]
+    assert ends[0].read_bytes() == ends[1].read_bytes()
+
+
+def test_sigterm_saves_a_checkpoint_that_the_next_run_goes_on_from(write_run, execute, monkeypatch, tmp_path):
+    """The running step ends, everything is saved, the run says where it stopped; the handler is put back."""
+    from adapters.swift_trainer import PackTrainer
+
+    keys = {"num_train_epochs": 2, "effective_batch_size": 2}
+    whole = execute(write_run(name="whole", training=keys))
+    before = signal.getsignal(signal.SIGTERM)
+    step = PackTrainer.training_step
+
+    def killed_in_the_second_step(trainer, *arguments, **options):
+        if trainer.state.global_step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(trainer, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PackTrainer, "training_step", killed_in_the_second_step)
+        ended = execute(write_run(training=keys))
+
+    assert (True, 2) == (ended.terminated, ended.num_steps)
+    assert (tmp_path / "run" / "checkpoint-2" / "model.safetensors").is_file()
+    assert before == signal.getsignal(signal.SIGTERM)
+    rest = execute(write_run(training={**keys, "resume_from_checkpoint": "last"}))
+    assert losses(whole) == losses(rest)
+
+
+def test_resuming_from_nothing_is_refused(write_run, execute):
+    """Before anything is measured."""
+    with pytest.raises(ConfigError, match="no such checkpoint"):
+        execute(write_run(training={"resume_from_checkpoint": "last"}))
+
+
+@pytest.mark.parametrize(("freeze", "parts"), [("freeze_vit", ("model.visual",)), ("freeze_llm", ("model.language_model", "lm_head"))])
+def test_only_what_is_asked_for_is_frozen(write_run, freeze, parts):
+    """Nothing by default; the named part, and not the rest, when asked."""
+    from adapters.swift_trainer import open_model
+    from app import wiring
+
+    config = wiring.read_config(write_run())
+    assert all(p.requires_grad for p in open_model(config.model, config.training).parameters())
+
+    config = wiring.read_config(write_run(training={freeze: True}))
+    frozen = {n for n, p in open_model(config.model, config.training).named_parameters() if not p.requires_grad}
+    assert frozen
+    assert all(name.startswith(parts) for name in frozen)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sample_that_changed_after_planning_stops_the_run_and_is_named(write_run, execute, demo, tmp_path, workers):
+    """An image of another size in place of the planned one; from worker processes too."""
+    from PIL import Image
+
+    record = json.loads((demo / "data" / "train.jsonl").read_text().splitlines()[0])
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "images").mkdir()
+    image = data / record["images"][0]
+    image.write_bytes((demo / "data" / record["images"][0]).read_bytes())
+    (data / "one.jsonl").write_text(json.dumps(record) + "\n")
+    keys = {"dataloader_num_workers": workers, "packing_drop_last": False}
+    path = write_run(custom={"train_jsonl": str(data / "one.jsonl")}, training=keys)
+    execute(path)
+    Image.new("RGB", (420, 420)).save(image)
+
+    with pytest.raises(ContractError, match=r"sample 0 .*one\.jsonl, line 1.* length planned \d+, fetched \d+") as raised:
+        execute(path)
+    assert {"length", "patches"} == {difference.key for difference in raised.value.differences}
+
+
+def test_cut_samples_are_counted_apart_from_those_that_fit(write_run, execute, text_jsonl, caplog):
+    """With truncation, what is cut has exactly the limit; it is a long sample and reported as cut."""
+    logging.getLogger("app").propagate = True
+    path = write_run("qwen2", custom={"train_jsonl": str(text_jsonl)}, template={"max_length": 50, "truncation_strategy": "right"})
+    with caplog.at_level(logging.INFO, logger="app"):
+        result = execute(path)
+
+    table = result.planned["train"].table
+    cut = table[:, 4] == 1
+    assert 0 < cut.sum() < len(table)
+    assert {50} == set(table[cut, 0].tolist())
+    assert f"{cut.sum()} samples are cut to 50 tokens" in caplog.text
+    whole = execute(write_run("qwen2", name="whole", custom={"train_jsonl": str(text_jsonl)}, template={"max_length": 50}))
+    assert (whole.planned["train"].table[:, 0] > 50).tolist() == cut.tolist()
+    assert 0 == whole.planned["train"].table[:, 4].sum()
+
+
+def test_several_processes_measure_the_same(demo, write_run, monkeypatch):
+    """A pool of two gives the table of one process, and the first bad record's own error."""
+    from adapters import swift_samples
+    from app import wiring
+
+    monkeypatch.setattr(swift_samples, "_POOL_START_S", 0.0)
+    monkeypatch.setattr(swift_samples.os, "cpu_count", lambda: 2)
+    samples = wiring.open_samples(wiring.read_config(write_run()))["train"]
+    assert 2 == samples._workers
+
+    assert [samples.measure(index) for index in range(40)] == list(samples.measure_many(range(40)))
+
+
+def test_channels_pass_through_packing(write_run, execute, tmp_path):
+    """A channel on each record, with ms-swift's loss per channel."""
+    path = tmp_path / "channels.jsonl"
+    records = [
+        {"messages": [{"role": "user", "content": "say"}, {"role": "assistant", "content": "word " * (n + 1)}], "channel": "ab"[n % 2]}
+        for n in range(10)
+    ]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+    result = execute(
+        write_run("qwen2", custom={"train_jsonl": str(path)}, template={"max_length": 512},
+                  training={"enable_channel_loss": True, "packing_drop_last": False})
+    )  # fmt: skip
+
+    assert any("loss_a" in entry and "loss_b" in entry for entry in result.history)
+
+
+def test_held_out_loss_falls_below_half(write_run, execute, demo):
+    """The demo's task can be learned: by Qwen3-VL here; `make demo` shows Qwen2.5-VL."""
+    data = demo / "data"
+    path = write_run(
+        "qwen3_vl",
+        custom={"train_jsonl": [str(data / "train.jsonl"), str(data / "messages.jsonl")], "val_jsonl": str(data / "val.jsonl")},
+        training={"num_train_epochs": 6, "effective_batch_size": 2, "learning_rate": "1e-2", "eval_on_start": True,
+                  "warmup_steps": 3, "adam_beta2": 0.98},
+    )  # fmt: skip
+
+    result = execute(path)
+
+    held_out = [entry["eval_loss"] for entry in result.history if "eval_loss" in entry]
+    assert held_out[-1] < held_out[0] / 2
+    assert losses(result)[-1] < losses(result)[0] / 2
+    assert torch.isfinite(torch.tensor(losses(result))).all()
+
+
+def test_an_attention_backend_without_proof_is_refused(write_run, execute):
+    """Before the data is read."""
+    from core.errors import IsolationError
+
+    with pytest.raises(IsolationError, match="flex_attention"):
+        execute(write_run(model={"attn_impl": "flex_attention"}))
