@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 # Tests start processes of their own: more threads than cores only slow them down.
-export OMP_NUM_THREADS ?= 1
+test test-fast: export OMP_NUM_THREADS ?= 1
 export PYTHONUNBUFFERED = 1
 
 .PHONY: demo test test-fast lint clean

@@ -170,6 +170,11 @@ class SwiftSamples:
     def __len__(self) -> int:
         return len(self.records)
 
+    @property
+    def sees_images(self) -> bool:
+        """Whether the model takes images."""
+        return hasattr(self.template, "image_token_id")
+
     def fingerprint(self) -> Fingerprint:
         """Return everything that the measurements depend on."""
         spec = self.spec
@@ -250,7 +255,7 @@ class SwiftSamples:
         for image in images:
             if reason := _unreadable(image, decode=False):
                 raise RecordError(source, line, reason)
-        if images and not hasattr(self.template, "image_token_id"):
+        if images and not self.sees_images:
             raise RecordError(source, line, "the record has images, but the model reads text only")
         try:
             encoded = self.template.encode({**sample, "images": images}, return_length=True)
@@ -276,10 +281,9 @@ class SwiftSamples:
             images=0 if grid is None else len(grid),
             patches=0 if grid is None else int(torch.as_tensor(grid).prod(-1).sum()),
         )
-        image_token = getattr(self.template, "image_token_id", None)
-        if image_token is not None:
+        if self.sees_images:
             merge = self.template.processor.image_processor.merge_size**2
-            tokens = encoded["input_ids"].count(image_token)
+            tokens = encoded["input_ids"].count(self.template.image_token_id)
             if tokens != measurement.patches // merge:
                 source, line = self.records.where(index)
                 reason = (

@@ -40,19 +40,21 @@ from core.config import ModelConfig, RunConfig, TemplateConfig, TrainingConfig
 from core.errors import ConfigError
 from core.ports import RankGroup
 
+TrainingArguments: typing.TypeAlias = Seq2SeqTrainingArguments
+
 _LOGIT_ROWS = 2048
 """Rows of logits whose loss is computed at a time in evaluation, so that float32 copies stay small."""
 
 
 def trainer_fields() -> dict[str, Any]:
     """Return the settings that ms-swift's training arguments know, with their types."""
-    hints = typing.get_type_hints(Seq2SeqTrainingArguments)
-    return {name: hints[name] for name in Seq2SeqTrainingArguments.__dataclass_fields__ if name in hints}
+    hints = typing.get_type_hints(TrainingArguments)
+    return {name: hints[name] for name in TrainingArguments.__dataclass_fields__ if name in hints}
 
 
 def training_arguments(
     config: RunConfig, *, per_device_train_batch_size: int, gradient_accumulation_steps: int, multimodal: bool
-) -> Seq2SeqTrainingArguments:
+) -> TrainingArguments:
     """
     Build ms-swift's training arguments; ConfigError if it refuses them.
 
@@ -92,7 +94,7 @@ def training_arguments(
     if torch.distributed.is_initialized():
         defaults["ddp_backend"] = "nccl" if torch.cuda.is_available() else "gloo"
     try:
-        return Seq2SeqTrainingArguments(**(defaults | dict(training.trainer) | fixed))
+        return TrainingArguments(**(defaults | dict(training.trainer) | fixed))
     except (ValueError, ImportError, TypeError, AssertionError) as error:
         raise ConfigError.of("training", f"is refused by ms-swift's training arguments: {error}") from error
 
@@ -187,6 +189,7 @@ class PackTrainer(Seq2SeqTrainer):
             if isinstance(callback, (ProgressCallbackNew, PrinterCallbackNew)):
                 callback.start_time, callback.start_step = time.time(), 0
         self.add_callback(_SaveOnSigterm(group))
+        self.add_callback(_NotTwice())
 
     def _get_data_collator(self, args: Any, template: Template) -> Callable[[list[Any]], Any]:
         collate: Callable[[list[Any]], Any] = super()._get_data_collator(args, template)
@@ -366,6 +369,14 @@ def _collate_as(template: Template, batch: list[Any], *, grouped: bool) -> dict[
     finally:
         template.packing, template.padding_free = before
     return collated
+
+
+class _NotTwice(TrainerCallback):
+    """ms-swift evaluates and saves at the last step, and again at the end of its epoch; once is enough."""
+
+    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **__: Any) -> None:  # noqa: ARG002
+        if state.global_step == state.max_steps:
+            control.should_evaluate = control.should_save = False
 
 
 class _SaveOnSigterm(TrainerCallback):

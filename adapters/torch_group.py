@@ -12,8 +12,8 @@ from datetime import timedelta
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from core.errors import PackplanError, RankZeroError
 from core.ports import Arrays
@@ -148,6 +148,6 @@ class TorchGroup:
         answer = json.loads(self._store.get(key))
         if "failed" in answer:
             self._store.set(f"{key}/read/{self.rank}", "")
-            raise RankZeroError(f"rank 0 failed: {answer['failed']}")  # noqa: TRY003, EM102  # its own reason
+            raise RankZeroError(f"rank 0 failed: {answer['failed']}")
         built: list[tuple[str, str, list[int]]] = answer["built"]
         return built

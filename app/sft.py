@@ -25,13 +25,20 @@ log = logging.getLogger(__name__)
 
 
 @attrs.frozen
-class Schedule:
-    """What the trainer will do, counted before it starts."""
+class Batch:
+    """What one optimizer step is made of."""
 
-    batch_size: int
+    size: int
     """Of one rank: packs, or samples if not packing."""
 
     accumulation: Accumulation
+
+
+@attrs.frozen
+class Schedule:
+    """What the trainer will do, counted before it starts."""
+
+    batch: Batch
 
     per_rank_batches: int
 
@@ -64,7 +71,10 @@ def run(config: RunConfig, group: RankGroup) -> Result:
     if group.rank == 0:
         for split in ("train", "eval"):
             usable_folder(wiring.split_folder(config, split))
+    # What the settings alone can get wrong is found before hours of measuring.
+    batch = batch_of(config, world_size=group.world_size)
     samples = wiring.open_samples(config)
+    arguments = wiring.open_arguments(config, samples["train"], batch.size, batch.accumulation)
 
     knobs = {split: Knobs.of(config, split) for split in samples}
     planned = {}
@@ -80,56 +90,55 @@ def run(config: RunConfig, group: RankGroup) -> Result:
             flush_every=config.training.packing_length_cache_persist_every,
             timeout_s=config.training.packing_wait_timeout_s,
         )
-    schedule = schedule_of(config, per_rank=planned["train"].aligned.per_rank, world_size=group.world_size)
+    schedule = schedule_of(config, batch, per_rank=planned["train"].aligned.per_rank)
     for split, plan in planned.items():
         for level, line in describe(plan, knobs[split], world_size=group.world_size):
             log.log(level, line)
     _log_schedule(config, schedule, group.world_size)
 
-    trainer = wiring.build_trainer(
-        config,
-        group=group,
-        samples=samples,
-        planned=planned,
-        batch_size=schedule.batch_size,
-        accumulation=schedule.accumulation,
-    )
+    trainer = wiring.build_trainer(config, arguments, group=group, samples=samples, planned=planned)
     trainer.train(resume_from_checkpoint=resumed)
     return _result(config, trainer, planned, schedule)
 
 
-def schedule_of(config: RunConfig, *, per_rank: int, world_size: int) -> Schedule:
+def batch_of(config: RunConfig, *, world_size: int) -> Batch:
+    """Return the batch of a run; BatchSizeError if the ranks cannot realise it."""
+    training = config.training
+    size = 1 if training.packing else training.per_device_train_batch_size
+    accumulation = resolve_accumulation(
+        effective_batch_size=training.effective_batch_size,
+        per_device_train_batch_size=training.per_device_train_batch_size,
+        gradient_accumulation_steps=training.gradient_accumulation_steps,
+        world_size=world_size,
+        forced_batch_size=size,
+    )
+    return Batch(size, accumulation)
+
+
+def schedule_of(config: RunConfig, batch: Batch, *, per_rank: int) -> Schedule:
     """
     Count what training will do.
 
     Args:
         config: The run.
 
-        per_rank: Packs of one rank in an epoch; samples if not packing.
+        batch: What one optimizer step is made of.
 
-        world_size: Data-parallel learners.
+        per_rank: Packs of one rank in an epoch; samples if not packing.
     """
     training = config.training
-    batch_size = 1 if training.packing else training.per_device_train_batch_size
-    accumulation = resolve_accumulation(
-        effective_batch_size=training.effective_batch_size,
-        per_device_train_batch_size=training.per_device_train_batch_size,
-        gradient_accumulation_steps=training.gradient_accumulation_steps,
-        world_size=world_size,
-        forced_batch_size=batch_size,
-    )
-    batches = batches_per_rank(num_samples=per_rank, batch_size=batch_size, drop_last=training.dataloader_drop_last)
+    batches = batches_per_rank(num_samples=per_rank, batch_size=batch.size, drop_last=training.dataloader_drop_last)
     steps = count_steps(
         per_rank_batches=batches,
-        gradient_accumulation_steps=accumulation.gradient_accumulation_steps,
+        gradient_accumulation_steps=batch.accumulation.gradient_accumulation_steps,
         num_train_epochs=training.num_train_epochs,
         max_steps=training.max_steps,
     )
-    return Schedule(batch_size, accumulation, batches, steps)
+    return Schedule(batch, batches, steps)
 
 
 def _log_schedule(config: RunConfig, schedule: Schedule, world_size: int) -> None:
-    training, accumulation = config.training, schedule.accumulation
+    training, accumulation = config.training, schedule.batch.accumulation
     unit = "packs" if training.packing else "samples"
     if training.packing and training.per_device_train_batch_size != 1:
         log.warning(
@@ -146,7 +155,7 @@ def _log_schedule(config: RunConfig, schedule: Schedule, world_size: int) -> Non
         unit,
         accumulation.realised,
         world_size,
-        schedule.batch_size,
+        schedule.batch.size,
         accumulation.gradient_accumulation_steps,
     )
     window = partial_window(

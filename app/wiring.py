@@ -12,7 +12,7 @@ from adapters.length_store import DiskLengthStore
 from adapters.packed_dataset import PackedDataset
 from adapters.plan_store import DiskPlanStore
 from adapters.swift_samples import SampleSpec, SwiftSamples, config_model_type, open_template
-from adapters.swift_trainer import PackTrainer, open_model, trainer_fields, training_arguments
+from adapters.swift_trainer import PackTrainer, TrainingArguments, open_model, trainer_fields, training_arguments
 from adapters.torch_group import OneRank, TorchGroup
 from adapters.yaml_config import load_config
 from app.planning import PlannedSplit
@@ -67,24 +67,28 @@ def open_samples(config: RunConfig) -> dict[str, SwiftSamples]:
     }
 
 
+def open_arguments(
+    config: RunConfig, samples: SwiftSamples, batch_size: int, accumulation: Accumulation
+) -> TrainingArguments:
+    """Build the trainer's arguments; ConfigError if ms-swift refuses them."""
+    return training_arguments(
+        config,
+        per_device_train_batch_size=batch_size,
+        gradient_accumulation_steps=accumulation.gradient_accumulation_steps,
+        multimodal=samples.sees_images,
+    )
+
+
 def build_trainer(
     config: RunConfig,
+    arguments: TrainingArguments,
     *,
     group: RankGroup,
     samples: Mapping[str, SwiftSamples],
     planned: Mapping[str, PlannedSplit],
-    batch_size: int,
-    accumulation: Accumulation,
 ) -> PackTrainer:
     """Load the model and build its trainer over the planned packs."""
     template = samples["train"].template
-    multimodal = hasattr(template, "image_token_id")
-    arguments = training_arguments(
-        config,
-        per_device_train_batch_size=batch_size,
-        gradient_accumulation_steps=accumulation.gradient_accumulation_steps,
-        multimodal=multimodal,
-    )
     model = open_model(config.model, config.training)
     template.model = getattr(model, "get_base_model", lambda: model)()
     template.packing = template.padding_free = config.training.packing

@@ -104,7 +104,9 @@ class TornPlanStore(MemoryPlanStore):
 class ScriptedGroup:
     """One rank of a larger group, whose others say what the script says."""
 
-    def __init__(self, *, rank: int = 0, world_size: int = 1, others: Callable[[str], str] = lambda value: value) -> None:
+    def __init__(
+        self, *, rank: int = 0, world_size: int = 1, others: Callable[[str], str] = lambda value: value
+    ) -> None:
         self.rank, self.world_size, self._others = rank, world_size, others
 
     def from_rank_zero(self, build, *, timeout_s: float):

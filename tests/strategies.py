@@ -23,7 +23,9 @@ def packable(draw, *, min_size=0, max_size=60) -> tuple[list[int], int]:
 def raw_lengths(draw, *, min_size=1, max_size=50) -> tuple[list[int], int]:
     """Lengths of a data set, long ones and ones of exactly the packing length among them."""
     packing_length = draw(st.integers(2, 120))
-    lengths = st.integers(1, packing_length - 1) | st.integers(packing_length, 3 * packing_length) | st.just(packing_length)
+    lengths = (
+        st.integers(1, packing_length - 1) | st.integers(packing_length, 3 * packing_length) | st.just(packing_length)
+    )
     return draw(st.lists(lengths, min_size=min_size, max_size=max_size)), packing_length
 
 

@@ -102,8 +102,8 @@ def _tokenizer(text: Iterable[str]) -> Any:
     tokenizer = Qwen2Tokenizer(
         vocab=learned["vocab"],
         merges=merges,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",  # noqa: S106
+        eos_token="<|im_end|>",  # noqa: S106  # a token of text
+        pad_token="<|endoftext|>",  # noqa: S106  # a token of text
     )
     tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL_TOKENS)})
     tokenizer.chat_template = _CHAT_TEMPLATE

@@ -41,7 +41,9 @@ def test_core_imports_nothing_but_what_is_listed(path):
 
 def test_core_loads_neither_torch_nor_a_clock_of_its_own():
     """Importing every module of core, in a fresh process, leaves torch, swift and transformers unloaded."""
-    script = f"import sys, {', '.join(MODULES)}; print([n for n in ('torch', 'swift', 'transformers') if n in sys.modules])"
+    script = (
+        f"import sys, {', '.join(MODULES)}; print([n for n in ('torch', 'swift', 'transformers') if n in sys.modules])"
+    )
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
 
     assert "[]" == run.stdout.strip()
@@ -71,4 +73,10 @@ def test_only_wiring_constructs_adapters():
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-                assert node.func.id not in {"SwiftSamples", "DiskLengthStore", "DiskPlanStore", "TorchGroup", "PackTrainer"}
+                assert node.func.id not in {
+                    "SwiftSamples",
+                    "DiskLengthStore",
+                    "DiskPlanStore",
+                    "TorchGroup",
+                    "PackTrainer",
+                }

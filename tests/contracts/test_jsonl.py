@@ -15,7 +15,9 @@ from adapters.jsonl_records import JsonlRecords
 from core.errors import DataSetError, RecordError
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(max_size=8), lambda inner: st.lists(inner, max_size=3), max_leaves=5
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3),
+    max_leaves=5,
 )
 
 
@@ -49,7 +51,12 @@ def test_several_files_are_one_data_set(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("line", "says"),
-    [(b'{"a": ', "no valid JSON"), (b"\xff\xfe", "UTF-8"), (b"NaN", "NaN is no JSON"), (b"[" * 100_000, "nested too deeply")],
+    [
+        (b'{"a": ', "no valid JSON"),
+        (b"\xff\xfe", "UTF-8"),
+        (b"NaN", "NaN is no JSON"),
+        (b"[" * 100_000, "nested too deeply"),
+    ],
     ids=["torn", "bytes", "nan", "deep"],
 )
 def test_a_malformed_line_is_named(tmp_path: Path, line, says):

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -26,11 +27,17 @@ def play(tmp_path):
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         for rank in range(2):
-            variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            variables = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": 2,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            }
             processes.append(
                 subprocess.Popen(
                     [sys.executable, rank_group.__file__, scene, tmp_path],
-                    env={**os.environ, "PYTHONPATH": os.getcwd(), **{k: str(v) for k, v in variables.items()}},
+                    env={**os.environ, "PYTHONPATH": str(Path.cwd()), **{k: str(v) for k, v in variables.items()}},
                     stdin=subprocess.PIPE,
                 )
             )

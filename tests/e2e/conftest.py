@@ -57,7 +57,12 @@ def text_jsonl(tmp_path: Path) -> Path:
 
     path = tmp_path / "text.jsonl"
     records = [
-        {"messages": [{"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": "blue circle " * (1 + n % 7)}]}
+        {
+            "messages": [
+                {"role": "user", "content": f"say {n}"},
+                {"role": "assistant", "content": "blue circle " * (1 + n % 7)},
+            ]
+        }
         for n in range(30)
     ]
     path.write_text("".join(f"{json.dumps(record)}\n" for record in records))

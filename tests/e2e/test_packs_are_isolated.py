@@ -34,11 +34,9 @@ def built(write_run, demo, tmp_path):
                 split, Knobs.of(config, split), source=source, lengths=lengths, plans=plans, group=group,
                 flush_every=None, timeout_s=0,
             )  # fmt: skip
-        schedule = sft.schedule_of(config, per_rank=planned["train"].aligned.per_rank, world_size=1)
-        trainer = wiring.build_trainer(
-            config, group=group, samples=samples, planned=planned, batch_size=schedule.batch_size,
-            accumulation=schedule.accumulation,
-        )  # fmt: skip
+        batch = sft.batch_of(config, world_size=1)
+        arguments = wiring.open_arguments(config, samples["train"], batch.size, batch.accumulation)
+        trainer = wiring.build_trainer(config, arguments, group=group, samples=samples, planned=planned)
         torch.manual_seed(1)
         with torch.no_grad():  # an untrained model is too flat to show a leak
             for parameter in trainer.model.parameters():
@@ -127,7 +125,7 @@ def test_with_the_cache_on_samples_see_each_other(built):
 @pytest.mark.parametrize("model", MODELS)
 def test_evaluation_is_the_token_mean_over_all_samples_once(built, model):
     """Packed, padded, in a batch of three, and by hand: one number, before any training."""
-    trainer, samples, planned = built(model, training={"eval_packing": True})
+    trainer, _, planned = built(model, training={"eval_packing": True})
     packed = trainer.evaluate()
     reference = _by_hand(trainer, planned["eval"])
     padded = built(model, training={"eval_packing": False, "per_device_eval_batch_size": 3})[0].evaluate()
@@ -155,7 +153,9 @@ def _by_hand(trainer, evaluated) -> float:
 @pytest.mark.parametrize("model", ["qwen2_5_vl", "qwen3"])
 def test_a_training_step_is_the_token_mean_over_its_packs(built, model):
     """The first logged loss, with accumulation, equals the unpacked samples' token mean at the same weights."""
-    trainer, samples, planned = built(model, training={"effective_batch_size": 4, "max_steps": 1, "train_dataloader_shuffle": False})
+    trainer, samples, planned = built(
+        model, training={"effective_batch_size": 4, "max_steps": 1, "train_dataloader_shuffle": False}
+    )
     indices = [index for pack in planned["train"].aligned.packs[:4] for index in pack]
     total, tokens = 0.0, 0
     for index in indices:

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,9 @@ def start_ranks(forkserver, monkeypatch):
     def start(world_size: int, *arguments: object):
         port, words = free_port(), tuple(map(str, arguments))
         Path(words[1]).mkdir(parents=True, exist_ok=True)
-        ranks = [forkserver.Process(target=rank_main.forked, args=(r, world_size, port, words)) for r in range(world_size)]
+        ranks = [
+            forkserver.Process(target=rank_main.forked, args=(r, world_size, port, words)) for r in range(world_size)
+        ]
         for rank in ranks:
             rank.start()
         started.extend(ranks)
@@ -81,7 +84,7 @@ def check_run(ranks: list[dict], *, epochs: int, accumulation: int) -> None:
     orders = []
     for epoch in range(epochs):
         parts = [r["fetched"][epoch * per_rank : (epoch + 1) * per_rank] for r in ranks]
-        assert list(range(first["num_aligned"])) == sorted(sum(parts, []))
+        assert list(range(first["num_aligned"])) == sorted(chain.from_iterable(parts))
         orders.append(parts)
     assert epochs == 1 or orders[0] != orders[1]
     assert all(epochs * per_rank == len(r["fetched"]) for r in ranks)
@@ -102,11 +105,15 @@ def test_four_ranks_consume_every_aligned_pack_once_an_epoch(start_ranks, write_
 
     check_run(ranks, epochs=2, accumulation=2)
     assert ranks[0]["num_aligned"] > ranks[0]["num_raw"]
-    one = execute(write_run("qwen3_vl", name="one", custom=custom, training={**keys, "eval_on_start": True, "max_steps": 1}))
+    one = execute(
+        write_run("qwen3_vl", name="one", custom=custom, training={**keys, "eval_on_start": True, "max_steps": 1})
+    )
     assert one.planned["train"].raw_checksum == ranks[0]["raw"]
 
 
-def test_the_loss_of_a_step_and_of_an_evaluation_do_not_depend_on_the_ranks(start_ranks, write_run, execute, demo, tmp_path):
+def test_the_loss_of_a_step_and_of_an_evaluation_do_not_depend_on_the_ranks(
+    start_ranks, write_run, execute, demo, tmp_path
+):
     """Weights fixed (learning rate 0): epoch 1's evaluation is one number; repeated packs weigh nothing."""
     custom = {"val_jsonl": str(demo / "data" / "val.jsonl")}
     keys = {"learning_rate": 0.0, "max_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "effective_batch_size": 4}
@@ -115,9 +122,9 @@ def test_the_loss_of_a_step_and_of_an_evaluation_do_not_depend_on_the_ranks(star
         out = tmp_path / f"out{world_size}"
         path = write_run(name=f"ranks{world_size}", custom=custom, training=keys)
         assert [0] * world_size == finished(start_ranks(world_size, path, out), out)
-        found[world_size] = [e["eval_loss"] for e in seen_by(out, world_size)[0]["history"] if "eval_loss" in e][0]
+        found[world_size] = next(e["eval_loss"] for e in seen_by(out, world_size)[0]["history"] if "eval_loss" in e)
     alone = execute(write_run(name="alone", custom=custom, training=keys))
-    (expected, *_) = [entry["eval_loss"] for entry in alone.history if "eval_loss" in entry]
+    expected = next(entry["eval_loss"] for entry in alone.history if "eval_loss" in entry)
 
     assert expected == pytest.approx(found[2], rel=1e-5)
     assert expected == pytest.approx(found[4], rel=1e-5)
@@ -130,7 +137,7 @@ def test_torchrun_starts_two_ranks(write_run, tmp_path):
     run = subprocess.run(
         [launcher, "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port()),
          rank_main.__file__, path, tmp_path],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())},
         capture_output=True, text=True, timeout=DEADLINE_S, check=False,
     )  # fmt: skip
 
@@ -156,7 +163,9 @@ def test_a_failure_of_rank_zero_reaches_the_others_with_its_reason(start_ranks, 
 def test_more_ranks_than_packs_may_not_drop(start_ranks, write_run, tmp_path):
     """An error on every rank, before training, with both numbers."""
     out = tmp_path / "out"
-    path = write_run(template={"max_length": 16384}, training={"dataloader_drop_last": True, "packing_drop_last": False})
+    path = write_run(
+        template={"max_length": 16384}, training={"dataloader_drop_last": True, "packing_drop_last": False}
+    )
     statuses = finished(start_ranks(4, path, out), out)
 
     assert [2, 2, 2, 2] == statuses

@@ -98,7 +98,9 @@ def test_fractional_epochs_and_max_steps_end_where_announced(write_run, execute)
 @pytest.mark.parametrize("model", ["qwen2", "qwen3"])
 def test_text_models_train_the_same_way(write_run, execute, text_jsonl, model):
     """No image, no multimodal positions."""
-    path = write_run(model, custom={"train_jsonl": str(text_jsonl)}, template={"max_length": 128}, training={"num_train_epochs": 3})
+    path = write_run(
+        model, custom={"train_jsonl": str(text_jsonl)}, template={"max_length": 128}, training={"num_train_epochs": 3}
+    )
 
     result = execute(path)
 
@@ -125,7 +127,9 @@ def test_adapters_train_and_resume(write_run, execute, tmp_path):
     resumed = execute(write_run("qwen3_vl", name="resumed", training={**keys, "resume_from_checkpoint": str(first)}))
 
     assert losses(whole) == losses(resumed)[-whole.num_steps :]
-    ends = [tmp_path / name / f"checkpoint-{whole.num_steps}" / "adapter_model.safetensors" for name in ("whole", "resumed")]
+    ends = [
+        tmp_path / name / f"checkpoint-{whole.num_steps}" / "adapter_model.safetensors" for name in ("whole", "resumed")
+    ]
     assert ends[0].read_bytes() == ends[1].read_bytes()
 
 
@@ -174,7 +178,9 @@ def test_resuming_from_nothing_is_refused(write_run, execute):
         execute(write_run(training={"resume_from_checkpoint": "last"}))
 
 
-@pytest.mark.parametrize(("freeze", "parts"), [("freeze_vit", ("model.visual",)), ("freeze_llm", ("model.language_model", "lm_head"))])
+@pytest.mark.parametrize(
+    ("freeze", "parts"), [("freeze_vit", ("model.visual",)), ("freeze_llm", ("model.language_model", "lm_head"))]
+)
 def test_only_what_is_asked_for_is_frozen(write_run, freeze, parts):
     """Nothing by default; the named part, and not the rest, when asked."""
     from adapters.swift_trainer import open_model
@@ -206,7 +212,9 @@ def test_a_sample_that_changed_after_planning_stops_the_run_and_is_named(write_r
     execute(path)
     Image.new("RGB", (420, 420)).save(image)
 
-    with pytest.raises(ContractError, match=r"sample 0 .*one\.jsonl, line 1.* length planned \d+, fetched \d+") as raised:
+    with pytest.raises(
+        ContractError, match=r"sample 0 .*one\.jsonl, line 1.* length planned \d+, fetched \d+"
+    ) as raised:
         execute(path)
     assert {"length", "patches"} == {difference.key for difference in raised.value.differences}
 
@@ -214,7 +222,9 @@ def test_a_sample_that_changed_after_planning_stops_the_run_and_is_named(write_r
 def test_cut_samples_are_counted_apart_from_those_that_fit(write_run, execute, text_jsonl, caplog):
     """With truncation, what is cut has exactly the limit; it is a long sample and reported as cut."""
     logging.getLogger("app").propagate = True
-    path = write_run("qwen2", custom={"train_jsonl": str(text_jsonl)}, template={"max_length": 50, "truncation_strategy": "right"})
+    path = write_run(
+        "qwen2", custom={"train_jsonl": str(text_jsonl)}, template={"max_length": 50, "truncation_strategy": "right"}
+    )
     with caplog.at_level(logging.INFO, logger="app"):
         result = execute(path)
 
@@ -223,7 +233,9 @@ def test_cut_samples_are_counted_apart_from_those_that_fit(write_run, execute, t
     assert 0 < cut.sum() < len(table)
     assert {50} == set(table[cut, 0].tolist())
     assert f"{cut.sum()} samples are cut to 50 tokens" in caplog.text
-    whole = execute(write_run("qwen2", name="whole", custom={"train_jsonl": str(text_jsonl)}, template={"max_length": 50}))
+    whole = execute(
+        write_run("qwen2", name="whole", custom={"train_jsonl": str(text_jsonl)}, template={"max_length": 50})
+    )
     assert (whole.planned["train"].table[:, 0] > 50).tolist() == cut.tolist()
     assert 0 == whole.planned["train"].table[:, 4].sum()
 
@@ -245,7 +257,10 @@ def test_channels_pass_through_packing(write_run, execute, tmp_path):
     """A channel on each record, with ms-swift's loss per channel."""
     path = tmp_path / "channels.jsonl"
     records = [
-        {"messages": [{"role": "user", "content": "say"}, {"role": "assistant", "content": "word " * (n + 1)}], "channel": "ab"[n % 2]}
+        {
+            "messages": [{"role": "user", "content": "say"}, {"role": "assistant", "content": "word " * (n + 1)}],
+            "channel": "ab"[n % 2],
+        }
         for n in range(10)
     ]
     path.write_text("".join(json.dumps(record) + "\n" for record in records))

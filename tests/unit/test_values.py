@@ -24,9 +24,7 @@ EXAMPLES = {
 }  # fmt: skip
 
 CLASSES = [
-    cls
-    for _, cls in inspect.getmembers(errors, inspect.isclass)
-    if issubclass(cls, PackplanError) and attrs.has(cls)
+    cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, PackplanError) and attrs.has(cls)
 ]
 
 
@@ -56,7 +54,7 @@ def test_measurements_survive_the_table():
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "qwen2", "qwen3"])
 def test_established_backends_pass(model_type):
-    """sdpa and eager; flash attention where it is installed."""
+    """Sdpa and eager; flash attention where it is installed."""
     check_isolation(model_type, "sdpa", flash_installed=False)
     check_isolation(model_type, "eager", flash_installed=False)
     check_isolation(model_type, "flash_attention_2", flash_installed=True)

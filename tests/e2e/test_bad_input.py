@@ -1,0 +1,212 @@
+"""What a user gets wrong: one message that names the place and the remedy, exit status 2, no traceback, nothing trained."""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from pathlib import Path
+
+import pytest
+import yaml
+from PIL import Image
+
+from adapters.swift_trainer import PackTrainer
+from app import sft
+
+pytestmark = pytest.mark.slow
+
+ANSWER = {"role": "assistant", "content": "red dot"}
+QUESTION = {"role": "user", "content": "what?"}
+SEEN = {"messages": [{"role": "user", "content": "<image>what?"}, ANSWER], "images": ["a.png"]}
+GOOD = {"messages": [QUESTION, ANSWER]}
+
+
+def huge_png(path: Path) -> None:
+    """Write a header that promises 20,000 by 20,000 pixels, and no pixels."""
+    chunks = {b"IHDR": struct.pack(">IIBBBBB", 20_000, 20_000, 8, 2, 0, 0, 0), b"IDAT": b""}
+    parts = [struct.pack(">I", len(d)) + k + d + struct.pack(">I", zlib.crc32(k + d)) for k, d in chunks.items()]
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(parts))
+
+
+@pytest.fixture
+def outcome(write_run, tmp_path, capfd, monkeypatch):
+    """Return a function that writes seven records, the last given, runs, and gives status and message."""
+    Image.effect_noise((200, 200), 60).save(tmp_path / "a.png")
+    monkeypatch.setattr(PackTrainer, "train", lambda *_, **__: pytest.fail("training started"))
+
+    def run(last: object = GOOD, *, lines: list[str] | None = None, **overlay) -> tuple[int, str]:
+        records = [json.dumps(GOOD)] * 6 + [last if isinstance(last, str) else json.dumps(last)]
+        (tmp_path / "data.jsonl").write_text("".join(f"{line}\n" for line in (records if lines is None else lines)))
+        overlay["custom"] = {"train_jsonl": str(tmp_path / "data.jsonl")} | overlay.get("custom", {})
+        status = sft.main([str(write_run(**overlay))])
+        message = capfd.readouterr().err.split("error: ")[-1]
+        assert "Traceback" not in message
+        assert not list(tmp_path.glob("run/checkpoint-*"))
+        return status, message
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("record", "says"),
+    [
+        ('{"messages": [', "no valid JSON"),
+        ({"id": 3}, "neither 'messages' nor 'objects'"),
+        ({"messages": [QUESTION]}, "assistant"),
+        ({**SEEN, "images": []}, "1 <image> tags but 0 images"),
+        ({**GOOD, "images": ["a.png"]}, "0 <image> tags but 1 images"),
+        ({**SEEN, "images": ["gone.png"]}, "gone.png does not exist"),
+        ({**SEEN, "images": ["data.jsonl"]}, "damaged or no image"),
+        ({**SEEN, "images": ["torn.png"]}, "torn.png cannot be read"),
+        ({**SEEN, "images": ["torn.jpg"]}, "torn.jpg cannot be read"),
+        ({**SEEN, "images": ["huge.png"]}, "pixels, which may be an attack"),
+        ({**SEEN, "images": ["line.png"]}, "aspect ratio"),
+        ({**SEEN, "videos": ["a.mp4"]}, "'videos'"),
+        ({"messages": [{"role": "user", "content": "<|image_pad|>"}, ANSWER]}, "image token itself"),
+    ],
+)
+def test_a_bad_record_is_named_by_its_line(outcome, tmp_path, record, says):
+    """Line 7, the file, the reason."""
+    whole = (tmp_path / "a.png").read_bytes()
+    (tmp_path / "torn.png").write_bytes(whole[: len(whole) // 2])
+    Image.open(tmp_path / "a.png").convert("RGB").save(tmp_path / "whole.jpg")
+    jpeg = (tmp_path / "whole.jpg").read_bytes()
+    (tmp_path / "torn.jpg").write_bytes(jpeg[: len(jpeg) // 2])
+    Image.new("RGB", (4000, 10)).save(tmp_path / "line.png")
+    huge_png(tmp_path / "huge.png")
+
+    status, message = outcome(record)
+
+    assert 2 == status
+    assert f"{tmp_path / 'data.jsonl'}, line 7: " in message
+    assert says in message
+
+
+def test_an_empty_data_set(outcome):
+    """No line, or blank ones."""
+    assert (2, True) == ((found := outcome(lines=["", "  "]))[0], "the data set is empty" in found[1])
+
+
+def test_a_data_set_where_every_sample_is_too_long(outcome):
+    """The keys that help are named."""
+    status, message = outcome(template={"max_length": 10}, training={"packing_allow_single_long": False})
+
+    assert 2 == status
+    assert "none of 7 samples is left" in message
+    assert "template.max_length" in message
+
+
+def test_a_sample_over_the_limit_where_the_template_raises(outcome):
+    """Named by its line."""
+    status, message = outcome(template={"max_length": 10, "truncation_strategy": "raise"})
+
+    assert 2 == status
+    assert "line 1: the record has" in message
+
+
+@pytest.mark.parametrize(
+    ("overlay", "says"),
+    [
+        ({"custom": {"train_jsonl": "gone.jsonl"}}, "gone.jsonl cannot be read"),
+        ({"custom": {"fusion_config": "mix.yaml"}}, "custom.fusion_config"),
+        ({"model": {"model": "gone"}}, "model.model: gone is no folder with a config.json"),
+        ({"model": {"attn_impl": "flex_attention"}}, "sdpa or eager"),
+        ({"training": {"output_dir": "/dev/null/run"}}, "training.output_dir /dev/null/run"),
+        ({"training": {"learning_rate": "fast"}}, "training.learning_rate"),
+        ({"training": {"lr_scheduler_type": "zigzag"}}, "zigzag"),
+        ({"training": {"resume_from_checkpoint": "gone"}}, "training.resume_from_checkpoint"),
+        (
+            {"training": {"freeze_vit": True, "freeze_llm": True, "freeze_aligner": True, "packing_drop_last": False}},
+            "nothing to train",
+        ),
+        ({"training": {"bf16": True, "fp16": True}}, "training"),
+    ],
+)
+def test_a_bad_setting_is_named_by_its_key(outcome, overlay, says):
+    """Whichever stage finds it."""
+    status, message = outcome(**overlay)
+
+    assert 2 == status
+    assert says in message
+
+
+def test_a_missing_yaml(capfd):
+    """Named."""
+    assert 2 == sft.main(["gone.yaml"])
+    assert "gone.yaml" in capfd.readouterr().err
+
+
+def test_a_model_that_brings_code_is_refused_unless_trusted(outcome, demo, tmp_path):
+    """ms-swift would run it unasked."""
+    import shutil
+
+    model = tmp_path / "model"
+    shutil.copytree(demo / "models" / "qwen3", model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoConfig": "code.Evil"}}))
+    (model / "code.py").write_text("raise SystemExit('ran')")
+
+    status, message = outcome(model={"model": str(model)})
+
+    assert 2 == status
+    assert "model.trust_remote_code: true" in message
+
+
+def test_a_fault_of_ours_keeps_its_traceback(write_run, monkeypatch):
+    """It is not dressed up as the user's."""
+    monkeypatch.setattr(sft, "run", lambda *_: 1 / 0)
+
+    with pytest.raises(ZeroDivisionError):
+        sft.main([str(write_run())])
+
+
+def test_ctrl_c_is_one_line_and_status_130(write_run, monkeypatch, capfd):
+    """And says that the work is kept."""
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sft, "run", interrupted)
+
+    assert 130 == sft.main([str(write_run())])
+    assert "interrupted" in capfd.readouterr().err
+
+
+def test_damage_is_status_3(write_run, tmp_path, execute, capfd):
+    """A stored plan with one byte changed is found before training."""
+    path = write_run(training={"max_steps": 1})
+    execute(path)
+    indices = tmp_path / "run" / "static_packing" / "train" / "raw_plan.indices.bin"
+    damaged = bytearray(indices.read_bytes())
+    damaged[0] ^= 1
+    indices.write_bytes(damaged)
+
+    assert 3 == sft.main([str(path)])
+    assert "raw_plan.indices.bin is damaged" in capfd.readouterr().err
+
+
+def test_a_changed_system_prompt_is_stale_and_says_so(write_run, execute, capfd):
+    """The key, both values, and what to do."""
+    execute(write_run(training={"max_steps": 1}))
+
+    assert 2 == sft.main([str(write_run(template={"system": "Another prompt."}))])
+    message = capfd.readouterr().err
+    assert "template.system: stored 'You look at scenes.', now 'Another prompt.'" in message
+    assert "training.output_dir" in message
+
+
+def test_yaml_examples_of_the_documentation_are_valid():
+    """README, docs and the demo's own file parse; nothing is run."""
+    from adapters.swift_trainer import trainer_fields
+    from adapters.yaml_config import parse_config
+
+    root = Path(__file__).parents[2]
+    texts = [(root / "app" / "demo.yaml").read_text()]
+    for page in [root / "README.md", *(root / "docs").glob("*.md")]:
+        texts += [part.split("```")[0] for part in page.read_text().split("```yaml\n")[1:]]
+    assert len(texts) > 2
+    for text in texts:
+        document = yaml.safe_load(text)
+        document.pop("extends", None)
+        assert parse_config(document, "example", trainer_fields())
