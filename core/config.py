@@ -291,5 +291,3 @@ def _mode_faults(config: RunConfig) -> Iterator[Fault]:
             "mixes data sets anew each epoch, which a static plan cannot follow: write the mix to one JSONL and "
             "name it in custom.train_jsonl",
         )
-    for key in sorted(REFUSED_TRAINING_KEYS.keys() & training.trainer.keys()):
-        yield Fault(f"training.{key}", REFUSED_TRAINING_KEYS[key])

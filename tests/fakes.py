@@ -115,5 +115,5 @@ class ScriptedGroup:
     def gather(self, value: str) -> tuple[str, ...]:
         return tuple(value if rank == self.rank else self._others(value) for rank in range(self.world_size))
 
-    def any(self, flag: bool) -> bool:
+    def any(self, flag: bool) -> bool:  # noqa: FBT001  # see the port
         return flag

@@ -89,8 +89,8 @@ def _best(lengths, capacity, loads=()):
     if not lengths:
         return len(loads)
     head, rest = lengths[0], lengths[1:]
-    options = [_best(rest, capacity, (*loads, head))]
-    for position in range(len(loads)):
-        if loads[position] + head <= capacity:
-            options.append(_best(rest, capacity, (*loads[:position], loads[position] + head, *loads[position + 1 :])))
-    return min(options)
+    return min(
+        _best(rest, capacity, (*loads[:position], sum(loads[position : position + 1]) + head, *loads[position + 1 :]))
+        for position in range(len(loads) + 1)
+        if sum(loads[position : position + 1]) + head <= capacity
+    )
