@@ -6,6 +6,7 @@ The arrays are published first and the manifest that digests them last, so a rea
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from core.checksum import plan_checksum
 from core.errors import CorruptArtefactError
 from core.fingerprint import Fingerprint
 from core.plan import RawPlan, plan_from_arrays, plan_to_arrays
+
+log = logging.getLogger(__name__)
 
 SCHEMA = "packplan raw plan 1"
 
@@ -31,7 +34,10 @@ class DiskPlanStore:
     def load(self, key: Fingerprint) -> RawPlan | None:
         """Return the plan saved under *key*, or None if there is none; CorruptArtefactError if damaged."""
         manifest = artefacts.read_manifest(self._manifest, SCHEMA)
-        if manifest is None or manifest["fingerprint"] != dict(key.inputs):
+        if manifest is None:
+            return None
+        if differences := Fingerprint(manifest["fingerprint"]).differences(key):
+            log.info("the stored plan does not fit: %s", "; ".join(map(str, differences)))
             return None
         arrays = {name: artefacts.read_array(self.folder, entry) for name, entry in manifest["arrays"].items()}
         try:

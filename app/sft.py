@@ -21,7 +21,8 @@ from core.batch import Accumulation, Steps, batches_per_rank, count_steps, parti
 from core.config import RunConfig
 from core.ports import RankGroup
 
-log = logging.getLogger(__name__)
+# Not by __name__, which is __main__ when this module is the command.
+log = logging.getLogger("app.sft")
 
 
 @attrs.frozen

@@ -75,7 +75,7 @@ def plan_fingerprint(
 
         min_fill_ratio: The decimal the user wrote.
 
-        drop_last: Whether the fill filter drops.
+        drop_last: Whether the fill filter drops; if not, the ratio is left out.
 
         allow_single_long: Whether long samples are packs of their own.
     """
@@ -84,7 +84,6 @@ def plan_fingerprint(
         inputs |= {
             "algorithm": f"{algorithm} {ALGORITHMS[algorithm].version}",
             "min_fill_ratio": min_fill_ratio if drop_last else None,
-            "drop_last": drop_last,
             "allow_single_long": allow_single_long,
         }
     return Fingerprint(inputs)

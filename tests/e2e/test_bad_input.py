@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import struct
+import subprocess
+import sys
 import zlib
 from pathlib import Path
 
@@ -15,6 +17,8 @@ from adapters.swift_trainer import PackTrainer
 from app import sft
 
 pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
 
 ANSWER = {"role": "assistant", "content": "red dot"}
 QUESTION = {"role": "user", "content": "what?"}
@@ -153,6 +157,19 @@ def test_a_model_that_brings_code_is_refused_unless_trusted(outcome, demo, tmp_p
     assert "model.trust_remote_code: true" in message
 
 
+def test_the_command_line_trains_and_says_what_it_did(write_run):
+    """`python -m app.sft`, with the defaults of ms-swift for workers and checkpointing."""
+    path = write_run(training={"max_steps": 1, "gradient_checkpointing": True, "dataloader_num_workers": 1})
+    run = subprocess.run(
+        [sys.executable, "-m", "app.sft", str(path)], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+
+    assert 0 == run.returncode, run.stderr
+    for said in ("packplan: train: raw_plan checksum", "packplan: optimizer steps:", "1 in total"):
+        assert said in run.stderr
+    assert "Traceback" not in run.stderr
+
+
 def test_a_fault_of_ours_keeps_its_traceback(write_run, monkeypatch):
     """It is not dressed up as the user's."""
     monkeypatch.setattr(sft, "run", lambda *_: 1 / 0)
@@ -201,9 +218,8 @@ def test_yaml_examples_of_the_documentation_are_valid():
     from adapters.swift_trainer import trainer_fields
     from adapters.yaml_config import parse_config
 
-    root = Path(__file__).parents[2]
-    texts = [(root / "app" / "demo.yaml").read_text()]
-    for page in [root / "README.md", *(root / "docs").glob("*.md")]:
+    texts = [(ROOT / "app" / "demo.yaml").read_text()]
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
         texts += [part.split("```")[0] for part in page.read_text().split("```yaml\n")[1:]]
     assert len(texts) > 2
     for text in texts:

@@ -89,6 +89,12 @@ def test_fingerprints_are_equal_exactly_for_equal_inputs(one, other):
     assert {d.key for d in a.differences(b)} <= {*one, *other}
 
 
+def test_true_is_not_one():
+    """Equal in Python, but not in a manifest."""
+    assert Fingerprint({"a": 1}).digest != Fingerprint({"a": True}).digest
+    assert Fingerprint({"a": 1}).differences(Fingerprint({"a": True}))
+
+
 @given(inputs, st.text(max_size=5), values)
 def test_a_difference_names_the_key_and_both_values(stored, key, value):
     """One changed key gives one difference."""
