@@ -226,7 +226,8 @@ class PackTrainer(Seq2SeqTrainer):
             device=self.accelerator.device,
             batch_sampler=_EvalBatches(len(dataset), size, rank=self.group.rank, world_size=self.group.world_size),
             collate_fn=passing_errors(partial(_collate_as, self.template, grouped=dataset.grouped)),
-            **self._worker_options(),
+            # Each evaluation has a loader of its own: workers that outlive it would pile up.
+            **(self._worker_options() | {"persistent_workers": False}),
         )
 
     def _worker_options(self) -> dict[str, Any]:

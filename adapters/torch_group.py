@@ -143,7 +143,7 @@ class TorchGroup:
                 )
                 raise RankZeroError(message)
             if now - told > _TELL_EVERY_S:
-                log.info("rank %d has waited %.0f s for rank 0 to measure and plan", self.rank, now - started)
+                log.warning("rank %d has waited %.0f s for rank 0 to measure and plan", self.rank, now - started)
                 told = now
         answer = json.loads(self._store.get(key))
         if "failed" in answer:

@@ -16,7 +16,7 @@ from core.config import RunConfig
 from core.errors import DataSetError, OutputError, RanksDisagreeError
 from core.fingerprint import Fingerprint, plan_fingerprint
 from core.lengths import IntArray
-from core.plan import RawPlan, build_raw_plan, one_sample_packs, plan_from_arrays, plan_to_arrays
+from core.plan import RawPlan, build_raw_plan, one_sample_packs, plan_from_arrays, plan_to_arrays, refuse_longer
 from core.ports import Arrays, LengthSource, LengthStore, PlanStore, RankGroup
 from core.samples import COLUMNS, Table, column, to_row
 
@@ -50,6 +50,8 @@ class Knobs:
     allow_single_long: bool
     dataloader_drop_last: bool
     seed: int
+    refuse_longer: bool
+    """Whether a sample over the packing length is an error."""
 
     @classmethod
     def of(cls, config: RunConfig, split: str) -> Knobs:
@@ -65,6 +67,7 @@ class Knobs:
             allow_single_long=training.packing_allow_single_long or not training.packing,
             dataloader_drop_last=training.dataloader_drop_last and is_train,
             seed=training.seed,
+            refuse_longer=config.template.truncation_strategy == "raise",
         )
 
     def fingerprint(self, lengths_digest: str) -> Fingerprint:
@@ -81,6 +84,8 @@ class Knobs:
 
     def plan(self, lengths: IntArray) -> RawPlan:
         """Plan the split."""
+        if self.refuse_longer:
+            refuse_longer(lengths, limit=self.packing_length)
         if not self.packing:
             return one_sample_packs(
                 lengths, packing_length=self.packing_length, allow_single_long=self.allow_single_long

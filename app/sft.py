@@ -69,12 +69,12 @@ def run(config: RunConfig, group: RankGroup) -> Result:
     """
     wiring.require_isolation(config)
     resumed = checkpoint_to_resume(config.training.resume_from_checkpoint, config.training.output_dir)
-    if group.rank == 0:
-        for split in ("train", "eval"):
-            usable_folder(wiring.split_folder(config, split))
     # What the settings alone can get wrong is found before hours of measuring.
     batch = batch_of(config, world_size=group.world_size)
     samples = wiring.open_samples(config)
+    if group.rank == 0:
+        for split in samples:
+            usable_folder(wiring.split_folder(config, split))
     arguments = wiring.open_arguments(config, samples["train"], batch.size, batch.accumulation)
 
     knobs = {split: Knobs.of(config, split) for split in samples}
@@ -92,10 +92,11 @@ def run(config: RunConfig, group: RankGroup) -> Result:
             timeout_s=config.training.packing_wait_timeout_s,
         )
     schedule = schedule_of(config, batch, per_rank=planned["train"].aligned.per_rank)
-    for split, plan in planned.items():
-        for level, line in describe(plan, knobs[split], world_size=group.world_size):
-            log.log(level, line)
-    _log_schedule(config, schedule, group.world_size)
+    if group.rank == 0:
+        for split, plan in planned.items():
+            for level, line in describe(plan, knobs[split], world_size=group.world_size):
+                log.log(level, line)
+        _log_schedule(config, schedule, group.world_size)
 
     trainer = wiring.build_trainer(config, arguments, group=group, samples=samples, planned=planned)
     trainer.train(resume_from_checkpoint=resumed)

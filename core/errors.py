@@ -8,6 +8,7 @@ Everything that this project raises on purpose.
     │   ├── DataSetError           a data set as a whole
     │   ├── InvalidLengthError     a length no packer can place: index and value
     │   ├── EmptyPlanError         no pack remains
+    │   ├── SampleTooLongError     a sample over the limit, where the template is to raise
     │   ├── PlanTooShortError      fewer packs than ranks, and the remainder is to be dropped
     │   ├── BatchSizeError         an effective batch that the ranks cannot realise
     │   ├── IsolationError         an attention backend that is not known to keep samples apart
@@ -143,6 +144,26 @@ class PlanTooShortError(UserError):
         return (
             f"{self.num_packs:,} packs cannot feed {self.world_size:,} ranks while the remainder is dropped: set "
             "training.dataloader_drop_last: false, use fewer ranks, or lower template.max_length to get more packs"
+        )
+
+
+@attrs.define(eq=False)
+class SampleTooLongError(UserError):
+    """A sample is over the limit, and the template is to raise then."""
+
+    index: int
+    length: int
+    limit: int
+    num_too_long: int
+    num_samples: int
+    longest: int
+
+    def __str__(self) -> str:
+        return (
+            f"sample {self.index} has {self.length:,} tokens, but template.truncation_strategy: raise allows "
+            f"{self.limit:,} (template.max_length); {self.num_too_long:,} of {self.num_samples:,} samples are too long. "
+            f"Raise template.max_length to {self.longest:,}, lower template.max_pixels, or remove "
+            "template.truncation_strategy, so that they are packs of their own"
         )
 
 

@@ -10,7 +10,7 @@ import attrs
 import numpy as np
 
 from core.bounds import lower_bound
-from core.errors import EmptyPlanError
+from core.errors import EmptyPlanError, SampleTooLongError
 from core.lengths import IntArray, Lengths, as_lengths, positive
 from core.packers import pack
 from core.packs import Packs, canonical, concatenate
@@ -140,6 +140,20 @@ def build_raw_plan(
         long_tokens=_tokens(array[single.indices]),
         lower_bound=lower_bound(array[short], capacity=packing_length) + len(single),
     )
+
+
+def refuse_longer(lengths: Lengths, *, limit: int) -> None:
+    """
+    Check that no sample has more than *limit* tokens.
+
+    Raises:
+        SampleTooLongError: The first that has, and how many there are.
+    """
+    array = as_lengths(lengths)
+    over = np.flatnonzero(array > limit)
+    if over.size:
+        first = int(over[0])
+        raise SampleTooLongError(first, int(array[first]), limit, over.size, array.size, int(array.max()))
 
 
 def one_sample_packs(lengths: Lengths, *, packing_length: int, allow_single_long: bool = True) -> RawPlan:

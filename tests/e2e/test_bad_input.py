@@ -102,11 +102,11 @@ def test_a_data_set_where_every_sample_is_too_long(outcome):
 
 
 def test_a_sample_over_the_limit_where_the_template_raises(outcome):
-    """Named by its line."""
+    """How many, and to what the limit would have to rise."""
     status, message = outcome(template={"max_length": 10, "truncation_strategy": "raise"})
 
     assert 2 == status
-    assert "line 1: the record has" in message
+    assert "7 of 7 samples are too long" in message
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,25 @@ def test_resuming_in_mid_epoch_ends_bit_for_bit_as_one_run_does(write_run, execu
     assert ends[0].read_bytes() == ends[1].read_bytes()
 
 
+def test_the_best_model_is_loaded_whole(write_run, execute, demo, tmp_path, monkeypatch):
+    """Here the worst on purpose, which is the first: the weights at the end are those of its checkpoint."""
+    from app import wiring
+
+    trainers = []
+    build = wiring.build_trainer
+    monkeypatch.setattr(wiring, "build_trainer", lambda *a, **k: trainers.append(build(*a, **k)) or trainers[-1])
+    keys = {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps", "eval_steps": 3, "max_steps": 6,
+            "load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}  # fmt: skip
+
+    execute(write_run(custom={"val_jsonl": str(demo / "data" / "val.jsonl")}, training=keys))
+
+    (trainer,) = trainers
+    best = tmp_path / "run" / "checkpoint-3"
+    assert str(best) == trainer.state.best_model_checkpoint
+    saved = type(trainer.model).from_pretrained(best).state_dict()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in trainer.model.state_dict().items())
+
+
 def test_sigterm_saves_a_checkpoint_that_the_next_run_goes_on_from(write_run, execute, monkeypatch, tmp_path):
     """The running step ends, everything is saved, the run says where it stopped; the handler is put back."""
     from adapters.swift_trainer import PackTrainer

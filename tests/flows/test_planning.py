@@ -26,6 +26,7 @@ def knobs(**changes) -> Knobs:
     options = {
         "packing": True, "packing_length": 80, "algorithm": "constant_volume", "min_fill_ratio": "0.65",
         "drop_last": True, "allow_single_long": True, "dataloader_drop_last": False, "seed": 0,
+        "refuse_longer": False,
     }  # fmt: skip
     return Knobs(**(options | changes))
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import assume, event, given
 from hypothesis import strategies as st
 
-from core.errors import EmptyPlanError, InvalidLengthError
-from core.plan import build_raw_plan, one_sample_packs, plan_from_arrays, plan_to_arrays
+from core.errors import EmptyPlanError, InvalidLengthError, SampleTooLongError
+from core.plan import build_raw_plan, one_sample_packs, plan_from_arrays, plan_to_arrays, refuse_longer
 from tests.strategies import raw_lengths
 
 ratios = st.decimals(0, 1, places=2).map(str)
@@ -146,6 +146,22 @@ def test_dropping_more_than_one_percent_of_the_tokens_is_worth_a_warning():
 
     many = build_raw_plan([99] * 10 + [11], packing_length=100, min_fill_ratio="0.5")
     assert (11, True) == (many.dropped_tokens, many.drops_many_tokens)
+
+
+@given(case=raw_lengths())
+def test_longer_samples_are_refused_where_that_is_asked_for(case):
+    """The first is named, all are counted; a sample of exactly the limit is fine."""
+    lengths, limit = case
+    over = [index for index, length in enumerate(lengths) if length > limit]
+    event(f"some too long: {bool(over)}")
+    if not over:
+        assert refuse_longer(lengths, limit=limit) is None
+        return
+
+    with pytest.raises(SampleTooLongError, match=f"{len(over)} of {len(lengths)} samples") as raised:
+        refuse_longer(lengths, limit=limit)
+
+    assert (over[0], max(lengths)) == (raised.value.index, raised.value.longest)
 
 
 def test_no_pack_left_is_an_error_that_says_why():
