@@ -45,7 +45,8 @@ def main(config: str, out: str, fault: str = "") -> int:
         seen = {
             "rank": group.rank, "fetched": fetched, "steps": result.num_steps, "planned_steps": result.schedule.steps.total,
             "raw": plan.raw_checksum, "aligned": plan.checksum, "num_aligned": len(plan.aligned.packs),
-            "num_raw": len(plan.raw.packs), "history": result.history, "terminated": result.terminated,
+            "num_raw": len(plan.raw.packs), "raw_packs": plan.raw.packs.tolist(), "packs": [plan.aligned.packs[p] for p in fetched],
+            "history": result.history, "terminated": result.terminated,
         }  # fmt: skip
         Path(out, f"rank{group.rank}.json").write_text(json.dumps(seen))
 

@@ -65,6 +65,10 @@ def test_a_run_trains_every_pack_once_an_epoch_and_counts_its_steps(write_run, e
     assert "used again" in caplog.text
     assert result.planned["train"].raw_checksum == again.planned["train"].raw_checksum
     assert losses(result) == losses(again)
+    assert fetched[: 2 * num_packs] == fetched[2 * num_packs :]
+    fetched.clear()
+    execute(write_run(training={"seed": 7, "effective_batch_size": 3}))
+    assert epochs[0] != fetched
 
 
 @pytest.mark.parametrize(
