@@ -9,14 +9,12 @@ that weighs tokens and not packs, errors that reach the caller, and a clean end 
 from __future__ import annotations
 
 import contextlib
-import signal
 import sys
 import time
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
@@ -24,19 +22,19 @@ from adapters import torchvision_shim  # noqa: F401  # before transformers and s
 import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name
 from accelerate.data_loader import SkipBatchSampler
-from swift import get_model_processor
 from swift.dataloader import BatchSamplerShard
 from swift.template import Template
 from swift.trainers import Seq2SeqTrainer, Seq2SeqTrainingArguments
 from swift.trainers.patcher import PrinterCallbackNew, ProgressCallbackNew
-from swift.utils import HfConfigFactory, seed_worker
+from swift.utils import seed_worker
 from torch.utils.data import DataLoader
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import TrainerControl
 from transformers.trainer_utils import EvalLoopOutput, get_last_checkpoint
 
 from adapters.packed_dataset import PackedDataset, PackLoader, passing_errors
-from adapters.swift_samples import IGNORED_LABEL, swift_types
-from core.config import ModelConfig, RunConfig, TemplateConfig, TrainingConfig
+from adapters.swift_samples import IGNORED_LABEL
+from adapters.trainer_callbacks import NotTwice, SaveOnSigterm
+from core.config import RunConfig
 from core.errors import ConfigError
 from core.ports import RankGroup
 
@@ -99,61 +97,6 @@ def training_arguments(
         raise ConfigError.of("training", f"is refused by ms-swift's training arguments: {error}") from error
 
 
-def open_model(model: ModelConfig, training: TrainingConfig) -> torch.nn.Module:
-    """Load the model, with its cache off and nothing frozen but what is asked for, perhaps with adapters."""
-    model_type, _ = swift_types(model, TemplateConfig())
-    dtype = None if model.torch_dtype is None else getattr(torch, model.torch_dtype)
-    options: dict[str, Any] = {} if torch.cuda.is_available() else {"device_map": "cpu"}
-    try:
-        opened, _ = get_model_processor(
-            model.model, model_type=model_type, attn_impl=model.attn_impl, torch_dtype=dtype, **options
-        )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ConfigError.of("model.model", f"{model.model} cannot be loaded by ms-swift: {error}") from error
-    # With the cache on, transformers builds no block-diagonal mask, and packed samples attend to each other.
-    HfConfigFactory.set_config_attr(opened.config, "use_cache", False)  # noqa: FBT003  # its signature
-    opened.requires_grad_(requires_grad=True)
-    _freeze(opened, training)
-    if training.tuner_type == "lora":
-        opened = _with_adapters(opened, training)
-    return typing.cast("torch.nn.Module", opened)
-
-
-def _freeze(model: Any, training: TrainingConfig) -> None:
-    arch = model.model_meta.model_arch
-    groups = {
-        "freeze_llm": getattr(arch, "language_model", None) or [],
-        "freeze_vit": getattr(arch, "vision_tower", None) or [],
-        "freeze_aligner": getattr(arch, "aligner", None) or [],
-    }
-    for key, prefixes in groups.items():
-        if not getattr(training, key):
-            continue
-        frozen = [p for name, p in model.named_parameters() if name.startswith(tuple(prefixes))] if prefixes else []
-        if not frozen:
-            raise ConfigError.of(f"training.{key}", "names a part that this model does not have: remove it")
-        for parameter in frozen:
-            parameter.requires_grad_(requires_grad=False)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError.of("training.freeze_llm", "and the other freezes leave nothing to train: remove one")
-
-
-def _with_adapters(model: Any, training: TrainingConfig) -> Any:
-    from peft import LoraConfig, get_peft_model
-
-    modules = list(training.target_modules)
-    config = LoraConfig(
-        r=training.lora_rank,
-        lora_alpha=training.lora_alpha,
-        lora_dropout=training.lora_dropout,
-        target_modules=modules[0] if modules == ["all-linear"] else modules,
-        task_type="CAUSAL_LM",
-    )
-    adapted = get_peft_model(model, config)
-    adapted.model_meta, adapted.model_info = model.model_meta, model.model_info
-    return adapted
-
-
 class PackTrainer(Seq2SeqTrainer):
     """ms-swift's trainer over packs that a plan has aligned to the ranks."""
 
@@ -188,8 +131,8 @@ class PackTrainer(Seq2SeqTrainer):
             # ms-swift's own start their clock when training begins, and fail on what is logged before.
             if isinstance(callback, (ProgressCallbackNew, PrinterCallbackNew)):
                 callback.start_time, callback.start_step = time.time(), 0
-        self.add_callback(_SaveOnSigterm(group))
-        self.add_callback(_NotTwice())
+        self.add_callback(SaveOnSigterm(group))
+        self.add_callback(NotTwice())
 
     def _get_data_collator(self, args: Any, template: Template) -> Callable[[list[Any]], Any]:
         collate: Callable[[list[Any]], Any] = super()._get_data_collator(args, template)
@@ -372,41 +315,9 @@ def _collate_as(template: Template, batch: list[Any], *, grouped: bool) -> dict[
     return collated
 
 
-class _NotTwice(TrainerCallback):
-    """ms-swift evaluates and saves at the last step, and again at the end of its epoch; once is enough."""
-
-    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **__: Any) -> None:  # noqa: ARG002
-        if state.global_step == state.max_steps:
-            control.should_evaluate = control.should_save = False
-
-
-class _SaveOnSigterm(TrainerCallback):
-    """On SIGTERM, saves a checkpoint after the running step, on every rank the same one, and ends training."""
-
-    def __init__(self, group: RankGroup) -> None:
-        self.group = group
-        self.received = False
-        self._before: Any = None
-
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        with contextlib.suppress(ValueError):  # not the main thread: the signal is its owner's
-            self._before = signal.signal(signal.SIGTERM, self._note)
-
-    def on_train_end(self, *_: Any, **__: Any) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGTERM, self._before)
-
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **__: Any) -> None:  # noqa: ARG002
-        if self.group.any(self.received):
-            self.received = control.should_save = control.should_training_stop = True
-
-    def _note(self, _: int, __: FrameType | None) -> None:
-        self.received = True
-
-
 def was_terminated(trainer: PackTrainer) -> bool:
     """Return whether SIGTERM ended training."""
-    return any(isinstance(c, _SaveOnSigterm) and c.received for c in trainer.callback_handler.callbacks)
+    return any(isinstance(c, SaveOnSigterm) and c.received for c in trainer.callback_handler.callbacks)
 
 
 def checkpoint_to_resume(wanted: str | None, output_dir: str) -> str | None:

@@ -16,7 +16,8 @@ import attrs
 from adapters.swift_trainer import PackTrainer, checkpoint_to_resume, history, was_terminated
 from app import wiring
 from app.command import run_command
-from app.planning import Knobs, PlannedSplit, describe, plan_split, usable_folder
+from app.describe import describe
+from app.planning import Knobs, PlannedSplit, plan_split, usable_folder
 from core.batch import Accumulation, Steps, batches_per_rank, count_steps, partial_window, resolve_accumulation
 from core.config import RunConfig
 from core.ports import RankGroup

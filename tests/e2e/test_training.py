@@ -206,7 +206,7 @@ def test_resuming_from_nothing_is_refused(write_run, execute):
 )
 def test_only_what_is_asked_for_is_frozen(write_run, freeze, parts):
     """Nothing by default; the named part, and not the rest, when asked."""
-    from adapters.swift_trainer import open_model
+    from adapters.swift_model import open_model
     from app import wiring
 
     config = wiring.read_config(write_run())

@@ -1,0 +1,90 @@
+"""What there is to say of a planned split, in the words that the documentation explains."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+from app.planning import Knobs, PlannedSplit
+from core.samples import column
+
+
+def describe(planned: PlannedSplit, knobs: Knobs, *, world_size: int) -> Iterator[tuple[int, str]]:
+    """Yield what there is to say of a planned split, each line with its log level."""
+    raw, aligned, name = planned.raw, planned.aligned, planned.name
+    info, warning = logging.INFO, logging.WARNING
+    yield (
+        info,
+        (
+            f"{name}: {raw.num_samples:,} samples, {raw.num_tokens:,} tokens; packing_length {raw.packing_length:,}; "
+            f"{raw.planned_samples:,} samples in {len(raw.packs):,} packs, fill {raw.fill:.4f}, "
+            f"no plan has fewer than {raw.lower_bound:,} packs"
+        ),
+    )
+    yield (
+        info,
+        (
+            f"{name}: N_raw_packs {len(raw.packs):,}, N_aligned_packs {len(aligned.packs):,}, world_size {world_size}, "
+            f"dataloader_drop_last {str(knobs.dataloader_drop_last).lower()}"
+        ),
+    )
+    if aligned.pad_needed:
+        shown = ", ".join(map(str, aligned.repeated[:20])) + (", …" if aligned.pad_needed > 20 else "")
+        yield info, f"{name}: pad_needed {aligned.pad_needed:,}, repeated packs of the raw plan [{shown}]"
+    if aligned.num_dropped:
+        first = len(raw.packs) - aligned.num_dropped
+        yield (
+            warning,
+            (
+                f"{name}: the last {aligned.num_dropped:,} packs (from {first:,}) are not trained, in no epoch; "
+                "training.dataloader_drop_last: false trains them"
+            ),
+        )
+    yield info, f"{name}: raw_plan checksum {planned.raw_checksum}"
+    yield info, f"{name}: aligned_plan checksum {planned.checksum} (world_size {world_size})"
+    yield from _describe_exceptions(planned, knobs)
+
+
+def _describe_exceptions(planned: PlannedSplit, knobs: Knobs) -> Iterator[tuple[int, str]]:
+    raw, name = planned.raw, planned.name
+    info, warning = logging.INFO, logging.WARNING
+    cut = int(column(planned.table, "cut").sum())
+    if cut:
+        yield (
+            warning,
+            (
+                f"{name}: {cut:,} samples are cut to {raw.packing_length:,} tokens (template.truncation_strategy); "
+                "cut samples are long samples"
+            ),
+        )
+    if raw.single_long and knobs.packing:
+        yield (
+            info,
+            (
+                f"{name}: {len(raw.single_long):,} samples have {raw.packing_length:,} tokens or more and are packs of "
+                f"their own, {len(raw.single_long) - cut:,} of them uncut: {_shown(raw.single_long)}"
+            ),
+        )
+    if raw.skipped_long:
+        yield (
+            warning,
+            (
+                f"{name}: {len(raw.skipped_long):,} samples ({raw.skipped_tokens:,} tokens) have {raw.packing_length:,} "
+                f"tokens or more and are skipped: {_shown(raw.skipped_long)}; raise template.max_length, lower "
+                "template.max_pixels, or set training.packing_allow_single_long: true"
+            ),
+        )
+    if len(raw.dropped_packs):
+        share = raw.dropped_tokens / raw.num_tokens
+        yield (
+            (warning if raw.drops_many_tokens else info),
+            (
+                f"{name}: {len(raw.dropped_packs):,} packs filled below {knobs.min_fill_ratio} are dropped "
+                f"({raw.dropped_samples:,} samples, {raw.dropped_tokens:,} tokens, {share:.2%} of all); "
+                "training.packing_drop_last: false keeps them, a lower training.packing_min_fill_ratio keeps more"
+            ),
+        )
+
+
+def _shown(indices: tuple[int, ...]) -> str:
+    return ", ".join(map(str, indices[:10])) + (", …" if len(indices) > 10 else "")
