@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import typing
 from typing import Any
 
@@ -16,46 +17,48 @@ from core.config import ModelConfig, TemplateConfig, TrainingConfig
 from core.errors import ConfigError
 
 
-def open_model(model: ModelConfig, training: TrainingConfig) -> torch.nn.Module:
+def open_model(model: ModelConfig, training: TrainingConfig, *, device: torch.device) -> torch.nn.Module:
     """Load the model, with its cache off and nothing frozen but what is asked for, perhaps with adapters."""
     model_type, _ = swift_types(model, TemplateConfig())
     dtype = None if model.torch_dtype is None else getattr(torch, model.torch_dtype)
-    options: dict[str, Any] = {} if torch.cuda.is_available() else {"device_map": "cpu"}
     try:
         opened, _ = get_model_processor(
-            model.model, model_type=model_type, attn_impl=model.attn_impl, torch_dtype=dtype, **options
+            model.model, model_type=model_type, attn_impl=model.attn_impl, torch_dtype=dtype, device_map=str(device)
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConfigError.of("model.model", f"{model.model} cannot be loaded by ms-swift: {error}") from error
     # With the cache on, transformers builds no block-diagonal mask, and packed samples attend to each other.
     HfConfigFactory.set_config_attr(opened.config, "use_cache", False)  # noqa: FBT003  # its signature
-    opened.requires_grad_(requires_grad=True)
-    _freeze(opened, training)
+    frozen = _frozen_parts(opened, training)
+    _freeze(opened, frozen)
     if training.tuner_type == "lora":
-        opened = _with_adapters(opened, training)
+        opened = _with_adapters(opened, training, frozen)
     return typing.cast("torch.nn.Module", opened)
 
 
-def _freeze(model: Any, training: TrainingConfig) -> None:
+def _frozen_parts(model: Any, training: TrainingConfig) -> tuple[str, ...]:
+    """Return the prefixes of the modules that stay as they are; ConfigError if one is not there."""
     arch = model.model_meta.model_arch
-    groups = {
-        "freeze_llm": getattr(arch, "language_model", None) or [],
-        "freeze_vit": getattr(arch, "vision_tower", None) or [],
-        "freeze_aligner": getattr(arch, "aligner", None) or [],
-    }
-    for key, prefixes in groups.items():
-        if not getattr(training, key):
-            continue
-        frozen = [p for name, p in model.named_parameters() if name.startswith(tuple(prefixes))] if prefixes else []
-        if not frozen:
-            raise ConfigError.of(f"training.{key}", "names a part that this model does not have: remove it")
-        for parameter in frozen:
-            parameter.requires_grad_(requires_grad=False)
+    parts = {"freeze_llm": "language_model", "freeze_vit": "vision_tower", "freeze_aligner": "aligner"}
+    names = [name for name, _ in model.named_parameters()]
+    frozen: list[str] = []
+    for key, part in parts.items():
+        if getattr(training, key):
+            prefixes = tuple(getattr(arch, part, None) or ())
+            if not any(name.startswith(prefixes) for name in names):
+                raise ConfigError.of(f"training.{key}", "names a part that this model does not have: remove it")
+            frozen += prefixes
+    return tuple(frozen)
+
+
+def _freeze(model: Any, prefixes: tuple[str, ...]) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(requires_grad=not name.startswith(prefixes))
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError.of("training.freeze_llm", "and the other freezes leave nothing to train: remove one")
 
 
-def _with_adapters(model: Any, training: TrainingConfig) -> Any:
+def _with_adapters(model: Any, training: TrainingConfig, frozen: tuple[str, ...]) -> Any:
     from peft import LoraConfig, get_peft_model
 
     modules = list(training.target_modules)
@@ -64,8 +67,12 @@ def _with_adapters(model: Any, training: TrainingConfig) -> Any:
         lora_alpha=training.lora_alpha,
         lora_dropout=training.lora_dropout,
         target_modules=modules[0] if modules == ["all-linear"] else modules,
+        exclude_modules=rf"(?:{'|'.join(map(re.escape, frozen))})(?:\..*)?" if frozen else None,
         task_type="CAUSAL_LM",
     )
-    adapted = get_peft_model(model, config)
+    try:
+        adapted = get_peft_model(model, config)
+    except ValueError as error:
+        raise ConfigError.of("training.target_modules", f"cannot get adapters: {error}") from error
     adapted.model_meta, adapted.model_info = model.model_meta, model.model_info
     return adapted

@@ -87,14 +87,22 @@ def training_arguments(
         "remove_unused_columns": False,
         "average_tokens_across_devices": True,
     }
-    if not torch.cuda.is_available():
+    on_cpu = training.trainer.get("use_cpu") or not torch.cuda.is_available()
+    if on_cpu:
         defaults["use_cpu"] = True
     if torch.distributed.is_initialized():
-        defaults["ddp_backend"] = "nccl" if torch.cuda.is_available() else "gloo"
+        defaults["ddp_backend"] = "gloo" if on_cpu else "nccl"
     try:
-        return TrainingArguments(**(defaults | dict(training.trainer) | fixed))
+        arguments = TrainingArguments(**(defaults | dict(training.trainer) | fixed))
     except (ValueError, ImportError, TypeError, AssertionError) as error:
         raise ConfigError.of("training", f"is refused by ms-swift's training arguments: {error}") from error
+    if arguments.n_gpu > 1:
+        reason = (
+            f"would tear each pack apart over {arguments.n_gpu} GPUs (DataParallel): start one process a GPU with "
+            f"torchrun --nproc-per-node {arguments.n_gpu}, or set CUDA_VISIBLE_DEVICES to one"
+        )
+        raise ConfigError.of("training", reason)
+    return arguments
 
 
 class PackTrainer(Seq2SeqTrainer):

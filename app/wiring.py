@@ -90,7 +90,7 @@ def build_trainer(
 ) -> PackTrainer:
     """Load the model and build its trainer over the planned packs."""
     template = samples["train"].template
-    model = open_model(config.model, config.training)
+    model = open_model(config.model, config.training, device=arguments.device)
     template.model = getattr(model, "get_base_model", lambda: model)()
     template.packing = template.padding_free = config.training.packing
     grouped = {"train": config.training.packing, "eval": config.eval_packing}

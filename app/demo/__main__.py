@@ -47,6 +47,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--val", type=int, default=40, metavar="N", help="held-out records (default: %(default)s)")
     parser.add_argument("--verbose", action="store_true", help="also show what the libraries log")
     options = parser.parse_args(arguments)
+    if options.what != "make" and options.folder != parser.get_default("folder"):
+        parser.error("--folder goes with make: training reads what app/demo.yaml names")
 
     def command() -> None:
         make(options.folder, seed=options.seed, num_train=options.train, num_val=options.val)

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from adapters.swift_trainer import PackTrainer
+from adapters.swift_trainer import PackTrainer, TrainingArguments
 from app import sft
 
 pytestmark = pytest.mark.slow
@@ -133,6 +133,16 @@ def test_a_bad_setting_is_named_by_its_key(outcome, overlay, says):
 
     assert 2 == status
     assert says in message
+
+
+def test_one_process_with_several_gpus_is_refused(outcome, monkeypatch):
+    """The trainer would split packs over them, silently."""
+    monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda _: 4))
+
+    status, message = outcome()
+
+    assert 2 == status
+    assert "torchrun --nproc-per-node 4" in message
 
 
 def test_a_missing_yaml(capfd):

@@ -209,13 +209,34 @@ def test_only_what_is_asked_for_is_frozen(write_run, freeze, parts):
     from adapters.swift_model import open_model
     from app import wiring
 
+    cpu = torch.device("cpu")
     config = wiring.read_config(write_run())
-    assert all(p.requires_grad for p in open_model(config.model, config.training).parameters())
+    assert all(p.requires_grad for p in open_model(config.model, config.training, device=cpu).parameters())
 
     config = wiring.read_config(write_run(training={freeze: True}))
-    frozen = {n for n, p in open_model(config.model, config.training).named_parameters() if not p.requires_grad}
+    frozen = {
+        n for n, p in open_model(config.model, config.training, device=cpu).named_parameters() if not p.requires_grad
+    }
     assert frozen
     assert all(name.startswith(parts) for name in frozen)
+
+
+def test_a_frozen_part_gets_no_adapter(write_run):
+    """LoRA on the language model alone; a module that is not there is a fault of the setting."""
+    from adapters.swift_model import open_model
+    from app import wiring
+
+    def trained(**keys) -> set[str]:
+        config = wiring.read_config(write_run(training={"tuner_type": "lora", **keys}))
+        model = open_model(config.model, config.training, device=torch.device("cpu"))
+        return {name for name, p in model.named_parameters() if p.requires_grad}
+
+    assert any("visual" in name for name in trained())
+    some = trained(freeze_vit=True, freeze_aligner=True)
+    assert some
+    assert all("lora_" in name and "language_model" in name for name in some)
+    with pytest.raises(ConfigError, match=r"training\.target_modules"):
+        trained(target_modules=["gone"])
 
 
 @pytest.mark.parametrize("workers", [0, 2])
