@@ -226,7 +226,7 @@ class StaleLengthsError(UserError):
         head = f"the lengths in {self.where} were measured from other inputs"
         tail = (
             "use another training.output_dir, restore the inputs, or delete that folder to measure anew "
-            "(its checkpoints stay)"
+            "(checkpoints lie elsewhere and stay)"
         )
         return "\n  ".join([f"{head}:", *map(str, self.differences), tail])
 
