@@ -12,49 +12,61 @@ import numpy as np
 
 from core.errors import DataSetError, RecordError
 
+_NOTHING = hashlib.sha256()
+
 
 class JsonlRecords:
     """Records of one or more files, in order; blank lines are no records."""
 
     def __init__(self, paths: tuple[str, ...]) -> None:
         """
-        Find every record's place, and digest the files, in one pass.
+        Find every record's place, in one pass.
 
         Raises:
             DataSetError: A file cannot be read, or holds no record.
         """
         self.paths = [Path(path) for path in paths]
-        self.digests: list[str] = []
         spans = []
         for number, path in enumerate(self.paths):
-            digest, found = _scan(path)
+            found = _scan(path)
             if not len(found):
                 message = f"{path} holds no record: the data set is empty"
                 raise DataSetError(message)
-            self.digests.append(digest)
             spans.append(np.column_stack([np.full(len(found), number), found]))
         self._spans = np.concatenate(spans)
         """File, first byte, end, line; shape (num_records, 4)."""
         self._maps: dict[int, mmap.mmap] = {}
+        self._digest, self._num_digested = _NOTHING.copy(), 0
 
     def __len__(self) -> int:
         return len(self._spans)
 
     def __getitem__(self, index: int) -> Any:
         """Return the JSON value of record *index*; RecordError naming file and line."""
-        number, start, end, line = self._spans[index].tolist()
-        path = self.paths[number]
-        if number not in self._maps:
-            with path.open("rb") as file:
-                self._maps[number] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        path, line = self.where(index)
         try:
-            return json.loads(self._maps[number][start:end].decode("utf-8-sig"), parse_constant=_no_constant)
+            return json.loads(self._text(index).decode("utf-8-sig"), parse_constant=_no_constant)
         except UnicodeDecodeError:
-            raise RecordError(str(path), line, "is not UTF-8 text") from None
+            raise RecordError(path, line, "is not UTF-8 text") from None
         except ValueError as error:
-            raise RecordError(str(path), line, f"is no valid JSON: {error}") from None
+            raise RecordError(path, line, f"is no valid JSON: {error}") from None
         except RecursionError:
-            raise RecordError(str(path), line, "is no usable JSON: it is nested too deeply") from None
+            raise RecordError(path, line, "is no usable JSON: it is nested too deeply") from None
+
+    def digest(self, count: int) -> str:
+        """
+        Return the SHA-256 of the first *count* records: their text, and the folders that their media start at.
+
+        Rows that are appended leave it as it is. Asked for rising counts, it reads each record once.
+        """
+        if count < self._num_digested:
+            self._digest, self._num_digested = _NOTHING.copy(), 0
+        for index in range(self._num_digested, count):
+            if index == 0 or self._spans[index, 0] != self._spans[index - 1, 0]:
+                self._digest.update(f"{self.folder(index).resolve()}\n".encode())
+            self._digest.update(self._text(index) + b"\n")
+        self._num_digested = count
+        return self._digest.hexdigest()
 
     def where(self, index: int) -> tuple[str, int]:
         """Return the file and the line of record *index*."""
@@ -65,7 +77,17 @@ class JsonlRecords:
         return self.paths[int(self._spans[index, 0])].parent
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_maps": {}}
+        return {"paths": self.paths, "_spans": self._spans}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _maps={}, _digest=_NOTHING.copy(), _num_digested=0)
+
+    def _text(self, index: int) -> bytes:
+        number, start, end, _ = self._spans[index].tolist()
+        if number not in self._maps:
+            with self.paths[number].open("rb") as file:
+                self._maps[number] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return self._maps[number][start:end].strip()
 
 
 def _no_constant(name: str) -> None:
@@ -73,19 +95,17 @@ def _no_constant(name: str) -> None:
     raise ValueError(message)
 
 
-def _scan(path: Path) -> tuple[str, np.ndarray[Any, np.dtype[np.int64]]]:
-    """Return the file's SHA-256, and first byte, end and line of every record."""
-    digest = hashlib.sha256()
+def _scan(path: Path) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Return first byte, end and line of every record."""
     rows: list[tuple[int, int, int]] = []
     try:
         with path.open("rb") as file:
             start = 0
             for line, text in enumerate(file, 1):
-                digest.update(text)
                 if text.strip():
                     rows.append((start, start + len(text), line))
                 start += len(text)
     except OSError as error:
         message = f"{path} cannot be read ({error.strerror}): name an existing JSONL file"
         raise DataSetError(message) from None
-    return digest.hexdigest(), np.array(rows, dtype=np.int64).reshape(-1, 3)
+    return np.array(rows, dtype=np.int64).reshape(-1, 3)

@@ -176,7 +176,7 @@ class SwiftSamples:
         return hasattr(self.template, "image_token_id")
 
     def fingerprint(self) -> Fingerprint:
-        """Return everything that the measurements depend on."""
+        """Return everything that the measurements depend on, the data aside."""
         spec = self.spec
         # Where the template cuts, the limit decides lengths; to raise, or not, decides none.
         cut = spec.template.truncation_strategy if self.template.max_length is not None else None
@@ -191,9 +191,6 @@ class SwiftSamples:
             "template.truncation_strategy": cut,
             "packing_length": spec.packing_length if cut else None,
         }
-        for number, (path, digest) in enumerate(zip(self.records.paths, self.records.digests, strict=True)):
-            inputs[f"data.{number}.sha256"] = digest
-            inputs[f"data.{number}.folder"] = str(path.parent.resolve())
         folder = Path(spec.model.model)
         for file in sorted({file for pattern in _PROCESSING_FILES for file in folder.glob(pattern)}):
             inputs[f"model.{file.name}.sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
@@ -202,6 +199,10 @@ class SwiftSamples:
         for variable in _PROCESSING_VARIABLES:
             inputs[f"environment.{variable}"] = os.environ.get(variable)
         return Fingerprint(inputs)
+
+    def data_digest(self, count: int) -> str:
+        """Return the digest of the first *count* records."""
+        return self.records.digest(count)
 
     def measure(self, index: int) -> Measurement:
         """Measure sample *index*; RecordError if it cannot become a sample."""

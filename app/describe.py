@@ -13,12 +13,14 @@ def describe(planned: PlannedSplit, knobs: Knobs, *, world_size: int) -> Iterato
     """Yield what there is to say of a planned split, each line with its log level."""
     raw, aligned, name = planned.raw, planned.aligned, planned.name
     info, warning = logging.INFO, logging.WARNING
+    held = "padded batches; each counts as a pack of its own below"
+    if knobs.packing:
+        held = f"{len(raw.packs):,} packs, fill {raw.fill:.4f}, no plan has fewer than {raw.lower_bound:,} packs"
     yield (
         info,
         (
             f"{name}: {raw.num_samples:,} samples, {raw.num_tokens:,} tokens; packing_length {raw.packing_length:,}; "
-            f"{raw.planned_samples:,} samples in {len(raw.packs):,} packs, fill {raw.fill:.4f}, "
-            f"no plan has fewer than {raw.lower_bound:,} packs"
+            f"{raw.planned_samples:,} samples in {held}"
         ),
     )
     yield (

@@ -141,6 +141,7 @@ def plan_split(
     _agree(group, f"the {name} plan's checksum", planned.checksum)
     # A rank that sees other data would train on other samples under the same plan.
     _agree(group, f"what the {name} lengths depend on", source.fingerprint().digest)
+    _agree(group, f"the {name} data", source.data_digest(len(source)))
     return planned
 
 
@@ -160,7 +161,7 @@ def measure(name: str, source: LengthSource, store: LengthStore, *, flush_every:
         DataSetError: Measuring a sample twice gives two results.
     """
     total = len(source)
-    known = store.resume(source.fingerprint(), total)
+    known = store.resume(source.fingerprint(), total, source.data_digest)
     if len(known) == total:
         log.info("%s: the lengths of all %s samples are stored", name, f"{total:,}")
         return known
@@ -174,19 +175,19 @@ def measure(name: str, source: LengthSource, store: LengthStore, *, flush_every:
                 rows.append(to_row(measurement))
                 bar.update()
                 if len(rows) >= every:
-                    parts.append(_flushed(store, rows))
+                    parts.append(_flushed(source, store, parts, rows))
                     rows = []
         finally:
             if rows:
-                parts.append(_flushed(store, rows))
+                parts.append(_flushed(source, store, parts, rows))
     table = np.concatenate(parts)
     _probe(source, table)
     return table
 
 
-def _flushed(store: LengthStore, rows: list[tuple[int, ...]]) -> Table:
+def _flushed(source: LengthSource, store: LengthStore, before: list[Table], rows: list[tuple[int, ...]]) -> Table:
     table = np.array(rows, dtype=np.int32).reshape(-1, len(COLUMNS))
-    store.append(table)
+    store.append(table, source.data_digest(sum(map(len, before)) + len(rows)))
     return table
 
 

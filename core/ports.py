@@ -22,7 +22,10 @@ class LengthSource(Protocol):
         """Return the number of samples."""
 
     def fingerprint(self) -> Fingerprint:
-        """Return everything that the measurements depend on."""
+        """Return everything that the measurements depend on, the data aside."""
+
+    def data_digest(self, count: int, /) -> str:
+        """Return the digest of the data of the first *count* samples; rows appended later leave it as it is."""
 
     def measure(self, index: int, /) -> Measurement:
         """Measure sample *index*; RecordError if it cannot become a sample."""
@@ -34,18 +37,25 @@ class LengthSource(Protocol):
 class LengthStore(Protocol):
     """Keeps measurements between runs, and while a run measures."""
 
-    def resume(self, key: Fingerprint, num_samples: int, /) -> Table:
+    def resume(self, key: Fingerprint, num_samples: int, data_digest: Callable[[int], str], /) -> Table:
         """
         Return what was measured under *key* so far, the first samples first.
 
+        Args:
+            key: What measurements depend on, the data aside.
+
+            num_samples: Of the data as it is now.
+
+            data_digest: Digest of the first so many samples of the data as it is now.
+
         Raises:
-            StaleLengthsError: Something was measured under another key.
+            StaleLengthsError: Something was measured under another key, or of other data.
 
             CorruptArtefactError: It is not what was written.
         """
 
-    def append(self, rows: Table, /) -> None:
-        """Add the next rows, so that a reader sees all of them or none."""
+    def append(self, rows: Table, data_digest: str, /) -> None:
+        """Add the next rows, so that a reader sees all of them or none; *data_digest* is of all samples so far."""
 
     def digest(self) -> str:
         """Return the digest of all rows."""

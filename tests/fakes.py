@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from core.errors import CorruptArtefactError, RecordError, StaleLengthsError
+from core.errors import CorruptArtefactError, Difference, RecordError, StaleLengthsError
 from core.fingerprint import Fingerprint
 from core.samples import COLUMNS, Measurement, Table
 
@@ -23,6 +23,9 @@ class ListSource:
 
     def fingerprint(self) -> Fingerprint:
         return Fingerprint({"name": self.name, "packing_length": None})
+
+    def data_digest(self, count: int) -> str:
+        return str(self.lengths[:count])
 
     def measure(self, index: int) -> Measurement:
         self.measured.append(index)
@@ -59,15 +62,20 @@ class MemoryLengthStore:
     def __init__(self) -> None:
         self.key: Fingerprint | None = None
         self.flushes: list[int] = []
+        self.data = ""
         self._rows: list[tuple[int, ...]] = []
 
-    def resume(self, key: Fingerprint, num_samples: int) -> Table:
+    def resume(self, key: Fingerprint, num_samples: int, data_digest: Callable[[int], str]) -> Table:
         if self.key is not None and (differences := self.key.differences(key)):
             raise StaleLengthsError("memory", differences)
+        measured = len(self._rows)
+        if measured > num_samples or (measured and data_digest(measured) != self.data):
+            raise StaleLengthsError("memory", (Difference("data", self.data, "other"),))
         self.key = key
         return np.array(self._rows, dtype=np.int32).reshape(-1, len(COLUMNS))
 
-    def append(self, rows: Table) -> None:
+    def append(self, rows: Table, data_digest: str) -> None:
+        self.data = data_digest
         self.flushes.append(len(rows))
         self._rows += map(tuple, rows.tolist())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import pickle
 from pathlib import Path
@@ -33,7 +32,27 @@ def test_every_record_comes_back_from_its_line(tmp_path_factory, rows):
     assert [value for value, _ in rows] == [records[index] for index in range(len(records))]
     lines = text.encode().split(b"\n")
     assert all(records[i] == json.loads(lines[records.where(i)[1] - 1]) for i in reversed(range(len(records))))
-    assert [hashlib.sha256(path.read_bytes()).hexdigest()] == records.digests
+
+
+def test_the_digest_of_the_first_records_knows_nothing_of_the_rest(tmp_path: Path):
+    """Any order of asking; appended rows leave it; another text or another folder changes it."""
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+    path = tmp_path / "one" / "a.jsonl"
+    path.write_text("1\n2")
+    records = JsonlRecords((str(path),))
+    first, both = records.digest(1), records.digest(2)
+    assert first == records.digest(1)
+    assert first != both
+
+    path.write_text("1\n2\n3\n")
+    assert both == JsonlRecords((str(path),)).digest(2)
+    path.write_text("1\n4\n")
+    assert first == JsonlRecords((str(path),)).digest(1)
+    assert both != JsonlRecords((str(path),)).digest(2)
+    other = tmp_path / "two" / "a.jsonl"
+    other.write_text("1\n2\n")
+    assert both != JsonlRecords((str(other),)).digest(2)
 
 
 def test_several_files_are_one_data_set(tmp_path: Path):

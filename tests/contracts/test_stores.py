@@ -20,6 +20,12 @@ from tests.fakes import MemoryLengthStore, MemoryPlanStore
 
 KEY = Fingerprint({"a": 1, "b": None})
 
+
+def DATA(count: int) -> str:  # noqa: N802  # a constant of these tests
+    """Digest data that never changes."""
+    return f"first {count}"
+
+
 ROWS = np.arange(50, dtype=np.int32).reshape(10, 5)
 
 PLAN = build_raw_plan([80, 60, 20, 50, 31, 40, 40, 5], packing_length=80, allow_single_long=False)
@@ -35,38 +41,51 @@ def reopen_lengths(request, tmp_path):
 def test_lengths_come_back_row_by_row(reopen_lengths):
     """Whatever the flushes were; the digest depends on the rows alone."""
     store = reopen_lengths()
-    assert (0, 5) == store.resume(KEY, 10).shape
-    store.append(ROWS[:4])
-    store.append(ROWS[4:])
+    assert (0, 5) == store.resume(KEY, 10, DATA).shape
+    store.append(ROWS[:4], DATA(4))
+    store.append(ROWS[4:], DATA(10))
 
     again = reopen_lengths()
-    assert ROWS.tolist() == again.resume(KEY, 10).tolist()
+    assert ROWS.tolist() == again.resume(KEY, 10, DATA).tolist()
     assert store.digest() == again.digest()
 
 
 def test_measuring_goes_on_where_it_stopped(reopen_lengths):
     """A partial store resumes, and ends as one written at once."""
     store = reopen_lengths()
-    store.resume(KEY, 10)
-    store.append(ROWS[:3])
+    store.resume(KEY, 10, DATA)
+    store.append(ROWS[:3], DATA(3))
 
     store = reopen_lengths()
-    assert 3 == len(store.resume(KEY, 10))
-    store.append(ROWS[3:])
+    assert 3 == len(store.resume(KEY, 10, DATA))
+    store.append(ROWS[3:], DATA(10))
 
-    assert ROWS.tolist() == reopen_lengths().resume(KEY, 10).tolist()
+    assert ROWS.tolist() == reopen_lengths().resume(KEY, 10, DATA).tolist()
 
 
 def test_lengths_of_other_inputs_are_refused_key_by_key(reopen_lengths):
     """Each differing key with both values, and what to do."""
     store = reopen_lengths()
-    store.resume(KEY, 10)
-    store.append(ROWS)
+    store.resume(KEY, 10, DATA)
+    store.append(ROWS, DATA(10))
 
     with pytest.raises(StaleLengthsError, match="b: stored None, now 'x'") as raised:
-        reopen_lengths().resume(Fingerprint({"a": 1, "b": "x"}), 10)
+        reopen_lengths().resume(Fingerprint({"a": 1, "b": "x"}), 10, DATA)
     assert ["b"] == [difference.key for difference in raised.value.differences]
     assert "training.output_dir" in str(raised.value)
+
+
+def test_lengths_stay_valid_while_the_data_they_were_measured_from_does(reopen_lengths):
+    """Appended rows, and changes behind what was measured, are fine; a change before, or fewer rows, are not."""
+    store = reopen_lengths()
+    store.resume(KEY, 10, DATA)
+    store.append(ROWS[:5], DATA(5))
+
+    assert 5 == len(reopen_lengths().resume(KEY, 12, lambda n: DATA(n) if n <= 5 else "changed"))
+    with pytest.raises(StaleLengthsError, match="data"):
+        reopen_lengths().resume(KEY, 10, lambda n: f"other {n}")
+    with pytest.raises(StaleLengthsError, match="data"):
+        reopen_lengths().resume(KEY, 4, DATA)
 
 
 @pytest.mark.parametrize("open_plans", [DiskPlanStore, lambda _: MemoryPlanStore()], ids=["disk", "memory"])
@@ -84,8 +103,8 @@ def test_a_plan_comes_back_whole_under_its_key_only(open_plans, tmp_path):
 def test_the_disk_holds_small_readable_manifests_and_nothing_else(tmp_path: Path):
     """Counts and checksums to read; every file is named by a manifest; no temporary file stays."""
     lengths, plans = DiskLengthStore(tmp_path), DiskPlanStore(tmp_path)
-    lengths.resume(KEY, 10)
-    lengths.append(ROWS)
+    lengths.resume(KEY, 10, DATA)
+    lengths.append(ROWS, DATA(10))
     plans.save(KEY, PLAN)
     aligned = align_plan(PLAN, world_size=4, dataloader_drop_last=False)
     plans.save_aligned(KEY, aligned, drop_last=False)
@@ -103,8 +122,8 @@ def test_the_disk_holds_small_readable_manifests_and_nothing_else(tmp_path: Path
 def test_one_changed_byte_anywhere_is_found(tmp_path: Path):
     """Bytes all over each file of lengths and plan in turn, inverted, and with one bit changed, which may stay JSON."""
     lengths, plans = DiskLengthStore(tmp_path), DiskPlanStore(tmp_path)
-    lengths.resume(KEY, 10)
-    lengths.append(ROWS)
+    lengths.resume(KEY, 10, DATA)
+    lengths.append(ROWS, DATA(10))
     plans.save(KEY, PLAN)
 
     for path in sorted(tmp_path.iterdir()):
@@ -115,7 +134,7 @@ def test_one_changed_byte_anywhere_is_found(tmp_path: Path):
             damaged[position] ^= flip
             path.write_bytes(damaged)
             with pytest.raises((CorruptArtefactError, StaleLengthsError)):
-                DiskLengthStore(tmp_path).resume(KEY, 10)
+                DiskLengthStore(tmp_path).resume(KEY, 10, DATA)
                 if DiskPlanStore(tmp_path).load(KEY) is not None:
                     pytest.fail(f"{path.name} byte {position} went unnoticed")
         path.write_bytes(whole)
@@ -125,8 +144,8 @@ def test_one_changed_byte_anywhere_is_found(tmp_path: Path):
 def test_torn_files_are_never_read(tmp_path: Path):
     """A manifest cut short, arrays cut short, rows cut short, and an array that is gone."""
     lengths, plans = DiskLengthStore(tmp_path), DiskPlanStore(tmp_path)
-    lengths.resume(KEY, 10)
-    lengths.append(ROWS)
+    lengths.resume(KEY, 10, DATA)
+    lengths.append(ROWS, DATA(10))
     plans.save(KEY, PLAN)
 
     for path in sorted(tmp_path.iterdir()):
@@ -135,7 +154,7 @@ def test_torn_files_are_never_read(tmp_path: Path):
             continue
         path.write_bytes(whole[:-2])
         with pytest.raises(CorruptArtefactError):
-            DiskLengthStore(tmp_path).resume(KEY, 10)
+            DiskLengthStore(tmp_path).resume(KEY, 10, DATA)
             DiskPlanStore(tmp_path).load(KEY)
         path.write_bytes(whole)
     (tmp_path / "raw_plan.indices.bin").unlink()
@@ -146,16 +165,16 @@ def test_torn_files_are_never_read(tmp_path: Path):
 def test_rows_that_no_manifest_names_are_cut_off(tmp_path: Path):
     """A crash between rows and manifest leaves bytes behind; resuming measures these again."""
     store = DiskLengthStore(tmp_path)
-    store.resume(KEY, 10)
-    store.append(ROWS[:5])
+    store.resume(KEY, 10, DATA)
+    store.append(ROWS[:5], DATA(5))
     with (tmp_path / "lengths.bin").open("ab") as file:
         file.write(b"torn")
 
     store = DiskLengthStore(tmp_path)
-    assert ROWS[:5].tolist() == store.resume(KEY, 10).tolist()
-    store.append(ROWS[5:])
+    assert ROWS[:5].tolist() == store.resume(KEY, 10, DATA).tolist()
+    store.append(ROWS[5:], DATA(10))
 
-    assert ROWS.tolist() == DiskLengthStore(tmp_path).resume(KEY, 10).tolist()
+    assert ROWS.tolist() == DiskLengthStore(tmp_path).resume(KEY, 10, DATA).tolist()
 
 
 def test_a_manifest_of_another_schema_is_refused(tmp_path: Path):
@@ -165,4 +184,4 @@ def test_a_manifest_of_another_schema_is_refused(tmp_path: Path):
     artefacts.write_manifest(tmp_path / "lengths.json", {"schema": "packplan lengths 99"})
 
     with pytest.raises(CorruptArtefactError, match="packplan lengths 99"):
-        DiskLengthStore(tmp_path).resume(KEY, 10)
+        DiskLengthStore(tmp_path).resume(KEY, 10, DATA)

@@ -96,6 +96,28 @@ def test_other_data_in_the_same_folder_is_refused():
     assert [] == desk.source.measured
 
 
+def test_appended_rows_alone_are_measured():
+    """And the plan is made anew, since its lengths are others."""
+    desk = Desk()
+    desk.plan()
+    desk.source = ListSource([*LENGTHS, 33, 44])
+
+    planned = desk.plan()
+
+    assert [8, 9] == desk.source.measured[:2]
+    assert build_raw_plan([*LENGTHS, 33, 44], packing_length=80) == planned.raw
+
+
+def test_a_row_changed_before_the_end_is_refused():
+    """No stale length is trusted."""
+    desk = Desk()
+    desk.plan()
+    desk.source = ListSource([61, *LENGTHS[1:]])
+
+    with pytest.raises(StaleLengthsError, match="data"):
+        desk.plan()
+
+
 @given(st.integers(0, 7), st.integers(1, 9))
 def test_what_was_measured_before_a_failure_is_kept(bad, flush_every):
     """After the record is mended, only it and what follows is measured."""
