@@ -166,29 +166,34 @@ def measure(name: str, source: LengthSource, store: LengthStore, *, flush_every:
         log.info("%s: the lengths of all %s samples are stored", name, f"{total:,}")
         return known
     log.info("%s: measuring %s samples, %s are stored", name, f"{total - len(known):,}", f"{len(known):,}")
-    parts, rows = [known], []
+    parts: list[Table] = [known]
+    rows: list[tuple[int, ...]] = []
     every = flush_every or min(max(total // 100, 256), 10_000)
-    bar = tqdm(total=total, initial=len(known), desc=f"measuring {name}", unit=" samples", disable=None)
-    with bar:
+
+    def flush() -> None:
+        parts.append(_table(rows))
+        store.append(parts[-1], source.data_digest(sum(map(len, parts))))
+        rows.clear()
+
+    with tqdm(total=total, initial=len(known), desc=f"measuring {name}", unit=" samples", disable=None) as bar:
         try:
             for measurement in source.measure_many(range(len(known), total)):
+                if len(rows) >= every:
+                    flush()
                 rows.append(to_row(measurement))
                 bar.update()
-                if len(rows) >= every:
-                    parts.append(_flushed(source, store, parts, rows))
-                    rows = []
-        finally:
+        except BaseException:
             if rows:
-                parts.append(_flushed(source, store, parts, rows))
-    table = np.concatenate(parts)
-    _probe(source, table)
-    return table
+                flush()
+            raise
+    # The store is complete only when the samples have proved steady: otherwise the next run would trust them.
+    _probe(source, np.concatenate([*parts, _table(rows)]))
+    flush()
+    return np.concatenate(parts)
 
 
-def _flushed(source: LengthSource, store: LengthStore, before: list[Table], rows: list[tuple[int, ...]]) -> Table:
-    table = np.array(rows, dtype=np.int32).reshape(-1, len(COLUMNS))
-    store.append(table, source.data_digest(sum(map(len, before)) + len(rows)))
-    return table
+def _table(rows: list[tuple[int, ...]]) -> Table:
+    return np.array(rows, dtype=np.int32).reshape(-1, len(COLUMNS))
 
 
 def _probe(source: LengthSource, table: Table) -> None:
@@ -198,8 +203,8 @@ def _probe(source: LengthSource, table: Table) -> None:
         if again != tuple(table[index].tolist()):
             message = (
                 f"sample {index} measured {tuple(table[index].tolist())} first and {again} later "
-                f"({', '.join(COLUMNS)}): a static plan needs samples that encode the same every time. Make the "
-                "preprocessing deterministic, or set training.packing: false"
+                f"({', '.join(COLUMNS)}): a plan needs samples that encode the same every time: make the "
+                "preprocessing deterministic"
             )
             raise DataSetError(message)
 
