@@ -84,8 +84,6 @@ class Knobs:
 
     def plan(self, lengths: IntArray) -> RawPlan:
         """Plan the split."""
-        if self.refuse_longer:
-            refuse_longer(lengths, limit=self.packing_length)
         if not self.packing:
             return one_sample_packs(
                 lengths, packing_length=self.packing_length, allow_single_long=self.allow_single_long
@@ -121,11 +119,14 @@ def plan_split(
 
     def build() -> Arrays:
         table = measure(name, source, lengths, flush_every=flush_every)
+        measured = column(table, "length").astype(np.int64)
+        if knobs.refuse_longer:
+            refuse_longer(measured, limit=knobs.packing_length)
         key = knobs.fingerprint(lengths.digest())
         raw = plans.load(key)
         if raw is None:
             log.info("%s: planning %s samples anew", name, f"{len(table):,}")
-            raw = knobs.plan(column(table, "length").astype(np.int64))
+            raw = knobs.plan(measured)
             plans.save(key, raw)
         else:
             log.info("%s: the stored plan fits and is used again", name)

@@ -7,7 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.planning import Knobs, plan_split
-from core.errors import CorruptArtefactError, DataSetError, RanksDisagreeError, RecordError, StaleLengthsError
+from core.errors import (
+    CorruptArtefactError,
+    DataSetError,
+    RanksDisagreeError,
+    RecordError,
+    SampleTooLongError,
+    StaleLengthsError,
+)
 from core.plan import build_raw_plan
 from tests.fakes import (
     FailingSource,
@@ -155,6 +162,15 @@ def test_ranks_that_disagree_stop_the_run():
 
     with pytest.raises(RanksDisagreeError, match=r"the train plan's checksum: rank 0: .*; rank 1: not "):
         Desk(group=group).plan()
+
+
+def test_a_sample_over_the_limit_is_refused_though_a_plan_is_stored():
+    """Another strategy of truncation does not change lengths or plan, but may refuse them."""
+    desk = Desk(ListSource([*LENGTHS, 95]))
+    desk.plan()
+
+    with pytest.raises(SampleTooLongError, match="sample 8 has 95 tokens"):
+        desk.plan(refuse_longer=True)
 
 
 def test_without_packing_every_sample_is_planned_alone():
