@@ -173,7 +173,7 @@ class SwiftSamples:
     @property
     def sees_images(self) -> bool:
         """Whether the model takes images."""
-        return hasattr(self.template, "image_token_id")
+        return bool(self.template.model_meta.is_multimodal)
 
     def fingerprint(self) -> Fingerprint:
         """Return everything that the measurements depend on, the data aside."""
@@ -276,7 +276,7 @@ class SwiftSamples:
             images=0 if grid is None else len(grid),
             patches=0 if grid is None else int(torch.as_tensor(grid).prod(-1).sum()),
         )
-        if self.sees_images:
+        if hasattr(self.template, "image_token_id"):
             merge = self.template.processor.image_processor.merge_size**2
             tokens = encoded["input_ids"].count(self.template.image_token_id)
             if tokens != measurement.patches // merge:
