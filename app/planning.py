@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import attrs
 import numpy as np
@@ -215,12 +216,13 @@ def _spread(total: int) -> Iterator[int]:
     return (index * (total - 1) // max(count - 1, 1) for index in range(count))
 
 
-def usable_folder(path: Path) -> None:
-    """Make *path* and its parents; OutputError if it cannot be written."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        probe = path / f".writable.{id(path)}"
-        probe.write_bytes(b"")
-        probe.unlink()
-    except OSError as error:
-        raise OutputError(str(path), error.strerror or str(error)) from None
+def usable_folders(paths: Iterable[Path]) -> Arrays:
+    """Make folders and their parents, and return nothing; OutputError if one cannot be written."""
+    for path in paths:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            with TemporaryFile(dir=path):
+                pass
+        except OSError as error:
+            raise OutputError(str(path), error.strerror or str(error)) from None
+    return {}

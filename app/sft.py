@@ -17,7 +17,7 @@ from adapters.swift_trainer import PackTrainer, checkpoint_to_resume, history, w
 from app import wiring
 from app.command import run_command
 from app.describe import describe
-from app.planning import Knobs, PlannedSplit, plan_split, usable_folder
+from app.planning import Knobs, PlannedSplit, plan_split, usable_folders
 from core.batch import Accumulation, Steps, batches_per_rank, count_steps, partial_window, resolve_accumulation
 from core.config import RunConfig
 from core.ports import RankGroup
@@ -73,9 +73,8 @@ def run(config: RunConfig, group: RankGroup) -> Result:
     # What the settings alone can get wrong is found before hours of measuring.
     batch = batch_of(config, world_size=group.world_size)
     samples = wiring.open_samples(config)
-    if group.rank == 0:
-        for split in samples:
-            usable_folder(wiring.split_folder(config, split))
+    folders = [wiring.split_folder(config, split) for split in samples]
+    group.from_rank_zero(lambda: usable_folders(folders), timeout_s=config.training.packing_wait_timeout_s)
     arguments = wiring.open_arguments(config, samples["train"], batch.size, batch.accumulation)
 
     knobs = {split: Knobs.of(config, split) for split in samples}

@@ -172,6 +172,16 @@ def test_a_failure_of_rank_zero_reaches_the_others_with_its_reason(start_ranks, 
     assert "Traceback" not in waiting
 
 
+def test_a_folder_that_rank_zero_cannot_write_is_told_to_all(start_ranks, write_run, tmp_path):
+    """The user's fault on every rank, with the key."""
+    out = tmp_path / "out"
+    statuses = finished(start_ranks(2, write_run(training={"output_dir": "/dev/null/run"}), out), out)
+
+    assert [2, 2] == statuses
+    for rank in range(2):
+        assert "training.output_dir /dev/null/run" in (out / f"rank{rank}.log").read_text()
+
+
 def test_more_ranks_than_packs_may_not_drop(start_ranks, write_run, tmp_path):
     """An error on every rank, before training, with both numbers."""
     out = tmp_path / "out"
