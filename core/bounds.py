@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
-import numpy as np
-
+from core.any_fit import fit_decreasing
 from core.lengths import Lengths, as_lengths, positive
+from core.patterns.certificate import certify, reduced
+from core.runs import Runs
 
 
-def lower_bound(lengths: Lengths, *, capacity: int) -> int:
+def lower_bound(lengths: Lengths, *, capacity: int, known: int | None = None) -> int:
     """
-    Return a number of packs that no packing can go below.
+    Return a number of packs that no packing can go below: the strongest bound that is known.
 
-    The bound L2 of Martello and Toth ("Lower bounds and reduction procedures for the bin packing problem",
-    1990): for every threshold K up to half the capacity, samples above `capacity - K` need a pack each, samples
-    above half need one each and leave room, and what of the samples from K up exceeds that room needs more.
+    Martello and Toth's L2 and dual-feasible functions; where no quick packing shows that they are tight, the linear
+    relaxation over patterns, which takes some seconds for thousands of distinct lengths. Where the capacity (over the
+    greatest common divisor of the lengths) is beyond 131,072 or the distinct lengths beyond 20,000, the relaxation is
+    left out.
 
     Args:
         lengths: Tokens of each sample, each from 1 to *capacity*.
 
         capacity: Tokens a pack may hold, >= 1.
 
+        known: Packs of a packing that is known; a bound of so many ends the search.
+
     >>> lower_bound([60, 60, 50], capacity=100)
     3
     """
     capacity = positive("capacity", capacity)
-    array = np.sort(as_lengths(lengths))
-    if not array.size:
+    runs = Runs.of(as_lengths(lengths))
+    if not runs.sizes:
         return 0
-    tokens = np.concatenate([[0], np.cumsum(array)])
-    halves = int(np.searchsorted(array, capacity // 2, side="right"))
-    thresholds = np.concatenate([[0], np.unique(array[:halves])])
-    # [0, small) are below K, [small, halves) up to half, [halves, large) leave room for K, [large, n) do not.
-    small = np.searchsorted(array, thresholds, side="left")
-    large = np.maximum(np.searchsorted(array, capacity - thresholds, side="right"), halves)
-    room = (large - halves) * capacity - (tokens[large] - tokens[halves])
-    excess = np.maximum(tokens[halves] - tokens[small] - room, 0)
-    return int(np.max((array.size - halves) + -(-excess // capacity)))
+    runs, capacity = reduced(runs, capacity=capacity)
+    best_fit = fit_decreasing(runs, capacity=capacity, fullest=True).num_bins
+    return certify(runs, capacity=capacity, known=min(best_fit, known or best_fit)).bound

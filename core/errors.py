@@ -7,6 +7,7 @@ Everything that this project raises on purpose.
     │   ├── RecordError            one record of a data file: file, line, reason
     │   ├── DataSetError           a data set as a whole
     │   ├── InvalidLengthError     a length no packer can place: index and value
+    │   ├── TooFewSamplesError     more packs are wanted than there are samples
     │   ├── EmptyPlanError         no pack remains
     │   ├── SampleTooLongError     a sample over the limit, where the template is to raise
     │   ├── PlanTooShortError      fewer packs than ranks, and the remainder is to be dropped
@@ -105,6 +106,23 @@ class InvalidLengthError(UserError):
 
     def __str__(self) -> str:
         return f"length {self.index} is {self.value!r}: {self.reason}"
+
+
+@attrs.define(eq=False)
+class TooFewSamplesError(UserError):
+    """More packs are wanted than there are samples."""
+
+    num_samples: int
+    num_packs: int
+    min_bin_count: int
+    bin_count_multiple: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_samples:,} samples cannot fill {self.num_packs:,} packs (min_bin_count {self.min_bin_count:,}, "
+            f"bin_count_multiple {self.bin_count_multiple:,}), for no pack is empty: ask for at most "
+            f"{self.num_samples:,} packs, or give more samples"
+        )
 
 
 @attrs.define(eq=False)

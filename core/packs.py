@@ -14,6 +14,7 @@ from typing import Any, overload
 
 import attrs
 import numpy as np
+from numpy.typing import NDArray
 
 from core.lengths import IntArray
 
@@ -60,26 +61,17 @@ class Packs(Sequence[list[int]]):
         return cls(offsets, np.fromiter(chain.from_iterable(packs), dtype=np.int64, count=int(offsets[-1])))
 
     @classmethod
-    def from_assignment(cls, samples: IntArray, bins: IntArray) -> Packs:
+    def from_labels(cls, labels: NDArray[np.int32]) -> Packs:
         """
-        Build in canonical order: sample `samples[i]` is in bin `bins[i]`.
+        Build in canonical order: sample i is in the bin `labels[i]`.
 
         Args:
-            samples: Distinct sample indices, ascending.
-
-            bins: Any labels >= 0, one a sample.
+            labels: Bins, numbered from 0 without gaps; shape (num_samples,).
         """
-        if not samples.size:
-            return cls(np.zeros(1, dtype=np.int64), samples)
-        # The samples ascend, so a bin's first appearance is its smallest index: numbering bins by first
-        # appearance is the canonical order of packs, and a stable sort keeps indices ascending inside them.
-        _, first, inverse, counts = np.unique(bins, return_index=True, return_inverse=True, return_counts=True)
-        order = np.argsort(first, kind="stable")
-        rank = np.empty_like(order)
-        rank[order] = np.arange(order.size)
-        offsets = np.zeros(order.size + 1, dtype=np.int64)
-        np.cumsum(counts[order], out=offsets[1:])
-        return cls(offsets, samples[np.argsort(rank[inverse], kind="stable")])
+        if not labels.size:
+            return cls(np.zeros(1, dtype=np.int64), np.zeros(0, dtype=np.int64))
+        num_labels = int(labels.max()) + 1
+        return cls(*_group(_in_order_of_first_sample(labels, num_labels), num_labels))
 
     @property
     def num_samples(self) -> int:
@@ -147,8 +139,76 @@ def concatenate(parts: Sequence[Packs]) -> Packs:
     return Packs(np.concatenate(offsets), np.concatenate([part.indices for part in parts]))
 
 
+def by_first_index(packs: Packs) -> Packs:
+    """Order packs by their first index: the canonical order of disjoint packs whose indices ascend."""
+    return packs.take(np.argsort(packs.indices[packs.offsets[:-1]], kind="stable"))
+
+
 def canonical(packs: Packs) -> Packs:
     """Order indices inside packs, and packs by their first index; packs must be disjoint."""
-    labels = np.repeat(np.arange(len(packs)), packs.sizes())
-    order = np.argsort(packs.indices, kind="stable")
-    return Packs.from_assignment(packs.indices[order], labels[order])
+    owner = np.repeat(np.arange(len(packs)), packs.sizes())
+    return by_first_index(Packs(packs.offsets, packs.indices[np.lexsort((packs.indices, owner))]))
+
+
+BLOCK = 1 << 16
+"""Samples sorted at a time: their keys and order fit the cache, where a radix sort is five times faster."""
+
+
+def count_up(counts: IntArray, *, starts: IntArray, dtype: type[np.signedinteger[Any]] = np.int64) -> NDArray[Any]:
+    """
+    Count up from each start: `starts[0], starts[0] + 1, …`, *counts*[0] numbers, then from `starts[1]`.
+
+    >>> count_up(np.array([2, 0, 3]), starts=np.array([7, 5, 1])).tolist()
+    [7, 8, 1, 2, 3]
+    """
+    ends = np.cumsum(counts)
+    numbers = np.arange(ends[-1] if ends.size else 0, dtype=dtype)
+    numbers += np.repeat((starts - (ends - counts)).astype(dtype), counts)
+    return numbers
+
+
+def _in_order_of_first_sample(labels: NDArray[np.int32], num_labels: int) -> NDArray[np.int32]:
+    """Renumber labels by where they first occur."""
+    first = np.empty(num_labels, dtype=np.int64)
+    # Assigned back to front, so that of equal labels the first sample is the last one written, and stays.
+    for end in range(labels.size, 0, -BLOCK):
+        start = max(0, end - BLOCK)
+        first[labels[start:end][::-1]] = np.arange(end - 1, start - 1, -1)
+    opens = np.zeros(labels.size, dtype=bool)
+    opens[first] = True
+    rank = np.empty(num_labels, dtype=np.int32)
+    rank[labels[opens]] = np.arange(num_labels, dtype=np.int32)
+    return rank[labels]
+
+
+def _group(labels: NDArray[np.int32], num_labels: int) -> tuple[IntArray, IntArray]:
+    """
+    Return offsets and indices of samples grouped by label, ascending inside a group.
+
+    Two radix passes: samples into drawers of neighbouring labels, then each drawer, which fits the cache, by label.
+    """
+    num_samples = labels.size
+    shift = max(0, (num_labels * BLOCK // num_samples).bit_length() - 1)
+    num_drawers = (num_labels - 1 >> shift) + 1
+    key_type = np.uint8 if num_drawers <= 256 else np.uint16 if num_drawers <= 65_536 else np.uint32
+    starts = range(0, num_samples, BLOCK)
+    sizes = np.zeros(num_drawers, dtype=np.int64)
+    for start in starts:
+        sizes += np.bincount(labels[start : start + BLOCK] >> shift, minlength=num_drawers)
+    ends = np.cumsum(sizes)
+    free = ends - sizes
+    indices = np.empty(num_samples, dtype=np.int64)
+    for start in starts:
+        keys = (labels[start : start + BLOCK] >> shift).astype(key_type)
+        here = np.bincount(keys, minlength=num_drawers)
+        indices[count_up(here, starts=free)] = start + np.argsort(keys, kind="stable")
+        free += here
+    width = 1 << shift
+    offsets = np.zeros(num_drawers * width + 1, dtype=np.int64)
+    for number, (size, end) in enumerate(zip(sizes.tolist(), ends.tolist(), strict=True)):
+        inside = indices[end - size : end]
+        keys = (labels[inside] & (width - 1)).astype(np.uint16)
+        indices[end - size : end] = inside[np.argsort(keys, kind="stable")]
+        offsets[number * width + 1 : (number + 1) * width + 1] = np.bincount(keys, minlength=width)
+    offsets = offsets[: num_labels + 1]
+    return np.cumsum(offsets, out=offsets), indices

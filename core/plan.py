@@ -13,7 +13,7 @@ from core.bounds import lower_bound
 from core.errors import EmptyPlanError, SampleTooLongError
 from core.lengths import IntArray, Lengths, as_lengths, positive
 from core.packers import pack
-from core.packs import Packs, canonical, concatenate
+from core.packs import Packs, by_first_index, concatenate
 
 DROPPED_TOKENS_WORTH_A_WARNING = Fraction(1, 100)
 
@@ -82,7 +82,7 @@ def build_raw_plan(
     min_fill_ratio: float | str | Decimal = "0.65",
     drop_last: bool = True,
     allow_single_long: bool = True,
-    seed: int = 0,  # noqa: ARG001  # promised by the surface; no algorithm of today draws
+    seed: int = 0,
 ) -> RawPlan:
     """
     Plan which samples train together.
@@ -100,7 +100,7 @@ def build_raw_plan(
 
         allow_single_long: Give each long sample a pack of its own; otherwise skip it.
 
-        seed: For algorithms that draw; `constant_volume` does not.
+        seed: For algorithms that draw: `first_fit_shuffle`.
 
     Raises:
         InvalidLengthError: A length is not a positive whole number.
@@ -115,7 +115,7 @@ def build_raw_plan(
     is_long = array >= packing_length
     short, long = np.flatnonzero(~is_long), np.flatnonzero(is_long)
 
-    grouped = pack(array[short], capacity=packing_length, algorithm=algorithm)
+    grouped = pack(array[short], capacity=packing_length, algorithm=algorithm, seed=seed)
     grouped = Packs(grouped.offsets, short[grouped.indices])
     keep = np.ones(len(grouped), dtype=bool)
     if drop_last:
@@ -123,7 +123,7 @@ def build_raw_plan(
     kept, dropped = grouped.take(np.flatnonzero(keep)), grouped.take(np.flatnonzero(~keep))
 
     single = Packs(np.arange(long.size + 1), long) if allow_single_long else Packs.from_lists([])
-    packs = canonical(concatenate([kept, single]))
+    packs = by_first_index(concatenate([kept, single]))
     if not len(packs):
         raise EmptyPlanError(array.size, 0 if allow_single_long else long.size, len(dropped), packing_length)
     return RawPlan(
@@ -138,7 +138,7 @@ def build_raw_plan(
         dropped_tokens=_tokens(array[dropped.indices]),
         skipped_tokens=0 if allow_single_long else _tokens(array[long]),
         long_tokens=_tokens(array[single.indices]),
-        lower_bound=lower_bound(array[short], capacity=packing_length) + len(single),
+        lower_bound=lower_bound(array[short], capacity=packing_length, known=len(grouped)) + len(single),
     )
 
 

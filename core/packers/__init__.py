@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from numbers import Integral
 from types import MappingProxyType
 from typing import Protocol
 
@@ -11,15 +12,23 @@ import numpy as np
 
 from core.errors import InvalidLengthError
 from core.lengths import IntArray, Lengths, as_lengths, positive
+from core.packers.best_fit_decreasing import best_fit_decreasing
+from core.packers.bin_count import with_bin_count
+from core.packers.certified import certified
+from core.packers.concatenative import concatenative
 from core.packers.constant_volume import constant_volume
+from core.packers.first_fit_decreasing import first_fit_decreasing
+from core.packers.first_fit_shuffle import first_fit_shuffle
+from core.packers.modified_first_fit_decreasing import modified_first_fit_decreasing
 from core.packs import Packs
+from core.runs import Ledger, Runs
 
 
 class Packer(Protocol):
-    """Puts samples into bins."""
+    """Puts samples into packs."""
 
-    def __call__(self, lengths: IntArray, /, *, capacity: int) -> IntArray:
-        """Return the bin of each sample; shape (num_samples,)."""
+    def __call__(self, lengths: IntArray, /, *, capacity: int, seed: int) -> Packs:
+        """Return packs in canonical order; *lengths* are from 1 to *capacity*."""
 
 
 @attrs.frozen
@@ -31,35 +40,87 @@ class Algorithm:
     version: int
     """Rises whenever the algorithm gives other packs for some input; part of a plan's fingerprint."""
 
+    draws: bool = False
+    """Whether the packs depend on the seed."""
 
-ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType({"constant_volume": Algorithm(constant_volume, 1)})
+
+def _over_runs(plan: Callable[..., Ledger]) -> Packer:
+    """Turn an algorithm over runs of equal length into one over samples."""
+
+    def packer(lengths: IntArray, /, *, capacity: int, seed: int) -> Packs:  # noqa: ARG001  # it draws nothing
+        runs = Runs.of(lengths)
+        return plan(runs, capacity=capacity).packs(lengths, runs)
+
+    return packer
+
+
+def _concatenative(lengths: IntArray, /, *, capacity: int, seed: int) -> Packs:  # noqa: ARG001  # it draws nothing
+    return concatenative(lengths, capacity=capacity)
+
+
+ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
+    {
+        "constant_volume": Algorithm(_over_runs(constant_volume), 1),
+        "best_fit_decreasing": Algorithm(_over_runs(best_fit_decreasing), 1),
+        "first_fit_decreasing": Algorithm(_over_runs(first_fit_decreasing), 1),
+        "modified_first_fit_decreasing": Algorithm(_over_runs(modified_first_fit_decreasing), 1),
+        "concatenative": Algorithm(_concatenative, 1),
+        "first_fit_shuffle": Algorithm(first_fit_shuffle, 1),
+        "certified": Algorithm(certified, 1),
+    }
+)
 """What `training.packing_algorithm` may name."""
 
 
-def pack(lengths: Lengths, *, capacity: int, algorithm: str = "constant_volume") -> Packs:
+def pack(
+    lengths: Lengths,
+    *,
+    capacity: int,
+    algorithm: str = "constant_volume",
+    seed: int = 0,
+    min_bin_count: int = 1,
+    bin_count_multiple: int = 1,
+) -> Packs:
     """
     Group samples into packs of at most *capacity* tokens, in canonical order.
 
     Args:
-        lengths: Tokens of each sample, each from 1 to *capacity*.
+        lengths: Tokens of each sample, each from 1 to *capacity*; a numpy array of integers is the fastest.
 
         capacity: Tokens a pack may hold, >= 1.
 
         algorithm: A name in `ALGORITHMS`.
 
+        seed: For `first_fit_shuffle`, from 0 to 2**64 - 1.
+
+        min_bin_count: Packs at least; the fullest are split where there are fewer.
+
+        bin_count_multiple: The number of packs is made a multiple of this, likewise.
+
     Raises:
         InvalidLengthError: A length is not a whole number from 1 to *capacity*.
+
+        TooFewSamplesError: More packs are wanted than there are samples.
 
     >>> pack([60, 20, 50, 30, 40, 40], capacity=80).tolist()
     [[0, 1], [2, 3], [4, 5]]
     """
     capacity = positive("capacity", capacity)
-    array = as_lengths(lengths)
-    if array.size and int(array.max()) > capacity:
-        index = int(np.argmax(array > capacity))
-        raise InvalidLengthError(index, int(array[index]), f"a pack holds {capacity:,} tokens")
+    min_bin_count = positive("min_bin_count", min_bin_count)
+    bin_count_multiple = positive("bin_count_multiple", bin_count_multiple)
+    if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= seed < 2**64:
+        message = f"seed is {seed!r}, but has to be a whole number from 0 to 2**64 - 1"
+        raise ValueError(message)
     if algorithm not in ALGORITHMS:
         message = f"algorithm is {algorithm!r}, but has to be one of {', '.join(ALGORITHMS)}"
         raise ValueError(message)
-    bins = ALGORITHMS[algorithm].packer(array, capacity=capacity)
-    return Packs.from_assignment(np.arange(array.size), bins)
+    array = as_lengths(lengths)
+    packs = Packs.from_lists([])
+    if array.size:
+        if int(array.max()) > capacity:
+            index = int(np.argmax(array > capacity))
+            raise InvalidLengthError(index, int(array[index]), f"a pack holds {capacity:,} tokens")
+        # No pack holds more than all tokens, and their sum fits 64 bits where the capacity may not.
+        capacity = min(capacity, int(array.sum()))
+        packs = ALGORITHMS[algorithm].packer(array, capacity=capacity, seed=int(seed))
+    return with_bin_count(packs, array, minimum=min_bin_count, multiple=bin_count_multiple)

@@ -1,41 +1,41 @@
 """
 Constant volume: the emptiest bin that fits, longest samples first.
 
-The packs of `binpacking.to_constant_volume` 2.x (with `weight_pos`), without its quadratic search: the emptiest
-bin fits if any bin fits, so a heap of (load, bin) finds it. Worst-fit decreasing in the literature (Johnson,
-"Near-optimal bin packing algorithms", 1973).
+The packs of `binpacking.to_constant_volume` 2.x (with `weight_pos`), ties included, without its quadratic search: the
+emptiest bin fits if any bin fits. Worst-fit decreasing in the literature (Johnson, "Near-optimal bin packing
+algorithms", 1973). Bins are handled as stretches of neighbours with equal room; when no bin fits, a new one is the
+emptiest until it is full, so new bins take all they hold at once.
 """
 
 from __future__ import annotations
 
-from heapq import heappush, heapreplace
+from heapq import heappop, heappush
 
-import numpy as np
-
-from core.lengths import IntArray
+from core.runs import Ledger, Runs
 
 
-def constant_volume(lengths: IntArray, *, capacity: int) -> IntArray:
-    """
-    Return the bin of each sample; shape (num_samples,).
-
-    Args:
-        lengths: Tokens, each from 1 to *capacity*.
-
-        capacity: Tokens a bin may hold.
-    """
-    # Equal lengths keep their input order, and of equally empty bins the one opened first is taken, as in the library.
-    order = np.argsort(-lengths, kind="stable")
-    bins: list[int] = []
-    heap: list[tuple[int, int]] = []
-    for length in lengths[order].tolist():
-        if heap and heap[0][0] + length <= capacity:
-            load, chosen = heap[0]
-            heapreplace(heap, (load + length, chosen))
-        else:
-            chosen = len(heap)
-            heappush(heap, (length, chosen))
-        bins.append(chosen)
-    assigned = np.empty(lengths.size, dtype=np.int64)
-    assigned[order] = bins
-    return assigned
+def constant_volume(runs: Runs, *, capacity: int) -> Ledger:
+    """Put each sample into the emptiest bin, of equals the one opened first; into a new one where it does not fit."""
+    ledger = Ledger()
+    num_bins = 0
+    stretches: list[tuple[int, int, int]] = []  # (-room, first, number)
+    for run, (size, count) in enumerate(zip(runs.sizes, runs.counts, strict=True)):
+        left = count
+        while left and stretches and -stretches[0][0] >= size:
+            room, first, number = heappop(stretches)
+            taken = min(number, left)
+            ledger.write((run, first, taken, 1))
+            left -= taken
+            heappush(stretches, (room + size, first, taken))
+            if taken < number:
+                heappush(stretches, (room, first + taken, number - taken))
+        per_bin = capacity // size
+        full, rest = divmod(left, per_bin)
+        if full:
+            ledger.write((run, num_bins, full, per_bin))
+            heappush(stretches, (per_bin * size - capacity, num_bins, full))
+        if rest:
+            ledger.write((run, num_bins + full, 1, rest))
+            heappush(stretches, (rest * size - capacity, num_bins + full, 1))
+        num_bins += full + (rest > 0)
+    return ledger

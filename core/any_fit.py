@@ -1,0 +1,84 @@
+"""
+Any fit: best fit and first fit, longest samples first, over runs of equal length.
+
+Both stay with a bin until the length no longer fits: first fit because the bin stays the first that fits, best fit
+because it becomes the fullest. So a stretch of neighbouring bins with equal room takes its samples in one move, and a
+plan costs what distinct lengths cost, not what samples cost. The packs are those of the item-by-item algorithms
+(Johnson, "Near-optimal bin packing algorithms", 1973), ties included.
+"""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+
+from core.runs import Ledger, Runs
+
+
+class _OpenBins:
+    """Stretches of neighbouring bins with equal room."""
+
+    def __init__(self, *, fullest: bool) -> None:
+        self._fullest = fullest
+        self._fits: list[tuple[int, int, int, int]] = []  # (preference, first, number, room): the length at hand fits
+        self._waits: list[tuple[int, int, int]] = []  # (-room, first, number): only a shorter one may fit
+
+    def turn_to(self, size: int) -> None:
+        """From here on lengths are *size*, which is shorter than before."""
+        while self._waits and -self._waits[0][0] >= size:
+            room, first, number = heappop(self._waits)
+            self.put(first, number, -room, size)
+
+    def put(self, first: int, number: int, room: int, size: int) -> None:
+        """Keep a stretch; *size* is the length at hand."""
+        if room >= size:
+            heappush(self._fits, (room if self._fullest else 0, first, number, room))
+        else:
+            heappush(self._waits, (-room, first, number))
+
+    def take(self) -> tuple[int, int, int] | None:
+        """Return the preferred stretch that the length at hand fits, as (first, number, room)."""
+        return heappop(self._fits)[1:] if self._fits else None
+
+
+def fit_decreasing(
+    runs: Runs, *, capacity: int, fullest: bool, ledger: Ledger | None = None, num_bins: int = 0
+) -> Ledger:
+    """
+    Pack all runs.
+
+    Args:
+        runs: Lengths from 1 to *capacity*; counts may be 0.
+
+        capacity: Tokens a bin may hold.
+
+        fullest: Prefer the fullest bin (best fit), else the first (first fit).
+
+        ledger: Where to go on writing; a new one by default.
+
+        num_bins: Bins that are in the ledger, and closed.
+    """
+    ledger = Ledger() if ledger is None else ledger
+    bins = _OpenBins(fullest=fullest)
+    for run, (size, count) in enumerate(zip(runs.sizes, runs.counts, strict=True)):
+        left = count
+        bins.turn_to(size)
+        while left:
+            stretch = bins.take()
+            if stretch is None:
+                stretch = (num_bins, -(-left // (capacity // size)), capacity)
+                num_bins += stretch[1]
+            first, number, room = stretch
+            per_bin = room // size
+            full = min(number, left // per_bin)
+            rest = min(per_bin, left - full * per_bin) if full < number else 0
+            if full:
+                ledger.write((run, first, full, per_bin))
+                bins.put(first, full, room - per_bin * size, size)
+            if rest:
+                ledger.write((run, first + full, 1, rest))
+                bins.put(first + full, 1, room - rest * size, size)
+            untouched = number - full - (rest > 0)
+            if untouched:
+                bins.put(first + number - untouched, untouched, room, size)
+            left -= full * per_bin + rest
+    return ledger

@@ -1,0 +1,61 @@
+"""A wanted number of packs: the fullest are split."""
+
+from __future__ import annotations
+
+from heapq import heapify, heappop, heappush
+
+import numpy as np
+
+from core.errors import TooFewSamplesError
+from core.lengths import IntArray
+from core.packs import Packs, by_first_index, concatenate
+
+
+def with_bin_count(packs: Packs, lengths: IntArray, *, minimum: int, multiple: int) -> Packs:
+    """
+    Split packs until there are at least *minimum*, and a multiple of *multiple*.
+
+    The fullest pack that has several samples is split next, into halves of about equal load: its samples go, longest
+    first, to the emptier half.
+
+    Args:
+        packs: In canonical order.
+
+        lengths: Tokens of each sample.
+
+        minimum: 1 asks for nothing, so that no samples may give no packs.
+
+        multiple: >= 1.
+
+    Raises:
+        TooFewSamplesError: More packs are wanted than there are samples.
+    """
+    wanted = -(-max(len(packs), minimum if minimum > 1 else 0) // multiple) * multiple
+    if wanted == len(packs):
+        return packs
+    if wanted > packs.num_samples:
+        raise TooFewSamplesError(packs.num_samples, wanted, minimum, multiple)
+    sizes, loads = packs.sizes().tolist(), packs.loads(lengths).tolist()
+    heap = [(-loads[place], place) for place, size in enumerate(sizes) if size > 1]
+    heapify(heap)
+    split: dict[int, list[int]] = {}  # what packs that are no longer as they were hold now
+    for new in range(len(packs), wanted):
+        _, place = heappop(heap)
+        members = split.pop(place) if place in split else packs[place]
+        for position, half in zip((place, new), _halves(members, lengths), strict=True):
+            split[position] = half
+            if len(half) > 1:
+                heappush(heap, (-sum(int(lengths[i]) for i in half), position))
+    kept = packs.take(np.array([place for place in range(len(packs)) if place not in split], dtype=np.int64))
+    return by_first_index(concatenate([kept, Packs.from_lists(split.values())]))
+
+
+def _halves(members: list[int], lengths: IntArray) -> tuple[list[int], list[int]]:
+    """Return two parts of about equal load, neither empty, indices ascending."""
+    halves: tuple[list[int], list[int]] = ([], [])
+    loads = [0, 0]
+    for index in sorted(members, key=lambda i: (-int(lengths[i]), i)):
+        emptier = int(loads[1] < loads[0])
+        halves[emptier].append(index)
+        loads[emptier] += int(lengths[index])
+    return sorted(halves[0]), sorted(halves[1])

@@ -1,0 +1,11 @@
+"""First-fit decreasing: the first bin that fits, longest samples first."""
+
+from __future__ import annotations
+
+from core.any_fit import fit_decreasing
+from core.runs import Ledger, Runs
+
+
+def first_fit_decreasing(runs: Runs, *, capacity: int) -> Ledger:
+    """Put each sample into the first bin that it fits."""
+    return fit_decreasing(runs, capacity=capacity, fullest=False)

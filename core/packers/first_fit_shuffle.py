@@ -1,0 +1,64 @@
+"""First fit in a shuffled order, which a seed determines."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from core.lengths import IntArray
+from core.packs import Packs
+
+
+def first_fit_shuffle(lengths: IntArray, *, capacity: int, seed: int) -> Packs:
+    """
+    Put each sample, in a shuffled order, into the first bin that it fits.
+
+    Args:
+        lengths: Tokens, each from 1 to *capacity*.
+
+        capacity: Tokens a bin may hold.
+
+        seed: Of the order, >= 0.
+    """
+    order = shuffled(lengths.size, seed=seed)
+    labels = np.empty(lengths.size, dtype=np.int32)
+    labels[order] = _first_fit(lengths[order].tolist(), capacity)
+    return Packs.from_labels(labels)
+
+
+def shuffled(num: int, *, seed: int) -> IntArray:
+    """Return the numbers below *num* in an order that depends on *seed* alone, whatever the version of numpy."""
+    # numpy promises that the raw stream of a bit generator never changes; it promises no such thing of `permutation`.
+    return np.argsort(np.random.PCG64(seed).random_raw(num), kind="stable")
+
+
+def _first_fit(lengths: list[int], capacity: int) -> list[int]:
+    """Return the bin of each length, searched in a tree of the most room below each node; all bins are leaves."""
+    leaves = 1
+    room = [0, capacity]
+    bins = []
+    for length in lengths:
+        if room[1] < length:
+            # Every bin is open and none fits: twice as many, the old ones as the left half.
+            grown = [0] * 2 + [capacity] * (4 * leaves - 2)
+            level = 1
+            while level <= leaves:
+                grown[2 * level : 3 * level] = room[level : 2 * level]
+                level *= 2
+            grown[1] = capacity
+            leaves, room = 2 * leaves, grown
+        node = 1
+        while node < leaves:
+            node *= 2
+            if room[node] < length:
+                node += 1
+        bins.append(node - leaves)
+        most = room[node] - length
+        room[node] = most
+        while node > 1:
+            beside = room[node ^ 1]
+            most = max(most, beside)
+            node >>= 1
+            if room[node] == most:
+                break
+            room[node] = most
+    return bins

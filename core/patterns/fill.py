@@ -1,0 +1,170 @@
+"""
+Exact filling: bins whose samples sum to the capacity, found by subset sums over runs.
+
+A bin starts with one sample and is completed to exactly its capacity where that is possible, else as far as possible.
+Reachable sums are the bits of one integer (Pisinger, "Dynamic programming on the word RAM", 2003). The pattern found
+is used for as many bins as its scarcest run allows, so the work grows with the distinct lengths. A minimum-bin-slack
+heuristic in the literature (Gupta and Ho, 1999; Fleszar and Hindi, 2002).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from core.patterns import Filling, Pattern, num_packs
+from core.runs import Runs
+
+MAX_RUNS = 400
+"""Runs that one completion looks at."""
+
+MAX_REFILLS = 12
+"""Attempts to save packs; two in a row that close less than a tenth of the gap end them too."""
+
+NUM_DRAWN = 60
+"""Runs that are drawn for a completion before all are looked at in order."""
+
+
+def fill_exactly(runs: Runs, *, capacity: int, largest_first: bool = True, seed: int | None = None) -> Filling:
+    """
+    Pack all samples, bin by bin.
+
+    Args:
+        runs: Lengths from 1 to *capacity*; counts may be 0.
+
+        capacity: Tokens a bin may hold.
+
+        largest_first: Start each bin with the longest sample left, else with a drawn one.
+
+        seed: Complete bins from drawn runs, so that what is left stays a fair sample of the whole; None: from the
+            longest that fit, which leaves short ones for the end.
+    """
+    sizes, left = runs.sizes, list(runs.counts)
+    alive = [run for run, count in enumerate(left) if count]
+    draws = _draws(left, seed) if seed is not None else None
+    negated = [-size for size in sizes]
+    filling: Filling = []
+    while alive:
+        start = alive[0] if largest_first or draws is None else _first_left(draws, left, alive)
+        left[start] -= 1
+        room = capacity - sizes[start]
+        pattern: Pattern = {}
+        total = 0
+        if draws is not None:
+            total, pattern = _complete(room, _some(draws, sizes, left, room), sizes, left)
+        if total < room:
+            fitting = bisect_left(alive, bisect_left(negated, -room))
+            found = _complete(room, alive[fitting:], sizes, left)
+            pattern = found[1] if found[0] > total else pattern
+        left[start] += 1
+        pattern[start] = pattern.get(start, 0) + 1
+        num = min(left[run] // per_bin for run, per_bin in pattern.items())
+        filling.append((pattern, num))
+        for run, per_bin in pattern.items():
+            left[run] -= num * per_bin
+            if not left[run]:
+                del alive[bisect_left(alive, run)]
+    return filling
+
+
+def refill(filling: Filling, runs: Runs, *, capacity: int, enough: int) -> Filling:
+    """
+    Pack again what is not full, with some full bins beside it, as long as that saves packs.
+
+    Args:
+        filling: Of all samples.
+
+        runs: Lengths from 1 to *capacity*.
+
+        capacity: Tokens a bin may hold.
+
+        enough: A number of packs that ends the search.
+    """
+    idle = 0
+    for seed in range(1, MAX_REFILLS + 1):
+        before = num_packs(filling)
+        if before <= enough or idle == 2:
+            break
+        kept, left = _take_apart(filling, runs, capacity, seed)
+        found = kept + fill_exactly(Runs(runs.sizes, left), capacity=capacity, seed=seed)
+        saved = before - num_packs(found)
+        idle = 0 if saved * 10 >= before - enough else idle + 1
+        if saved >= 0:
+            filling = found
+    return filling
+
+
+def _take_apart(filling: Filling, runs: Runs, capacity: int, seed: int) -> tuple[Filling, list[int]]:
+    """Return the bins to keep, and the samples of the others: all that are not full, and half as many full ones."""
+    is_full = [sum(runs.sizes[run] * per_bin for run, per_bin in p.items()) == capacity for p, _ in filling]
+    num_full = np.cumsum([num * full for (_, num), full in zip(filling, is_full, strict=True)])
+    num_open = num_packs(filling) - int(num_full[-1])
+    drawn = np.zeros(len(filling), dtype=np.int64)
+    if num_full[-1]:
+        draws = np.random.PCG64(seed).random_raw(num_open // 2 + 20) % num_full[-1].astype(np.uint64)
+        drawn = np.bincount(np.searchsorted(num_full, draws.astype(np.int64), side="right"), minlength=len(filling))
+    kept: Filling = []
+    left = [0] * len(runs.sizes)
+    for (pattern, num), full, opened in zip(filling, is_full, drawn.tolist(), strict=True):
+        taken = min(num, opened) if full else num
+        for run, per_bin in pattern.items():
+            left[run] += taken * per_bin
+        if taken < num:
+            kept.append((pattern, num - taken))
+    return kept, left
+
+
+def _complete(room: int, candidates: Iterable[int], sizes: list[int], left: list[int]) -> tuple[int, Pattern]:
+    """Return the largest sum up to *room* that the candidates reach, and a pattern for it; early if it is *room*."""
+    within = (1 << (room + 1)) - 1
+    reached = [1]  # bit n of the last: n tokens are reachable
+    used: list[tuple[int, int]] = []
+    for run in candidates:
+        most = min(left[run], room // sizes[run])
+        copies = 1
+        while most > 0:  # 1, 2, 4, … copies and the rest reach every number of them
+            copies = min(copies, most)
+            now = (reached[-1] | reached[-1] << sizes[run] * copies) & within
+            if now != reached[-1]:
+                reached.append(now)
+                used.append((run, copies))
+            most -= copies
+            copies *= 2
+        if reached[-1] >> room & 1 or len(used) > MAX_RUNS:
+            break
+    rest = total = reached[-1].bit_length() - 1
+    pattern: Pattern = {}
+    for before, (run, copies) in zip(reached[-2::-1], reversed(used), strict=True):
+        if not before >> rest & 1:
+            pattern[run] = pattern.get(run, 0) + copies
+            rest -= copies * sizes[run]
+    return total, pattern
+
+
+def _draws(left: list[int], seed: int) -> Iterator[int]:
+    """Yield runs for ever, each as often as samples of it are left; the raw stream is the same in every numpy."""
+    stream = np.random.PCG64(seed)
+    while True:
+        ends = np.cumsum(left)
+        if not ends[-1]:
+            return
+        drawn = stream.random_raw(4096) % ends[-1].astype(np.uint64)
+        yield from np.searchsorted(ends, drawn.astype(np.int64), side="right").tolist()
+
+
+def _some(draws: Iterator[int], sizes: list[int], left: list[int], room: int) -> list[int]:
+    """Return some drawn runs that fit, each once; fewer where few fit."""
+    chosen: dict[int, None] = {}
+    for _, run in zip(range(4 * NUM_DRAWN), draws, strict=False):
+        if left[run] and sizes[run] <= room:
+            chosen[run] = None
+            if len(chosen) == NUM_DRAWN:
+                break
+    return list(chosen)
+
+
+def _first_left(draws: Iterator[int], left: list[int], alive: list[int]) -> int:
+    """Return a drawn run that has samples left."""
+    return next((run for _, run in zip(range(NUM_DRAWN), draws, strict=False) if left[run]), alive[0])

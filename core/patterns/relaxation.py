@@ -1,0 +1,209 @@
+"""
+The linear relaxation of packing over patterns, by column generation.
+
+Gilmore and Gomory, "A linear programming approach to the cutting-stock problem" (1961, 1963): how many packs are
+needed if patterns may be used in fractions. The master program is solved by HiGHS through scipy; new patterns come
+from a knapsack over the dual values. Slow convergence is met by two known means: a sample may take the place of a
+longer one (the dual cuts of Valério de Carvalho, 2005), and knapsacks are solved between the best dual values so far
+and the current ones (the smoothing of Wentges, 1997), which start at each length's share of the capacity.
+
+The bound never rests on floating point: dual values are rounded to integers, the knapsack is solved exactly over
+them, and Farley's bound (1990) is then a quotient of integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from core.lengths import IntArray
+from core.patterns import Filling, Pattern, PatternKey, key_of
+from core.runs import Runs
+
+MAX_ROUNDS = 30
+"""Master programs at most; each gives a valid bound."""
+
+MAX_NEW_PATTERNS = 1_000
+"""Taken from one knapsack."""
+
+MAX_CAPACITY = 1 << 17
+MAX_RUNS = 20_000
+"""Beyond either, one knapsack takes more than seconds."""
+
+_SCALE = 1 << 40
+_SMOOTHING = 0.8
+
+FloatArray = NDArray[np.float64]
+
+
+@attrs.frozen
+class Relaxation:
+    """What the linear program knows."""
+
+    bound: int
+    """No packing has fewer packs."""
+
+    patterns: list[Pattern]
+    """All patterns of the last master program."""
+
+
+def relax(runs: Runs, *, capacity: int, fillings: list[Filling], enough: int) -> Relaxation:
+    """
+    Bound the number of packs from below.
+
+    Args:
+        runs: Lengths from 1 to *capacity*, counts >= 1.
+
+        capacity: Tokens a pack may hold.
+
+        fillings: Packings that are known; their patterns start the program.
+
+        enough: A bound that is as good as any, for a packing has that many packs.
+    """
+    sizes, counts = np.array(runs.sizes), np.array(runs.counts)
+    pool = {key_of(pattern): pattern for filling in fillings for pattern, _ in filling}
+    for run, size in enumerate(runs.sizes):
+        pool.setdefault(((run, capacity // size),), {run: capacity // size})
+    centre = sizes / capacity
+    bound = -(-int((sizes * counts).sum()) // capacity)
+    best = 0.0
+    for _ in range(MAX_ROUNDS):
+        master = solve_master(list(pool.values()), sizes=sizes, counts=counts)
+        if master is None:
+            break
+        added = 0
+        for smoothing in (_SMOOTHING, 0.0):
+            smoothed = smoothing * centre + (1 - smoothing) * master.duals
+            knapsack = solve_knapsack(sizes, np.floor(np.maximum(smoothed, 0) * _SCALE).astype(np.int64), capacity)
+            if not knapsack.best:
+                continue
+            total = sum(price * count for price, count in zip(knapsack.prices.tolist(), runs.counts, strict=True))
+            bound = max(bound, -(-total // knapsack.best))
+            if total / knapsack.best > best:
+                best = total / knapsack.best
+                centre = knapsack.prices / knapsack.best
+            added = _add_patterns(pool, knapsack, master.duals)
+            if added:
+                break
+        if not added or bound >= min(enough, np.ceil(master.num_packs - 1e-6)):
+            break
+    return Relaxation(bound, list(pool.values()))
+
+
+@attrs.frozen
+class Master:
+    """The linear program's solution."""
+
+    num_packs: float
+
+    uses: FloatArray
+    """How often each pattern is used; shape (num_patterns,)."""
+
+    duals: FloatArray
+    """What one more sample of each run would cost, in packs; shape (num_runs,)."""
+
+
+def solve_master(patterns: list[Pattern], *, sizes: IntArray, counts: IntArray) -> Master | None:
+    """
+    Use patterns in fractions, as few packs as possible, so that every sample has a place.
+
+    A sample may take the place of a longer one.
+
+    Args:
+        patterns: Over the runs of *sizes*.
+
+        sizes: Lengths in tokens, longest first.
+
+        counts: Samples of each.
+
+    Returns:
+        None if the solver gives up.
+    """
+    # Half a second to load, and most plans are proven without it.
+    from scipy.optimize import linprog  # noqa: PLC0415
+    from scipy.sparse import csc_array  # noqa: PLC0415
+
+    num, num_runs = len(patterns), sizes.size
+    rows = np.fromiter((run for pattern in patterns for run in pattern), dtype=np.int64)
+    columns = np.repeat(np.arange(num), [len(pattern) for pattern in patterns])
+    values = np.fromiter((per_bin for pattern in patterns for per_bin in pattern.values()), dtype=np.float64)
+    swaps = np.arange(num_runs - 1)  # a place of run i, for a sample of run i + 1
+    entries = np.concatenate([values, -np.ones(num_runs - 1), np.ones(num_runs - 1)])
+    place = (np.concatenate([rows, swaps, swaps + 1]), np.concatenate([columns, num + swaps, num + swaps]))
+    matrix = csc_array((entries, place), shape=(num_runs, num + num_runs - 1))
+    cost = np.concatenate([np.ones(num), np.zeros(num_runs - 1)])
+    solved = linprog(cost, A_ub=-matrix, b_ub=-counts, method="highs-ipm")
+    if solved.status:
+        return None
+    return Master(float(solved.fun), solved.x[:num], -solved.ineqlin.marginals)
+
+
+@attrs.frozen
+class Knapsack:
+    """The dearest patterns under given prices."""
+
+    sizes: IntArray
+    prices: IntArray
+    """Of a sample of each run; shape (num_runs,)."""
+
+    worth: IntArray
+    """The highest price of a pattern of at most n tokens; shape (capacity + 1,)."""
+
+    first: IntArray
+    """A run that such a pattern has, -1 where it leaves the n-th token unused; shape (capacity + 1,)."""
+
+    @property
+    def best(self) -> int:
+        """The highest price of a pattern."""
+        return int(self.worth[-1])
+
+    def worth_with_each_run(self) -> IntArray:
+        """Return the highest price of a pattern that has a sample of each run; shape (num_runs,)."""
+        worth: IntArray = self.prices + self.worth[self.worth.size - 1 - self.sizes]
+        return worth
+
+    def patterns_with(self, runs: list[int]) -> Iterator[Pattern]:
+        """Yield the dearest pattern that has a sample of each of these runs."""
+        used = np.maximum.accumulate(np.where(self.first >= 0, np.arange(self.first.size), 0)).tolist()
+        first, sizes = self.first.tolist(), self.sizes.tolist()
+        for run in runs:
+            pattern = {run: 1}
+            room = used[len(first) - 1 - sizes[run]]
+            while room:
+                pattern[first[room]] = pattern.get(first[room], 0) + 1
+                room = used[room - sizes[first[room]]]
+            yield pattern
+
+
+def solve_knapsack(sizes: IntArray, prices: IntArray, capacity: int) -> Knapsack:
+    """Solve the unbounded knapsack exactly, in integers; *sizes* in tokens, longest first."""
+    ascending, value = sizes[::-1], prices[::-1]
+    fitting = np.searchsorted(ascending, np.arange(capacity + 1), side="right").tolist()
+    worth = np.zeros(capacity + 1, dtype=np.int64)
+    first = np.full(capacity + 1, -1, dtype=np.int64)
+    for room in range(int(ascending[0]), capacity + 1):
+        candidates = worth[room - ascending[: fitting[room]]]
+        candidates += value[: fitting[room]]
+        best = int(candidates.argmax())
+        if candidates[best] > worth[room - 1]:
+            worth[room] = candidates[best]
+            first[room] = sizes.size - 1 - best
+        else:
+            worth[room] = worth[room - 1]
+    return Knapsack(sizes, prices, worth, first)
+
+
+def _add_patterns(pool: dict[PatternKey, Pattern], knapsack: Knapsack, duals: FloatArray) -> int:
+    """Add the best pattern with each run, where it would lower the master program; return how many were new."""
+    before = len(pool)
+    dual = duals.tolist()
+    dearest = np.argsort(-knapsack.worth_with_each_run(), kind="stable").tolist()
+    for pattern in knapsack.patterns_with(dearest):
+        if sum(dual[run] * per_bin for run, per_bin in pattern.items()) > 1 + 1e-7:
+            pool.setdefault(key_of(pattern), pattern)
+            if len(pool) == before + MAX_NEW_PATTERNS:
+                break
+    return len(pool) - before

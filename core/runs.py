@@ -1,0 +1,108 @@
+"""
+Runs: equal lengths counted once, so that planning costs what their distinct values cost.
+
+Rules: run 0 holds the longest samples; inside a run samples keep their input order, and algorithms take them in it.
+An algorithm fills a `Ledger` over runs; only `Ledger.packs` touches single samples, in passes over cache-sized blocks.
+"""
+
+from __future__ import annotations
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from core.lengths import IntArray
+from core.packs import BLOCK, Packs, count_up
+
+
+@attrs.frozen
+class Runs:
+    """Samples by length."""
+
+    sizes: list[int]
+    """Distinct lengths in tokens, longest first."""
+
+    counts: list[int]
+    """Samples of each of these lengths, >= 1."""
+
+    @classmethod
+    def of(cls, lengths: IntArray) -> Runs:
+        """Count *lengths*, each >= 1."""
+        if lengths.size and lengths.max() <= _table_limit(lengths):
+            table = np.bincount(lengths)
+            sizes = np.flatnonzero(table)
+            counts = table[sizes]
+        else:
+            sizes, counts = np.unique(lengths, return_counts=True)
+        return cls(sizes[::-1].tolist(), counts[::-1].tolist())
+
+
+def _table_limit(lengths: IntArray) -> int:
+    # A table of all lengths up to the longest has to stay small beside the samples.
+    return 65_536 + lengths.size // 4
+
+
+class Ledger:
+    """
+    Which bins the samples of each run go to, written down while an algorithm packs.
+
+    An entry says: of run r, bins `first … first + num - 1` take `per_bin` samples each, in this order. Entries of
+    one run take its samples in the order they are written.
+    """
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[int, int, int, int]] = []
+        self.write = self._entries.append
+        """Take an entry (run, first, num, per_bin)."""
+
+    @property
+    def num_bins(self) -> int:
+        """Bins that take a sample."""
+        return max((first + num for _, first, num, _ in self._entries), default=0)
+
+    def packs(self, lengths: IntArray, runs: Runs) -> Packs:
+        """
+        Return the packs in canonical order.
+
+        Args:
+            lengths: Tokens of each sample.
+
+            runs: Of these lengths; every sample has to be in an entry.
+        """
+        if not lengths.size:
+            return Packs.from_lists([])
+        return Packs.from_labels(_to_samples(lengths, runs, self._bins()))
+
+    def _bins(self) -> NDArray[np.int32]:
+        """Return the bin of each sample, longest first; shape (num_samples,)."""
+        run, first, num, per_bin = np.array(self._entries, dtype=np.int64).T
+        order = np.argsort(run, kind="stable")
+        first, num, per_bin = first[order], num[order], per_bin[order]
+        bins = count_up(num, starts=first, dtype=np.int32)
+        return bins if per_bin.max() == 1 else np.repeat(bins, np.repeat(per_bin, num))
+
+
+def _to_samples(lengths: IntArray, runs: Runs, bins: NDArray[np.int32]) -> NDArray[np.int32]:
+    """
+    Reorder *bins* from longest first to the order of *lengths*; equal lengths keep their order.
+
+    A radix sort of 16-bit keys, block by block: a block fits the cache, and inside it equal keys read neighbouring
+    elements of *bins*.
+    """
+    sizes, counts = np.array(runs.sizes), np.array(runs.counts)
+    num = sizes.size
+    key_type = np.uint16 if num <= 65_536 else np.uint32
+    table = None
+    if sizes[0] <= _table_limit(lengths):
+        table = np.empty(sizes[0] + 1, dtype=key_type)
+        table[sizes] = np.arange(num)
+    taken = np.cumsum(counts) - counts
+    labels = np.empty(lengths.size, dtype=np.int32)
+    block = max(BLOCK, 4 * num)
+    for start in range(0, lengths.size, block):
+        inside = lengths[start : start + block]
+        keys = table[inside] if table is not None else np.searchsorted(-sizes, -inside).astype(key_type)
+        here = np.bincount(keys, minlength=num)
+        labels[start + np.argsort(keys, kind="stable")] = bins[count_up(here, starts=taken)]
+        taken += here
+    return labels
