@@ -81,6 +81,7 @@ class Knobs:
             min_fill_ratio=self.min_fill_ratio,
             drop_last=self.drop_last,
             allow_single_long=self.allow_single_long,
+            seed=self.seed,
         )
 
     def plan(self, lengths: IntArray) -> RawPlan:

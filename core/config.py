@@ -268,6 +268,8 @@ def _number_faults(config: RunConfig) -> Iterator[Fault]:
         yield Fault("training.num_train_epochs", f"is {training.num_train_epochs}, but has to be above 0")
     if training.max_steps == 0 or training.max_steps < -1:
         yield Fault("training.max_steps", f"is {training.max_steps}, but has to be at least 1, or -1 for no limit")
+    if not 0 <= training.seed < 2**32:
+        yield Fault("training.seed", f"is {training.seed}, but has to be from 0 to 2**32 - 1")
     if training.packing_algorithm not in ALGORITHMS:
         yield Fault(
             "training.packing_algorithm",

@@ -60,6 +60,7 @@ def plan_fingerprint(
     min_fill_ratio: str,
     drop_last: bool,
     allow_single_long: bool,
+    seed: int,
 ) -> Fingerprint:
     """
     Name what a raw plan depends on; a knob that cannot change the plan is left out.
@@ -78,6 +79,8 @@ def plan_fingerprint(
         drop_last: Whether the fill filter drops; if not, the ratio is left out.
 
         allow_single_long: Whether long samples are packs of their own.
+
+        seed: Left out unless the algorithm draws.
     """
     inputs: dict[str, Value] = {"lengths": lengths_digest, "packing": packing, "packing_length": packing_length}
     if packing:
@@ -86,4 +89,6 @@ def plan_fingerprint(
             "min_fill_ratio": min_fill_ratio if drop_last else None,
             "allow_single_long": allow_single_long,
         }
+        if ALGORITHMS[algorithm].draws:
+            inputs["seed"] = seed
     return Fingerprint(inputs)

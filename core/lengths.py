@@ -20,24 +20,17 @@ def as_lengths(lengths: Lengths) -> IntArray:
     Return *lengths* as a one-dimensional int64 array of tokens, each >= 1.
 
     Raises:
-        InvalidLengthError: The first value that is not a positive whole number, with its index.
+        InvalidLengthError: The first value that is not a positive whole number, or with which the total passes 64
+            bits, with its index.
 
     >>> as_lengths([3, 1, 2]).tolist()
     [3, 1, 2]
     """
-    if isinstance(lengths, np.ndarray):
-        array = lengths
-        if array.ndim != 1:
-            raise InvalidLengthError(0, f"array of shape {array.shape}", "lengths are one-dimensional")
-        if array.dtype.kind not in "iu":
-            _raise_first_bad(array.tolist())
-    else:
-        _raise_first_bad(lengths)
-        try:
-            array = np.array(lengths, dtype=np.int64)
-        except OverflowError:
-            index = next(i for i, n in enumerate(lengths) if n >= 2**63)
-            raise InvalidLengthError(index, lengths[index], "a length is below 2**63") from None
+    array = lengths if isinstance(lengths, np.ndarray) else _array_of(lengths)
+    if array.ndim != 1:
+        raise InvalidLengthError(0, f"array of shape {array.shape}", "lengths are one-dimensional")
+    if array.dtype.kind not in "iu":
+        _raise_first_bad(array.tolist())
     if array.size and array.dtype.kind == "u" and int(array.max()) >= 2**63:
         index = int(array.argmax())
         raise InvalidLengthError(index, int(array[index]), "a length is below 2**63")
@@ -45,7 +38,29 @@ def as_lengths(lengths: Lengths) -> IntArray:
     if checked.size and int(checked.min()) < 1:
         index = int(np.argmax(checked < 1))
         raise InvalidLengthError(index, int(checked[index]), "a length is at least 1 token")
+    if checked.size and int(checked.max()) * checked.size >= 2**63:
+        _raise_where_total_overflows(checked)
     return checked
+
+
+def _array_of(values: Sequence[int]) -> IntArray:
+    # One pass over the types is cheap where all are plain ints; a boolean is one only to numpy.
+    if not set(map(type, values)) <= {int}:
+        _raise_first_bad(values)
+    try:
+        return np.array(values, dtype=np.int64)
+    except OverflowError:
+        index = next(i for i, n in enumerate(values) if not -(2**63) <= n < 2**63)
+        reason = "a length is below 2**63" if values[index] > 0 else "a length is at least 1 token"
+        raise InvalidLengthError(index, values[index], reason) from None
+
+
+def _raise_where_total_overflows(lengths: IntArray) -> None:
+    total = 0
+    for index, length in enumerate(lengths.tolist()):
+        total += length
+        if total >= 2**63:
+            raise InvalidLengthError(index, length, "with it the total reaches 2**63 tokens")
 
 
 def _raise_first_bad(values: Sequence[object]) -> None:

@@ -1,44 +1,123 @@
-"""Utilisation, waste, balance and efficiency of packs."""
+"""Utilisation, waste, balance, efficiency and gap of packs, of one call or of many."""
 
 from __future__ import annotations
 
-import attrs
+from collections.abc import Iterable
+from fractions import Fraction
+from math import sqrt
 
+import attrs
+import numpy as np
+
+from core.bounds import lower_bound
 from core.lengths import Lengths, as_lengths, positive
 from core.packs import Packs
 
 
 @attrs.frozen
 class PackingMetrics:
-    """How well packs use their capacity; every figure is a share of 1."""
+    """How well packs use their capacity: exact sums, and the shares that follow from them."""
 
-    utilisation: float
-    """Tokens over what the packs may hold: the fill ratio."""
+    num_packs: int
 
-    waste_ratio: float
-    """`1 - utilisation`."""
+    num_tokens: int
 
-    balance: float
-    """`1 - stdev(load / capacity) / utilisation`, over the population of packs; 1 when all are equally full."""
+    lower_bound: int
+    """No packing has fewer packs; over several calls, their sum."""
 
-    efficiency: float
-    """`ceil(tokens / capacity)` over the number of packs."""
+    full_packs: int
+    """`ceil(tokens / capacity)`; over several calls, their sum."""
+
+    fill: Fraction
+    """Sum of `load / capacity` over all packs."""
+
+    fill_squared: Fraction
+    """Sum of its squares."""
+
+    @property
+    def utilisation(self) -> float:
+        """Tokens over what the packs may hold: the mean fill."""
+        return float(self.fill / self.num_packs)
+
+    @property
+    def waste_ratio(self) -> float:
+        """`1 - utilisation`."""
+        return float(1 - self.fill / self.num_packs)
+
+    @property
+    def balance(self) -> float:
+        """`1 - stdev(load / capacity) / utilisation`, over the population of packs; 1 when all are equally full."""
+        mean = self.fill / self.num_packs
+        return 1 - sqrt(self.fill_squared / self.num_packs - mean**2) / float(mean)
+
+    @property
+    def efficiency(self) -> float:
+        """`ceil(tokens / capacity)` over the number of packs."""
+        return self.full_packs / self.num_packs
+
+    @property
+    def gap(self) -> float:
+        """Packs beyond the lower bound, over the bound: 0 is proven to be the best."""
+        return (self.num_packs - self.lower_bound) / self.lower_bound
 
 
-def packing_metrics(lengths: Lengths, packs: Packs, *, capacity: int) -> PackingMetrics:
+def packing_metrics(lengths: Lengths, packs: Packs, *, capacity: int, bound: int | None = None) -> PackingMetrics:
     """
-    Measure *packs*, at least one, against their capacity in tokens.
+    Measure packs of one call.
+
+    Args:
+        lengths: Tokens of each sample, >= 1.
+
+        packs: At least one.
+
+        capacity: Tokens a pack may hold, >= 1.
+
+        bound: Lower bound for the samples in the packs, where it is known; otherwise it is computed. A sample over
+            the capacity counts as a pack of its own.
+
+    Raises:
+        ValueError: There is no pack.
 
     >>> packing_metrics([60, 20, 50], Packs.from_lists([[0, 1], [2]]), capacity=80).efficiency
     1.0
     """
     capacity = positive("capacity", capacity)
-    loads = packs.loads(as_lengths(lengths)) / capacity
-    utilisation = float(loads.mean())
-    minimum = -(-int(packs.loads(as_lengths(lengths)).sum()) // capacity)
+    array = as_lengths(lengths)
+    if not len(packs):
+        message = "there is no pack to measure"
+        raise ValueError(message)
+    loads = packs.loads(array)
+    different, times = np.unique(loads, return_counts=True)
+    counted = list(zip(different.tolist(), times.tolist(), strict=True))
+    num_tokens = int(loads.sum())
+    if bound is None:
+        packed = array[packs.indices]
+        fitting = packed[packed <= capacity]
+        bound = packed.size - fitting.size + lower_bound(fitting, capacity=capacity, known=len(packs))
     return PackingMetrics(
-        utilisation=utilisation,
-        waste_ratio=1 - utilisation,
-        balance=1 - float(loads.std()) / utilisation,
-        efficiency=minimum / len(packs),
+        num_packs=len(packs),
+        num_tokens=num_tokens,
+        lower_bound=bound,
+        full_packs=-(-num_tokens // capacity),
+        fill=Fraction(num_tokens, capacity),
+        fill_squared=Fraction(sum(load**2 * times for load, times in counted), capacity**2),
+    )
+
+
+def aggregate(calls: Iterable[PackingMetrics]) -> PackingMetrics:
+    """
+    Return the metrics of all packs of several calls together, at least one; capacities may differ.
+
+    >>> one = packing_metrics([60, 20, 50], Packs.from_lists([[0, 1], [2]]), capacity=80)
+    >>> aggregate([one, one]).num_packs
+    4
+    """
+    rows = list(calls)
+    return PackingMetrics(
+        num_packs=sum(row.num_packs for row in rows),
+        num_tokens=sum(row.num_tokens for row in rows),
+        lower_bound=sum(row.lower_bound for row in rows),
+        full_packs=sum(row.full_packs for row in rows),
+        fill=sum((row.fill for row in rows), Fraction()),
+        fill_squared=sum((row.fill_squared for row in rows), Fraction()),
     )

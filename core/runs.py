@@ -65,12 +65,10 @@ class Ledger:
         Return the packs in canonical order.
 
         Args:
-            lengths: Tokens of each sample.
+            lengths: Tokens of each sample; at least one.
 
             runs: Of these lengths; every sample has to be in an entry.
         """
-        if not lengths.size:
-            return Packs.from_lists([])
         return Packs.from_labels(_to_samples(lengths, runs, self._bins()))
 
     def _bins(self) -> NDArray[np.int32]:

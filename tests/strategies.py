@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 from hypothesis import strategies as st
 
 from core.packs import Packs
@@ -17,6 +18,16 @@ def packable(draw, *, min_size=0, max_size=60) -> tuple[list[int], int]:
     few = st.sampled_from(draw(st.lists(st.integers(1, capacity), min_size=1, max_size=4)))
     any_length = st.integers(1, capacity)
     return draw(st.lists(few | any_length, min_size=min_size, max_size=max_size)), capacity
+
+
+@st.composite
+def packable_arrays(draw) -> tuple[list[int], int]:
+    """Up to some hundred lengths of one of the shapes that leave gaps to the bound, and a capacity."""
+    capacity = draw(st.integers(2, 200))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    low = max(1, capacity // draw(st.sampled_from([2, 3, 4, 8, 200])))
+    high = max(low, capacity // draw(st.sampled_from([1, 2, 3])))
+    return rng.integers(low, high + 1, draw(st.integers(1, 120))).tolist(), capacity
 
 
 @st.composite

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import attrs
 import numpy as np
+import scipy
 
 from core.errors import InvalidLengthError
 from core.lengths import IntArray, Lengths, as_lengths, positive
@@ -37,8 +38,8 @@ class Algorithm:
 
     packer: Packer
 
-    version: int
-    """Rises whenever the algorithm gives other packs for some input; part of a plan's fingerprint."""
+    version: str
+    """Another one whenever the algorithm gives other packs for some input; part of a plan's fingerprint."""
 
     draws: bool = False
     """Whether the packs depend on the seed."""
@@ -60,13 +61,13 @@ def _concatenative(lengths: IntArray, /, *, capacity: int, seed: int) -> Packs: 
 
 ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
     {
-        "constant_volume": Algorithm(_over_runs(constant_volume), 1),
-        "best_fit_decreasing": Algorithm(_over_runs(best_fit_decreasing), 1),
-        "first_fit_decreasing": Algorithm(_over_runs(first_fit_decreasing), 1),
-        "modified_first_fit_decreasing": Algorithm(_over_runs(modified_first_fit_decreasing), 1),
-        "concatenative": Algorithm(_concatenative, 1),
-        "first_fit_shuffle": Algorithm(first_fit_shuffle, 1),
-        "certified": Algorithm(certified, 1),
+        "constant_volume": Algorithm(_over_runs(constant_volume), "1"),
+        "best_fit_decreasing": Algorithm(_over_runs(best_fit_decreasing), "1"),
+        "first_fit_decreasing": Algorithm(_over_runs(first_fit_decreasing), "1"),
+        "modified_first_fit_decreasing": Algorithm(_over_runs(modified_first_fit_decreasing), "1"),
+        "concatenative": Algorithm(_concatenative, "1"),
+        "first_fit_shuffle": Algorithm(first_fit_shuffle, "1", draws=True),
+        "certified": Algorithm(certified, f"1, scipy {scipy.__version__}", draws=True),
     }
 )
 """What `training.packing_algorithm` may name."""

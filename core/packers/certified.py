@@ -3,13 +3,14 @@ Certified: the fewest packs that can be found, beside the bound that proves how 
 
 Best fit first, then exact filling; where a gap to the bound stays, column generation, whose solution is rounded by
 diving: patterns that the relaxation uses whole are taken, the program is solved again for what is left, and what is
-left is packed exactly after each dive. Everything is bounded by iterations, so the result does not depend on the
+left is packed exactly after each dive. A gap of few samples is searched by restarts and an integer program. Everything is bounded by iterations, so the result does not depend on the
 machine's speed. The plan is never worse than that of any other algorithm: the last resort is the best of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 
 import numpy as np
 
@@ -21,9 +22,10 @@ from core.packers.first_fit_decreasing import first_fit_decreasing
 from core.packers.first_fit_shuffle import first_fit_shuffle
 from core.packers.modified_first_fit_decreasing import modified_first_fit_decreasing
 from core.packs import Packs
-from core.patterns import Filling, Pattern, key_of, num_packs
+from core.patterns import Filling, Pattern, PatternKey, key_of, num_packs
 from core.patterns.certificate import certify, reduced
 from core.patterns.fill import fill_exactly
+from core.patterns.integer import fewest_patterns
 from core.patterns.relaxation import solve_master
 from core.runs import Ledger, Runs
 
@@ -32,6 +34,10 @@ MAX_DIVES = 40
 
 MIN_SHARE_OF_A_DIVE = 0.15
 """Of the packs still to find, at least so many are fixed in one dive."""
+
+FEW_SAMPLES = 60
+MAX_RESTARTS = 100
+"""Where so few samples leave a gap, so many packings are tried, and an integer program over their patterns."""
 
 
 def certified(lengths: IntArray, *, capacity: int, seed: int) -> Packs:
@@ -66,8 +72,8 @@ def _fewest(runs: Runs, *, capacity: int) -> tuple[Ledger, int]:
     bound, best = certificate.bound, certificate.filling
     if best is None or best_fit.num_bins == bound:
         return best_fit, bound
-    dives = _dives(runs, capacity=capacity, patterns=certificate.patterns)
-    while num_packs(best) > bound and (found := next(dives, None)) is not None:
+    searches = chain(_dives(runs, capacity=capacity, patterns=certificate.patterns), _restarts(runs, capacity=capacity))
+    while num_packs(best) > bound and (found := next(searches, None)) is not None:
         best = min(best, found, key=num_packs)
     return min(best_fit, _ledger_of(best), key=lambda ledger: ledger.num_bins), bound
 
@@ -108,6 +114,20 @@ def _dives(runs: Runs, *, capacity: int, patterns: list[Pattern]) -> Iterator[Fi
         ]
         yield fixed + min(fillings, key=num_packs)
         pool.update({key_of(pattern): pattern for filling in fillings for pattern, _ in filling})
+
+
+def _restarts(runs: Runs, *, capacity: int) -> Iterator[Filling]:
+    """Yield packings of other draws, and at last the best one of all their patterns, where there are few samples."""
+    if sum(runs.counts) > FEW_SAMPLES:
+        return
+    pool: dict[PatternKey, Pattern] = {}
+    for seed in range(MAX_RESTARTS):
+        filling = fill_exactly(runs, capacity=capacity, largest_first=seed % 2 == 0, seed=seed)
+        yield filling
+        pool.update({key_of(pattern): pattern for pattern, _ in filling})
+    chosen = fewest_patterns(list(pool.values()), runs)
+    if chosen is not None:
+        yield chosen
 
 
 def _ledger_of(filling: Filling) -> Ledger:

@@ -13,13 +13,13 @@ def concatenative(lengths: IntArray, *, capacity: int) -> Packs:
     Return packs of consecutive samples.
 
     Args:
-        lengths: Tokens, each from 1 to *capacity*.
+        lengths: Tokens, each from 1 to *capacity*; at least one.
 
         capacity: Tokens a pack may hold.
     """
     offsets = [0]
     start, block = 0, BLOCK
-    while start < lengths.size:
+    while True:
         inside = lengths[start : start + block]
         ends = np.cumsum(inside)
         # following[i]: the first sample that does not fit into a pack that starts at sample i.
@@ -30,8 +30,7 @@ def concatenative(lengths: IntArray, *, capacity: int) -> Packs:
             offsets.append(start + at)
         if start + inside.size == lengths.size:
             offsets.append(lengths.size)
-            break
+            return Packs(np.array(offsets, dtype=np.int64), np.arange(lengths.size))
         # The last pack may go on behind the block: it starts the next one, which grows if a single pack fills it.
         block = block if at else 2 * block
         start += at
-    return Packs(np.array(offsets, dtype=np.int64), np.arange(lengths.size))

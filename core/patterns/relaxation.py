@@ -78,8 +78,6 @@ def relax(runs: Runs, *, capacity: int, fillings: list[Filling], enough: int) ->
         for smoothing in (_SMOOTHING, 0.0):
             smoothed = smoothing * centre + (1 - smoothing) * master.duals
             knapsack = solve_knapsack(sizes, np.floor(np.maximum(smoothed, 0) * _SCALE).astype(np.int64), capacity)
-            if not knapsack.best:
-                continue
             total = sum(price * count for price, count in zip(knapsack.prices.tolist(), runs.counts, strict=True))
             bound = max(bound, -(-total // knapsack.best))
             if total / knapsack.best > best:

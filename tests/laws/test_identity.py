@@ -29,6 +29,7 @@ KNOBS = {
     "min_fill_ratio": "0.65",
     "drop_last": True,
     "allow_single_long": True,
+    "seed": 42,
 }
 
 
@@ -116,9 +117,13 @@ def test_every_planning_knob_enters_the_plans_fingerprint(knob, value):
 
 
 def test_a_knob_without_effect_stays_out_of_the_plans_fingerprint():
-    """The ratio, where nothing is dropped; all but the length, where nothing is packed."""
+    """The ratio, where nothing is dropped; the seed, where nothing is drawn; all but the length, where nothing is packed."""
     kept = {**KNOBS, "drop_last": False}
     assert plan_fingerprint(**kept).digest == plan_fingerprint(**{**kept, "min_fill_ratio": "0.1"}).digest
+
+    assert plan_fingerprint(**KNOBS).digest == plan_fingerprint(**{**KNOBS, "seed": 7}).digest
+    drawn = {**KNOBS, "algorithm": "first_fit_shuffle"}
+    assert plan_fingerprint(**drawn).digest != plan_fingerprint(**{**drawn, "seed": 7}).digest
 
     padded = {**KNOBS, "packing": False}
     assert plan_fingerprint(**padded).digest == plan_fingerprint(**{**padded, "drop_last": False}).digest

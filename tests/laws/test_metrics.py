@@ -6,10 +6,14 @@ import statistics
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
-from core.metrics import packing_metrics
+from core.bounds import lower_bound
+from core.metrics import aggregate, packing_metrics
 from core.packers import pack
-from tests.strategies import packable
+from core.packs import Packs
+from core.plan import build_raw_plan
+from tests.strategies import packable, raw_lengths
 
 
 @given(packable(min_size=1))
@@ -25,3 +29,41 @@ def test_metrics_are_what_they_are_defined_as(case):
     assert 1 - statistics.fmean(shares) == pytest.approx(found.waste_ratio)
     assert 1 - statistics.pstdev(shares) / statistics.fmean(shares) == pytest.approx(found.balance)
     assert -(-sum(lengths) // capacity) / len(packs) == pytest.approx(found.efficiency)
+    assert len(packs) / lower_bound(lengths, capacity=capacity) - 1 == pytest.approx(found.gap)
+    assert found == packing_metrics(lengths, packs, capacity=capacity, bound=found.lower_bound)
+
+
+@given(st.lists(packable(min_size=1, max_size=20), min_size=1, max_size=4))
+def test_metrics_of_several_calls_are_those_of_all_their_packs(cases):
+    """Whatever the capacities: shares over all packs, bounds and full packs summed."""
+    calls, shares, full, bounds = [], [], 0, 0
+    for lengths, capacity in cases:
+        packs = pack(lengths, capacity=capacity)
+        calls.append(packing_metrics(lengths, packs, capacity=capacity))
+        shares += [sum(lengths[i] for i in members) / capacity for members in packs]
+        full += -(-sum(lengths) // capacity)
+        bounds += lower_bound(lengths, capacity=capacity)
+
+    found = aggregate(calls)
+
+    assert len(shares) == found.num_packs
+    assert sum(sum(lengths) for lengths, _ in cases) == found.num_tokens
+    assert statistics.fmean(shares) == pytest.approx(found.utilisation)
+    assert 1 - statistics.pstdev(shares) / statistics.fmean(shares) == pytest.approx(found.balance)
+    assert full / len(shares) == pytest.approx(found.efficiency)
+    assert len(shares) / bounds - 1 == pytest.approx(found.gap)
+
+
+@given(raw_lengths())
+def test_a_plan_with_long_samples_can_be_measured(case):
+    """A sample over the capacity counts as a pack of its own, also in the bound."""
+    lengths, packing_length = case
+    plan = build_raw_plan(lengths, packing_length=packing_length, drop_last=False)
+
+    assert packing_metrics(lengths, plan.packs, capacity=packing_length).gap >= 0
+
+
+def test_no_pack_has_no_metrics():
+    """There is nothing to divide by."""
+    with pytest.raises(ValueError, match="no pack"):
+        packing_metrics([], Packs.from_lists([]), capacity=8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -39,6 +40,20 @@ def test_canonical_order_undoes_any_shuffle(lists, rng: random.Random):
     assert lists == canonical(Packs.from_lists(shuffled)).tolist()
 
 
+@given(st.lists(st.integers(0, 6), max_size=40), st.integers(1, 9))
+def test_packs_from_labels_are_in_canonical_order(labels, block):
+    """Whatever the labels' order, their gaps apart, and the size of the blocks that are sorted at a time."""
+    numbered = {label: number for number, label in enumerate(sorted(set(labels)))}
+    groups = {}
+    for index, label in enumerate(labels):
+        groups.setdefault(label, []).append(index)
+
+    with patch("core.packs.BLOCK", block):
+        packs = Packs.from_labels(np.array([numbered[label] for label in labels], dtype=np.int32))
+
+    assert sorted(groups.values()) == packs.tolist()
+
+
 @given(pack_lists())
 def test_loads_are_sums_of_lengths(lists):
     """One for each pack."""
@@ -54,6 +69,7 @@ def test_no_packs_at_all():
     assert 0 == len(empty)
     assert [] == empty.loads(np.array([], dtype=np.int64)).tolist()
     assert empty == []
+    assert empty == Packs.from_labels(np.zeros(0, dtype=np.int32))
     assert concatenate([empty, Packs.from_lists([[0]]), empty]) == [[0]]
 
 

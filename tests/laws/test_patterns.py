@@ -1,0 +1,261 @@
+"""Patterns: exact filling loses no sample, and the linear relaxation proves what it says."""
+
+from __future__ import annotations
+
+from collections import Counter
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from hypothesis import assume, event, given
+from hypothesis import strategies as st
+
+from core.bounds import lower_bound
+from core.packers import pack
+from core.patterns import num_packs
+from core.patterns.certificate import certify, reduced
+from core.patterns.fill import fill_exactly, refill
+from core.patterns.integer import fewest_patterns
+from core.patterns.quick_bounds import quick_bound
+from core.patterns.relaxation import relax, solve_knapsack, solve_master
+from core.runs import Runs
+from tests import references
+from tests.strategies import packable, packable_arrays
+
+
+def contents(filling, runs):
+    """Samples of each length that a filling holds, and its fullest bin."""
+    held = Counter()
+    for pattern, num in filling:
+        for run, per_bin in pattern.items():
+            held[runs.sizes[run]] += per_bin * num
+    return held, max(sum(runs.sizes[run] * per_bin for run, per_bin in pattern.items()) for pattern, _ in filling)
+
+
+def narrow(num=300, capacity=8192):
+    """Lengths of about a fifth of the capacity: what no simple algorithm packs well."""
+    return np.random.default_rng(7).normal(capacity / 5.4, capacity / 50, num).astype(int), capacity
+
+
+@given(case=packable_arrays(), largest_first=st.booleans(), seed=st.none() | st.integers(0, 3))
+def test_exact_filling_holds_each_sample_once(case, largest_first, seed):
+    """Whatever the order; no bin over capacity, before and after what is not full is packed again."""
+    lengths, capacity = case
+    runs = Runs.of(np.array(lengths))
+
+    filling = fill_exactly(runs, capacity=capacity, largest_first=largest_first, seed=seed)
+    again = refill(filling, runs, capacity=capacity, enough=1)
+
+    event(f"saved: {num_packs(filling) - num_packs(again)}")
+    for found in (filling, again):
+        held, fullest = contents(found, runs)
+        assert Counter(lengths) == held
+        assert fullest <= capacity
+    assert num_packs(again) <= num_packs(filling)
+
+
+@given(case=packable(min_size=1, max_size=7), capacity=st.integers(1, 40))
+def test_a_bin_is_completed_to_the_largest_reachable_sum(case, capacity):
+    """The first bin of a filling, against all subsets."""
+    lengths, _ = case
+    lengths = [min(length, capacity) for length in lengths]
+    runs = Runs.of(np.array(lengths))
+    rest = sorted(lengths)[:-1]
+    sums = {sum(n for bit, n in enumerate(rest) if chosen >> bit & 1) for chosen in range(1 << len(rest))}
+    best = max(total for total in sums if total + max(lengths) <= capacity)
+
+    for seed in (None, 0):
+        pattern, _ = fill_exactly(runs, capacity=capacity, seed=seed)[0]
+        assert max(lengths) + best == sum(runs.sizes[run] * per_bin for run, per_bin in pattern.items())
+
+
+@given(case=packable(min_size=1, max_size=8))
+def test_the_relaxation_is_a_bound_and_no_weaker_than_the_tokens_share(case):
+    """Against exhaustive search, however early the search ends."""
+    lengths, capacity = case
+    runs = Runs.of(np.array(lengths))
+    best = references.fewest(lengths, capacity)
+
+    for enough in (1, best, 99):
+        bound = relax(runs, capacity=capacity, fillings=[], enough=enough).bound
+        assert -(-sum(lengths) // capacity) <= bound <= best
+
+
+@given(case=packable(max_size=8, min_size=1))
+def test_quick_bounds_are_bounds(case):
+    """Against exhaustive search; in 64 bits and beyond."""
+    lengths, capacity = case
+    small = quick_bound(Runs.of(np.array(lengths)), capacity=capacity)
+    huge = Runs.of(np.array(lengths) * 2**52)
+
+    assert small <= references.fewest(lengths, capacity)
+    assert small == quick_bound(huge, capacity=capacity * 2**52)
+    assert 0 == quick_bound(Runs([], []), capacity=capacity)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "capacity", "bound"),
+    [
+        ([34] * 6, 100, 3),  # dual-feasible: three parts do not fit
+        ([51] * 5, 100, 5),  # L2
+        ([60, 60, 50, 40, 40], 100, 3),
+        ([27, 27, 27, 26, 26, 26, 23, 23, 23, 23, 23, 23], 100, 3),
+        ([30] * 7, 100, 3),
+        ([7] * 9, 20, 5),
+    ],
+)
+def test_bounds_of_known_cases(lengths, capacity, bound):
+    """Reached by a packing, which proves them."""
+    assert bound == lower_bound(lengths, capacity=capacity)
+    assert bound == len(pack(lengths, capacity=capacity, algorithm="certified"))
+
+
+@given(case=packable(min_size=1, max_size=12), rng=st.randoms(use_true_random=False))
+def test_the_knapsack_is_exact(case, rng):
+    """Its worth, against all ways; its patterns fit, have the run they are asked for, and are worth what it says."""
+    lengths, capacity = case
+    sizes = np.array(sorted(set(lengths), reverse=True))
+    prices = np.array([rng.randrange(50) for _ in sizes])
+    worth = [0] * (capacity + 1)
+    for room in range(1, capacity + 1):
+        fitting = [worth[room - s] + p for s, p in zip(sizes.tolist(), prices.tolist(), strict=True) if s <= room]
+        worth[room] = max([*fitting, worth[room - 1]])
+
+    knapsack = solve_knapsack(sizes, prices, capacity)
+
+    assert worth == knapsack.worth.tolist()
+    everything = list(range(sizes.size))
+    for run, pattern in zip(everything, knapsack.patterns_with(everything), strict=True):
+        assert run in pattern
+        assert sum(int(sizes[i]) * num for i, num in pattern.items()) <= capacity
+        assert knapsack.worth_with_each_run()[run] == sum(int(prices[i]) * num for i, num in pattern.items())
+
+
+@given(case=packable_arrays())
+def test_the_master_program_is_below_every_packing_of_its_patterns(case):
+    """And its dual values price every sample at as much as the packs cost."""
+    lengths, capacity = case
+    runs = Runs.of(np.array(lengths))
+    filling = fill_exactly(runs, capacity=capacity)
+
+    master = solve_master([pattern for pattern, _ in filling], sizes=np.array(runs.sizes), counts=np.array(runs.counts))
+
+    assert master.num_packs <= num_packs(filling) + 1e-6
+    assert master.num_packs == pytest.approx(float(master.duals @ np.array(runs.counts)), abs=1e-6)
+    assert master.num_packs == pytest.approx(float(master.uses.sum()), abs=1e-6)
+
+
+def test_certified_closes_a_gap_that_all_others_leave():
+    """Best fit leaves 3 % here; the proof is the linear relaxation, the packing comes from its dives."""
+    lengths, capacity = narrow()
+    best_fit = len(pack(lengths, capacity=capacity, algorithm="best_fit_decreasing"))
+
+    found = len(pack(lengths, capacity=capacity, algorithm="certified"))
+
+    assert found < best_fit
+    assert lower_bound(lengths, capacity=capacity) == found
+
+
+def test_certified_packs_whatever_the_solver_and_the_iterations_give():
+    """No solution at all, a program that fails later, one dive only: every sample once, never above best fit."""
+    lengths, capacity = narrow(150)
+    best_fit = len(pack(lengths, capacity=capacity, algorithm="best_fit_decreasing"))
+    solved = []
+
+    def once(*args, **options):
+        solved.append(1)
+        return solve_master(*args, **options) if len(solved) < 3 else None
+
+    for change in (
+        patch("core.patterns.relaxation.solve_master", return_value=None),
+        patch("core.packers.certified.solve_master", side_effect=once),
+        patch("core.packers.certified.MAX_DIVES", 1),
+        patch("core.patterns.fill.MAX_REFILLS", 1),
+        patch("core.patterns.relaxation.MAX_ROUNDS", 1),
+        patch("core.patterns.relaxation.MAX_NEW_PATTERNS", 2),
+        patch("core.patterns.fill.MAX_RUNS", 3),
+        patch("core.patterns.certificate.MAX_RUNS", 3),
+        patch("core.patterns.certificate.MAX_CAPACITY", 3),
+    ):
+        with change:
+            packs = pack(lengths, capacity=capacity, algorithm="certified")
+            bound = lower_bound(lengths, capacity=capacity)
+        assert list(range(lengths.size)) == sorted(packs.indices.tolist())
+        assert packs.loads(lengths).max() <= capacity
+        assert bound <= len(packs) <= best_fit
+
+
+def test_a_gap_that_stays_is_not_hidden():
+    """Fifteen samples for which neither a packing nor a bound is found that would close it."""
+    lengths, capacity = [13, 14, 16, 17, 17, 21, 27, 28, 28, 33, 34, 35, 35, 35, 37], 79
+
+    for change in (
+        patch("core.packers.certified.MAX_DIVES", 1),
+        patch("core.patterns.relaxation.MAX_ROUNDS", 1),
+        patch("core.packers.certified.solve_master", return_value=None),
+        patch("core.packers.certified.fewest_patterns", return_value=None),
+        patch("core.packers.certified.FEW_SAMPLES", 3),
+    ):
+        with change:
+            packs = pack(lengths, capacity=capacity, algorithm="certified")
+            assert len(lengths) == packs.num_samples
+            assert len(packs) == lower_bound(lengths, capacity=capacity) + 1
+
+
+@given(case=packable(min_size=1, max_size=7))
+def test_certified_is_the_best_of_few_samples(case):
+    """Against exhaustive search."""
+    lengths, capacity = case
+
+    assert references.fewest(lengths, capacity) == len(pack(lengths, capacity=capacity, algorithm="certified"))
+
+
+def test_the_integer_program_has_a_place_for_every_sample_or_says_so():
+    """Places that no sample needs stay empty; without a solution there is none."""
+    runs = Runs([5, 3], [1, 2])
+
+    assert [({0: 1, 1: 1}, 1), ({1: 1}, 1)] == fewest_patterns([{0: 1, 1: 1}], runs)
+    assert fewest_patterns([{0: 1}], runs) is None
+    with patch("scipy.optimize.milp") as milp:
+        milp.return_value.x = np.array([2.0, 2.0])
+        assert [({0: 1}, 1), ({1: 2}, 1)] == fewest_patterns([{0: 1}, {1: 2}], runs)
+
+
+def test_a_solver_that_reports_no_solution_is_believed():
+    """The status decides, not the numbers beside it."""
+    with patch("scipy.optimize.linprog") as linprog:
+        linprog.return_value.status = 4
+        assert solve_master([{0: 1}], sizes=np.array([3, 2]), counts=np.array([1, 1])) is None
+
+
+def test_certified_is_the_same_every_time():
+    """Twice in one process; no clock, no global generator."""
+    lengths, capacity = narrow(200)
+    first = pack(lengths, capacity=capacity, algorithm="certified")
+    np.random.default_rng(1).random(5)
+
+    assert first == pack(lengths, capacity=capacity, algorithm="certified")
+
+
+@given(case=packable(min_size=1), factor=st.integers(1, 9), rest=st.integers(0, 8))
+def test_problems_in_lowest_terms_are_the_same_problem(case, factor, rest):
+    """The greatest common divisor goes, and what it leaves of the capacity."""
+    lengths, capacity = case
+    scaled = Runs.of(np.array(lengths) * factor)
+
+    assert reduced(Runs.of(np.array(lengths)), capacity=capacity) == reduced(
+        scaled, capacity=capacity * factor + min(rest, factor - 1)
+    )
+
+
+@given(case=packable_arrays())
+def test_a_certificate_holds(case):
+    """What it knows of the best packing agrees with its bound."""
+    lengths, capacity = case
+    runs = Runs.of(np.array(lengths))
+    certificate = certify(runs, capacity=capacity, known=len(lengths) + 1)
+    assume(certificate.filling is not None)
+
+    event(f"relaxed: {bool(certificate.patterns)}")
+    assert certificate.bound <= num_packs(certificate.filling)
+    assert Counter(lengths) == contents(certificate.filling, runs)[0]

@@ -1,0 +1,89 @@
+"""The algorithms item by item, as their papers say: what the fast ones are compared with."""
+
+from __future__ import annotations
+
+
+def longest_first(lengths):
+    """Sample indices, longest first, equal ones in input order."""
+    return sorted(range(len(lengths)), key=lambda index: -lengths[index])
+
+
+def fit(lengths, capacity, order, prefer):
+    """Put each sample into the bin that *prefer* ranks first among those that it fits, else into a new one."""
+    bins, room = [], []
+    for index in order:
+        fitting = [number for number, left in enumerate(room) if left >= lengths[index]]
+        if not fitting:
+            fitting = [len(bins)]
+            bins.append([])
+            room.append(capacity)
+        chosen = min(fitting, key=lambda number: prefer(room[number]))
+        bins[chosen].append(index)
+        room[chosen] -= lengths[index]
+    return sorted(sorted(members) for members in bins)
+
+
+def best_fit_decreasing(lengths, capacity):
+    """The least room."""
+    return fit(lengths, capacity, longest_first(lengths), lambda room: room)
+
+
+def first_fit_decreasing(lengths, capacity):
+    """The first."""
+    return fit(lengths, capacity, longest_first(lengths), lambda _: 0)
+
+
+def next_fit(lengths, capacity):
+    """A new bin where the next does not fit the last."""
+    bins = []
+    for index, length in enumerate(lengths):
+        if not bins or sum(lengths[i] for i in bins[-1]) + length > capacity:
+            bins.append([])
+        bins[-1].append(index)
+    return bins
+
+
+def modified_first_fit_decreasing(lengths, capacity):
+    """Johnson and Garey's phases on single samples; bins with equal room in the order they were opened."""
+    left = longest_first(lengths)
+    bins = [[index] for index in left if lengths[index] * 2 > capacity]
+    left = left[len(bins) :]
+
+    def room(members):
+        return capacity - sum(lengths[i] for i in members)
+
+    def add(members, index):
+        members.append(index)
+        left.remove(index)
+
+    def between(low, high):
+        return [i for i in left if lengths[i] * low > capacity and lengths[i] * high <= capacity]
+
+    for members in bins:
+        fitting = [i for i in between(3, 2) if lengths[i] <= room(members)]
+        if fitting:
+            add(members, fitting[0])
+    for members in sorted((b for b in bins if len(b) == 1), key=room, reverse=True):
+        small = between(6, 3)
+        if len(small) < 2 or lengths[small[-1]] + lengths[small[-2]] > room(members):
+            continue
+        smallest = next(i for i in small if lengths[i] == lengths[small[-1]])
+        add(members, smallest)
+        add(members, next(i for i in between(6, 3) if lengths[i] <= room(members)))
+    for members in bins:
+        while fitting := [i for i in left if lengths[i] <= room(members)]:
+            add(members, fitting[0])
+    rest = fit(lengths, capacity, left, lambda _: 0)
+    return sorted(sorted(members) for members in bins + rest)
+
+
+def fewest(lengths, capacity, loads=()):
+    """The number of bins of the best packing, by exhaustion."""
+    if not lengths:
+        return len(loads)
+    head, rest = lengths[0], lengths[1:]
+    return min(
+        fewest(rest, capacity, (*loads[:place], sum(loads[place : place + 1]) + head, *loads[place + 1 :]))
+        for place in range(len(loads) + 1)
+        if sum(loads[place : place + 1]) + head <= capacity
+    )

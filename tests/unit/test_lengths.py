@@ -1,0 +1,88 @@
+"""Lengths: a correct result, or an error with index and value; never a wrong one."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from core.bounds import lower_bound
+from core.errors import InvalidLengthError
+from core.lengths import as_lengths
+from core.metrics import packing_metrics
+from core.packers import ALGORITHMS, pack
+from core.plan import build_raw_plan
+
+
+@pytest.mark.parametrize(
+    ("lengths", "index", "value"),
+    [
+        ([3, -1], 1, -1),
+        ([3, 0, -1], 1, 0),
+        ([3, True], 1, True),
+        ([3, np.True_], 1, np.True_),
+        ([3, 1.5], 1, 1.5),
+        ([3, 2.0], 1, 2.0),
+        ([3, None], 1, None),
+        ([3, "2"], 1, "2"),
+        ([3, [2]], 1, [2]),
+        ([3, 2**63], 1, 2**63),
+        ([3, -(2**70)], 1, -(2**70)),
+        (np.array([3.5, 1]), 0, 3.5),
+        (np.array([3, -4]), 1, -4),
+        (np.array([True, False]), 0, True),
+        (np.array([3, None], dtype=object), 1, None),
+        (np.array([3, 2**63], dtype=np.uint64), 1, 2**63),
+        (np.array([[3]]), 0, "array of shape (1, 1)"),
+        ([2**62, 2**61, 2**62], 2, 2**62),
+    ],
+)
+def test_what_is_no_length_is_named_with_its_index(lengths, index, value):
+    """By every function that takes lengths."""
+    for call in (
+        as_lengths,
+        lambda bad: pack(bad, capacity=2**62),
+        lambda bad: lower_bound(bad, capacity=2**62),
+        lambda bad: build_raw_plan(bad, packing_length=2**62),
+        lambda bad: packing_metrics(bad, pack([1], capacity=1), capacity=2**62),
+    ):
+        with pytest.raises(InvalidLengthError) as caught:
+            call(lengths)
+        assert (index, value) == (caught.value.index, caught.value.value)
+        assert f"length {index}" in str(caught.value)
+
+
+def test_not_a_number_is_no_length():
+    """It is not even equal to itself."""
+    with pytest.raises(InvalidLengthError) as caught:
+        pack([3, math.nan], capacity=8)
+    assert (1, "nan") == (caught.value.index, repr(caught.value.value))
+
+
+def test_integers_of_any_kind_are_lengths():
+    """Python's, numpy's, in lists or object arrays; ranges too."""
+    assert [1, 2] == as_lengths([np.int32(1), 2]).tolist()
+    assert [1, 2] == as_lengths(np.array([1, 2], dtype=object)).tolist()
+    assert [1, 2] == as_lengths(range(1, 3)).tolist()
+    assert [2**62, 1, 1] == as_lengths([2**62, 1, 1]).tolist()
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("unit", [2**31, 2**53 + 1, 2**58])
+def test_totals_beyond_32_and_53_bits_are_exact(algorithm, unit):
+    """As with lengths of a few tokens."""
+    lengths = [5, 3, 3, 2, 2, 1]
+
+    huge = pack([n * unit for n in lengths], capacity=5 * unit, algorithm=algorithm)
+
+    assert pack(lengths, capacity=5, algorithm=algorithm) == huge
+    assert lower_bound(lengths, capacity=5) == lower_bound([n * unit for n in lengths], capacity=5 * unit)
+    assert 1.0 == packing_metrics([5 * unit, 5 * unit], pack([1, 1], capacity=1), capacity=5 * unit).utilisation
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_capacity_beyond_64_bits_holds_everything(algorithm):
+    """One pack; nothing overflows."""
+    assert [[0, 1, 2]] == pack([4, 2**40, 1], capacity=2**80, algorithm=algorithm)
+    assert 1 == lower_bound([4, 2**40, 1], capacity=2**80)
