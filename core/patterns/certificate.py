@@ -50,8 +50,9 @@ def certify(runs: Runs, *, capacity: int, known: int) -> Certificate:
         fill_exactly(runs, capacity=capacity, largest_first=False, seed=0),
     ]
     best = min(fillings, key=num_packs)
-    relaxation = relax(runs, capacity=capacity, fillings=fillings, enough=min(known, num_packs(best)))
-    return Certificate(max(bound, relaxation.bound), best, relaxation.patterns)
+    enough = min(known, num_packs(best))
+    relaxation = relax(runs, capacity=capacity, fillings=fillings, bound=bound, enough=enough)
+    return Certificate(relaxation.bound, best, relaxation.patterns)
 
 
 def reduced(runs: Runs, *, capacity: int) -> tuple[Runs, int]:

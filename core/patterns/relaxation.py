@@ -50,9 +50,9 @@ class Relaxation:
     """All patterns of the last master program."""
 
 
-def relax(runs: Runs, *, capacity: int, fillings: list[Filling], enough: int) -> Relaxation:
+def relax(runs: Runs, *, capacity: int, fillings: list[Filling], bound: int, enough: int) -> Relaxation:
     """
-    Bound the number of packs from below.
+    Raise a lower bound on the number of packs.
 
     Args:
         runs: Lengths from 1 to *capacity*, counts >= 1.
@@ -61,6 +61,8 @@ def relax(runs: Runs, *, capacity: int, fillings: list[Filling], enough: int) ->
 
         fillings: Packings that are known; their patterns start the program.
 
+        bound: A lower bound that is known.
+
         enough: A bound that is as good as any, for a packing has that many packs.
     """
     sizes, counts = np.array(runs.sizes), np.array(runs.counts)
@@ -68,7 +70,6 @@ def relax(runs: Runs, *, capacity: int, fillings: list[Filling], enough: int) ->
     for run, size in enumerate(runs.sizes):
         pool.setdefault(((run, capacity // size),), {run: capacity // size})
     centre = sizes / capacity
-    bound = -(-int((sizes * counts).sum()) // capacity)
     best = 0.0
     for _ in range(MAX_ROUNDS):
         master = solve_master(list(pool.values()), sizes=sizes, counts=counts)

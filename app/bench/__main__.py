@@ -1,0 +1,22 @@
+"""Measure what this project claims, beside what else can be installed: `python -m app.bench planner --help`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from app.bench import planner
+from app.command import run_command
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m app.bench", description=__doc__)
+    benchmarks = parser.add_subparsers(required=True, metavar="benchmark")
+    planner.add_arguments(benchmarks.add_parser("planner", help="packing algorithms", description=planner.__doc__))
+    options = parser.parse_args(arguments)
+    return run_command(lambda: options.run(options), verbose=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
