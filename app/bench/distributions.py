@@ -35,7 +35,8 @@ class Distribution:
     def lengths(self, num_samples: int, *, seed: int) -> IntArray:
         """Return that many lengths from 1 to the capacity, in tokens."""
         drawn = self.draw(np.random.default_rng(seed), num_samples, self.capacity)
-        return np.clip(drawn, 1, self.capacity).astype(np.int64)
+        lengths: IntArray = np.clip(drawn, 1, self.capacity).astype(np.int64)
+        return lengths
 
 
 def trace(name: str) -> NDArray[np.uint16]:
@@ -58,7 +59,8 @@ def _vision(rng: np.random.Generator, num: int, _capacity: int) -> NDArray[np.in
     """One to three images of common token counts, and text of lognormal length."""
     images = rng.choice([256, 576, 1024, 1280, 2560], num, p=[0.2, 0.3, 0.25, 0.15, 0.1])
     text = rng.lognormal(5.5, 0.8, num)
-    return (images * rng.choice([1, 1, 1, 2, 3], num) + text).astype(np.int64)
+    lengths: IntArray = (images * rng.choice([1, 1, 1, 2, 3], num) + text).astype(np.int64)
+    return lengths
 
 
 def _uniform(rng: np.random.Generator, num: int, capacity: int) -> NDArray[np.integer]:

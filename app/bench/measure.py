@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import multiprocessing
@@ -74,17 +75,13 @@ def measure(
     except EOFError:
         return NotMeasured("its process died")
     finally:
-        if answer is None:
-            _end(process.pid)
+        if answer is None and process.pid is not None:
+            # Its group holds what it started; it has none of its own until it has come that far.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
         process.join()
     return NotMeasured(answer["error"]) if "error" in answer else Measured(**answer)
-
-
-def _end(pid: int | None) -> None:
-    try:
-        os.killpg(pid or 0, signal.SIGKILL)
-    except ProcessLookupError:
-        pass  # it ended by itself
 
 
 def _child(
@@ -98,7 +95,7 @@ def _child(
     try:
         answer = _measure_here(prepare(), summarise, repeat)
     except Exception as error:  # noqa: BLE001  # whatever a peer raises is its result
-        answer = {"error": f"{type(error).__name__}: {error}"[:200]}
+        answer = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:120]}
     sender.send_bytes(json.dumps(answer).encode())
 
 

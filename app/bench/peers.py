@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,9 @@ class Peer:
 
     package: str
 
+    module: str
+    """What to import before processes are forked, so that it is imported once."""
+
     call: Callable[[IntArray, int], Callable[[], Any]]
     """From lengths and capacity: its input, made; returns what is timed."""
 
@@ -33,6 +37,11 @@ class Peer:
     def title(self) -> str:
         """Name and installed version."""
         return f"{self.name} {version(self.package)}"
+
+    def load(self) -> None:
+        """Import the package."""
+        import_module("adapters.torchvision_shim")  # before transformers and swift
+        import_module(self.module)
 
 
 def _binpacking(lengths: IntArray, capacity: int) -> Callable[[], Any]:
@@ -58,27 +67,27 @@ def _ms_swift(lengths: IntArray, capacity: int) -> Callable[[], Any]:
 
 
 def _trl(lengths: IntArray, capacity: int) -> Callable[[], Any]:
-    import pyarrow
+    import pyarrow as pa
     from datasets import Dataset, disable_caching
-    from trl import pack_dataset
+    from trl.data_utils import pack_dataset
 
     disable_caching()
     if lengths.sum() > MAX_TOKENS:
         message = f"packs tokens, and {int(lengths.sum()):,} are more than fit in memory"
         raise MemoryError(message)
     ends = np.concatenate([[0], np.cumsum(lengths)])
-    tokens = pyarrow.array(np.zeros(ends[-1], dtype=np.int8))
-    column = pyarrow.LargeListArray.from_arrays(pyarrow.array(ends), tokens)
-    data = Dataset(pyarrow.table({"input_ids": column}))
+    tokens = pa.array(np.zeros(ends[-1], dtype=np.int8))
+    column = pa.LargeListArray.from_arrays(pa.array(ends), tokens)
+    data = Dataset(pa.table({"input_ids": column}))
     return lambda: pack_dataset(data, seq_length=capacity, strategy="bfd", map_kwargs={"keep_in_memory": True})
 
 
 PEERS = {
     peer.name: peer
     for peer in (
-        Peer("binpacking", "binpacking", _binpacking, len),
-        Peer("ms-swift", "ms-swift", _ms_swift, len),
-        Peer("trl-bfd", "trl", _trl, len),
+        Peer("binpacking", "binpacking", "binpacking", _binpacking, len),
+        Peer("ms-swift", "ms-swift", "swift.dataset.packing", _ms_swift, len),
+        Peer("trl-bfd", "trl", "trl.data_utils", _trl, len),
     )
 }
 """By name."""

@@ -87,6 +87,9 @@ def run(options: argparse.Namespace) -> None:
     """Measure, then print."""
     _check(options)
     rows: list[Row] = []
+    for name in options.planners:
+        if name in PEERS:
+            PEERS[name].load()
     for name in options.distributions:
         rows += _measure_distribution(DISTRIBUTIONS[name], options)
     if options.json:
@@ -163,12 +166,8 @@ def preparation(name: str, lengths: IntArray, capacity: int) -> Callable[[], Cal
     return prepare
 
 
-def _rows(
-    distribution: Distribution, lengths: IntArray, outcomes: dict[str, Measured | NotMeasured]
-) -> Iterator[Row]:
-    argsort = measure(
-        lambda: lambda: np.argsort(lengths, kind="stable"), lambda _: None, repeat=5, limit_s=600
-    )
+def _rows(distribution: Distribution, lengths: IntArray, outcomes: dict[str, Measured | NotMeasured]) -> Iterator[Row]:
+    argsort = measure(lambda: lambda: np.argsort(lengths, kind="stable"), lambda _: None, repeat=5, limit_s=600)
     assert isinstance(argsort, Measured)  # noqa: S101  # numpy sorts
     done = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Measured)}
     fastest_peer = min((done[name].seconds for name in done if name in PEERS), default=None)
@@ -193,7 +192,18 @@ def _rows(
         )
 
 
-HEAD = ("lengths", "samples", "planner", "seconds", "x argsort", "x fastest peer", "packs", "gap", "peak MB", "B/sample")
+HEAD = (
+    "lengths",
+    "samples",
+    "planner",
+    "seconds",
+    "x argsort",
+    "x fastest peer",
+    "packs",
+    "gap",
+    "peak MB",
+    "B/sample",
+)
 
 
 def table(rows: list[Row]) -> Iterator[str]:
@@ -223,7 +233,8 @@ def _cells(row: Row) -> Iterator[str]:
     yield f"{row.packs:,}"
     yield f"{100 * row.gap:.3f} %" if row.gap else "0"
     yield f"{row.peak_bytes / 1e6:,.0f}"
-    yield f"{row.peak_bytes / row.samples:.0f}"
+    # What a process holds anyway moves by megabytes: only many samples make a share of each.
+    yield f"{row.peak_bytes / row.samples:.0f}" if row.samples >= 1_000_000 else ""
 
 
 def draw(rows: list[Row], path: Path) -> None:
@@ -247,4 +258,3 @@ def draw(rows: list[Row], path: Path) -> None:
     axes[1, 0].set_ylabel("packs above the lower bound, %")
     axes[0, -1].legend(fontsize="x-small")
     figure.savefig(path)
-

@@ -32,7 +32,7 @@ from core.runs import Ledger, Runs
 MAX_DIVES = 40
 """Linear programs after the relaxation; each has fewer samples than the one before."""
 
-MIN_SHARE_OF_A_DIVE = 0.15
+MIN_SHARE_OF_A_DIVE = 0.5
 """Of the packs still to find, at least so many are fixed in one dive."""
 
 FEW_SAMPLES = 60
