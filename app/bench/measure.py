@@ -67,7 +67,7 @@ def measure(
     process = context.Process(target=_child, args=(prepare, summarise, repeat, sender), daemon=False)
     process.start()
     sender.close()
-    answer: dict[str, Any] | None = None
+    answer: dict[str, Any] = {}
     try:
         if not receiver.poll(limit_s):
             return NotMeasured(f"over {limit_s:.0f} s")
@@ -75,7 +75,7 @@ def measure(
     except EOFError:
         return NotMeasured("its process died")
     finally:
-        if answer is None and process.pid is not None:
+        if not answer and process.pid is not None:
             # Its group holds what it started; it has none of its own until it has come that far.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

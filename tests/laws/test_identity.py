@@ -10,11 +10,13 @@ import sys
 
 import numpy as np
 import pytest
+import scipy
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from core.checksum import plan_checksum
 from core.fingerprint import Fingerprint, plan_fingerprint
+from core.packers import ALGORITHMS
 from core.packs import Packs
 from tests.strategies import pack_lists
 
@@ -114,6 +116,14 @@ def test_a_difference_names_the_key_and_both_values(stored, key, value):
 def test_every_planning_knob_enters_the_plans_fingerprint(knob, value):
     """Changing one changes the digest."""
     assert plan_fingerprint(**KNOBS).digest != plan_fingerprint(**{**KNOBS, knob: value}).digest
+
+
+def test_every_algorithm_has_its_own_fingerprint():
+    """By name and version; that of `certified` says which solver it was planned with."""
+    fingerprints = [plan_fingerprint(**{**KNOBS, "algorithm": name}) for name in ALGORITHMS]
+
+    assert len(ALGORITHMS) == len({fingerprint.digest for fingerprint in fingerprints})
+    assert f"certified 1, scipy {scipy.__version__}" == fingerprints[-1].inputs["algorithm"]
 
 
 def test_a_knob_without_effect_stays_out_of_the_plans_fingerprint():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from core.checksum import plan_checksum
 from core.packs import Packs, canonical, concatenate
 from tests.strategies import pack_lists
 
@@ -60,6 +62,25 @@ def test_loads_are_sums_of_lengths(lists):
     lengths = np.arange(1, 40)
 
     assert [sum(int(lengths[i]) for i in pack) for pack in lists] == Packs.from_lists(lists).loads(lengths).tolist()
+
+
+@given(pack_lists())
+def test_packs_over_memory_mapped_files_are_the_same_packs(lists):
+    """Without a copy: equality and checksum read the files."""
+    packs = Packs.from_lists(lists)
+    with TemporaryDirectory() as folder:
+        mapped = []
+        for name, array in (("offsets", packs.offsets), ("indices", packs.indices)):
+            np.save(f"{folder}/{name}.npy", array)
+            mapped.append(np.load(f"{folder}/{name}.npy", mmap_mode="r"))
+
+        again = Packs(*mapped)
+
+        assert packs == again
+        assert plan_checksum(packs) == plan_checksum(again) == plan_checksum(lists)
+        assert all(
+            np.shares_memory(ours, file) for ours, file in zip((again.offsets, again.indices), mapped, strict=True)
+        )
 
 
 def test_no_packs_at_all():

@@ -168,8 +168,8 @@ def test_certified_packs_whatever_the_solver_and_the_iterations_give():
 
     for change in (
         patch("core.patterns.relaxation.solve_master", return_value=None),
-        patch("core.packers.certified.solve_master", side_effect=once),
-        patch("core.packers.certified.MAX_DIVES", 1),
+        patch("core.patterns.rounding.solve_master", side_effect=once),
+        patch("core.patterns.rounding.MAX_DIVES", 1),
         patch("core.patterns.fill.MAX_REFILLS", 1),
         patch("core.patterns.relaxation.MAX_ROUNDS", 1),
         patch("core.patterns.relaxation.MAX_NEW_PATTERNS", 2),
@@ -190,11 +190,11 @@ def test_a_gap_that_stays_is_not_hidden():
     lengths, capacity = [13, 14, 16, 17, 17, 21, 27, 28, 28, 33, 34, 35, 35, 35, 37], 79
 
     for change in (
-        patch("core.packers.certified.MAX_DIVES", 1),
+        patch("core.patterns.rounding.MAX_DIVES", 1),
         patch("core.patterns.relaxation.MAX_ROUNDS", 1),
-        patch("core.packers.certified.solve_master", return_value=None),
-        patch("core.packers.certified.fewest_patterns", return_value=None),
-        patch("core.packers.certified.FEW_SAMPLES", 3),
+        patch("core.patterns.rounding.solve_master", return_value=None),
+        patch("core.patterns.rounding.fewest_patterns", return_value=None),
+        patch("core.patterns.rounding.FEW_SAMPLES", 3),
     ):
         with change:
             packs = pack(lengths, capacity=capacity, algorithm="certified")

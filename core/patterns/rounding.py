@@ -1,0 +1,104 @@
+"""
+Whole bins out of the linear relaxation: by diving, and for few samples by restarts and an integer program.
+
+A dive takes the patterns that the program uses whole, and the best of the others until enough bins are fixed; then what
+is left is packed exactly, and the program is solved again for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from core.patterns import Filling, Pattern, PatternKey, key_of, num_packs
+from core.patterns.fill import fill_exactly
+from core.patterns.integer import fewest_patterns
+from core.patterns.relaxation import FloatArray, Master, solve_master
+from core.runs import Runs
+
+MAX_DIVES = 40
+"""Linear programs after the relaxation; each has fewer samples than the one before."""
+
+MIN_SHARE_OF_A_DIVE = 0.5
+"""Of the packs still to find, at least so many are fixed in one dive."""
+
+FEW_SAMPLES = 60
+MAX_RESTARTS = 100
+"""Where so few samples leave a gap, so many packings are tried, and an integer program over their patterns."""
+
+_TINY = 1e-6
+"""What a solver's zero may be."""
+
+
+def dives(runs: Runs, *, capacity: int, patterns: list[Pattern]) -> Iterator[Filling]:
+    """
+    Yield packings, each with more of its bins fixed by the linear program.
+
+    Args:
+        runs: Lengths from 1 to *capacity*, counts >= 1.
+
+        capacity: Tokens a bin may hold.
+
+        patterns: Of the relaxation; among them a packing of all samples.
+    """
+    left = list(runs.counts)
+    fixed: Filling = []
+    pool = {key_of(pattern): pattern for pattern in patterns}
+    for dive in range(1, MAX_DIVES + 1):
+        usable = [p for p in pool.values() if all(per_bin <= left[run] for run, per_bin in p.items())]
+        master = _solve(usable, runs.sizes, left)
+        if master is None:
+            return
+        fixed += _fix(usable, master.uses, left, at_least=MIN_SHARE_OF_A_DIVE * master.num_packs)
+        if not any(left):
+            yield fixed
+            return
+        rest = Runs(runs.sizes, left)
+        fillings = [
+            fill_exactly(rest, capacity=capacity, largest_first=largest_first, seed=seed)
+            for largest_first, seed in ((True, dive), (True, None), (False, dive), (False, MAX_DIVES + dive))
+        ]
+        yield fixed + min(fillings, key=num_packs)
+        pool.update({key_of(pattern): pattern for filling in fillings for pattern, _ in filling})
+
+
+def restarts(runs: Runs, *, capacity: int) -> Iterator[Filling]:
+    """Yield packings of other draws, and at last the best one of all their patterns, where there are few samples."""
+    if sum(runs.counts) > FEW_SAMPLES:
+        return
+    pool: dict[PatternKey, Pattern] = {}
+    for seed in range(MAX_RESTARTS):
+        filling = fill_exactly(runs, capacity=capacity, largest_first=seed % 2 == 0, seed=seed)
+        yield filling
+        pool.update({key_of(pattern): pattern for pattern, _ in filling})
+    chosen = fewest_patterns(list(pool.values()), runs)
+    if chosen is not None:
+        yield chosen
+
+
+def _solve(patterns: list[Pattern], sizes: list[int], left: list[int]) -> Master | None:
+    """Solve the linear program for the runs that have samples left."""
+    alive = [run for run, count in enumerate(left) if count]
+    place = {run: number for number, run in enumerate(alive)}
+    return solve_master(
+        [{place[run]: per_bin for run, per_bin in pattern.items()} for pattern in patterns],
+        sizes=np.array([sizes[run] for run in alive]),
+        counts=np.array([left[run] for run in alive]),
+    )
+
+
+def _fix(patterns: list[Pattern], uses: FloatArray, left: list[int], *, at_least: float) -> Filling:
+    """Take whole bins from *left*, most used patterns first, and return them: all whole uses, and *at_least* so many."""
+    fixed: Filling = []
+    for place in np.argsort(-uses, kind="stable").tolist():
+        pattern, used = patterns[place], float(uses[place])
+        if used < 1 - _TINY and fixed and (num_packs(fixed) >= at_least or used < _TINY):
+            break
+        # The program lets a sample take the place of a longer one: not every bin that it uses can be filled as it says.
+        num = min(max(int(used + _TINY), 1), *(left[run] // per_bin for run, per_bin in pattern.items()))
+        if num:
+            fixed.append((pattern, num))
+            for run, per_bin in pattern.items():
+                left[run] -= num * per_bin
+    return fixed

@@ -1,0 +1,118 @@
+"""The benchmark measures real packages, and says what it measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from app.bench.__main__ import main
+from app.bench.distributions import DISTRIBUTIONS, trace
+from app.bench.measure import Measured, NotMeasured, measure
+from app.bench.peers import PEERS
+from core.bounds import lower_bound
+from core.packers import ALGORITHMS, pack
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+def test_the_command_compares_all_planners_and_prints_one_document(tmp_path):
+    """As a user runs it: every planner and installed peer has figures, the plot is written."""
+    command = [sys.executable, "-m", "app.bench", "planner", "--samples", "300", "900", "--distributions", "sft-2048",
+               "--repeat", "1", "--json", "--plot", str(tmp_path / "plot.svg")]  # fmt: skip
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=240)
+
+    rows = json.loads(run.stdout)["rows"]
+
+    assert [(n, name) for n in (300, 900) for name in [*ALGORITHMS, *PEERS]] == [
+        (row["samples"], row["planner"]) for row in rows
+    ]
+    for row in rows:
+        assert row["problem"] is None
+        assert row["packs"] >= row["lower_bound"] > 0
+        assert row["gap"] == row["packs"] / row["lower_bound"] - 1
+        assert row["seconds"] > 0
+    assert "</svg>" in (tmp_path / "plot.svg").read_text(encoding="utf-8")
+    lengths = DISTRIBUTIONS["sft-2048"].lengths(900, seed=0)
+    packed = {row["planner"]: row["packs"] for row in rows if row["samples"] == 900}
+    assert packed["certified"] == len(pack(lengths, capacity=2048, algorithm="certified"))
+    assert packed["binpacking"] == packed["constant_volume"]
+
+
+def test_the_table_has_a_line_for_each_planner(capsys):
+    """Columns aligned, so that it can be pasted into a page."""
+    planners = ["best_fit_decreasing", "concatenative"]
+
+    assert 0 == main(["planner", "--samples", "200", "--distributions", "detcap-8192", "--planners", *planners])
+
+    lines = capsys.readouterr().out.splitlines()
+    assert 4 == len(lines)
+    assert 1 == len({len(line) for line in lines})
+    assert planners == [line.split("|")[3].strip() for line in lines[2:]]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [["--samples", "0"], ["--repeat", "0"], ["--limit-s", "0"], ["--seed", "-1"], ["--plot", "/none/of/it.svg"]],
+)
+def test_wrong_options_are_named(wrong, capsys):
+    """Status 2, before anything is measured."""
+    assert 2 == main(["planner", *wrong])
+    assert wrong[0] in capsys.readouterr().err
+
+
+def test_a_planner_over_the_limit_is_ended_with_what_it_started(tmp_path):
+    """Its process and that process's child are gone; the reason is in its row."""
+
+    def prepare():
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        (tmp_path / "pids").write_text(f"{os.getpid()} {child.pid}")
+        return lambda: time.sleep(600)
+
+    outcome = measure(prepare, lambda _: None, repeat=1, limit_s=3)
+
+    assert NotMeasured("over 3 s") == outcome
+    for pid in (tmp_path / "pids").read_text().split():
+        status = Path(f"/proc/{pid}/status")
+        assert not status.exists() or "zombie" in status.read_text()
+
+
+def test_a_call_is_measured_in_seconds_and_bytes():
+    """An array of 64 MB is seen; what a call raises is its result."""
+    outcome = measure(lambda: lambda: np.ones(8_000_000), lambda array: array.size, repeat=3, limit_s=60)
+
+    assert isinstance(outcome, Measured)
+    assert (3, 8_000_000) == (outcome.num_runs, outcome.result)
+    assert 60e6 < outcome.peak_bytes < 100e6
+    assert NotMeasured("ZeroDivisionError: division by zero") == measure(
+        lambda: lambda: 1 / 0, str, repeat=1, limit_s=60
+    )
+    assert NotMeasured("its process died") == measure(lambda: lambda: os._exit(3), str, repeat=1, limit_s=60)
+
+
+@pytest.mark.parametrize(("name", "capacity"), [("chat", 2048), ("sft", 2048), ("detcap", 12288), ("detcap", 8192)])
+def test_certified_meets_the_bound_on_real_lengths(name, capacity):
+    """Proven to be the fewest packs; no other algorithm has fewer, and modified first fit no more than first fit."""
+    lengths = trace(name)
+    lengths = lengths[lengths <= capacity]
+    packs = {algorithm: len(pack(lengths, capacity=capacity, algorithm=algorithm)) for algorithm in ALGORITHMS}
+
+    assert packs["certified"] == lower_bound(lengths, capacity=capacity, known=packs["certified"])
+    assert packs["certified"] == min(packs.values())
+    assert packs["modified_first_fit_decreasing"] <= packs["first_fit_decreasing"]
+
+
+def test_distributions_are_drawn_from_their_seed():
+    """The same again, from 1 to the capacity; another seed, other lengths."""
+    for distribution in DISTRIBUTIONS.values():
+        lengths = distribution.lengths(500, seed=1)
+        assert np.array_equal(lengths, distribution.lengths(500, seed=1))
+        assert not np.array_equal(lengths, distribution.lengths(500, seed=2))
+        assert 1 <= lengths.min() <= lengths.max() <= distribution.capacity
