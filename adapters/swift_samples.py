@@ -8,7 +8,6 @@ import json
 import multiprocessing
 import os
 import time
-import warnings
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -22,6 +21,7 @@ from PIL import Image
 from swift import get_model_processor, get_template
 from swift.template import Template
 
+from adapters.image_headers import ImageArithmetic, read_size
 from adapters.jsonl_records import JsonlRecords
 from core.config import CustomConfig, ModelConfig, TemplateConfig
 from core.errors import ConfigError, ContractError, RecordError
@@ -165,6 +165,7 @@ class SwiftSamples:
         self.spec = spec
         self.records = JsonlRecords(spec.paths)
         self.template = template or open_template(spec.model, spec.template, packing_length=spec.packing_length)
+        self._arithmetic = ImageArithmetic.of(self.template)
         self._workers = min(workers, os.cpu_count() or 1)
 
     def __len__(self) -> int:
@@ -204,8 +205,24 @@ class SwiftSamples:
         """Return the digest of the first *count* records."""
         return self.records.digest(count)
 
+    def measure_quickly(self, index: int) -> Measurement:
+        """Measure sample *index* from its images' headers where that is proven to be exact; else in full."""
+        sample, images = self._sample(index)
+        # Where the template cuts, what is cut away depends on where the images stand.
+        if self._arithmetic is None or not images or self.template.max_length is not None:
+            return self.measure(index)
+        sizes = [self._size(index, image) for image in images]
+        stand_ins = [self._arithmetic.smallest_image] * len(images)
+        standing = self.measured(index, self._encode(index, {**sample, "images": stand_ins}))
+        try:
+            patches = sum(self._arithmetic.patches(*size) for size in sizes)
+        except ValueError as error:
+            raise self._fault(index, f"an image cannot be encoded: {error}") from None
+        more = (patches - standing.patches) // self._arithmetic.merge_size**2
+        return attrs.evolve(standing, length=standing.length + more, patches=patches)
+
     def measure(self, index: int) -> Measurement:
-        """Measure sample *index*; RecordError if it cannot become a sample."""
+        """Encode and measure sample *index*; RecordError if it cannot become a sample."""
         limit = self.template.max_length
         if limit is None:
             return self.measured(index, self.encode(index))
@@ -225,14 +242,14 @@ class SwiftSamples:
         if self._workers > 1:
             started = time.perf_counter()
             while done < len(indices):
-                yield self.measure(indices[done])
+                yield self.measure_quickly(indices[done])
                 done += 1
                 spent = time.perf_counter() - started
                 if done >= 16 and spent / done * (len(indices) - done) * (1 - 1 / self._workers) > _POOL_START_S:
                     break
         rest = indices[done:]
         if not rest or self._workers == 1:
-            yield from map(self.measure, rest)
+            yield from map(self.measure_quickly, rest)
             return
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(self._workers, context, _open_worker, (self.spec,)) as pool:
@@ -243,29 +260,47 @@ class SwiftSamples:
 
     def encode(self, index: int) -> dict[str, Any]:
         """Encode sample *index* as the template does; RecordError if it cannot become a sample."""
-        source, line = self.records.where(index)
-        record = self.records[index]
+        sample, images = self._sample(index)
+        for image in images:
+            self._size(index, image)
+        try:
+            return self._encode(index, {**sample, "images": images})
+        except RecordError:
+            # A damaged image is the likelier reason, and a better one.
+            for image in images:
+                self._size(index, image, decode=True)
+            raise
+
+    def _sample(self, index: int) -> tuple[dict[str, Any], list[str]]:
+        """Return sample *index* as messages, and the paths of its images."""
         try:
             sample = to_messages(
-                record,
+                self.records[index],
                 object_field_order=self.spec.custom.object_field_order,
                 use_summary=self.spec.custom.use_summary,
             )
         except ValueError as error:
-            raise RecordError(source, line, f"the record {error}") from None
+            raise self._fault(index, f"the record {error}") from None
         images = [str(self.records.folder(index) / image) for image in sample.get("images", ())]
-        for image in images:
-            if reason := _unreadable(image, decode=False):
-                raise RecordError(source, line, reason)
         if images and not self.sees_images:
-            raise RecordError(source, line, "the record has images, but the model reads text only")
+            raise self._fault(index, "the record has images, but the model reads text only")
+        return sample, images
+
+    def _size(self, index: int, image: str, *, decode: bool = False) -> tuple[int, int]:
         try:
-            encoded = self.template.encode({**sample, "images": images}, return_length=True)
+            return read_size(image, decode=decode)
+        except ValueError as error:
+            raise self._fault(index, str(error)) from None
+
+    def _encode(self, index: int, sample: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return dict(self.template.encode(sample, return_length=True))
         except Exception as error:
-            broken = next(filter(None, (_unreadable(image, decode=True) for image in images)), None)
-            reason = broken or f"the record cannot be encoded: {type(error).__name__}: {error}"
-            raise RecordError(source, line, reason) from error
-        return dict(encoded)
+            raise self._fault(index, f"the record cannot be encoded: {type(error).__name__}: {error}") from error
+
+    def _fault(self, index: int, reason: str) -> RecordError:
+        source, line = self.records.where(index)
+        return RecordError(source, line, reason)
 
     def measured(self, index: int, encoded: dict[str, Any]) -> Measurement:
         """Measure an encoded sample; RecordError if its image tokens do not match its images."""
@@ -280,12 +315,11 @@ class SwiftSamples:
             merge = self.template.processor.image_processor.merge_size**2
             tokens = encoded["input_ids"].count(self.template.image_token_id)
             if tokens != measurement.patches // merge:
-                source, line = self.records.where(index)
                 reason = (
                     f"the record has {tokens:,} image tokens, but its images give {measurement.patches // merge:,}: "
                     "its text may contain the image token itself"
                 )
-                raise RecordError(source, line, reason)
+                raise self._fault(index, reason)
         return measurement
 
     def fetch(self, index: int, planned: Table) -> dict[str, Any]:
@@ -299,23 +333,6 @@ class SwiftSamples:
         return encoded
 
 
-def _unreadable(path: str, *, decode: bool) -> str | None:
-    """Return why an image cannot be used, or None; without *decode* only its header is read."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(path) as image:
-                if decode:
-                    image.load()
-    except FileNotFoundError:
-        return f"the image {path} does not exist: relative paths start at the folder of the data file"
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
-        return f"the image {path} has more than {Image.MAX_IMAGE_PIXELS:,} pixels, which may be an attack: shrink it"
-    except (OSError, SyntaxError, ValueError) as error:
-        return f"the image {path} cannot be read, it is damaged or no image: {error}"
-    return None
-
-
 _worker: SwiftSamples | None = None
 
 
@@ -327,4 +344,4 @@ def _open_worker(spec: SampleSpec) -> None:
 
 def _measure_in_worker(index: int) -> Measurement:
     assert _worker is not None  # noqa: S101  # the pool's initializer made it
-    return _worker.measure(index)
+    return _worker.measure_quickly(index)

@@ -1,0 +1,88 @@
+"""
+What an image will cost in tokens, from its header alone.
+
+The arithmetic is the processor's own: ms-swift shrinks to `max_pixels` (`rescale_image`), qwen_vl_utils rounds both
+sides to whole merged patches within its limits (`smart_resize`), and each merged patch is a token. Nobody turns an
+image by its EXIF orientation on the way, so the stored width and height count.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+import warnings
+
+from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
+
+import attrs
+from PIL import Image
+from qwen_vl_utils.vision_process import smart_resize
+from swift.template import Template
+
+PROVEN = frozenset({"qwen2_5_vl", "qwen3_vl"})
+"""Templates whose lengths this gives; the audit compares them with full encodes all the same."""
+
+
+@attrs.frozen(slots=False)
+class ImageArithmetic:
+    """How one template turns an image's size into patches."""
+
+    patch_size: int
+    """Pixels of a patch's side."""
+
+    merge_size: int
+    """Patches of a token's side."""
+
+    max_pixels: int | None
+    """To which ms-swift shrinks images before anything else; None does not."""
+
+    @classmethod
+    def of(cls, template: Template) -> ImageArithmetic | None:
+        """Return the arithmetic of a template, None if it is not known."""
+        if template.template_meta.template_type not in PROVEN:
+            return None
+        processor = template.processor.image_processor
+        return cls(processor.patch_size, processor.merge_size, template.max_pixels)
+
+    @cached_property
+    def smallest_image(self) -> Image.Image:
+        """An image of four tokens, to stand in for others."""
+        side = 2 * self.patch_size * self.merge_size
+        return Image.new("RGB", (side, side))
+
+    def patches(self, width: int, height: int) -> int:
+        """Return the vision patches of an image; ValueError if the processor refuses its shape."""
+        if self.max_pixels is not None and 0 < self.max_pixels < width * height:
+            ratio = width / height
+            scaled = math.sqrt(self.max_pixels / ratio)
+            height, width = int(scaled), int(scaled * ratio)
+        rows, columns = smart_resize(height, width, factor=self.patch_size * self.merge_size)
+        return (rows // self.patch_size) * (columns // self.patch_size)
+
+
+def read_size(path: str, *, decode: bool = False) -> tuple[int, int]:
+    """
+    Return the width and height that an image's header gives, in pixels.
+
+    Args:
+        path: Of the file.
+
+        decode: Read the pixels too, to find damage behind the header.
+
+    Raises:
+        ValueError: The image cannot be used, and why.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(path) as image:
+                if decode:
+                    image.load()
+                return image.size
+    except FileNotFoundError:
+        reason = f"the image {path} does not exist: relative paths start at the folder of the data file"
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        reason = f"the image {path} has more than {Image.MAX_IMAGE_PIXELS:,} pixels, which may be an attack: shrink it"
+    except (OSError, SyntaxError, ValueError) as error:
+        reason = f"the image {path} cannot be read, it is damaged or no image: {error}"
+    raise ValueError(reason)
