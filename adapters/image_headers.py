@@ -9,8 +9,8 @@ image by its EXIF orientation on the way, so the stored width and height count.
 from __future__ import annotations
 
 import math
-from functools import cached_property
 import warnings
+from functools import cached_property
 
 from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
 
@@ -57,7 +57,7 @@ class ImageArithmetic:
             scaled = math.sqrt(self.max_pixels / ratio)
             height, width = int(scaled), int(scaled * ratio)
         rows, columns = smart_resize(height, width, factor=self.patch_size * self.merge_size)
-        return (rows // self.patch_size) * (columns // self.patch_size)
+        return int(rows // self.patch_size) * int(columns // self.patch_size)
 
 
 def read_size(path: str, *, decode: bool = False) -> tuple[int, int]:

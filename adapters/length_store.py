@@ -94,6 +94,13 @@ class DiskLengthStore:
             },
         )
 
+    def discard(self) -> None:
+        """Forget all rows: the manifest goes first, so that no reader trusts them meanwhile."""
+        self._manifest.unlink(missing_ok=True)
+        artefacts.sync_folder(self.folder)
+        self._rows.write_bytes(b"")
+        self._hash, self._num_measured = hashlib.sha256(), 0
+
     def digest(self) -> str:
         """Return the SHA-256 hex digest of all rows."""
         return self._hash.hexdigest()

@@ -8,7 +8,7 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from adapters import torchvision_shim  # noqa: F401  # before transformers and s
 
 import attrs
 import torch
-from PIL import Image
 from swift import get_model_processor, get_template
 from swift.template import Template
 
@@ -236,23 +235,24 @@ class SwiftSamples:
             return whole
         return attrs.evolve(self.measured(index, self.encode(index)), cut=True)
 
-    def measure_many(self, indices: range) -> Iterator[Measurement]:
-        """Measure several, in the order of *indices*, by processes where that is faster."""
+    def measure_many(self, indices: range, *, in_full: bool) -> Iterator[Measurement]:
+        """Measure several, in the order of *indices*, by processes where that is faster; see `core.ports`."""
+        measure = self.measure if in_full else self.measure_quickly
         done = 0
         if self._workers > 1:
             started = time.perf_counter()
             while done < len(indices):
-                yield self.measure_quickly(indices[done])
+                yield measure(indices[done])
                 done += 1
                 spent = time.perf_counter() - started
                 if done >= 16 and spent / done * (len(indices) - done) * (1 - 1 / self._workers) > _POOL_START_S:
                     break
         rest = indices[done:]
         if not rest or self._workers == 1:
-            yield from map(self.measure_quickly, rest)
+            yield from map(measure, rest)
             return
         context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(self._workers, context, _open_worker, (self.spec,)) as pool:
+        with ProcessPoolExecutor(self._workers, context, _open_worker, (self.spec, in_full)) as pool:
             try:
                 yield from pool.map(_measure_in_worker, rest, chunksize=16)
             finally:
@@ -333,15 +333,16 @@ class SwiftSamples:
         return encoded
 
 
-_worker: SwiftSamples | None = None
+_measure: Callable[[int], Measurement] | None = None
 
 
-def _open_worker(spec: SampleSpec) -> None:
-    global _worker  # noqa: PLW0603  # the one thing a worker process holds
+def _open_worker(spec: SampleSpec, in_full: bool) -> None:  # noqa: FBT001  # pools pass arguments by place
+    global _measure  # noqa: PLW0603  # the one thing a worker process holds
     torch.set_num_threads(1)
-    _worker = SwiftSamples(spec)
+    samples = SwiftSamples(spec)
+    _measure = samples.measure if in_full else samples.measure_quickly
 
 
 def _measure_in_worker(index: int) -> Measurement:
-    assert _worker is not None  # noqa: S101  # the pool's initializer made it
-    return _worker.measure_quickly(index)
+    assert _measure is not None  # noqa: S101  # the pool's initializer made it
+    return _measure(index)

@@ -158,10 +158,12 @@ def measure(name: str, source: LengthSource, store: LengthStore, *, flush_every:
     """
     Return the measurements of all samples, measuring those that the store does not have.
 
+    The source's shortcut is audited: where an encoded sample measures otherwise, all are encoded in full.
+
     Raises:
         RecordError: A record cannot become a sample; what was measured before it is kept.
 
-        DataSetError: Measuring a sample twice gives two results.
+        DataSetError: Encoding a sample twice gives two results.
     """
     total = len(source)
     known = store.resume(source.fingerprint(), total, source.data_digest)
@@ -169,9 +171,25 @@ def measure(name: str, source: LengthSource, store: LengthStore, *, flush_every:
         log.info("%s: the lengths of all %s samples are stored", name, f"{total:,}")
         return known
     log.info("%s: measuring %s samples, %s are stored", name, f"{total - len(known):,}", f"{len(known):,}")
+    every = flush_every or min(max(total // 100, 256), 10_000)
+    try:
+        return _measure(name, source, store, known, flush_every=every, in_full=False)
+    except _ShortcutError as error:
+        log.warning("%s: %s: encoding every sample in full instead", name, error)
+        store.discard()
+        return _measure(name, source, store, known[:0], flush_every=every, in_full=True)
+
+
+class _ShortcutError(Exception):
+    """A sample encodes to another measurement than the source's shortcut gives."""
+
+
+def _measure(
+    name: str, source: LengthSource, store: LengthStore, known: Table, *, flush_every: int, in_full: bool
+) -> Table:
+    total = len(source)
     parts: list[Table] = [known]
     rows: list[tuple[int, ...]] = []
-    every = flush_every or min(max(total // 100, 256), 10_000)
 
     def flush() -> None:
         parts.append(_table(rows))
@@ -180,8 +198,8 @@ def measure(name: str, source: LengthSource, store: LengthStore, *, flush_every:
 
     with tqdm(total=total, initial=len(known), desc=f"measuring {name}", unit=" samples", disable=None) as bar:
         try:
-            for measurement in source.measure_many(range(len(known), total)):
-                if len(rows) >= every:
+            for measurement in source.measure_many(range(len(known), total), in_full=in_full):
+                if len(rows) >= flush_every:
                     flush()
                 rows.append(to_row(measurement))
                 bar.update()
@@ -190,7 +208,7 @@ def measure(name: str, source: LengthSource, store: LengthStore, *, flush_every:
                 flush()
             raise
     # The store is complete only when the samples have proved steady: otherwise the next run would trust them.
-    _probe(source, np.concatenate([*parts, _table(rows)]))
+    _audit(source, np.concatenate([*parts, _table(rows)]), in_full=in_full)
     flush()
     return np.concatenate(parts)
 
@@ -199,22 +217,42 @@ def _table(rows: list[tuple[int, ...]]) -> Table:
     return np.array(rows, dtype=np.int32).reshape(-1, len(COLUMNS))
 
 
-def _probe(source: LengthSource, table: Table) -> None:
-    """Measure some samples again, backwards; DataSetError if the order matters."""
-    for index in sorted(_spread(len(table)), reverse=True):
-        again = to_row(source.measure(index))
-        if again != tuple(table[index].tolist()):
+def _audit(source: LengthSource, table: Table, *, in_full: bool) -> None:
+    """
+    Encode some samples, backwards, and compare.
+
+    Raises:
+        DataSetError: A sample encodes otherwise each time.
+
+        _ShortcutError: It does not, but the shortcut measured it otherwise.
+    """
+    for index in sorted({*_spread(len(table)), *_shape_classes(table)}, reverse=True):
+        stored = tuple(table[index].tolist())
+        encoded = to_row(source.measure(index))
+        if encoded == stored:
+            continue
+        if in_full or encoded != to_row(source.measure(index)):
             message = (
-                f"sample {index} measured {tuple(table[index].tolist())} first and {again} later "
+                f"sample {index} measured {stored} first and {encoded} later "
                 f"({', '.join(COLUMNS)}): a plan needs samples that encode the same every time: make the "
                 "preprocessing deterministic"
             )
             raise DataSetError(message)
+        message = f"sample {index} measured {stored} from its images' headers, but encodes to {encoded} ({', '.join(COLUMNS)})"
+        raise _ShortcutError(message)
 
 
 def _spread(total: int) -> Iterator[int]:
     count = min(total, PROBED_SAMPLES)
     return (index * (total - 1) // max(count - 1, 1) for index in range(count))
+
+
+def _shape_classes(table: Table) -> list[int]:
+    """Return the first sample of each class: as many images, and patches of the same power of two."""
+    classes = np.stack([column(table, "images"), np.frexp(column(table, "patches"))[1]])
+    _, first = np.unique(classes, axis=1, return_index=True)
+    found: list[int] = first.tolist()
+    return found
 
 
 def usable_folders(paths: Iterable[Path]) -> Arrays:

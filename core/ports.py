@@ -28,10 +28,10 @@ class LengthSource(Protocol):
         """Return the digest of the data of the first *count* samples; rows appended later leave it as it is."""
 
     def measure(self, index: int, /) -> Measurement:
-        """Measure sample *index*; RecordError if it cannot become a sample."""
+        """Measure sample *index* by encoding it in full; RecordError if it cannot become a sample."""
 
-    def measure_many(self, indices: range, /) -> Iterator[Measurement]:
-        """Measure several, in the order of *indices*, perhaps in parallel."""
+    def measure_many(self, indices: range, /, *, in_full: bool) -> Iterator[Measurement]:
+        """Measure several, in the order of *indices*, perhaps in parallel; by a shortcut, unless *in_full*."""
 
 
 class LengthStore(Protocol):
@@ -56,6 +56,9 @@ class LengthStore(Protocol):
 
     def append(self, rows: Table, data_digest: str, /) -> None:
         """Add the next rows, so that a reader sees all of them or none; *data_digest* is of all samples so far."""
+
+    def discard(self) -> None:
+        """Forget all rows, which turned out to be wrong."""
 
     def digest(self) -> str:
         """Return the digest of all rows."""

@@ -31,7 +31,7 @@ class ListSource:
         self.measured.append(index)
         return Measurement(self.lengths[index], 1, 0, 0)
 
-    def measure_many(self, indices: range) -> Iterator[Measurement]:
+    def measure_many(self, indices: range, *, in_full: bool) -> Iterator[Measurement]:
         return map(self.measure, indices)
 
 
@@ -56,6 +56,20 @@ class RestlessSource(ListSource):
         return Measurement(self.lengths[index] + len(self.measured), 1, 0, 0)
 
 
+class GuessingSource(ListSource):
+    """Its shortcut is wrong for one sample."""
+
+    def __init__(self, lengths: list[int], *, wrong: int) -> None:
+        super().__init__(lengths)
+        self.wrong = wrong
+        self.ways: list[bool] = []
+
+    def measure_many(self, indices: range, *, in_full: bool) -> Iterator[Measurement]:
+        self.ways.append(in_full)
+        for index in indices:
+            yield Measurement(self.lengths[index] + (index == self.wrong and not in_full), 1, 0, 0)
+
+
 class MemoryLengthStore:
     """A length store without a disk."""
 
@@ -78,6 +92,9 @@ class MemoryLengthStore:
         self.data = data_digest
         self.flushes.append(len(rows))
         self._rows += map(tuple, rows.tolist())
+
+    def discard(self) -> None:
+        self._rows.clear()
 
     def digest(self) -> str:
         return str(hash(tuple(self._rows)))

@@ -50,6 +50,19 @@ def test_lengths_come_back_row_by_row(reopen_lengths):
     assert store.digest() == again.digest()
 
 
+def test_discarded_rows_are_gone(reopen_lengths):
+    """For this store and for one opened later; other rows may follow."""
+    store = reopen_lengths()
+    store.resume(KEY, 10, DATA)
+    store.append(ROWS[:4], DATA(4))
+
+    store.discard()
+    assert 0 == len(reopen_lengths().resume(KEY, 10, DATA))
+
+    store.append(ROWS[2:5], DATA(3))
+    assert ROWS[2:5].tolist() == reopen_lengths().resume(KEY, 10, DATA).tolist()
+
+
 def test_measuring_goes_on_where_it_stopped(reopen_lengths):
     """A partial store resumes, and ends as one written at once."""
     store = reopen_lengths()

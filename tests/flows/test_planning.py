@@ -18,6 +18,7 @@ from core.errors import (
 from core.plan import build_raw_plan
 from tests.fakes import (
     FailingSource,
+    GuessingSource,
     ListSource,
     MemoryLengthStore,
     MemoryPlanStore,
@@ -148,6 +149,21 @@ def test_samples_that_measure_differently_are_refused():
     for flush_every in (1, 3, 8, 100):
         with pytest.raises(DataSetError, match="encode the same every time: make the preprocessing deterministic"):
             desk.plan(flush_every=flush_every)
+
+
+@given(st.integers(0, 7), st.integers(1, 9))
+def test_a_shortcut_that_is_wrong_is_given_up(wrong, flush_every):
+    """All samples are encoded in full then, and nothing that the shortcut gave stays."""
+    desk = Desk(GuessingSource(LENGTHS, wrong=wrong))
+
+    table = desk.plan(flush_every=flush_every).table
+
+    assert [False, True] == desk.source.ways
+    assert (
+        LENGTHS
+        == table[:, 0].tolist()
+        == desk.lengths.resume(desk.source.fingerprint(), 8, desk.source.data_digest)[:, 0].tolist()
+    )
 
 
 def test_a_damaged_plan_is_never_used():

@@ -1,0 +1,98 @@
+"""Lengths from images' headers are the lengths of full encodes."""
+
+from __future__ import annotations
+
+import json
+import random
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from core.errors import RecordError
+
+ORIENTATION = 274
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory) -> list[Path]:
+    """Images of many kinds and shapes."""
+    folder = tmp_path_factory.mktemp("pictures")
+    rng = random.Random(0)  # noqa: S311
+    saved = []
+
+    def save(image, name, **options):
+        image.save(folder / name, **options)
+        saved.append(folder / name)
+
+    def pixels(width, height):
+        return Image.fromarray(np.random.default_rng(width).integers(0, 255, (height, width, 3), dtype=np.uint8))
+
+    for number, mode in enumerate(("L", "CMYK", "P", "RGBA", "LA", "1", "I;16")):
+        image = Image.new(mode, (90 + number, 70))
+        save(image, f"{number}.{'jpg' if mode == 'CMYK' else 'png'}")
+    save(pixels(301, 205), "webp.webp")
+    save(pixels(64, 48), "gif.gif")
+    for orientation in (1, 3, 6, 8):
+        exif = Image.Exif()
+        exif[ORIENTATION] = orientation
+        save(pixels(200, 120 + orientation), f"turned{orientation}.jpg", exif=exif)
+    for width, height in ((1, 1), (1, 150), (199, 1), (28, 28), (55, 57), (1400, 30), (2001, 1501)):
+        save(pixels(width, height), f"{width}x{height}.jpg")
+    for number in range(20):
+        save(pixels(rng.randint(10, 900), rng.randint(10, 900)), f"any{number}.jpg")
+    return saved
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", product(["qwen2_5_vl", "qwen3_vl"], [None, 2_000, 50_000, 1_000_000]), ids=str)
+def test_headers_give_the_lengths_of_full_encodes(case, pictures, write_run, tmp_path):
+    """Every kind of image, one or several in a record, with and without a limit on pixels: zero tolerance."""
+    from app import wiring
+
+    model_type, max_pixels = case
+    rng = random.Random(1)  # noqa: S311
+    records = [[picture] for picture in pictures] + [rng.sample(pictures, rng.randint(2, 4)) for _ in range(12)]
+    lines = [
+        {
+            "messages": [
+                {"role": "user", "content": "<image>" * len(images) + "What is it?" * number},
+                {"role": "assistant", "content": "A thing. " * (1 + number % 7)},
+            ],
+            "images": [str(image) for image in images],
+        }
+        for number, images in enumerate(records, start=1)
+    ]
+    data = tmp_path / "pictures.jsonl"
+    data.write_text("\n".join(map(json.dumps, lines)))
+    path = write_run(model_type, custom={"train_jsonl": str(data)}, template={"max_pixels": max_pixels})
+    samples = wiring.open_samples(wiring.read_config(path))["train"]
+    pages = []
+    original = samples.template.encode
+
+    def encode(sample, **options):
+        pages.append(sample["images"])
+        return original(sample, **options)
+
+    samples.template.encode = encode
+    quick = list(samples.measure_many(range(len(lines)), in_full=False))
+
+    assert all(isinstance(image, Image.Image) for images in pages for image in images)
+    assert list(samples.measure_many(range(len(lines)), in_full=True)) == quick
+
+
+def test_a_shape_that_the_processor_refuses_is_refused_from_its_header(write_run, tmp_path):
+    """With the record's line, as a full encode does."""
+    from app import wiring
+
+    Image.new("RGB", (3000, 2)).save(tmp_path / "line.png")
+    data = tmp_path / "line.jsonl"
+    record = {"messages": [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "no"}]}
+    data.write_text(json.dumps({**record, "images": ["line.png"]}))
+    samples = wiring.open_samples(wiring.read_config(write_run(custom={"train_jsonl": str(data)})))["train"]
+
+    for in_full in (False, True):
+        with pytest.raises(RecordError, match=r"line\.jsonl, line 1: .*aspect ratio"):
+            list(samples.measure_many(range(1), in_full=in_full))
