@@ -67,7 +67,7 @@ _PROCESSING_VARIABLES = (
 )
 """Environment variables that ms-swift and qwen_vl_utils read while encoding text and images."""
 
-_POOL_START_S = 20.0
+POOL_START_S = 20.0
 """A pool of processes that import the whole stack takes about this long to start."""
 
 
@@ -150,7 +150,14 @@ def open_template(model: ModelConfig, template: TemplateConfig, *, packing_lengt
 class SwiftSamples:
     """A `core.ports.LengthSource` over JSONL records; also encodes samples for training."""
 
-    def __init__(self, spec: SampleSpec, *, workers: int = 1, template: Template | None = None) -> None:
+    def __init__(
+        self,
+        spec: SampleSpec,
+        *,
+        workers: int = 1,
+        template: Template | None = None,
+        pool_start_s: float = POOL_START_S,
+    ) -> None:
         """
         Open the data files and the template.
 
@@ -160,11 +167,14 @@ class SwiftSamples:
             workers: Processes that measure; 1 measures in this one.
 
             template: To share with a trainer; built from the spec if None.
+
+            pool_start_s: Seconds that a pool takes to start; what is left has to take longer than that in this process.
         """
         self.spec = spec
         self.records = JsonlRecords(spec.paths)
         self.template = template or open_template(spec.model, spec.template, packing_length=spec.packing_length)
         self._arithmetic = ImageArithmetic.of(self.template)
+        self._pool_start_s = pool_start_s
         self._workers = min(workers, os.cpu_count() or 1)
 
     def __len__(self) -> int:
@@ -245,7 +255,7 @@ class SwiftSamples:
                 yield measure(indices[done])
                 done += 1
                 spent = time.perf_counter() - started
-                if done >= 16 and spent / done * (len(indices) - done) * (1 - 1 / self._workers) > _POOL_START_S:
+                if done >= 16 and spent / done * (len(indices) - done) * (1 - 1 / self._workers) > self._pool_start_s:
                     break
         rest = indices[done:]
         if not rest or self._workers == 1:

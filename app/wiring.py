@@ -12,7 +12,7 @@ from adapters.length_store import DiskLengthStore
 from adapters.packed_dataset import PackedDataset
 from adapters.plan_store import DiskPlanStore
 from adapters.swift_model import open_model
-from adapters.swift_samples import SampleSpec, SwiftSamples, config_model_type, open_template
+from adapters.swift_samples import POOL_START_S, SampleSpec, SwiftSamples, config_model_type, open_template
 from adapters.swift_trainer import PackTrainer, TrainingArguments, trainer_fields, training_arguments
 from adapters.torch_group import OneRank, TorchGroup
 from adapters.yaml_config import load_config
@@ -53,8 +53,8 @@ def stores(config: RunConfig, split: str) -> tuple[DiskLengthStore, DiskPlanStor
     return DiskLengthStore(folder), DiskPlanStore(folder)
 
 
-def open_samples(config: RunConfig) -> dict[str, SwiftSamples]:
-    """Open the data of each split, `train` and perhaps `eval`, on one template."""
+def open_samples(config: RunConfig, *, pool_start_s: float = POOL_START_S) -> dict[str, SwiftSamples]:
+    """Open the data of each split, `train` and perhaps `eval`, on one template; see `SwiftSamples`."""
     template = open_template(config.model, config.template, packing_length=config.packing_length)
     paths = {"train": config.custom.train_jsonl, "eval": config.custom.val_jsonl}
     return {
@@ -62,6 +62,7 @@ def open_samples(config: RunConfig) -> dict[str, SwiftSamples]:
             SampleSpec(config.model, config.template, config.custom, files, config.packing_length),
             workers=config.training.packing_length_precompute_workers,
             template=template,
+            pool_start_s=pool_start_s,
         )
         for split, files in paths.items()
         if files

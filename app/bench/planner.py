@@ -24,6 +24,7 @@ from tqdm import tqdm
 from app.bench.distributions import DISTRIBUTIONS, Distribution
 from app.bench.measure import Measured, NotMeasured, measure
 from app.bench.peers import PEERS
+from app.bench.table import aligned
 from core.bounds import lower_bound
 from core.errors import DataSetError
 from core.lengths import IntArray
@@ -95,7 +96,7 @@ def run(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps({"machine": machine(), "rows": [attrs.asdict(row) for row in rows]}, indent=1))
     else:
-        print("\n".join(table(rows)))
+        print("\n".join(aligned([HEAD, *(tuple(_cells(row)) for row in rows)], left={0, 2})))
     if options.plot:
         draw(rows, options.plot)
 
@@ -204,22 +205,6 @@ HEAD = (
     "peak MB",
     "B/sample",
 )
-
-
-def table(rows: list[Row]) -> Iterator[str]:
-    """Yield the lines of a Markdown table, columns aligned."""
-    cells = [HEAD, *(tuple(_cells(row)) for row in rows)]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(HEAD))]
-    left = {0, 2}
-    for number, line in enumerate(cells):
-        padded = (
-            cell.ljust(width) if column in left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        yield f"| {' | '.join(padded)} |"
-        if number == 0:
-            rule = ("-" * width if column in left else "-" * (width - 1) + ":" for column, width in enumerate(widths))
-            yield f"| {' | '.join(rule)} |"
 
 
 def _cells(row: Row) -> Iterator[str]:

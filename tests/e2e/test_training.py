@@ -289,9 +289,8 @@ def test_several_processes_measure_the_same(demo, write_run, monkeypatch):
     from adapters import swift_samples
     from app import wiring
 
-    monkeypatch.setattr(swift_samples, "_POOL_START_S", 0.0)
     monkeypatch.setattr(swift_samples.os, "cpu_count", lambda: 2)
-    samples = wiring.open_samples(wiring.read_config(write_run()))["train"]
+    samples = wiring.open_samples(wiring.read_config(write_run()), pool_start_s=0.0)["train"]
     assert 2 == samples._workers
 
     assert [samples.measure(index) for index in range(40)] == list(samples.measure_many(range(40), in_full=False))

@@ -1,0 +1,185 @@
+"""
+Measuring lengths: samples per second and CPU time of a sample, on data made for it.
+
+Text, small images and photographs, each measured from the images' headers and by encoding in full, in one process and in
+two (which take seconds to start). Then what a run with stored lengths pays: loading and verifying a million of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import attrs
+import numpy as np
+from PIL import Image
+from tqdm import tqdm
+
+from app import wiring
+from app.bench.measure import Measured, measure
+from app.bench.table import aligned
+from app.demo.tiny_models import write_model
+from core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
+from core.fingerprint import Fingerprint
+from core.samples import COLUMNS
+
+MODEL_TYPE = "qwen2_5_vl"
+
+MAX_PIXELS = 1_280 * 28 * 28
+"""The limit that Qwen2.5-VL's users mostly set: 1,280 tokens an image."""
+
+STORED = 1_000_000
+"""Lengths of the warm start."""
+
+
+@attrs.frozen
+class Kind:
+    """One kind of sample."""
+
+    name: str
+    num_samples: int
+    size: tuple[int, int] | None
+    """Width and height of its image, in pixels."""
+
+
+KINDS = (Kind("text", 400, None), Kind("small image", 200, (160, 120)), Kind("photograph", 24, (4032, 3024)))
+
+
+@attrs.frozen
+class Row:
+    """One kind, measured in one way."""
+
+    kind: str
+    way: str
+    """`headers` or `full`."""
+
+    workers: int
+    samples_per_s: float
+    cpu_ms: float
+    """CPU time of a sample, of all processes."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the command takes."""
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2], metavar="N", help="(default: 1 2)")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure, then print."""
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        write_model(folder / "model", MODEL_TYPE, ["a photograph of the sea, seen from a hill"] * 9, seed=0)
+        cases = [(kind, way, workers) for kind in KINDS for way in ("headers", "full") for workers in options.workers]
+        rows: list[Row] = []
+        for kind, way, workers in tqdm(cases, desc="measuring", leave=False, disable=None):
+            config = _config(folder, _write_records(folder, kind), workers)
+            rows.append(_measure(kind, way, config))
+        _write_store(config)
+        warm_start = _seconds(partial(_load, config))
+    cpu = {(row.kind, row.way): row.cpu_ms for row in rows if row.workers == min(options.workers)}
+    ratio = cpu["photograph", "full"] / cpu["photograph", "headers"]
+    if options.json:
+        document = {
+            "rows": [attrs.asdict(row) for row in rows],
+            "photo_full_over_header_cpu_ratio": ratio,
+            "warm_start_s": warm_start,
+            "warm_start_samples": STORED,
+            "cores": os.cpu_count(),
+        }
+        print(json.dumps(document, indent=1))
+        return
+    head = ("sample", "from", "workers", "samples/s", "CPU ms/sample")
+    cells = [(r.kind, r.way, str(r.workers), f"{r.samples_per_s:,.0f}", f"{r.cpu_ms:.2f}") for r in rows]
+    print("\n".join(aligned([head, *cells], left={0, 1})))
+    print(f"\na photograph's full encode costs {ratio:.1f} times the CPU time of its header")
+    print(f"loading and verifying {STORED:,} stored lengths: {warm_start:.2f} s")
+
+
+def _write_records(folder: Path, kind: Kind) -> Path:
+    """Write the records of a kind, with an image each where it has one; return the data file."""
+    path = folder / f"{kind.name}.jsonl"
+    if path.exists():
+        return path
+    rng = np.random.default_rng(0)
+    lines = []
+    for number in range(kind.num_samples):
+        said = "the sea " * int(rng.integers(1, 60))
+        record: dict[str, Any] = {"messages": [{"role": "user", "content": "What is it?"}]}
+        record["messages"].append({"role": "assistant", "content": said})
+        if kind.size:
+            image = f"{kind.name}-{number}.jpg"
+            # Smooth blotches: a JPEG of noise would cost more to read than any photograph.
+            blotches = rng.integers(0, 256, (kind.size[1] // 40, kind.size[0] // 40, 3), dtype=np.uint8)
+            Image.fromarray(blotches).resize(kind.size, Image.Resampling.BICUBIC).save(folder / image, quality=90)
+            record |= {"images": [image]}
+            record["messages"][0]["content"] = "<image>What is it?"
+        lines.append(json.dumps(record))
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
+def _config(folder: Path, data: Path, workers: int) -> RunConfig:
+    return RunConfig(
+        model=ModelConfig(model=str(folder / "model")),
+        template=TemplateConfig(max_length=4096, max_pixels=MAX_PIXELS),
+        custom=CustomConfig(train_jsonl=(str(data),)),
+        training=TrainingConfig(output_dir=str(folder / "run"), packing_length_precompute_workers=workers),
+    )
+
+
+def _measure(kind: Kind, way: str, config: RunConfig) -> Row:
+    def prepare() -> Callable[[], float]:
+        samples = wiring.open_samples(config, pool_start_s=0.0)["train"]
+        samples.measure(0)
+        return partial(_cpu_of, lambda: list(samples.measure_many(range(len(samples)), in_full=way == "full")))
+
+    outcome = measure(prepare, float, repeat=1, limit_s=600)
+    assert isinstance(outcome, Measured), outcome  # noqa: S101  # its data is our own
+    return Row(
+        kind.name,
+        way,
+        config.training.packing_length_precompute_workers,
+        kind.num_samples / outcome.seconds,
+        1000 * outcome.result / kind.num_samples,
+    )
+
+
+def _cpu_of(call: Callable[[], object]) -> float:
+    """Return the CPU seconds that a call takes, with those of the processes it starts and ends."""
+
+    def spent() -> float:
+        both = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        return sum(usage.ru_utime + usage.ru_stime for usage in both)
+
+    before = spent()
+    call()
+    return spent() - before
+
+
+def _write_store(config: RunConfig) -> None:
+    rows = np.random.default_rng(0).integers(1, 9_000, (STORED, len(COLUMNS)), dtype=np.int32)
+    store, _ = wiring.stores(config, "train")
+    store.resume(Fingerprint({}), STORED, str)
+    store.append(rows, str(STORED))
+
+
+def _load(config: RunConfig) -> None:
+    store, _ = wiring.stores(config, "train")
+    loaded = store.resume(Fingerprint({}), STORED, str)
+    assert len(loaded) == STORED  # noqa: S101  # it was written a moment ago
+
+
+def _seconds(call: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
