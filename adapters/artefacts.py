@@ -6,32 +6,54 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from core.errors import CorruptArtefactError
+from core.errors import CorruptArtefactError, OutputError
 
 _DIGEST = "manifest_sha256"
+
+_UNPUBLISHED = ".tmp"
+"""How files end that are not, or not yet, published."""
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn what the operating system refuses below *path* into an OutputError: a full disk, a folder not to be written."""
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(str(path), error.strerror or str(error)) from error
 
 
 def write_bytes(path: Path, data: bytes | memoryview) -> None:
     """Publish *data* under *path*: written under another name, flushed, renamed."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(name).chmod(0o644)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
+    with writing(path):
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=_UNPUBLISHED, dir=path.parent)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            Path(name).chmod(0o644)
+            Path(name).replace(path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+        sync_folder(path.parent)
+
+
+def append_bytes(path: Path, data: bytes | memoryview) -> None:
+    """Add *data* to the end of a file, flushed; readers see it once a manifest counts it."""
+    with writing(path), path.open("ab") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:
@@ -41,6 +63,12 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what a killed writer left unpublished; for the only writer."""
+    for left in folder.glob(f".*{_UNPUBLISHED}"):
+        left.unlink()
 
 
 def write_manifest(path: Path, content: Mapping[str, Any]) -> None:
@@ -81,12 +109,18 @@ def write_array(path: Path, array: NDArray[Any]) -> dict[str, Any]:
 def read_array(folder: Path, entry: Mapping[str, Any]) -> NDArray[Any]:
     """Return the memory-mapped array of a manifest's entry; CorruptArtefactError if its bytes differ."""
     path = folder / Path(entry["file"]).name
-    dtype = np.dtype(entry["dtype"])
-    size = int(entry["size"])
-    found = path.stat().st_size if path.is_file() else -1
-    if found != size * dtype.itemsize:
-        raise CorruptArtefactError(str(path), f"it has {max(found, 0):,} bytes instead of {size * dtype.itemsize:,}")
-    array = np.memmap(path, dtype=dtype, mode="r", shape=(size,)) if size else np.zeros(0, dtype=dtype)
-    if hashlib.sha256(array.data).hexdigest() != entry["sha256"]:
+    array, digest = map_array(path, np.dtype(entry["dtype"]), int(entry["size"]))
+    if digest.hexdigest() != entry["sha256"]:
         raise CorruptArtefactError(str(path), "its content does not match the manifest's digest")
+    if path.stat().st_size != array.nbytes:
+        raise CorruptArtefactError(str(path), f"it has {path.stat().st_size:,} bytes instead of {array.nbytes:,}")
     return array
+
+
+def map_array(path: Path, dtype: np.dtype[Any], size: int) -> tuple[NDArray[Any], Any]:
+    """Return the first *size* elements of a file, memory-mapped, and the running SHA-256 of their bytes."""
+    found = path.stat().st_size if path.is_file() else 0
+    if found < size * dtype.itemsize:
+        raise CorruptArtefactError(str(path), f"it has {found:,} bytes instead of {size * dtype.itemsize:,}")
+    array = np.memmap(path, dtype=dtype, mode="r", shape=(size,)) if size else np.zeros(0, dtype=dtype)
+    return array, hashlib.sha256(array.data)

@@ -8,9 +8,11 @@ image by its EXIF orientation on the way, so the stored width and height count.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import warnings
 from functools import cached_property
+from pathlib import Path
 
 from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
 
@@ -18,6 +20,11 @@ import attrs
 from PIL import Image
 from qwen_vl_utils.vision_process import smart_resize
 from swift.template import Template
+
+from core.samples import ImageFacts
+
+HEAD_BYTES = 65_536
+"""Bytes of an image file that are digested: its header, and enough of its content to tell it from another."""
 
 PROVEN = frozenset({"qwen2_5_vl", "qwen3_vl"})
 """Templates whose lengths this gives; the audit compares them with full encodes all the same."""
@@ -86,3 +93,11 @@ def read_size(path: str, *, decode: bool = False) -> tuple[int, int]:
     except (OSError, SyntaxError, ValueError) as error:
         reason = f"the image {path} cannot be read, it is damaged or no image: {error}"
     raise ValueError(reason)
+
+
+def image_facts(path: str) -> ImageFacts:
+    """Return what tells an image file from another, without decoding it; ValueError if it cannot be used, and why."""
+    width, height = read_size(path)
+    with Path(path).open("rb") as file:
+        digest = hashlib.sha256(file.read(HEAD_BYTES)).digest()
+    return ImageFacts(Path(path).stat().st_size, width, height, int.from_bytes(digest[:8], "little", signed=True))

@@ -36,7 +36,7 @@ class JsonlRecords:
         self._spans = np.concatenate(spans)
         """File, first byte, end, line; shape (num_records, 4)."""
         self._maps: dict[int, mmap.mmap] = {}
-        self._digest, self._num_digested = _NOTHING.copy(), 0
+        self._digest, self._digested = _NOTHING.copy(), range(0)
 
     def __len__(self) -> int:
         return len(self._spans)
@@ -53,19 +53,19 @@ class JsonlRecords:
         except RecursionError:
             raise RecordError(path, line, "is no usable JSON: it is nested too deeply") from None
 
-    def digest(self, count: int) -> str:
+    def digest(self, count: int, *, start: int = 0) -> str:
         """
-        Return the SHA-256 of the first *count* records: their text, and the folders that their media start at.
+        Return the SHA-256 of *count* records from *start* on: their text, and the folders that their media start at.
 
-        Rows that are appended leave it as it is. Asked for rising counts, it reads each record once.
+        Other rows leave it as it is. Asked for rising counts, it reads each record once.
         """
-        if count < self._num_digested:
-            self._digest, self._num_digested = _NOTHING.copy(), 0
-        for index in range(self._num_digested, count):
-            if index == 0 or self._spans[index, 0] != self._spans[index - 1, 0]:
+        if start != self._digested.start or start + count < self._digested.stop:
+            self._digest, self._digested = _NOTHING.copy(), range(start, start)
+        for index in range(self._digested.stop, start + count):
+            if index == start or self._spans[index, 0] != self._spans[index - 1, 0]:
                 self._digest.update(f"{self.folder(index).resolve()}\n".encode())
             self._digest.update(self._text(index) + b"\n")
-        self._num_digested = count
+        self._digested = range(start, start + count)
         return self._digest.hexdigest()
 
     def where(self, index: int) -> tuple[str, int]:
@@ -80,7 +80,7 @@ class JsonlRecords:
         return {"paths": self.paths, "_spans": self._spans}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _maps={}, _digest=_NOTHING.copy(), _num_digested=0)
+        self.__dict__.update(state, _maps={}, _digest=_NOTHING.copy(), _digested=range(0))
 
     def _text(self, index: int) -> bytes:
         number, start, end, _ = self._spans[index].tolist()

@@ -1,83 +1,149 @@
 """
-Measured lengths on disk: `lengths.bin`, rows of little-endian int32, beside the manifest `lengths.json`.
+Measured lengths on disk: fixed-width columns beside the manifest `lengths.json`.
 
-Rows are appended and flushed first, the manifest that counts and digests them follows: what a manifest names is
-whole, and what a crash leaves behind it is cut off on resuming. A flush costs what is new. The data of the rows
-measured so far is digested with them: rows appended to it, or mended behind them, leave them valid.
+`lengths.bin` has a row of little-endian int32 for each sample, `images.bin` one of int64 for each image. Rows are
+appended and flushed first, the manifest that counts and digests them follows: what a manifest names is whole, and what
+a crash leaves behind it is cut off on resuming. A flush costs what is new. The data of the rows measured so far is
+digested with them: rows appended to it, or mended behind them, leave them valid.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
+import attrs
 import numpy as np
+from numpy.typing import NDArray
 
 from adapters import artefacts
-from core.errors import CorruptArtefactError, Difference, StaleLengthsError
+from core.errors import ConfigError, CorruptArtefactError, Difference, StaleLengthsError
 from core.fingerprint import Fingerprint
-from core.samples import COLUMNS, Table
+from core.ports import Stored
+from core.samples import COLUMNS, IMAGE_COLUMNS, ImageTable, Table
 
-SCHEMA = "packplan lengths 1"
+log = logging.getLogger(__name__)
 
-_DTYPE = np.dtype("<i4")
+SCHEMA = "packplan lengths 2"
+
+
+class _Column:
+    """A file of rows, of which a manifest counts and digests the first."""
+
+    def __init__(self, path: Path, columns: tuple[str, ...], dtype: str) -> None:
+        self.path, self.columns, self.dtype = path, columns, np.dtype(dtype)
+        self.start()
+
+    def start(self) -> None:
+        self._num, self._hash = 0, hashlib.sha256()
+
+    def resume(self, entry: Mapping[str, Any]) -> NDArray[Any]:
+        """Return the rows that a manifest's entry names; CorruptArtefactError if they are not what was written."""
+        self._num = entry["rows"]
+        flat, self._hash = artefacts.map_array(self.path, self.dtype, self._num * len(self.columns))
+        if self._hash.hexdigest() != entry["sha256"]:
+            raise CorruptArtefactError(str(self.path), "its content does not match the manifest's digest")
+        return flat.reshape(-1, len(self.columns))
+
+    def cut(self) -> None:
+        """Cut off what no manifest names."""
+        with artefacts.writing(self.path):
+            if not self._num:
+                # A new file, since a run that maps the old one would die of its end moving.
+                self.path.unlink(missing_ok=True)
+            self.path.touch()
+            os.truncate(self.path, self._num * len(self.columns) * self.dtype.itemsize)
+
+    def append(self, rows: NDArray[Any]) -> None:
+        data = np.ascontiguousarray(rows, dtype=self.dtype).reshape(-1).view(np.uint8).data
+        artefacts.append_bytes(self.path, data)
+        self._hash.update(data)
+        self._num += len(rows)
+
+    def entry(self) -> dict[str, Any]:
+        """Return what the manifest says."""
+        return {
+            "file": self.path.name,
+            "columns": list(self.columns),
+            "dtype": self.dtype.str,
+            "rows": self._num,
+            "sha256": self.digest(),
+        }
+
+    def digest(self) -> str:
+        digest: str = self._hash.hexdigest()
+        return digest
 
 
 class DiskLengthStore:
-    """A `core.ports.LengthStore` in one folder."""
+    """A `core.ports.LengthStore` in one folder, which perhaps starts with another run's lengths."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, *, lengths_from: Path | None = None) -> None:
+        """
+        Keep lengths in a folder.
+
+        Args:
+            folder: Of this run's split.
+
+            lengths_from: Of another run's, which is only read; taken over when this one has no lengths yet.
+        """
+        self.folder, self._lengths_from = folder, lengths_from
         self._manifest = folder / "lengths.json"
-        self._rows = folder / "lengths.bin"
-        self._hash = hashlib.sha256()
-        self._num_measured = 0
+        self._samples = _Column(folder / "lengths.bin", COLUMNS, "<i4")
+        self._images = _Column(folder / "images.bin", IMAGE_COLUMNS, "<i8")
         self._key: Fingerprint | None = None
         self._num_samples = 0
 
-    def resume(self, key: Fingerprint, num_samples: int, data_digest: Callable[[int], str]) -> Table:
+    def resume(self, key: Fingerprint, num_samples: int, data_digest: Callable[[int], str]) -> Stored:
         """Return the rows measured so far under *key*; see `core.ports.LengthStore`."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         self._key, self._num_samples = key, num_samples
-        self._hash, self._num_measured = hashlib.sha256(), 0
+        stored = self.read(key, num_samples, data_digest)
+        self._samples.cut()
+        self._images.cut()
+        if self._lengths_from is None or self._manifest.exists():
+            return stored
+        if not self._lengths_from.parent.is_dir():
+            reason = f"has no folder {self._lengths_from.parent}: name the output_dir of a run that measured"
+            raise ConfigError.of("training.packing_lengths_from", reason)
+        try:
+            taken = DiskLengthStore(self._lengths_from).read(key, num_samples, data_digest)
+        except StaleLengthsError as error:
+            raise attrs.evolve(error, borrowed=True) from None
+        if len(taken.table):
+            log.info("%s lengths are taken over from %s", f"{len(taken.table):,}", self._lengths_from)
+            self.append(taken.table, taken.images, data_digest(len(taken.table)), probe=taken.probe)
+        else:
+            log.warning("%s holds no lengths, so all samples are measured here", self._lengths_from)
+        return taken
+
+    def read(self, key: Fingerprint, num_samples: int, data_digest: Callable[[int], str]) -> Stored:
+        """Verify and return what is stored, writing nothing; see `core.ports.LengthStore`."""
+        self._forget()
         manifest = artefacts.read_manifest(self._manifest, SCHEMA)
         if manifest is None:
-            self._rows.write_bytes(b"")
-            return np.zeros((0, len(COLUMNS)), dtype=np.int32)
+            return Stored(np.zeros((0, len(COLUMNS)), np.int32), np.zeros((0, len(IMAGE_COLUMNS)), np.int64), None)
         differences = Fingerprint(manifest["fingerprint"]).differences(key)
-        measured = manifest["num_measured"]
+        measured = manifest["samples"]["rows"]
         if measured > num_samples:
             differences += (Difference("data.records", measured, num_samples),)
         elif (current := data_digest(measured)) != manifest["data_sha256"]:
             differences += (Difference(f"data.sha256 of the first {measured:,}", manifest["data_sha256"], current),)
         if differences:
             raise StaleLengthsError(str(self.folder), differences)
-        size = measured * len(COLUMNS) * _DTYPE.itemsize
-        found = self._rows.stat().st_size if self._rows.is_file() else 0
-        if found < size:
-            raise CorruptArtefactError(str(self._rows), f"it has {found:,} bytes, but its manifest names {size:,}")
-        with self._rows.open("rb") as file:
-            data = file.read(size)
-        self._hash.update(data)
-        if self._hash.hexdigest() != manifest["sha256"]:
-            raise CorruptArtefactError(str(self._rows), "its content does not match the manifest's digest")
-        if found > size:
-            os.truncate(self._rows, size)
-        self._num_measured = measured
-        return np.frombuffer(data, dtype=_DTYPE).reshape(-1, len(COLUMNS))
+        table, images = self._samples.resume(manifest["samples"]), self._images.resume(manifest["images"])
+        return Stored(table, images, manifest["probe"])
 
-    def append(self, rows: Table, data_digest: str) -> None:
-        """Add the next rows; readers see all of them or none; *data_digest* is of all samples so far."""
+    def append(
+        self, rows: Table, images: ImageTable, data_digest: str, *, probe: Mapping[str, Any] | None = None
+    ) -> None:
+        """Add the next rows, so that a reader sees all of them or none; see `core.ports.LengthStore`."""
         assert self._key is not None  # noqa: S101  # `resume` comes first
-        data = np.ascontiguousarray(rows, dtype=_DTYPE).tobytes()
-        with self._rows.open("ab") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        self._hash.update(data)
-        self._num_measured += len(rows)
+        self._samples.append(rows)
+        self._images.append(images)
         artefacts.write_manifest(
             self._manifest,
             {
@@ -86,21 +152,25 @@ class DiskLengthStore:
                 "fingerprint_sha256": self._key.digest,
                 "num_samples": self._num_samples,
                 "data_sha256": data_digest,
-                "num_measured": self._num_measured,
-                "columns": list(COLUMNS),
-                "dtype": _DTYPE.str,
-                "file": self._rows.name,
-                "sha256": self._hash.hexdigest(),
+                "samples": self._samples.entry(),
+                "images": self._images.entry(),
+                "probe": probe,
             },
         )
 
     def discard(self) -> None:
         """Forget all rows: the manifest goes first, so that no reader trusts them meanwhile."""
-        self._manifest.unlink(missing_ok=True)
-        artefacts.sync_folder(self.folder)
-        self._rows.write_bytes(b"")
-        self._hash, self._num_measured = hashlib.sha256(), 0
+        with artefacts.writing(self.folder):
+            self._manifest.unlink(missing_ok=True)
+            artefacts.sync_folder(self.folder)
+        self._forget()
+        self._samples.cut()
+        self._images.cut()
 
     def digest(self) -> str:
-        """Return the SHA-256 hex digest of all rows."""
-        return self._hash.hexdigest()
+        """Return the SHA-256 hex digest of the rows of all samples."""
+        return self._samples.digest()
+
+    def _forget(self) -> None:
+        self._samples.start()
+        self._images.start()

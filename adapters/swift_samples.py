@@ -8,8 +8,9 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,15 @@ import attrs
 import torch
 from swift import get_model_processor, get_template
 from swift.template import Template
+from torch.utils.data import DataLoader, Dataset
 
-from adapters.image_headers import ImageArithmetic, read_size
+from adapters.image_headers import ImageArithmetic, image_facts, read_size
 from adapters.jsonl_records import JsonlRecords
 from core.config import CustomConfig, ModelConfig, TemplateConfig
 from core.errors import ConfigError, ContractError, RecordError
 from core.fingerprint import Fingerprint, Value
 from core.records import to_messages
-from core.samples import Measurement, Table, from_row
+from core.samples import ImageFacts, Measured, Measurement, Outcome, Table, from_row
 
 IGNORED_LABEL = -100
 
@@ -69,6 +71,10 @@ _PROCESSING_VARIABLES = (
 
 POOL_START_S = 20.0
 """A pool of processes that import the whole stack takes about this long to start."""
+
+
+_ELSEWHERE_S = 600.0
+"""A sample that another process has not encoded by then never will be."""
 
 
 @attrs.frozen
@@ -155,6 +161,7 @@ class SwiftSamples:
         spec: SampleSpec,
         *,
         workers: int = 1,
+        sharers: int = 1,
         template: Template | None = None,
         pool_start_s: float = POOL_START_S,
     ) -> None:
@@ -164,7 +171,9 @@ class SwiftSamples:
         Args:
             spec: What decides how records become samples.
 
-            workers: Processes that measure; 1 measures in this one.
+            workers: Processes that measure, at most as many as there are cores; 1 measures in this one.
+
+            sharers: Processes like this one that measure on this machine at the same time.
 
             template: To share with a trainer; built from the spec if None.
 
@@ -175,7 +184,7 @@ class SwiftSamples:
         self.template = template or open_template(spec.model, spec.template, packing_length=spec.packing_length)
         self._arithmetic = ImageArithmetic.of(self.template)
         self._pool_start_s = pool_start_s
-        self._workers = min(workers, os.cpu_count() or 1)
+        self._workers = min(workers, max(1, (os.cpu_count() or 1) // sharers))
 
     def __len__(self) -> int:
         return len(self.records)
@@ -210,9 +219,9 @@ class SwiftSamples:
             inputs[f"environment.{variable}"] = os.environ.get(variable)
         return Fingerprint(inputs)
 
-    def data_digest(self, count: int) -> str:
-        """Return the digest of the first *count* records."""
-        return self.records.digest(count)
+    def data_digest(self, count: int, *, start: int = 0) -> str:
+        """Return the digest of *count* records from *start* on."""
+        return self.records.digest(count, start=start)
 
     def measure_quickly(self, index: int) -> Measurement:
         """Measure sample *index* from its images' headers where that is proven to be exact; else in full."""
@@ -245,9 +254,9 @@ class SwiftSamples:
             return whole
         return attrs.evolve(self.measured(index, self.encode(index)), cut=True)
 
-    def measure_many(self, indices: range, *, in_full: bool) -> Iterator[Measurement]:
+    def measure_many(self, indices: range, *, in_full: bool) -> Iterator[Outcome]:
         """Measure several, in the order of *indices*, by processes where that is faster; see `core.ports`."""
-        measure = self.measure if in_full else self.measure_quickly
+        measure = partial(self.outcome, in_full=in_full)
         done = 0
         if self._workers > 1:
             started = time.perf_counter()
@@ -267,6 +276,34 @@ class SwiftSamples:
                 yield from pool.map(_measure_in_worker, rest, chunksize=16)
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
+
+    def measure_elsewhere(self, indices: Sequence[int], *, epoch: int) -> list[Outcome]:
+        """Encode samples in a worker process of torch's own loader, seeded for *epoch*; see `core.ports`."""
+        loader = DataLoader(
+            _Measured(self),
+            sampler=list(indices),
+            batch_size=None,
+            num_workers=1,
+            timeout=_ELSEWHERE_S,
+            generator=torch.Generator().manual_seed(epoch),
+            multiprocessing_context="fork",
+        )
+        return list(loader)
+
+    def images(self, index: int) -> tuple[ImageFacts, ...]:
+        """Return what the image files of sample *index* are now; RecordError if one cannot be read."""
+        try:
+            return tuple(image_facts(image) for image in self._sample(index)[1])
+        except ValueError as error:
+            raise self._fault(index, str(error)) from None
+
+    def outcome(self, index: int, *, in_full: bool) -> Outcome:
+        """Measure sample *index* and its images, or say why it cannot become a sample."""
+        try:
+            measurement = self.measure(index) if in_full else self.measure_quickly(index)
+            return Measured(measurement, self.images(index))
+        except RecordError as error:
+            return error
 
     def encode(self, index: int) -> dict[str, Any]:
         """Encode sample *index* as the template does; RecordError if it cannot become a sample."""
@@ -343,16 +380,25 @@ class SwiftSamples:
         return encoded
 
 
-_measure: Callable[[int], Measurement] | None = None
+class _Measured(Dataset[Outcome]):
+    """Samples encoded in full, as a loader's worker would."""
+
+    def __init__(self, samples: SwiftSamples) -> None:
+        self._samples = samples
+
+    def __getitem__(self, index: int) -> Outcome:
+        return self._samples.outcome(index, in_full=True)
+
+
+_measure: Callable[[int], Outcome] | None = None
 
 
 def _open_worker(spec: SampleSpec, in_full: bool) -> None:  # noqa: FBT001  # pools pass arguments by place
     global _measure  # noqa: PLW0603  # the one thing a worker process holds
     torch.set_num_threads(1)
-    samples = SwiftSamples(spec)
-    _measure = samples.measure if in_full else samples.measure_quickly
+    _measure = partial(SwiftSamples(spec).outcome, in_full=in_full)
 
 
-def _measure_in_worker(index: int) -> Measurement:
+def _measure_in_worker(index: int) -> Outcome:
     assert _measure is not None  # noqa: S101  # the pool's initializer made it
     return _measure(index)

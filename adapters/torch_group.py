@@ -5,18 +5,23 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from core.errors import PackplanError, RankZeroError
-from core.ports import Arrays
+from adapters.heartbeat import Heartbeat
+from core.errors import PackplanError, RankGoneError, RankZeroError
+from core.ports import Arrays, Tell
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +31,12 @@ _TELL_EVERY_S = 30.0
 
 _FAREWELL_S = 10.0
 
+SILENT_S = 45.0
+"""Rank 0 beats every second; after so long without one, its node is taken for dead or cut off."""
+
+CHUNK_BYTES = 1 << 25
+"""Bytes that travel at a time, which bounds what the transport holds beside the arrays."""
+
 
 class OneRank:
     """A `core.ports.RankGroup` of one process."""
@@ -33,11 +44,11 @@ class OneRank:
     rank = 0
     world_size = 1
 
-    def from_rank_zero(self, build: Callable[[], Arrays], *, timeout_s: float) -> Arrays:  # noqa: ARG002  # no one waits
+    def from_rank_zero(self, build: Callable[[Tell], Arrays], *, timeout_s: float) -> Arrays:  # noqa: ARG002  # no one waits
         """Return what *build* builds."""
-        return build()
+        return build(lambda _: None)
 
-    def gather(self, value: str) -> tuple[str, ...]:
+    def gather(self, value: str, *, timeout_s: float | None = None) -> tuple[str, ...]:  # noqa: ARG002  # no one waits
         """Return the value alone."""
         return (value,)
 
@@ -62,12 +73,13 @@ class TorchGroup:
         if cuda:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
-        # Another attempt of an elastic launch has the same store: what the last one wrote must not be seen.
+        # An earlier attempt or launch may have had the same store: what it wrote must not be seen.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._store = PrefixStore(f"packplan/{attempt}", store)
+        launch = _agree_on_launch(PrefixStore(f"packplan/{attempt}", store), rank, world_size, timeout_s)
+        self._store = PrefixStore(f"packplan/{attempt}/{launch}", store)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
-            store=PrefixStore(f"group/{attempt}", store),
+            store=PrefixStore(f"group/{attempt}/{launch}", store),
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=timeout_s),
@@ -76,7 +88,7 @@ class TorchGroup:
         self._timeout_s = timeout_s
         self._calls = 0
 
-    def from_rank_zero(self, build: Callable[[], Arrays], *, timeout_s: float) -> Arrays:
+    def from_rank_zero(self, build: Callable[[Tell], Arrays], *, timeout_s: float) -> Arrays:
         """Return on every rank what rank 0 builds; see `core.ports.RankGroup`."""
         self._calls += 1
         key = f"built/{self._calls}"
@@ -88,16 +100,26 @@ class TorchGroup:
             }
         for array in arrays.values():
             if array.size:
-                dist.broadcast(torch.from_numpy(array), src=0)
+                self._broadcast(array)
         return arrays
 
-    def gather(self, value: str) -> tuple[str, ...]:
-        """Return the value of every rank, by rank."""
+    def gather(self, value: str, *, timeout_s: float | None = None) -> tuple[str, ...]:
+        """Return the value of every rank, by rank; see `core.ports.RankGroup`."""
         self._calls += 1
         keys = [f"gathered/{self._calls}/{rank}" for rank in range(self.world_size)]
         self._store.set(keys[self.rank], value)
-        self._store.wait(keys, timedelta(seconds=self._timeout_s))
-        return tuple(self._store.get(key).decode() for key in keys)
+        watch = _Watch(self._store, keys)
+        limit = self._timeout_s if timeout_s is None else timeout_s
+        waited = 0.0
+        while not watch.over.wait(_POLL_S):
+            waited = watch.waited_s()
+            if limit and waited > limit:
+                break
+        if watch.answers is None:
+            silent = [rank for rank, key in enumerate(keys) if watch.lost or not self._store.check([key])]
+            message = f"rank {self.rank} waited {waited:,.0f} s for ranks {silent}: {watch.lost or 'they said nothing'}"
+            raise RankGoneError(message)
+        return tuple(watch.answers)
 
     def any(self, flag: bool) -> bool:  # noqa: FBT001  # see the port
         """Return whether any rank's flag is set."""
@@ -105,9 +127,17 @@ class TorchGroup:
         dist.all_reduce(flags, dist.ReduceOp.MAX)
         return bool(flags.item())
 
-    def _build(self, build: Callable[[], Arrays], key: str) -> Arrays:
+    def _broadcast(self, array: NDArray[Any]) -> None:
         try:
-            arrays = {name: np.array(array, order="C") for name, array in build().items()}
+            for chunk in torch.from_numpy(array).view(-1).split(CHUNK_BYTES // array.itemsize):
+                dist.broadcast(chunk, src=0)
+        except RuntimeError as error:
+            raise RankGoneError(f"another rank is gone, so rank {self.rank} cannot share the plan: {error}") from None
+
+    def _build(self, build: Callable[[Tell], Arrays], key: str) -> Arrays:
+        try:
+            with Heartbeat(self._store, key) as heart:
+                arrays = {name: np.array(array, order="C") for name, array in build(heart.tell).items()}
         except BaseException as error:
             reason = str(error) if isinstance(error, PackplanError) else f"{type(error).__name__}: {error}"
             self._store.set(key, json.dumps({"failed": reason}))
@@ -126,28 +156,112 @@ class TorchGroup:
             log.warning("some ranks did not hear within %.0f s why rank 0 failed", _FAREWELL_S)
 
     def _awaited(self, key: str, timeout_s: float) -> list[tuple[str, str, list[int]]]:
-        started = told = time.monotonic()
-        while True:
-            try:
-                self._store.wait([key], timedelta(seconds=_POLL_S))
-                break
-            except dist.DistNetworkError as error:
-                message = f"rank 0 is gone, so rank {self.rank} cannot get its plan: {error}"
-                raise RankZeroError(message) from None
-            except dist.DistStoreError:
-                now = time.monotonic()
-            if timeout_s and now - started > timeout_s:
+        watch = _Watch(self._store, [key], beat=f"{key}/beat")
+        told = 0.0
+        while not watch.over.wait(_POLL_S):
+            waited = watch.waited_s()
+            if watch.silent_s() > SILENT_S:
                 message = (
-                    f"rank {self.rank} waited {timeout_s:,.0f} s for rank 0 to measure and plan "
-                    "(training.packing_wait_timeout_s): raise it, or set it to 0 to wait for ever"
+                    f"rank 0 has been silent for {watch.silent_s():,.0f} s, so its node is down or cut off; "
+                    f"rank {self.rank} last heard: {watch.words or 'nothing'}"
                 )
                 raise RankZeroError(message)
-            if now - told > _TELL_EVERY_S:
-                log.warning("rank %d has waited %.0f s for rank 0 to measure and plan", self.rank, now - started)
-                told = now
-        answer = json.loads(self._store.get(key))
+            if timeout_s and waited > timeout_s:
+                message = (
+                    f"rank {self.rank} waited {timeout_s:,.0f} s for rank 0 to measure and plan "
+                    "(training.packing_wait_timeout_s): raise it, or set it to 0 to wait for ever; "
+                    f"last heard: {watch.words or 'nothing'}"
+                )
+                raise RankZeroError(message)
+            if waited - told > _TELL_EVERY_S:
+                log.warning("rank %d has waited %.0f s for rank 0: %s", self.rank, waited, watch.words or "planning")
+                told = waited
+        if watch.answers is None:
+            message = f"rank 0 is gone, so rank {self.rank} cannot get its plan: {watch.lost}"
+            raise RankZeroError(message)
+        answer = json.loads(watch.answers[0])
         if "failed" in answer:
             self._store.set(f"{key}/read/{self.rank}", "")
             raise RankZeroError(f"rank 0 failed: {answer['failed']}")
         built: list[tuple[str, str, list[int]]] = answer["built"]
         return built
+
+
+def _agree_on_launch(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> str:
+    """
+    Return a token that all ranks of this launch hold, and none of an earlier launch on the same store.
+
+    Each rank leaves a word; rank 0 welcomes the words that it finds, again and again, until every rank has found its
+    own among them. What an earlier launch left is a word or a welcome that no rank of this one accepts.
+    """
+    own = secrets.token_hex(8)
+    words = [f"word/{number}" for number in range(world_size)]
+    store.set(words[rank], own)
+    store.wait(words, timedelta(seconds=timeout_s))
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if rank == 0:
+            store.set("welcome", json.dumps([store.get(word).decode() for word in words]))
+        try:
+            store.wait(["welcome"], timedelta(seconds=_POLL_S))
+            welcomed = json.loads(store.get("welcome"))
+            launch: str = welcomed[0]
+            if len(welcomed) == world_size and welcomed[rank] == own:
+                store.set(f"seen/{launch}/{rank}", "")
+                store.wait([f"seen/{launch}/{number}" for number in range(world_size)], timedelta(seconds=_POLL_S))
+                return launch
+        except dist.DistStoreError:
+            continue
+    message = f"rank {rank} waited {timeout_s:,.0f} s for all {world_size} ranks of this launch"
+    raise RankGoneError(message)
+
+
+class _Watch:
+    """
+    Waits for keys on a thread and a connection of its own, since a node that falls silent blocks whoever asks it.
+
+    Attributes:
+        over: Set when there are answers, or never will be.
+
+        answers: The keys' values, once all are there.
+
+        lost: Why there never will be.
+
+        words: What rank 0 said last that it was doing.
+    """
+
+    def __init__(self, store: dist.Store, keys: list[str], *, beat: str | None = None) -> None:
+        self.over = threading.Event()
+        self.answers: list[str] | None = None
+        self.lost, self.words = "", ""
+        self._started = self._heard = time.monotonic()
+        self._last = b""
+        threading.Thread(target=self._listen, args=(store, keys, beat), daemon=True).start()
+
+    def waited_s(self) -> float:
+        return time.monotonic() - self._started
+
+    def silent_s(self) -> float:
+        return time.monotonic() - self._heard
+
+    def _listen(self, store: dist.Store, keys: list[str], beat: str | None) -> None:
+        try:
+            own = store.clone()
+            while self.answers is None:
+                try:
+                    own.wait(keys, timedelta(seconds=_POLL_S))
+                    self.answers = [own.get(key).decode() for key in keys]
+                except dist.DistNetworkError:
+                    raise
+                except dist.DistStoreError:
+                    if beat and own.check([beat]):
+                        self._hear(own.get(beat))
+        except dist.DistError as error:
+            self.lost = str(error)
+        finally:
+            self.over.set()
+
+    def _hear(self, beat: bytes) -> None:
+        if beat != self._last:
+            self._last, self._heard = beat, time.monotonic()
+            self.words = json.loads(beat)[1] or self.words

@@ -73,20 +73,18 @@ def run(config: RunConfig, group: RankGroup) -> Result:
     # What the settings alone can get wrong is found before hours of measuring.
     batch = batch_of(config, world_size=group.world_size)
     samples = wiring.open_samples(config)
-    folders = [wiring.split_folder(config, split) for split in samples]
-    group.from_rank_zero(lambda: usable_folders(folders), timeout_s=config.training.packing_wait_timeout_s)
+    folders = [wiring.split_folder(config.training.output_dir, split) for split in samples]
+    group.from_rank_zero(lambda _: usable_folders(folders), timeout_s=config.training.packing_wait_timeout_s)
     arguments = wiring.open_arguments(config, samples["train"], batch.size, batch.accumulation)
 
     knobs = {split: Knobs.of(config, split) for split in samples}
     planned = {}
     for split, source in samples.items():
-        lengths, plans = wiring.stores(config, split)
         planned[split] = plan_split(
             split,
             knobs[split],
             source=source,
-            lengths=lengths,
-            plans=plans,
+            stores=wiring.open_stores(config, split),
             group=group,
             flush_every=config.training.packing_length_cache_persist_every,
             timeout_s=config.training.packing_wait_timeout_s,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from adapters import artefacts
+from adapters.folder_lock import FolderLock
 from adapters.length_store import DiskLengthStore
 from adapters.packed_dataset import PackedDataset
 from adapters.plan_store import DiskPlanStore
@@ -16,7 +19,7 @@ from adapters.swift_samples import POOL_START_S, SampleSpec, SwiftSamples, confi
 from adapters.swift_trainer import PackTrainer, TrainingArguments, trainer_fields, training_arguments
 from adapters.torch_group import OneRank, TorchGroup
 from adapters.yaml_config import load_config
-from app.planning import PlannedSplit
+from app.planning import PlannedSplit, Stores
 from core.batch import Accumulation
 from core.config import RunConfig
 from core.isolation import check_isolation
@@ -42,25 +45,63 @@ def require_isolation(config: RunConfig) -> None:
         check_isolation(config_model_type(config.model), config.model.attn_impl, flash_installed=flash)
 
 
-def split_folder(config: RunConfig, split: str) -> Path:
+def split_folder(output_dir: str, split: str) -> Path:
     """Return the folder of a split's artefacts."""
-    return Path(config.training.output_dir) / "static_packing" / split
+    return Path(output_dir) / "static_packing" / split
 
 
-def stores(config: RunConfig, split: str) -> tuple[DiskLengthStore, DiskPlanStore]:
+def open_stores(config: RunConfig, split: str) -> Stores:
     """Return where a split's lengths and plans are kept."""
-    folder = split_folder(config, split)
-    return DiskLengthStore(folder), DiskPlanStore(folder)
+    folder = split_folder(config.training.output_dir, split)
+    other = config.training.packing_lengths_from
+    lengths = DiskLengthStore(folder, lengths_from=split_folder(other, split) if other else None)
+    return Stores(lengths, DiskPlanStore(folder), FolderLock(folder))
 
 
-def open_samples(config: RunConfig, *, pool_start_s: float = POOL_START_S) -> dict[str, SwiftSamples]:
-    """Open the data of each split, `train` and perhaps `eval`, on one template; see `SwiftSamples`."""
+def open_slice(config: RunConfig, split: str, start: int, stop: int) -> tuple[DiskLengthStore, FolderLock]:
+    """Return where a rank that measures with others keeps its slice, and the lock of that place."""
+    folder = slices_folder(config, split) / f"{start}-{stop}"
+    return DiskLengthStore(folder), FolderLock(folder)
+
+
+def slices_folder(config: RunConfig, split: str) -> Path:
+    """Return the folder of all slices, which is of no use once they are put together."""
+    return Path(config.training.output_dir) / "static_packing" / "slices" / split
+
+
+def remove_slices(config: RunConfig, split: str) -> None:
+    """Remove the slices of ranks that measured together."""
+    folder = slices_folder(config, split)
+    with artefacts.writing(folder):
+        if folder.exists():
+            shutil.rmtree(folder)
+
+
+def local_ranks() -> int:
+    """Return how many ranks share this machine's cores."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def open_samples(
+    config: RunConfig, *, pool_start_s: float = POOL_START_S, measuring_ranks: int = 1
+) -> dict[str, SwiftSamples]:
+    """
+    Open the data of each split, `train` and perhaps `eval`, on one template; see `SwiftSamples`.
+
+    Args:
+        config: The run.
+
+        pool_start_s: Seconds that a pool of workers takes to start.
+
+        measuring_ranks: Ranks on this machine that measure at the same time, and share its cores.
+    """
     template = open_template(config.model, config.template, packing_length=config.packing_length)
     paths = {"train": config.custom.train_jsonl, "eval": config.custom.val_jsonl}
     return {
         split: SwiftSamples(
             SampleSpec(config.model, config.template, config.custom, files, config.packing_length),
             workers=config.training.packing_length_precompute_workers,
+            sharers=measuring_ranks,
             template=template,
             pool_start_s=pool_start_s,
         )

@@ -124,6 +124,9 @@ class TrainingConfig:
     packing_wait_timeout_s: float = 7200.0
     """Seconds that other ranks wait for rank 0's plan; 0 means for ever."""
 
+    packing_lengths_from: str | None = None
+    """The `output_dir` of another run, whose lengths are taken over where this run has none; it is only read."""
+
     packing_length_cache_persist_every: int | None = None
     """Samples between two flushes of the measured lengths; None adapts to the size of the data set."""
 

@@ -14,9 +14,12 @@ Everything that this project raises on purpose.
     │   ├── BatchSizeError         an effective batch that the ranks cannot realise
     │   ├── IsolationError         an attention backend that is not known to keep samples apart
     │   ├── StaleLengthsError      stored lengths were measured from other inputs
+    │   ├── ChangedImageError      an image is not the one that was measured
     │   ├── ContractError          a fetched sample is not the sample that was planned
     │   ├── OutputError            the output folder cannot be used
-    │   └── RankZeroError          rank 0 failed, or was too slow, while this rank waited for its plan
+    │   ├── LockedError            another job writes the same folder
+    │   ├── RankZeroError          rank 0 failed, died, or was too slow, while this rank waited for its plan
+    │   └── RankGoneError          another rank said nothing in time
     └── VerificationError          something stored or shared is not what it claims: exit status 3
         ├── CorruptArtefactError   a file differs from its digest
         └── RanksDisagreeError     ranks hold different plans or step counts
@@ -239,14 +242,34 @@ class StaleLengthsError(UserError):
 
     where: str
     differences: tuple[Difference, ...]
+    borrowed: bool = False
+    """Whether they are another run's, which training.packing_lengths_from names."""
 
     def __str__(self) -> str:
         head = f"the lengths in {self.where} were measured from other inputs"
         tail = (
-            "use another training.output_dir, restore the inputs, or delete that folder to measure anew "
+            "restore the inputs, or remove training.packing_lengths_from to measure here"
+            if self.borrowed
+            else "use another training.output_dir, restore the inputs, or delete that folder to measure anew "
             "(checkpoints lie elsewhere and stay)"
         )
         return "\n  ".join([f"{head}:", *map(str, self.differences), tail])
+
+
+@attrs.define(eq=False)
+class ChangedImageError(UserError):
+    """An image is not the one that was measured."""
+
+    index: int
+    image: int
+    differences: tuple[Difference, ...]
+
+    def __str__(self) -> str:
+        changes = "; ".join(map(str, self.differences))
+        return (
+            f"image {self.image} of sample {self.index} is not the one that was measured: {changes}. Restore it, or use "
+            "another training.output_dir to measure and plan anew"
+        )
 
 
 @attrs.define(eq=False)
@@ -277,8 +300,33 @@ class OutputError(UserError):
 
 
 @attrs.define(eq=False)
+class LockedError(UserError):
+    """Another job writes the same folder."""
+
+    folder: str
+    holder: str
+    waited_s: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.folder} is being written by {self.holder}, for more than {self.waited_s:,.0f} s: wait until it is "
+            "done, end it, use another training.output_dir, or raise training.packing_wait_timeout_s"
+        )
+
+
+@attrs.define(eq=False)
+class RankGoneError(UserError):
+    """Another rank said nothing in time."""
+
+    reason: str
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+@attrs.define(eq=False)
 class RankZeroError(UserError):
-    """Rank 0 failed, or was too slow, while this rank waited for its plan."""
+    """Rank 0 failed, died, or was too slow, while this rank waited for its plan."""
 
     reason: str
 

@@ -2,42 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+import attrs
 from numpy.typing import NDArray
 
 from core.align import AlignedPlan
 from core.fingerprint import Fingerprint
 from core.plan import RawPlan
-from core.samples import Measurement, Table
+from core.samples import ImageFacts, ImageTable, Measurement, Outcome, Table
 
 Arrays = Mapping[str, NDArray[Any]]
 
+Tell = Callable[[str], None]
+"""Takes a few words on what has been done so far; cheap enough for every sample."""
 
-class LengthSource(Protocol):
-    """Samples that can be measured one by one, in any order, with the same result."""
+
+class Measurable(Protocol):
+    """Samples that can be measured in their order."""
 
     def __len__(self) -> int:
         """Return the number of samples."""
 
+    def data_digest(self, count: int, /, *, start: int = 0) -> str:
+        """Return the digest of the data of *count* samples from *start* on; other samples do not change it."""
+
+    def measure_many(self, indices: range, /, *, in_full: bool) -> Iterator[Outcome]:
+        """Measure several, in the order of *indices*, perhaps in parallel; by a shortcut, unless *in_full*."""
+
+
+class LengthSource(Measurable, Protocol):
+    """Samples that can be measured one by one too, in any order, with the same result."""
+
     def fingerprint(self) -> Fingerprint:
         """Return everything that the measurements depend on, the data aside."""
-
-    def data_digest(self, count: int, /) -> str:
-        """Return the digest of the data of the first *count* samples; rows appended later leave it as it is."""
 
     def measure(self, index: int, /) -> Measurement:
         """Measure sample *index* by encoding it in full; RecordError if it cannot become a sample."""
 
-    def measure_many(self, indices: range, /, *, in_full: bool) -> Iterator[Measurement]:
-        """Measure several, in the order of *indices*, perhaps in parallel; by a shortcut, unless *in_full*."""
+    def measure_elsewhere(self, indices: Sequence[int], /, *, epoch: int) -> list[Outcome]:
+        """Encode samples in full, in the order given, in another process and as in training's epoch *epoch*."""
+
+    def images(self, index: int, /) -> tuple[ImageFacts, ...]:
+        """Return what the image files of sample *index* are now; RecordError if one cannot be read."""
+
+
+@attrs.frozen
+class Stored:
+    """What a store holds."""
+
+    table: Table
+    """Of the first samples."""
+
+    images: ImageTable
+    """Theirs."""
+
+    probe: Mapping[str, Any] | None
+    """How these samples were found to encode the same each time; None if they were not, yet."""
 
 
 class LengthStore(Protocol):
     """Keeps measurements between runs, and while a run measures."""
 
-    def resume(self, key: Fingerprint, num_samples: int, data_digest: Callable[[int], str], /) -> Table:
+    def resume(self, key: Fingerprint, num_samples: int, data_digest: Callable[[int], str], /) -> Stored:
         """
         Return what was measured under *key* so far, the first samples first.
 
@@ -54,8 +83,24 @@ class LengthStore(Protocol):
             CorruptArtefactError: It is not what was written.
         """
 
-    def append(self, rows: Table, data_digest: str, /) -> None:
-        """Add the next rows, so that a reader sees all of them or none; *data_digest* is of all samples so far."""
+    def read(self, key: Fingerprint, num_samples: int, data_digest: Callable[[int], str], /) -> Stored:
+        """Return what `resume` would, without becoming able to write."""
+
+    def append(
+        self, rows: Table, images: ImageTable, data_digest: str, /, *, probe: Mapping[str, Any] | None = None
+    ) -> None:
+        """
+        Add the next rows, so that a reader sees all of them or none.
+
+        Args:
+            rows: Of the next samples.
+
+            images: Theirs.
+
+            data_digest: Of all samples so far.
+
+            probe: How all samples so far were found to encode the same each time; None if they were not, yet.
+        """
 
     def discard(self) -> None:
         """Forget all rows, which turned out to be wrong."""
@@ -77,6 +122,23 @@ class PlanStore(Protocol):
         """Say what training at one world size consumes of the raw plan saved under *key*."""
 
 
+class Lock(Protocol):
+    """Lets one job at a time write where the stores are."""
+
+    def held(self, *, timeout_s: float, tell: Tell) -> AbstractContextManager[None]:
+        """
+        Hold the lock; it is free as soon as its holder's process is gone.
+
+        Args:
+            timeout_s: Seconds to wait for another job; 0 means for ever.
+
+            tell: Hears for whom this waits.
+
+        Raises:
+            LockedError: Another job held it all the time.
+        """
+
+
 class RankGroup(Protocol):
     """The data-parallel learners of one run."""
 
@@ -88,21 +150,31 @@ class RankGroup(Protocol):
     def world_size(self) -> int:
         """How many learners there are."""
 
-    def from_rank_zero(self, build: Callable[[], Arrays], *, timeout_s: float) -> Arrays:
+    def from_rank_zero(self, build: Callable[[Tell], Arrays], *, timeout_s: float) -> Arrays:
         """
         Return on every rank what rank 0 builds; no collective is outstanding while it does.
 
         Args:
-            build: Runs on rank 0 alone; it may take hours.
+            build: Runs on rank 0 alone; it may take hours. What it tells, the waiting ranks show.
 
             timeout_s: Seconds that the others wait; 0 means for ever.
 
         Raises:
-            RankZeroError: On the other ranks, with rank 0's own reason, when it failed or was too slow.
+            RankZeroError: On the other ranks, with rank 0's own reason, when it failed, died, or was too slow.
         """
 
-    def gather(self, value: str, /) -> tuple[str, ...]:
-        """Return the value of every rank, by rank."""
+    def gather(self, value: str, /, *, timeout_s: float | None = None) -> tuple[str, ...]:
+        """
+        Return the value of every rank, by rank.
+
+        Args:
+            value: Of this rank.
+
+            timeout_s: Seconds to wait for the others, 0 for ever; None waits as long as a collective may take.
+
+        Raises:
+            RankGoneError: A rank said nothing in time.
+        """
 
     def any(self, flag: bool, /) -> bool:  # noqa: FBT001  # one positional truth, as in the builtin
         """Return whether any rank's flag is set."""

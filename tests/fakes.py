@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 
 from core.errors import CorruptArtefactError, Difference, RecordError, StaleLengthsError
 from core.fingerprint import Fingerprint
-from core.samples import COLUMNS, Measurement, Table
+from core.ports import Stored, Tell
+from core.samples import COLUMNS, IMAGE_COLUMNS, ImageFacts, ImageTable, Measured, Measurement, Outcome, Table
 
 
 class ListSource:
-    """Samples of given lengths; counts what is measured."""
+    """Samples of given lengths, each with an image; counts what is measured."""
 
     def __init__(self, lengths: list[int], *, name: str = "data") -> None:
         self.lengths, self.name = lengths, name
         self.measured: list[int] = []
+        self.image_bytes = 1000
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -24,36 +28,67 @@ class ListSource:
     def fingerprint(self) -> Fingerprint:
         return Fingerprint({"name": self.name, "packing_length": None})
 
-    def data_digest(self, count: int) -> str:
-        return str(self.lengths[:count])
+    def data_digest(self, count: int, *, start: int = 0) -> str:
+        return str(self.lengths[start : start + count])
 
     def measure(self, index: int) -> Measurement:
         self.measured.append(index)
-        return Measurement(self.lengths[index], 1, 0, 0)
+        return Measurement(self.lengths[index], 1, 1, 4)
 
-    def measure_many(self, indices: range, *, in_full: bool) -> Iterator[Measurement]:
-        return map(self.measure, indices)
+    def measure_many(self, indices: range, *, in_full: bool) -> Iterator[Outcome]:
+        for index in indices:
+            try:
+                yield Measured(self.measure(index), self.images(index))
+            except RecordError as error:
+                yield error
+
+    def measure_elsewhere(self, indices: Sequence[int], *, epoch: int) -> list[Outcome]:
+        return [Measured(self.measure(index)) for index in indices]
+
+    def images(self, index: int) -> tuple[ImageFacts, ...]:
+        return (ImageFacts(self.image_bytes, 28, 28, self.lengths[index]),)
 
 
 class FailingSource(ListSource):
-    """One record cannot be measured."""
+    """Some records cannot be measured."""
 
-    def __init__(self, lengths: list[int], *, bad: int) -> None:
+    def __init__(self, lengths: list[int], *, bad: set[int]) -> None:
         super().__init__(lengths)
-        self.bad: int | None = bad
+        self.bad = bad
 
     def measure(self, index: int) -> Measurement:
-        if index == self.bad:
+        if index in self.bad:
             raise RecordError(self.name, index + 1, "cannot be measured")
         return super().measure(index)
 
 
 class RestlessSource(ListSource):
-    """Measures longer each time it is asked."""
+    """Measures longer each time it is asked, as a generator that is drawn from per call would."""
 
     def measure(self, index: int) -> Measurement:
         super().measure(index)
-        return Measurement(self.lengths[index] + len(self.measured), 1, 0, 0)
+        return Measurement(self.lengths[index] + len(self.measured), 1, 1, 4)
+
+
+class OrderedSource(ListSource):
+    """Measures a sample longer when it comes after a later one."""
+
+    def measure(self, index: int) -> Measurement:
+        before = self.measured[-1] if self.measured else -1
+        plain = super().measure(index)
+        return Measurement(plain.length + (before > index), 1, 1, 4)
+
+
+class ElsewhereSource(ListSource):
+    """Measures one sample otherwise in another process or epoch."""
+
+    def __init__(self, lengths: list[int], *, epoch_matters: bool) -> None:
+        super().__init__(lengths)
+        self.epoch_matters = epoch_matters
+
+    def measure_elsewhere(self, indices: Sequence[int], *, epoch: int) -> list[Outcome]:
+        more = epoch if self.epoch_matters else 1
+        return [Measured(Measurement(self.lengths[index] + more * (index == 0), 1, 1, 4)) for index in indices]
 
 
 class GuessingSource(ListSource):
@@ -64,10 +99,11 @@ class GuessingSource(ListSource):
         self.wrong = wrong
         self.ways: list[bool] = []
 
-    def measure_many(self, indices: range, *, in_full: bool) -> Iterator[Measurement]:
+    def measure_many(self, indices: range, *, in_full: bool) -> Iterator[Outcome]:
         self.ways.append(in_full)
         for index in indices:
-            yield Measurement(self.lengths[index] + (index == self.wrong and not in_full), 1, 0, 0)
+            length = self.lengths[index] + (index == self.wrong and not in_full)
+            yield Measured(Measurement(length, 1, 1, 4), self.images(index))
 
 
 class MemoryLengthStore:
@@ -77,27 +113,55 @@ class MemoryLengthStore:
         self.key: Fingerprint | None = None
         self.flushes: list[int] = []
         self.data = ""
+        self.probe: Mapping[str, Any] | None = None
         self._rows: list[tuple[int, ...]] = []
+        self._images: list[tuple[int, ...]] = []
 
-    def resume(self, key: Fingerprint, num_samples: int, data_digest: Callable[[int], str]) -> Table:
+    def resume(self, key: Fingerprint, num_samples: int, data_digest: Callable[[int], str]) -> Stored:
+        self.key = self.key or key
+        return self.read(key, num_samples, data_digest)
+
+    def read(self, key: Fingerprint, num_samples: int, data_digest: Callable[[int], str]) -> Stored:
         if self.key is not None and (differences := self.key.differences(key)):
             raise StaleLengthsError("memory", differences)
         measured = len(self._rows)
         if measured > num_samples or (measured and data_digest(measured) != self.data):
             raise StaleLengthsError("memory", (Difference("data", self.data, "other"),))
-        self.key = key
-        return np.array(self._rows, dtype=np.int32).reshape(-1, len(COLUMNS))
+        table = np.array(self._rows, dtype=np.int32).reshape(-1, len(COLUMNS))
+        images = np.array(self._images, dtype=np.int64).reshape(-1, len(IMAGE_COLUMNS))
+        return Stored(table, images, self.probe)
 
-    def append(self, rows: Table, data_digest: str) -> None:
-        self.data = data_digest
-        self.flushes.append(len(rows))
+    def append(
+        self, rows: Table, images: ImageTable, data_digest: str, *, probe: Mapping[str, Any] | None = None
+    ) -> None:
+        self.data, self.probe = data_digest, probe
+        if len(rows):
+            self.flushes.append(len(rows))
         self._rows += map(tuple, rows.tolist())
+        self._images += map(tuple, images.tolist())
 
     def discard(self) -> None:
         self._rows.clear()
+        self._images.clear()
+        self.probe = None
 
     def digest(self) -> str:
         return str(hash(tuple(self._rows)))
+
+
+class FreeLock:
+    """A lock that no one else wants; knows whether it is held."""
+
+    is_held = False
+
+    @contextmanager
+    def held(self, *, timeout_s: float, tell: Tell) -> Iterator[None]:
+        assert not self.is_held
+        self.is_held = True
+        try:
+            yield
+        finally:
+            self.is_held = False
 
 
 class MemoryPlanStore:
@@ -133,11 +197,12 @@ class ScriptedGroup:
         self, *, rank: int = 0, world_size: int = 1, others: Callable[[str], str] = lambda value: value
     ) -> None:
         self.rank, self.world_size, self._others = rank, world_size, others
+        self.told: list[str] = []
 
     def from_rank_zero(self, build, *, timeout_s: float):
-        return build()
+        return build(self.told.append)
 
-    def gather(self, value: str) -> tuple[str, ...]:
+    def gather(self, value: str, *, timeout_s: float | None = None) -> tuple[str, ...]:
         return tuple(value if rank == self.rank else self._others(value) for rank in range(self.world_size))
 
     def any(self, flag: bool) -> bool:  # noqa: FBT001  # see the port

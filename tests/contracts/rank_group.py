@@ -1,40 +1,59 @@
-"""One rank of the group that `test_rank_group` talks to."""
+"""One rank of the group that `test_rank_group` talks to: `rank_group.py scene out_folder`."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import time
 from pathlib import Path
 
 
 def main(scene: str, out: str) -> None:
     import numpy as np
 
-    from adapters.torch_group import TorchGroup
+    from adapters import torch_group
     from core.errors import PackplanError, PlanTooShortError
 
-    group = TorchGroup(use_cpu=True, timeout_s=60)
+    def note(**said: object) -> None:
+        part = Path(out, f"{group.rank}.part")
+        part.write_text(json.dumps({"at": time.monotonic(), **said}))
+        part.replace(part.with_suffix(".json"))
 
-    def build():
+    def build(tell):
+        tell("3 of 4 are measured")
+        note(building=True)
         if scene == "fails":
             raise PlanTooShortError(3, 8)
-        if scene == "dies":
-            os._exit(9)
-        if scene == "slow":
+        if scene == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if scene in {"slow", "silent"}:
             sys.stdin.read()
-        return {"a": np.arange(6, dtype=np.int32).reshape(2, 3), "empty": np.zeros(0, dtype=np.int64)}
-
-    try:
-        arrays = group.from_rank_zero(build, timeout_s=2 if scene == "slow" else 60)
-        said = {
-            "arrays": {name: [array.tolist(), str(array.dtype), array.shape] for name, array in arrays.items()},
-            "gathered": group.gather(f"from {group.rank}"),
-            "any": [group.any(group.rank == 1), group.any(False)],  # noqa: FBT003
+        return {
+            "a": np.arange(6, dtype=np.int32).reshape(2, 3),
+            "empty": np.zeros(0, dtype=np.int64),
+            "large": np.arange(torch_group.CHUNK_BYTES // 4 + 3),
         }
+
+    if scene == "silent":
+        torch_group.SILENT_S = 6.0
+    group = torch_group.TorchGroup(use_cpu=True, timeout_s=60)
+    if scene == "lonely" and group.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        arrays = group.from_rank_zero(build, timeout_s=3 if scene == "slow" else 60)
+        shown = {
+            name: [array.ravel()[:9].tolist(), int(array.sum()), str(array.dtype), array.shape]
+            for name, array in arrays.items()
+        }
+        note(
+            arrays=shown,
+            gathered=group.gather(f"from {group.rank}", timeout_s=0),
+            any=[group.any(group.rank == 1), group.any(False)],  # noqa: FBT003
+        )
     except PackplanError as error:
-        said = {"error": f"{type(error).__name__}: {error}"}
-    Path(out, f"{group.rank}.json").write_text(json.dumps(said))
+        note(error=f"{type(error).__name__}: {error}")
     os._exit(0)
 
 

@@ -55,6 +55,22 @@ def test_the_digest_of_the_first_records_knows_nothing_of_the_rest(tmp_path: Pat
     assert both != JsonlRecords((str(other),)).digest(2)
 
 
+@given(st.data())
+def test_the_digest_of_a_slice_knows_nothing_of_the_rest(tmp_path_factory, data):
+    """The same as that of a file with these rows alone; in any order of asking."""
+    folder = tmp_path_factory.mktemp("slices")
+    path = folder / "all.jsonl"
+    path.write_text("".join(f"{number}\n" for number in range(9)))
+    records = JsonlRecords((str(path),))
+
+    for _ in range(3):
+        start = data.draw(st.integers(0, 8))
+        count = data.draw(st.integers(1, 9 - start))
+        alone = folder / f"{start}-{count}.jsonl"
+        alone.write_text("".join(f"{number}\n" for number in range(start, start + count)))
+        assert JsonlRecords((str(alone),)).digest(count) == records.digest(count, start=start)
+
+
 def test_several_files_are_one_data_set(tmp_path: Path):
     """In the order named; each record knows its file and folder."""
     (tmp_path / "sub").mkdir()

@@ -4,85 +4,150 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
-import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
+from adapters import torch_group
 from tests.contracts import rank_group
+from tests.network import LINK, free_port, two_hosts
 
 pytestmark = pytest.mark.slow
 
+DEADLINE_S = 90
+
 
 @pytest.fixture
-def play(tmp_path):
-    """Return a function that plays a scene with two ranks, and gives what each said, and the seconds rank 1 took."""
+def start(tmp_path):
+    """Return a function that starts two ranks on a scene, perhaps each in a network namespace."""
     processes = []
 
-    def played(scene: str) -> tuple[list[dict | None], float]:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        for rank in range(2):
-            variables = {
-                "RANK": rank,
-                "LOCAL_RANK": rank,
-                "WORLD_SIZE": 2,
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-            }
-            processes.append(
+    def started(scene: str, address: str = "127.0.0.1", port: int = 0, hosts=("", ""), **variables):
+        port = port or free_port()
+        ranks = []
+        for rank, host in enumerate(hosts):
+            environment = {
+                "RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": address, "MASTER_PORT": port,
+                "PYTHONPATH": Path.cwd(), **variables,
+            }  # fmt: skip
+            ranks.append(
                 subprocess.Popen(
-                    [sys.executable, rank_group.__file__, scene, tmp_path],
-                    env={**os.environ, "PYTHONPATH": str(Path.cwd()), **{k: str(v) for k, v in variables.items()}},
+                    [*(["ip", "netns", "exec", host] if host else []), sys.executable, rank_group.__file__, scene, tmp_path],
+                    env={**os.environ, **{key: str(value) for key, value in environment.items()}},
                     stdin=subprocess.PIPE,
                 )
             )
-        started = time.monotonic()
-        processes[1].wait(90)
-        took = time.monotonic() - started
-        processes[0].stdin.close()
-        processes[0].wait(90)
-        files = [tmp_path / f"{rank}.json" for rank in range(2)]
-        return [json.loads(file.read_text()) if file.exists() else None for file in files], took
+        processes.extend(ranks)
+        return ranks
 
-    yield played
+    yield started
     for process in processes:
         process.kill()
         process.wait()
 
 
+@pytest.fixture
+def play(start, tmp_path):
+    """Return a function that plays a scene, and gives what each rank said last."""
+
+    def played(scene: str, **options) -> list[dict]:
+        ranks = start(scene, **options)
+        ranks[1].wait(DEADLINE_S)
+        ranks[0].stdin.close()
+        ranks[0].wait(DEADLINE_S)
+        return said(tmp_path)
+
+    return played
+
+
+def said(folder: Path) -> list[dict]:
+    """Return what each rank said last; nothing, if it did not come that far."""
+    files = [folder / f"{rank}.json" for rank in range(2)]
+    return [json.loads(file.read_text()) if file.exists() else {} for file in files]
+
+
+@pytest.fixture
+def agent():
+    """Keep a store as torchrun's agent does, outside of all ranks; what ranks have to know of it."""
+    from torch.distributed import TCPStore
+
+    port = free_port()
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    yield {"port": port, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    del store
+
+
 def test_arrays_values_and_flags_reach_every_rank(play):
-    """Of any integer type and shape, empty ones too."""
-    said, _ = play("builds")
+    """Of any integer type and shape, empty ones too, and larger than travels at once."""
+    first, second = play("builds")
 
-    assert said[0] == said[1]
-    assert {"a": [[[0, 1, 2], [3, 4, 5]], "int32", [2, 3]], "empty": [[], "int64", [0]]} == said[1]["arrays"]
-    assert ["from 0", "from 1"] == said[1]["gathered"]
-    assert [True, False] == said[1]["any"]
+    assert {**first, "at": 0} == {**second, "at": 0}
+    size = torch_group.CHUNK_BYTES // 4 + 3
+    assert {
+        "a": [[0, 1, 2, 3, 4, 5], 15, "int32", [2, 3]],
+        "empty": [[], 0, "int64", [0]],
+        "large": [list(range(9)), size * (size - 1) // 2, "int64", [size]],
+    } == second["arrays"]
+    assert ["from 0", "from 1"] == second["gathered"]
+    assert [True, False] == second["any"]
 
 
-def test_rank_zeros_failure_is_told_in_its_own_words(play):
+def test_a_later_launch_on_the_same_store_takes_nothing_from_an_earlier_one(play, agent):
+    """The first one's rank 0 failed, and said so under the keys that the second one uses."""
+    play("fails", **agent)
+
+    first, second = play("builds", **agent)
+    assert ["from 0", "from 1"] == first["gathered"] == second["gathered"]
+
+
+def test_rank_zeros_failure_is_told_in_its_own_words_within_seconds(play):
     """The same sentence on both."""
-    said, _ = play("fails")
+    first, second = play("fails")
 
-    assert said[0]["error"].startswith("PlanTooShortError: 3 packs cannot feed 8 ranks")
-    assert said[1]["error"].startswith("RankZeroError: rank 0 failed: 3 packs cannot feed 8 ranks")
+    assert first["error"].startswith("PlanTooShortError: 3 packs cannot feed 8 ranks")
+    assert second["error"].startswith("RankZeroError: rank 0 failed: 3 packs cannot feed 8 ranks")
+    assert abs(second["at"] - first["at"]) < 5
 
 
-def test_a_rank_zero_that_dies_is_noticed(play):
-    """Its process is gone without a word; the other rank does not wait for its deadline."""
-    said, took = play("dies")
+@pytest.mark.parametrize("hosted", ["by the agent", "by rank 0"])
+def test_a_rank_zero_that_is_killed_is_noticed_within_seconds(play, agent, hosted):
+    """Whether its store goes with it or not; no deadline is waited for."""
+    first, second = play("killed", **(agent if hosted == "by the agent" else {}))
 
-    assert said[1]["error"].startswith("RankZeroError: rank 0 is gone")
-    assert took < 45
+    assert first["building"]
+    reasons = {"by the agent": "rank 0 failed: its process died", "by rank 0": "rank 0 is gone"}
+    assert second["error"].startswith(f"RankZeroError: {reasons[hosted]}")
+    assert second["at"] - first["at"] < 5
 
 
 def test_waiting_has_one_deadline(play):
-    """After which the key that moves it is named."""
-    said, _ = play("slow")
+    """After which the key that moves it is named, and what rank 0 was doing."""
+    _, second = play("slow")
 
-    assert "training.packing_wait_timeout_s" in said[1]["error"]
+    assert "training.packing_wait_timeout_s" in second["error"]
+    assert "last heard: 3 of 4 are measured" in second["error"]
+
+
+def test_a_rank_that_is_killed_is_missed(play, agent):
+    """Rank 0 says so instead of training alone."""
+    first, _ = play("lonely", **agent)
+
+    assert first["error"].startswith("RankGoneError: another rank is gone")
+
+
+def test_a_node_that_falls_silent_is_given_up(start, tmp_path):
+    """Its cable is cut: no packet says that anything ended. The limit is shortened here; the real one is below a minute."""
+    with two_hosts() as (one, two):
+        ranks = start("silent", address=one.address, hosts=(one.name, two.name), GLOO_SOCKET_IFNAME=LINK)
+        while not said(tmp_path)[0]:
+            assert ranks[0].poll() is None
+        one.cut()
+        ranks[1].wait(DEADLINE_S)
+
+    first, second = said(tmp_path)
+    assert second["error"].startswith("RankZeroError: rank 0 has been silent for")
+    assert second["at"] - first["at"] < 20
+    assert torch_group.SILENT_S < 55

@@ -13,7 +13,7 @@ from adapters.length_store import DiskLengthStore
 from adapters.plan_store import DiskPlanStore
 from core.align import align_plan
 from core.checksum import plan_checksum
-from core.errors import CorruptArtefactError, StaleLengthsError
+from core.errors import ConfigError, CorruptArtefactError, StaleLengthsError
 from core.fingerprint import Fingerprint
 from core.plan import build_raw_plan
 from tests.fakes import MemoryLengthStore, MemoryPlanStore
@@ -28,6 +28,21 @@ def DATA(count: int) -> str:  # noqa: N802  # a constant of these tests
 
 ROWS = np.arange(50, dtype=np.int32).reshape(10, 5)
 
+IMAGES = np.arange(40, dtype=np.int64).reshape(10, 4)
+
+
+def put(store, first: int, end: int, **options) -> None:
+    """Append some rows, with an image each."""
+    store.append(ROWS[first:end], IMAGES[first:end], DATA(end), **options)
+
+
+def taken(store, num_samples: int = 10, data=DATA) -> list[list[int]]:
+    """Return the rows that a store resumes with; their images have to be theirs."""
+    stored = store.resume(KEY, num_samples, data)
+    assert stored.images.tolist() == IMAGES[: len(stored.table)].tolist()
+    return stored.table.tolist()
+
+
 PLAN = build_raw_plan([80, 60, 20, 50, 31, 40, 40, 5], packing_length=80, allow_single_long=False)
 
 
@@ -41,46 +56,62 @@ def reopen_lengths(request, tmp_path):
 def test_lengths_come_back_row_by_row(reopen_lengths):
     """Whatever the flushes were; the digest depends on the rows alone."""
     store = reopen_lengths()
-    assert (0, 5) == store.resume(KEY, 10, DATA).shape
-    store.append(ROWS[:4], DATA(4))
-    store.append(ROWS[4:], DATA(10))
+    assert [] == taken(store)
+    put(store, 0, 4)
+    put(store, 4, 10)
 
     again = reopen_lengths()
-    assert ROWS.tolist() == again.resume(KEY, 10, DATA).tolist()
+    assert ROWS.tolist() == taken(again)
     assert store.digest() == again.digest()
+    assert ROWS.tolist() == reopen_lengths().read(KEY, 10, DATA).table.tolist()
+
+
+def test_a_probe_is_kept_until_rows_follow_it(reopen_lengths):
+    """It speaks of the rows it saw."""
+    store = reopen_lengths()
+    taken(store)
+    put(store, 0, 4, probe={"samples": [3, 0]})
+    assert {"samples": [3, 0]} == reopen_lengths().resume(KEY, 10, DATA).probe
+
+    store = reopen_lengths()
+    taken(store)
+    put(store, 4, 10)
+    assert reopen_lengths().resume(KEY, 10, DATA).probe is None
+    put(store, 10, 10, probe={"samples": [9]})
+    assert {"samples": [9]} == reopen_lengths().resume(KEY, 10, DATA).probe
 
 
 def test_discarded_rows_are_gone(reopen_lengths):
     """For this store and for one opened later; other rows may follow."""
     store = reopen_lengths()
-    store.resume(KEY, 10, DATA)
-    store.append(ROWS[:4], DATA(4))
+    taken(store)
+    put(store, 0, 4)
 
     store.discard()
-    assert 0 == len(reopen_lengths().resume(KEY, 10, DATA))
+    assert [] == taken(reopen_lengths())
 
-    store.append(ROWS[2:5], DATA(3))
-    assert ROWS[2:5].tolist() == reopen_lengths().resume(KEY, 10, DATA).tolist()
+    store.append(ROWS[2:5], IMAGES[2:5], DATA(3))
+    assert ROWS[2:5].tolist() == reopen_lengths().resume(KEY, 10, DATA).table.tolist()
 
 
 def test_measuring_goes_on_where_it_stopped(reopen_lengths):
     """A partial store resumes, and ends as one written at once."""
     store = reopen_lengths()
-    store.resume(KEY, 10, DATA)
-    store.append(ROWS[:3], DATA(3))
+    taken(store)
+    put(store, 0, 3)
 
     store = reopen_lengths()
-    assert 3 == len(store.resume(KEY, 10, DATA))
-    store.append(ROWS[3:], DATA(10))
+    assert 3 == len(taken(store))
+    put(store, 3, 10)
 
-    assert ROWS.tolist() == reopen_lengths().resume(KEY, 10, DATA).tolist()
+    assert ROWS.tolist() == taken(reopen_lengths())
 
 
 def test_lengths_of_other_inputs_are_refused_key_by_key(reopen_lengths):
     """Each differing key with both values, and what to do."""
     store = reopen_lengths()
-    store.resume(KEY, 10, DATA)
-    store.append(ROWS, DATA(10))
+    taken(store)
+    put(store, 0, 10)
 
     with pytest.raises(StaleLengthsError, match="b: stored None, now 'x'") as raised:
         reopen_lengths().resume(Fingerprint({"a": 1, "b": "x"}), 10, DATA)
@@ -91,14 +122,14 @@ def test_lengths_of_other_inputs_are_refused_key_by_key(reopen_lengths):
 def test_lengths_stay_valid_while_the_data_they_were_measured_from_does(reopen_lengths):
     """Appended rows, and changes behind what was measured, are fine; a change before, or fewer rows, are not."""
     store = reopen_lengths()
-    store.resume(KEY, 10, DATA)
-    store.append(ROWS[:5], DATA(5))
+    taken(store)
+    put(store, 0, 5)
 
-    assert 5 == len(reopen_lengths().resume(KEY, 12, lambda n: DATA(n) if n <= 5 else "changed"))
+    assert 5 == len(taken(reopen_lengths(), 12, lambda n: DATA(n) if n <= 5 else "changed"))
     with pytest.raises(StaleLengthsError, match="data"):
-        reopen_lengths().resume(KEY, 10, lambda n: f"other {n}")
+        taken(reopen_lengths(), 10, lambda n: f"other {n}")
     with pytest.raises(StaleLengthsError, match="data"):
-        reopen_lengths().resume(KEY, 4, DATA)
+        taken(reopen_lengths(), 4)
 
 
 @pytest.mark.parametrize("open_plans", [DiskPlanStore, lambda _: MemoryPlanStore()], ids=["disk", "memory"])
@@ -116,17 +147,17 @@ def test_a_plan_comes_back_whole_under_its_key_only(open_plans, tmp_path):
 def test_the_disk_holds_small_readable_manifests_and_nothing_else(tmp_path: Path):
     """Counts and checksums to read; every file is named by a manifest; no temporary file stays."""
     lengths, plans = DiskLengthStore(tmp_path), DiskPlanStore(tmp_path)
-    lengths.resume(KEY, 10, DATA)
-    lengths.append(ROWS, DATA(10))
+    taken(lengths)
+    put(lengths, 0, 10, probe={})
     plans.save(KEY, PLAN)
     aligned = align_plan(PLAN, world_size=4, dataloader_drop_last=False)
     plans.save_aligned(KEY, aligned, drop_last=False)
 
     manifests = {path.name: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
     named = {entry["file"] for entry in manifests["raw_plan.json"]["arrays"].values()}
-    assert {"lengths.bin", *named, *manifests} == {path.name for path in tmp_path.iterdir()}
+    assert {"lengths.bin", "images.bin", *named, *manifests} == {path.name for path in tmp_path.iterdir()}
     assert {"lengths.json", "raw_plan.json", "plan_ws4.json"} == set(manifests)
-    assert 10 == manifests["lengths.json"]["num_measured"]
+    assert 10 == manifests["lengths.json"]["samples"]["rows"]
     assert plan_checksum(PLAN.packs) == manifests["raw_plan.json"]["checksum"]
     assert plan_checksum(aligned.packs) == manifests["plan_ws4.json"]["checksum"]
     assert len(aligned.packs) == manifests["plan_ws4.json"]["num_aligned_packs"]
@@ -135,8 +166,8 @@ def test_the_disk_holds_small_readable_manifests_and_nothing_else(tmp_path: Path
 def test_one_changed_byte_anywhere_is_found(tmp_path: Path):
     """Bytes all over each file of lengths and plan in turn, inverted, and with one bit changed, which may stay JSON."""
     lengths, plans = DiskLengthStore(tmp_path), DiskPlanStore(tmp_path)
-    lengths.resume(KEY, 10, DATA)
-    lengths.append(ROWS, DATA(10))
+    taken(lengths)
+    put(lengths, 0, 10, probe={})
     plans.save(KEY, PLAN)
 
     for path in sorted(tmp_path.iterdir()):
@@ -157,8 +188,8 @@ def test_one_changed_byte_anywhere_is_found(tmp_path: Path):
 def test_torn_files_are_never_read(tmp_path: Path):
     """A manifest cut short, arrays cut short, rows cut short, and an array that is gone."""
     lengths, plans = DiskLengthStore(tmp_path), DiskPlanStore(tmp_path)
-    lengths.resume(KEY, 10, DATA)
-    lengths.append(ROWS, DATA(10))
+    taken(lengths)
+    put(lengths, 0, 10, probe={})
     plans.save(KEY, PLAN)
 
     for path in sorted(tmp_path.iterdir()):
@@ -178,16 +209,78 @@ def test_torn_files_are_never_read(tmp_path: Path):
 def test_rows_that_no_manifest_names_are_cut_off(tmp_path: Path):
     """A crash between rows and manifest leaves bytes behind; resuming measures these again."""
     store = DiskLengthStore(tmp_path)
-    store.resume(KEY, 10, DATA)
-    store.append(ROWS[:5], DATA(5))
-    with (tmp_path / "lengths.bin").open("ab") as file:
-        file.write(b"torn")
+    taken(store)
+    put(store, 0, 5)
+    for name in ("lengths.bin", "images.bin"):
+        with (tmp_path / name).open("ab") as file:
+            file.write(b"torn")
 
     store = DiskLengthStore(tmp_path)
-    assert ROWS[:5].tolist() == store.resume(KEY, 10, DATA).tolist()
-    store.append(ROWS[5:], DATA(10))
+    assert ROWS[:5].tolist() == taken(store)
+    put(store, 5, 10)
 
-    assert ROWS.tolist() == DiskLengthStore(tmp_path).resume(KEY, 10, DATA).tolist()
+    assert ROWS.tolist() == taken(DiskLengthStore(tmp_path))
+
+
+def test_a_store_that_is_only_read_writes_nothing(tmp_path: Path):
+    """Not even what a crash left is cut off."""
+    store = DiskLengthStore(tmp_path)
+    taken(store)
+    put(store, 0, 5)
+    with (tmp_path / "lengths.bin").open("ab") as file:
+        file.write(b"torn")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    assert ROWS[:5].tolist() == DiskLengthStore(tmp_path).read(KEY, 10, DATA).table.tolist()
+    assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+
+def test_a_run_that_maps_lengths_survives_their_being_measured_anew(tmp_path: Path):
+    """Another job discards and writes the same files; a mapped file whose end moves would kill its reader."""
+    store = DiskLengthStore(tmp_path)
+    taken(store)
+    put(store, 0, 10)
+    mapped = DiskLengthStore(tmp_path).resume(KEY, 10, DATA)
+
+    store.discard()
+    store.append(ROWS[5:6], IMAGES[5:6], DATA(1))
+
+    assert ROWS.tolist() == mapped.table.tolist()
+    assert IMAGES.tolist() == mapped.images.tolist()
+
+
+def test_another_runs_lengths_are_taken_over_once(tmp_path: Path):
+    """Whole or partial, the same bytes; the other run is only read, and later not even that."""
+    one, two = tmp_path / "one" / "train", tmp_path / "two" / "train"
+    other = DiskLengthStore(one)
+    one.mkdir(parents=True)
+    two.mkdir(parents=True)
+    taken(other)
+    put(other, 0, 6)
+    before = {path.name: path.read_bytes() for path in one.iterdir()}
+
+    assert ROWS[:6].tolist() == taken(DiskLengthStore(two, lengths_from=one))
+    assert before == {path.name: path.read_bytes() for path in one.iterdir()}
+    assert before == {path.name: path.read_bytes() for path in two.iterdir()}
+    put(other, 6, 10, probe={"samples": [1]})
+    assert ROWS[:6].tolist() == taken(DiskLengthStore(two, lengths_from=one))
+
+
+def test_another_runs_lengths_have_to_fit(tmp_path: Path):
+    """Other inputs are refused with both values, and a folder where no run was; one that has no lengths yet is not."""
+    one, two = tmp_path / "one" / "train", tmp_path / "two" / "train"
+    one.mkdir(parents=True)
+    two.mkdir(parents=True)
+    store = DiskLengthStore(two, lengths_from=one)
+    assert [] == taken(store)
+    other = DiskLengthStore(one)
+    taken(other)
+    put(other, 0, 6)
+
+    with pytest.raises(StaleLengthsError, match=r"(?s)a: stored 1, now 2.*remove training.packing_lengths_from"):
+        DiskLengthStore(two, lengths_from=one).resume(Fingerprint({"a": 2, "b": None}), 10, DATA)
+    with pytest.raises(ConfigError, match=r"training.packing_lengths_from: has no folder"):
+        taken(DiskLengthStore(two, lengths_from=tmp_path / "none" / "train"))
 
 
 def test_a_manifest_of_another_schema_is_refused(tmp_path: Path):

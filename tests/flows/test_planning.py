@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.planning import Knobs, plan_split
+from app.measuring import PROBED_SAMPLES, failures
+from app.planning import Knobs, Stores, plan_split
 from core.errors import (
+    ChangedImageError,
     CorruptArtefactError,
     DataSetError,
     RanksDisagreeError,
@@ -17,11 +19,14 @@ from core.errors import (
 )
 from core.plan import build_raw_plan
 from tests.fakes import (
+    ElsewhereSource,
     FailingSource,
+    FreeLock,
     GuessingSource,
     ListSource,
     MemoryLengthStore,
     MemoryPlanStore,
+    OrderedSource,
     RestlessSource,
     ScriptedGroup,
     TornPlanStore,
@@ -46,11 +51,12 @@ class Desk:
         self.source = source or ListSource(LENGTHS)
         self.lengths, self.plans = MemoryLengthStore(), plans or MemoryPlanStore()
         self.group = group or ScriptedGroup()
+        self.lock = FreeLock()
 
     def plan(self, flush_every=None, **changes):
         return plan_split(
-            "train", knobs(**changes), source=self.source, lengths=self.lengths, plans=self.plans, group=self.group,
-            flush_every=flush_every, timeout_s=1,
+            "train", knobs(**changes), source=self.source, stores=Stores(self.lengths, self.plans, self.lock),
+            group=self.group, flush_every=flush_every, timeout_s=1,
         )  # fmt: skip
 
 
@@ -129,10 +135,10 @@ def test_a_row_changed_before_the_end_is_refused():
 @given(st.integers(0, 7), st.integers(1, 9))
 def test_what_was_measured_before_a_failure_is_kept(bad, flush_every):
     """After the record is mended, only it and what follows is measured."""
-    desk = Desk(FailingSource(LENGTHS, bad=bad))
+    desk = Desk(FailingSource(LENGTHS, bad={bad, 7}))
     with pytest.raises(RecordError, match=f"line {bad + 1}"):
         desk.plan(flush_every=flush_every)
-    desk.source.bad = None
+    desk.source.bad = set()
     desk.source.measured.clear()
 
     table = desk.plan(flush_every=flush_every).table
@@ -142,13 +148,57 @@ def test_what_was_measured_before_a_failure_is_kept(bad, flush_every):
     assert all(0 < size <= flush_every for size in desk.lengths.flushes)
 
 
-def test_samples_that_measure_differently_are_refused():
+def test_all_records_that_fail_are_listed_in_one_go():
+    """With their lines, in order; measuring itself stops at the first."""
+    source = FailingSource(LENGTHS, bad={5, 1, 7})
+
+    assert [2, 6, 8] == [error.line for error in failures("train", source)]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        RestlessSource(LENGTHS),
+        OrderedSource(LENGTHS),
+        ElsewhereSource(LENGTHS, epoch_matters=True),
+        ElsewhereSource(LENGTHS, epoch_matters=False),
+    ],
+    ids=["each call", "order", "epoch", "process"],
+)
+def test_samples_that_measure_differently_are_refused(source):
     """A static plan would be wrong the moment training fetches them; the next run does not trust them either."""
-    desk = Desk(RestlessSource(LENGTHS))
+    desk = Desk(source)
 
     for flush_every in (1, 3, 8, 100):
         with pytest.raises(DataSetError, match="encode the same every time: make the preprocessing deterministic"):
             desk.plan(flush_every=flush_every)
+        assert desk.lengths.probe is None
+
+
+def test_lengths_measured_but_not_probed_are_probed_by_the_next_run():
+    """An interrupted run's rows are complete by chance when the data is cut to them."""
+    desk = Desk(FailingSource(LENGTHS, bad={6}))
+    with pytest.raises(RecordError):
+        desk.plan()
+    desk.source = ElsewhereSource(LENGTHS[:6], epoch_matters=True)
+
+    with pytest.raises(DataSetError, match="epoch 1"):
+        desk.plan()
+    desk.source = ListSource(LENGTHS[:6])
+    desk.plan()
+    assert list(range(5, -1, -1)) == desk.lengths.probe["samples"]
+    assert not desk.lock.is_held
+
+
+def test_an_image_replaced_after_measuring_is_found_at_the_next_start():
+    """Before anything is planned, with what changed; some samples all over the data are looked at."""
+    desk = Desk(ListSource(LENGTHS * 100))
+    desk.plan()
+    desk.source.image_bytes = 1001
+
+    with pytest.raises(ChangedImageError, match=r"image 0 of sample 0 .* num_bytes: stored 1000, now 1001"):
+        desk.plan()
+    assert PROBED_SAMPLES == len(desk.lengths.probe["samples"])
 
 
 @given(st.integers(0, 7), st.integers(1, 9))
@@ -162,7 +212,7 @@ def test_a_shortcut_that_is_wrong_is_given_up(wrong, flush_every):
     assert (
         LENGTHS
         == table[:, 0].tolist()
-        == desk.lengths.resume(desk.source.fingerprint(), 8, desk.source.data_digest)[:, 0].tolist()
+        == desk.lengths.resume(desk.source.fingerprint(), 8, desk.source.data_digest).table[:, 0].tolist()
     )
 
 

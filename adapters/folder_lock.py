@@ -1,0 +1,52 @@
+"""One writer a folder: a lock that the kernel frees when its holder's process is gone."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from adapters import artefacts
+from core.errors import LockedError
+from core.ports import Tell
+
+_POLL_S = 0.5
+
+
+class FolderLock:
+    """A `core.ports.Lock`: `write.lock` in a folder, which says who holds it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._path = folder / "write.lock"
+
+    @contextmanager
+    def held(self, *, timeout_s: float, tell: Tell) -> Iterator[None]:
+        """Hold the lock, and sweep away what a killed holder left; see `core.ports.Lock`."""
+        with artefacts.writing(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(self._path)
+        started = time.monotonic()
+        while True:
+            try:
+                with artefacts.writing(self.folder):
+                    lock.acquire(timeout=_POLL_S, poll_interval=_POLL_S / 5)
+                break
+            except Timeout:
+                holder = self._path.read_text(encoding="utf-8") or "another job"
+                waited = time.monotonic() - started
+                if timeout_s and waited > timeout_s:
+                    raise LockedError(str(self.folder), holder, timeout_s) from None
+                tell(f"waiting for {holder}, which writes {self.folder}")
+        try:
+            with artefacts.writing(self.folder):
+                self._path.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
+                artefacts.sweep(self.folder)
+            yield
+        finally:
+            lock.release()

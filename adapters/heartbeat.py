@@ -1,0 +1,79 @@
+"""
+A process beside rank 0 that says in the store that rank 0 lives, what it is doing, and that it died.
+
+It is a process, not a thread, since solvers hold the interpreter for seconds, and since it has to outlive rank 0 by the
+moment that it takes to say so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import multiprocessing
+import os
+import signal
+import time
+from multiprocessing.connection import Connection
+from types import TracebackType
+
+import torch.distributed as dist
+
+BEAT_S = 1.0
+
+
+class Heartbeat:
+    """Beats under `<key>/beat` while the block runs; writes a failure under *key* if this process dies in it."""
+
+    def __init__(self, store: dist.Store, key: str) -> None:
+        """Prepare to beat; the store's keys are set through a connection of the new process's own."""
+        context = multiprocessing.get_context("fork")
+        receiver, self._sender = context.Pipe(duplex=False)
+        # A heart that cannot keep up loses words, and never stops rank 0.
+        os.set_blocking(self._sender.fileno(), False)
+        self._told = 0.0
+        self._process = context.Process(target=_beat, args=(receiver, store, key, os.getpid()), daemon=True)
+        self._receiver = receiver
+
+    def tell(self, words: str) -> None:
+        """Say what is being done; once a beat is enough."""
+        if (now := time.monotonic()) - self._told >= BEAT_S:
+            self._told = now
+            with contextlib.suppress(BlockingIOError):
+                # Below the size that pipes write whole or not at all.
+                self._sender.send_bytes(words.encode()[:1000])
+
+    def __enter__(self) -> Heartbeat:
+        self._process.start()
+        self._receiver.close()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._process.kill()
+        self._process.join()
+        self._sender.close()
+
+def _beat(receiver: Connection, store: dist.Store, key: str, parent: int) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    # Rank 0's sockets must not outlive it here: whoever listens to them has to see them close.
+    kept = receiver.fileno()
+    os.closerange(3, kept)
+    os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))
+    # Where the store is gone, the waiting ranks see that themselves.
+    with contextlib.suppress(dist.DistError):
+        own = store.clone()
+        for beat in itertools.count():
+            words = _next_words(receiver) if beat else ""
+            if words is None or os.getppid() != parent:
+                own.compare_set(key, "", json.dumps({"failed": "its process died: was it killed, or out of memory?"}))
+                return
+            own.set(f"{key}/beat", json.dumps([beat, words]))
+
+
+def _next_words(receiver: Connection) -> str | None:
+    """Return what rank 0 said within a beat; None if it is gone."""
+    try:
+        return receiver.recv_bytes().decode(errors="replace") if receiver.poll(BEAT_S) else ""
+    except EOFError:
+        return None

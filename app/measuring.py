@@ -1,0 +1,230 @@
+"""Samples -> measurements: what a store lacks is measured, audited, probed, and only then complete."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from core.errors import ChangedImageError, DataSetError, RecordError
+from core.ports import LengthSource, LengthStore, Measurable, Stored, Tell
+from core.samples import (
+    COLUMNS,
+    IMAGE_COLUMNS,
+    ImageTable,
+    Measured,
+    Measurement,
+    Table,
+    column,
+    from_row,
+    from_tables,
+    to_row,
+    to_tables,
+)
+
+log = logging.getLogger(__name__)
+
+PROBED_SAMPLES = 8
+"""Samples that are encoded again, in other orders, processes and epochs, before new lengths are trusted."""
+
+PROBED_EPOCH = 1
+"""The epoch under which they are encoded again; measuring is in epoch 0."""
+
+
+def measure(name: str, source: LengthSource, store: LengthStore, *, flush_every: int | None, tell: Tell) -> Table:
+    """
+    Return the measurements of all samples, measuring those that the store does not have.
+
+    The source's shortcut is audited: where an encoded sample measures otherwise, all are encoded in full.
+
+    Args:
+        name: Of the split, for messages.
+
+        source: Its samples.
+
+        store: Keeps what is measured, while it is measured.
+
+        flush_every: Samples between two flushes; None adapts to the number of samples.
+
+        tell: Hears how many are measured.
+
+    Raises:
+        RecordError: A record cannot become a sample; what was measured before it is kept.
+
+        DataSetError: Encoding a sample twice gives two results.
+
+        ChangedImageError: An image is not the one that was measured.
+    """
+    total = len(source)
+    stored = store.resume(source.fingerprint(), total, source.data_digest)
+    _check_images(source, stored)
+    if len(stored.table) == total and stored.probe is not None:
+        log.info("%s: the lengths of all %s samples are stored", name, f"{total:,}")
+        return stored.table
+    log.info("%s: measuring %s samples, %s are stored", name, f"{total - len(stored.table):,}", f"{len(stored.table):,}")
+    try:
+        return _measure_and_probe(name, source, store, stored, flush_every=flush_every, in_full=False, tell=tell)
+    except _ShortcutError as error:
+        log.warning("%s: %s: encoding every sample in full instead", name, error)
+        store.discard()
+        nothing = Stored(stored.table[:0], stored.images[:0], None)
+        return _measure_and_probe(name, source, store, nothing, flush_every=flush_every, in_full=True, tell=tell)
+
+
+def _measure_and_probe(
+    name: str,
+    source: LengthSource,
+    store: LengthStore,
+    stored: Stored,
+    *,
+    flush_every: int | None,
+    in_full: bool,
+    tell: Tell,
+) -> Table:
+    done = measure_rows(name, source, store, stored, flush_every=flush_every, in_full=in_full, tell=tell)
+    tell(f"the {name} samples are encoded again, some of them")
+    probe = _probe(source, done.table, done.images, in_full=in_full)
+    # Complete only now that the samples have proved steady: otherwise the next run would trust them.
+    rows, images = to_tables([])
+    store.append(rows, images, source.data_digest(len(done.table)), probe=probe)
+    return done.table
+
+
+def measure_rows(
+    name: str,
+    source: Measurable,
+    store: LengthStore,
+    stored: Stored,
+    *,
+    flush_every: int | None,
+    in_full: bool,
+    tell: Tell,
+) -> Stored:
+    """
+    Measure the samples that a store does not have, and append them, flush by flush.
+
+    Args:
+        name: Of the samples, for messages.
+
+        source: The samples.
+
+        store: Resumed.
+
+        stored: What it has.
+
+        flush_every: Samples between two flushes; None adapts to their number.
+
+        in_full: Take no shortcut.
+
+        tell: Hears how many are measured.
+
+    Raises:
+        RecordError: A record cannot become a sample; what was measured before it is kept.
+    """
+    total, first = len(source), len(stored.table)
+    every = flush_every or min(max(total // 100, 256), 10_000)
+    tables, images = [stored.table], [stored.images]
+    waiting: list[Measured] = []
+
+    def flush() -> None:
+        for parts, part in zip((tables, images), to_tables(waiting), strict=True):
+            parts.append(part)
+        # Whatever becomes of them, these are not written a second time.
+        waiting.clear()
+        store.append(tables[-1], images[-1], source.data_digest(sum(map(len, tables))))
+
+    with tqdm(total=total, initial=first, desc=f"measuring {name}", unit=" samples", disable=None) as bar:
+        try:
+            for outcome in source.measure_many(range(first, total), in_full=in_full):
+                if isinstance(outcome, RecordError):
+                    raise outcome
+                waiting.append(outcome)
+                bar.update()
+                tell(f"{bar.n:,} of {total:,} {name} samples are measured")
+                if len(waiting) == every:
+                    flush()
+        finally:
+            if waiting:
+                flush()
+    return Stored(np.concatenate(tables), np.concatenate(images), None)
+
+
+def failures(name: str, source: LengthSource) -> Iterator[RecordError]:
+    """Yield what is wrong with each record that cannot become a sample, in their order."""
+    outcomes = source.measure_many(range(len(source)), in_full=True)
+    for outcome in tqdm(outcomes, desc=f"checking {name}", total=len(source), unit=" samples", disable=None):
+        if isinstance(outcome, RecordError):
+            yield outcome
+
+
+class _ShortcutError(Exception):
+    """A sample encodes to another measurement than the source's shortcut gives."""
+
+
+def _probe(source: LengthSource, table: Table, images: ImageTable, *, in_full: bool) -> dict[str, Any]:
+    """
+    Encode some samples again, and compare: backwards here, and in another process and epoch, in a third order.
+
+    Returns:
+        What was compared, for the manifest.
+
+    Raises:
+        DataSetError: A sample encodes otherwise each time.
+
+        _ShortcutError: It does not, but the shortcut measured it otherwise.
+    """
+    indices = sorted({*_spread(len(table)), *_shape_classes(table, images)}, reverse=True)
+    for index in indices:
+        encoded = source.measure(index)
+        if encoded == from_row(table, index):
+            continue
+        if in_full or encoded != source.measure(index):
+            raise _unsteady(index, table, encoded, "later")
+        message = (
+            f"sample {index} measured {tuple(table[index].tolist())} from its images' headers, "
+            f"but encodes to {to_row(encoded)} ({', '.join(COLUMNS)})"
+        )
+        raise _ShortcutError(message)
+    elsewhere = indices[::2] + indices[1::2]
+    for index, outcome in zip(elsewhere, source.measure_elsewhere(elsewhere, epoch=PROBED_EPOCH), strict=True):
+        if isinstance(outcome, RecordError):
+            raise outcome
+        if outcome.measurement != from_row(table, index):
+            raise _unsteady(index, table, outcome.measurement, f"in another process and epoch {PROBED_EPOCH}")
+    return {"samples": indices, "orders": 3, "processes": 2, "epochs": [0, PROBED_EPOCH], "measured_in_full": in_full}
+
+
+def _unsteady(index: int, table: Table, encoded: Measurement, when: str) -> DataSetError:
+    return DataSetError(
+        f"sample {index} measured {tuple(table[index].tolist())} first and {to_row(encoded)} {when} "
+        f"({', '.join(COLUMNS)}): a plan needs samples that encode the same every time: make the "
+        "preprocessing deterministic"
+    )
+
+
+def _spread(total: int) -> Iterator[int]:
+    count = min(total, PROBED_SAMPLES)
+    return (index * (total - 1) // max(count - 1, 1) for index in range(count))
+
+
+def _shape_classes(table: Table, images: ImageTable) -> list[int]:
+    """Return the first sample with so many images, and the first with an image of each width and height, to powers of two."""
+    per_sample = column(table, "images")
+    _, by_number = np.unique(per_sample, return_index=True)
+    owner = np.repeat(np.arange(len(table)), per_sample)
+    sides = np.frexp(images[:, [IMAGE_COLUMNS.index("width"), IMAGE_COLUMNS.index("height")]])[1]
+    _, by_shape = np.unique(sides, axis=0, return_index=True)
+    return [*by_number.tolist(), *owner[by_shape].tolist()]
+
+
+def _check_images(source: LengthSource, stored: Stored) -> None:
+    """Compare the images of some stored samples: a folder of other images is found before training meets them."""
+    with_images = np.flatnonzero(column(stored.table, "images"))
+    indices = [int(with_images[position]) for position in _spread(len(with_images))]
+    for index, measured in zip(indices, from_tables(stored.table, stored.images, indices), strict=True):
+        for number, (then, now) in enumerate(zip(measured.images, source.images(index), strict=True)):
+            if differences := then.differences(now):
+                raise ChangedImageError(index, number, differences)

@@ -1,0 +1,134 @@
+"""
+Measuring by all ranks: each measures a slice of the samples into a store of its own, on a disk that all see.
+
+Rank 0 then appends the slices to the store of all: it holds what one process would have measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+import attrs
+import numpy as np
+
+from app.measuring import measure_rows
+from core.errors import DataSetError, PackplanError
+from core.ports import Arrays, LengthSource, LengthStore, Lock, RankGroup, Tell
+from core.samples import Outcome
+
+OpenSlice = Callable[[int, int], tuple[LengthStore, Lock]]
+"""From a slice's first sample and end: its store, and who may write there."""
+
+
+def measure_slices(
+    name: str,
+    source: LengthSource,
+    store: LengthStore,
+    lock: Lock,
+    open_slice: OpenSlice,
+    *,
+    group: RankGroup,
+    flush_every: int | None,
+    timeout_s: float,
+) -> None:
+    """
+    Measure what a store lacks, a slice on each rank; every rank calls this. What is measured is not yet probed.
+
+    Args:
+        name: Of the split, for messages.
+
+        source: Its samples.
+
+        store: Of all samples; rank 0 alone touches it.
+
+        lock: Its.
+
+        open_slice: Opens a slice's.
+
+        group: All ranks.
+
+        flush_every: Samples between two flushes; None adapts to their number.
+
+        timeout_s: Seconds to wait for other ranks and other jobs; 0 means for ever.
+
+    Raises:
+        PackplanError: A rank failed, on every rank; what was measured is kept.
+    """
+    key, total = source.fingerprint(), len(source)
+
+    def count(_: Tell) -> Arrays:
+        return {"known": np.array([len(store.read(key, total, source.data_digest).table)])}
+
+    first = int(group.from_rank_zero(count, timeout_s=timeout_s)["known"][0])
+    if first == total:
+        return
+    bounds = [first + (total - first) * rank // group.world_size for rank in range(group.world_size + 1)]
+    slices = [_Slice(source, start, stop) for start, stop in pairwise(bounds)]
+
+    def measure_own() -> str:
+        own = slices[group.rank]
+        slice_store, slice_lock = open_slice(own.start, own.stop)
+        with slice_lock.held(timeout_s=timeout_s, tell=_no_one):
+            stored = slice_store.resume(key, len(own), own.data_digest)
+            label = f"{name}, slice {group.rank + 1} of {group.world_size}"
+            measure_rows(label, own, slice_store, stored, flush_every=flush_every, in_full=False, tell=_no_one)
+            return slice_store.digest()
+
+    digests = group.gather(_or_reason(measure_own), timeout_s=timeout_s)
+    for rank, digest in enumerate(digests):
+        if digest.startswith(_FAILED):
+            message = f"rank {rank} cannot measure its slice of {name}: {digest.removeprefix(_FAILED)}"
+            raise DataSetError(message)
+
+    def put_together(tell: Tell) -> Arrays:
+        with lock.held(timeout_s=timeout_s, tell=tell):
+            if len(store.resume(key, total, source.data_digest).table) != first:
+                message = f"another job measured {name} at the same time: run this again, to use what it measured"
+                raise DataSetError(message)
+            for rank, (part, digest) in enumerate(zip(slices, digests, strict=True)):
+                slice_store, _ = open_slice(part.start, part.stop)
+                rows = slice_store.read(key, len(part), part.data_digest)
+                if slice_store.digest() != digest:
+                    message = (
+                        f"rank {rank} measured samples {part.start:,} to {part.stop:,}, but rank 0 does not see them: "
+                        "ranks can measure together only where training.output_dir is on a disk that all of them share"
+                    )
+                    raise DataSetError(message)
+                store.append(rows.table, rows.images, source.data_digest(part.stop))
+        return {}
+
+    group.from_rank_zero(put_together, timeout_s=timeout_s)
+
+
+_FAILED = "failed: "
+
+
+def _or_reason(call: Callable[[], str]) -> str:
+    """Return what *call* returns, or why it failed: the other ranks are still measuring, and keep what they measure."""
+    try:
+        return call()
+    except PackplanError as error:
+        return f"{_FAILED}{error}"
+
+
+def _no_one(_: str) -> None:
+    """Tell no one: each rank shows its own progress."""
+
+
+@attrs.frozen
+class _Slice:
+    """Some samples of a source, as a `core.ports.Measurable`."""
+
+    source: LengthSource
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def data_digest(self, count: int, *, start: int = 0) -> str:
+        return self.source.data_digest(count, start=self.start + start)
+
+    def measure_many(self, indices: range, *, in_full: bool) -> Iterator[Outcome]:
+        return self.source.measure_many(range(self.start + indices.start, self.start + indices.stop), in_full=in_full)

@@ -1,0 +1,65 @@
+"""Ports, and hosts made of network namespaces: what tests of several nodes need."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import attrs
+import pytest
+
+LINK = "eth0"
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@attrs.frozen
+class Host:
+    """A network namespace; its interface `LINK` leads to the other host."""
+
+    name: str
+    address: str
+
+    def cut(self) -> None:
+        """Take the link down, so that no packet leaves or arrives."""
+        _ip("-n", self.name, "link", "set", "dev", LINK, "down")
+
+
+@contextmanager
+def two_hosts() -> Iterator[tuple[Host, Host]]:
+    """Make two linked hosts; skip the test where this is not allowed."""
+    hosts = tuple(Host(f"packplan-{os.getpid()}-{side}", f"10.213.77.{side}") for side in (1, 2))
+    if not shutil.which("ip"):
+        pytest.skip("network namespaces need the command ip (iproute2)")
+    try:
+        for host in hosts:
+            if refused := _ip("netns", "add", host.name, check=False):
+                pytest.skip(f"the kernel refuses network namespaces: {refused}")
+        ends = [part for host in hosts for part in ("name", LINK, "netns", host.name)]
+        if refused := _ip("link", "add", *ends[:4], "type", "veth", "peer", *ends[4:], check=False):
+            pytest.skip(f"the kernel refuses to link network namespaces: {refused}")
+        for host in hosts:
+            _ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", LINK)
+            for device in ("lo", LINK):
+                _ip("-n", host.name, "link", "set", "dev", device, "up")
+        yield hosts
+    finally:
+        for host in hosts:
+            _ip("netns", "delete", host.name, check=False)
+
+
+def _ip(*words: str, check: bool = True) -> str:
+    """Run a command of iproute2; return what it complains of."""
+    run = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+    if check and run.returncode:
+        raise RuntimeError(run.stderr)
+    return run.stderr.strip() if run.returncode else ""
