@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import time
@@ -9,11 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import BaseFileLock, FileLock, Timeout
 
 from adapters import artefacts
 from core.errors import LockedError
 from core.ports import Tell
+
+log = logging.getLogger(__name__)
 
 _POLL_S = 0.5
 
@@ -32,17 +35,14 @@ class FolderLock:
             self.folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(self._path)
         started = time.monotonic()
-        while True:
-            try:
-                with artefacts.writing(self.folder):
-                    lock.acquire(timeout=_POLL_S, poll_interval=_POLL_S / 5)
-                break
-            except Timeout:
-                holder = self._path.read_text(encoding="utf-8") or "another job"
-                waited = time.monotonic() - started
-                if timeout_s and waited > timeout_s:
-                    raise LockedError(str(self.folder), holder, timeout_s) from None
-                tell(f"waiting for {holder}, which writes {self.folder}")
+        while not self._acquired(lock):
+            holder = self._path.read_text(encoding="utf-8") or "another job"
+            waited = time.monotonic() - started
+            if timeout_s and waited > timeout_s:
+                raise LockedError(str(self.folder), holder, timeout_s)
+            if waited < 2 * _POLL_S:
+                log.info("waiting for %s, which writes %s", holder, self.folder)
+            tell(f"waiting for {holder}, which writes {self.folder}")
         try:
             with artefacts.writing(self.folder):
                 self._path.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
@@ -50,3 +50,11 @@ class FolderLock:
             yield
         finally:
             lock.release()
+
+    def _acquired(self, lock: BaseFileLock) -> bool:
+        with artefacts.writing(self.folder):
+            try:
+                lock.acquire(timeout=_POLL_S, poll_interval=_POLL_S / 5)
+            except Timeout:
+                return False
+            return True

@@ -1,0 +1,120 @@
+"""A run of measuring and planning on real files, without ms-swift, in processes that faults can be done to."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import signal
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from adapters.folder_lock import FolderLock
+from adapters.jsonl_records import JsonlRecords
+from adapters.length_store import DiskLengthStore
+from adapters.plan_store import DiskPlanStore
+from app.planning import Knobs, PlannedSplit, Stores, plan_split
+from core.samples import Measurement
+from tests.fakes import ListSource, ScriptedGroup
+
+FLUSH_EVERY = 7
+
+KNOBS = Knobs(
+    packing=True, packing_length=80, algorithm="constant_volume", min_fill_ratio="0.65", drop_last=True,
+    allow_single_long=True, dataloader_drop_last=False, seed=0, refuse_longer=False,
+)  # fmt: skip
+
+
+class FileSource(ListSource):
+    """Lengths that a JSONL file holds."""
+
+    def __init__(self, path: Path, *, before_each: Callable[[int], None] = lambda _: None) -> None:
+        self.records = JsonlRecords((str(path),))
+        super().__init__([self.records[index] for index in range(len(self.records))], name="file")
+        self._before_each = before_each
+
+    def data_digest(self, count: int, *, start: int = 0) -> str:
+        return self.records.digest(count, start=start)
+
+    def measure(self, index: int) -> Measurement:
+        self._before_each(index)
+        return super().measure(index)
+
+
+def write_data(path: Path, lengths: list[int]) -> Path:
+    path.write_text("".join(f"{json.dumps(length)}\n" for length in lengths))
+    return path
+
+
+def execute(source: ListSource, folder: Path, *, timeout_s: float = 30, tell=None) -> PlannedSplit:
+    """Measure and plan, as rank 0 of a run does."""
+    stores = Stores(DiskLengthStore(folder), DiskPlanStore(folder), FolderLock(folder))
+    group = ScriptedGroup()
+    if tell:
+        group.from_rank_zero = lambda build, timeout_s: build(tell)
+    return plan_split(
+        "train", KNOBS, source=source, stores=stores, group=group, flush_every=FLUSH_EVERY, timeout_s=timeout_s
+    )
+
+
+def artefacts_of(folder: Path) -> dict[str, bytes]:
+    """Return every file of a folder but its lock."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".lock"}
+
+
+class Forked:
+    """A forked process that calls something and ends; it shares a counter with this one."""
+
+    def __init__(self, call: Callable[[Forked], None]) -> None:
+        self._counter = mmap.mmap(-1, 8)
+        self._status: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            status = 1
+            try:
+                call(self)
+                status = 0
+            except BaseException as error:  # noqa: BLE001  # told by the exit status; a forked test runner must not go on
+                print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            finally:
+                os._exit(status)
+
+    @property
+    def counter(self) -> int:
+        number: int = struct.unpack("q", self._counter[:])[0]
+        return number
+
+    @counter.setter
+    def counter(self, number: int) -> None:
+        self._counter[:] = struct.pack("q", number)
+
+    def wait(self) -> int:
+        """Return the exit status, negative for a signal."""
+        if self._status is None:
+            self._status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self._status
+
+    def kill(self) -> None:
+        """End the process, if it is still there."""
+        if self._status is None:
+            os.kill(self.pid, signal.SIGKILL)
+            self.wait()
+
+
+def at_each_line(act: Callable[[int], None]) -> None:
+    """From here on, act before this process executes a line of our own code; it hears how many there were."""
+    roots = tuple(str(Path(__file__).parents[2] / name) for name in ("adapters", "app", "core"))
+    executed = 0
+
+    def trace(frame, event, _):
+        nonlocal executed
+        if not frame.f_code.co_filename.startswith(roots):
+            return None
+        if event == "line":
+            executed += 1
+            act(executed)
+        return trace
+
+    sys.settrace(trace)

@@ -1,0 +1,203 @@
+"""Full disks, folders that may not be written, several jobs on one folder, files that were changed: no wrong plan."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from core.errors import CorruptArtefactError, LockedError, OutputError, PackplanError, StaleLengthsError
+from tests.faults.runs import FileSource, Forked, artefacts_of, execute, write_data
+
+LENGTHS = [60, 20, 50, 30, 40, 40, 80, 7] * 5
+
+
+@pytest.fixture
+def data(tmp_path) -> Path:
+    return write_data(tmp_path / "data.jsonl", LENGTHS)
+
+
+@pytest.fixture
+def fork():
+    """Return a function that starts a forked process; what is left of them at the end is killed."""
+    started = []
+
+    def start(call) -> Forked:
+        started.append(Forked(call))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+
+
+@pytest.fixture
+def whole(data, tmp_path) -> dict[str, bytes]:
+    """What a run leaves that nothing happens to."""
+    execute(FileSource(data), tmp_path / "whole")
+    return artefacts_of(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("limit", [0, 1, 100, 139, 140, 141, 300, 700, 790, 1000, 1279])
+def test_a_disk_that_is_full_is_named_and_the_next_run_goes_on(data, whole, tmp_path, limit):
+    """The kernel refuses to write beyond so many bytes of a file; nothing torn stays, the end is the same bytes."""
+    folder = tmp_path / "run"
+
+    def run(_: Forked) -> None:
+        source = FileSource(data)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        try:
+            execute(source, folder)
+        except OutputError as error:
+            assert "training.output_dir" in str(error)  # noqa: PT017  # in a process of its own
+            os._exit(7)
+
+    assert 7 == Forked(run).wait()
+    assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+    execute(FileSource(data), folder)
+    assert whole == artefacts_of(folder)
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_folder_that_may_not_be_written_is_named(data, tmp_path, warm):
+    """By a user without rights there, with lengths stored or not."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    if warm:
+        execute(FileSource(data), folder)
+    for path in (folder, *folder.iterdir()):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    for path in (data, tmp_path, *tmp_path.parents[:3]):
+        path.chmod(path.stat().st_mode | 0o555)
+
+    def run(_: Forked) -> None:
+        if os.geteuid() == 0:
+            os.setuid(65534)
+        try:
+            execute(FileSource(data), folder)
+        except OutputError as error:
+            assert "cannot be written: Permission denied" in str(error)  # noqa: PT017  # in a process of its own
+            os._exit(7)
+
+    assert 7 == Forked(run).wait()
+
+
+def test_of_two_jobs_on_one_folder_one_measures_and_the_other_reads(data, whole, fork, tmp_path):
+    """The second waits, and says for whom; the plan is the same, and no sample is measured twice."""
+    folder, opened, go = tmp_path / "run", threading.Event(), os.pipe()
+
+    def first(process: Forked) -> None:
+        def pause(index: int) -> None:
+            if index == 9 and not process.counter:
+                process.counter = 1
+                os.read(go[0], 1)
+
+        execute(FileSource(data, before_each=pause), folder)
+
+    def wait(words: str) -> None:
+        heard.append(words)
+        if not opened.is_set():
+            opened.set()
+            os.write(go[1], b".")
+
+    heard: list[str] = []
+    writer = fork(first)
+    while not writer.counter:
+        time.sleep(0.01)
+    source = FileSource(data)
+    execute(source, folder, tell=wait)
+
+    assert 0 == writer.wait()
+    assert heard[0].startswith(f"waiting for process {writer.pid} on ")
+    assert [] == source.measured
+    assert whole == artefacts_of(folder)
+
+
+def test_a_lock_whose_holder_was_killed_is_taken_over(data, whole, fork, tmp_path):
+    """At once, though nobody let it go; what the holder left is swept away."""
+    folder = tmp_path / "run"
+
+    def hold(process: Forked) -> None:
+        def stay(index: int) -> None:
+            if index == 20:
+                process.counter = 1
+                time.sleep(600)
+
+        execute(FileSource(data, before_each=stay), folder)
+
+    holder = fork(hold)
+    while not holder.counter:
+        time.sleep(0.01)
+    with pytest.raises(LockedError, match=f"process {holder.pid} on .* training.packing_wait_timeout_s"):
+        execute(FileSource(data), folder, timeout_s=0.2)
+    holder.kill()
+    (folder / ".lengths.json.left.tmp").write_text("{")
+
+    execute(FileSource(data), folder, timeout_s=5)
+    assert whole == artefacts_of(folder)
+
+
+def test_a_data_file_rewritten_with_the_same_size_and_time_is_found(data, tmp_path):
+    """Content counts, not what the file system says of it."""
+    folder, before = tmp_path / "run", data.stat()
+    execute(FileSource(data), folder)
+    write_data(data, [61, *LENGTHS[1:]])
+    os.utime(data, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (before.st_size, before.st_mtime_ns) == (data.stat().st_size, data.stat().st_mtime_ns)
+
+    with pytest.raises(StaleLengthsError, match="data.sha256 of the first 40"):
+        execute(FileSource(data), folder)
+
+
+def test_a_clock_that_was_set_back_changes_nothing(data, whole, tmp_path, monkeypatch):
+    """Neither while measuring, nor for files that seem to come from the future."""
+    folder, now = tmp_path / "run", [2e9]
+
+    def earlier() -> float:
+        now[0] -= 3600
+        return now[0]
+
+    monkeypatch.setattr(time, "time", earlier)
+    execute(FileSource(data), folder)
+    for path in folder.iterdir():
+        os.utime(path, (4e9, 4e9))
+    source = FileSource(data)
+    execute(source, folder)
+
+    assert [] == source.measured
+    assert whole == artefacts_of(folder)
+
+
+def test_a_plan_of_another_fingerprint_is_not_used(data, whole, tmp_path):
+    """Copied in from a run on other data, whole and undamaged: it is planned anew."""
+    folder, other = tmp_path / "run", tmp_path / "other"
+    execute(FileSource(write_data(tmp_path / "other.jsonl", LENGTHS[::-1])), other)
+    execute(FileSource(data), folder)
+    for path in other.glob("*plan*"):
+        shutil.copy(path, folder / path.name)
+
+    execute(FileSource(data), folder)
+    assert whole == artefacts_of(folder)
+
+
+@pytest.mark.parametrize("flip", [0x01, 0x80])
+def test_one_flipped_bit_anywhere_is_never_trusted(data, whole, tmp_path, flip):
+    """Every artefact, bits all over it: the run ends with status 3's error, or plans the same again."""
+    folder = tmp_path / "run"
+    execute(FileSource(data), folder)
+    for name, content in whole.items():
+        for position in range(0, len(content), max(1, len(content) // 25)):
+            damaged = bytearray(content)
+            damaged[position] ^= flip
+            (folder / name).write_bytes(damaged)
+            try:
+                execute(FileSource(data), folder)
+            except PackplanError as error:
+                assert isinstance(error, CorruptArtefactError | StaleLengthsError)  # noqa: PT017  # or none at all
+                (folder / name).write_bytes(content)
+            assert whole == artefacts_of(folder), f"{name}, byte {position}"

@@ -1,0 +1,78 @@
+"""Runs killed at any line: what is stored is never torn, little is measured again, and the end is the same bytes."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from pathlib import Path
+
+import pytest
+
+from adapters.length_store import DiskLengthStore
+from tests.faults.runs import FLUSH_EVERY, FileSource, Forked, artefacts_of, at_each_line, execute, write_data
+
+pytestmark = pytest.mark.slow
+
+SEEDS = range(240)
+
+LENGTHS = [random.Random(5).randint(1, 95) for _ in range(40)]  # noqa: S311  # lengths of a test
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return write_data(tmp_path_factory.mktemp("data") / "data.jsonl", LENGTHS)
+
+
+@pytest.fixture(scope="module")
+def whole(data, tmp_path_factory) -> dict[str, bytes]:
+    """What a run leaves that nothing happens to."""
+    folder = tmp_path_factory.mktemp("whole")
+    execute(FileSource(data), folder)
+    return artefacts_of(folder)
+
+
+@pytest.fixture(scope="module")
+def num_lines(data, tmp_path_factory) -> int:
+    """How many lines a whole run executes."""
+    folder = tmp_path_factory.mktemp("counted")
+
+    def run(process: Forked) -> None:
+        source = FileSource(data)
+        at_each_line(lambda executed: setattr(process, "counter", executed))
+        execute(source, folder)
+
+    process = Forked(run)
+    assert 0 == process.wait()
+    return process.counter
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_a_run_killed_at_any_line_ends_as_one_that_was_not(part, data, whole, num_lines, tmp_path):
+    """Killed once and, going on, killed again: rows are a prefix, at most one flush is measured again, bytes are equal."""
+    killed = 0
+    for seed in SEEDS[part::4]:
+        folder, rng = tmp_path / str(seed), random.Random(seed)  # noqa: S311  # moments of a test
+        for _ in range(2):
+            line = rng.randint(1, num_lines)
+
+            def run(process: Forked, line: int = line, folder: Path = folder) -> None:
+                source = FileSource(data, before_each=lambda index: setattr(process, "counter", index))
+                at_each_line(lambda executed: os.kill(os.getpid(), signal.SIGKILL) if executed == line else None)
+                execute(source, folder)
+
+            process = Forked(run)
+            status = process.wait()
+            assert status in {0, -signal.SIGKILL}
+            killed += status != 0
+            source = FileSource(data)
+            stored = DiskLengthStore(folder).read(source.fingerprint(), len(source), source.data_digest)
+            assert LENGTHS[: len(stored.table)] == stored.table[:, 0].tolist()
+            assert len(stored.table) == len(stored.images)
+            if stored.probe is None:
+                assert process.counter - len(stored.table) <= FLUSH_EVERY
+
+        execute(source, folder)
+        assert whole == artefacts_of(folder), f"seed {seed}"
+    # A run that goes on has fewer lines to be killed at than a whole one, so some are over before.
+    assert killed > len(SEEDS[part::4])
