@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from hypothesis import assume, event, given
+from hypothesis import assume, event, example, given
 from hypothesis import strategies as st
 
 from core.bounds import lower_bound
@@ -37,6 +37,8 @@ def narrow(num=300, capacity=8192):
     return np.random.default_rng(7).normal(capacity / 5.4, capacity / 50, num).astype(int), capacity
 
 
+# Packing this again gives 4 bins instead of 3, which has to be given up.
+@example(case=([3, 6, 30, 34, 23, 28, 9, 19, 12], 55), largest_first=True, seed=None)
 @given(case=packable_arrays(), largest_first=st.booleans(), seed=st.none() | st.integers(0, 3))
 def test_exact_filling_holds_each_sample_once(case, largest_first, seed):
     """Whatever the order; no bin over capacity, before and after what is not full is packed again."""
