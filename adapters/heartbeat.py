@@ -16,8 +16,10 @@ import signal
 import time
 from multiprocessing.connection import Connection
 from types import TracebackType
+from typing import Self
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 BEAT_S = 1.0
 
@@ -25,7 +27,7 @@ BEAT_S = 1.0
 class Heartbeat:
     """Beats under `<key>/beat` while the block runs; writes a failure under *key* if this process dies in it."""
 
-    def __init__(self, store: dist.Store, key: str) -> None:
+    def __init__(self, store: Store, key: str) -> None:
         """Prepare to beat; the store's keys are set through a connection of the new process's own."""
         context = multiprocessing.get_context("fork")
         receiver, self._sender = context.Pipe(duplex=False)
@@ -43,17 +45,20 @@ class Heartbeat:
                 # Below the size that pipes write whole or not at all.
                 self._sender.send_bytes(words.encode()[:1000])
 
-    def __enter__(self) -> Heartbeat:
+    def __enter__(self) -> Self:
         self._process.start()
         self._receiver.close()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._process.kill()
         self._process.join()
         self._sender.close()
 
-def _beat(receiver: Connection, store: dist.Store, key: str, parent: int) -> None:
+
+def _beat(receiver: Connection, store: Store, key: str, parent: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     # Rank 0's sockets must not outlive it here: whoever listens to them has to see them close.
@@ -62,7 +67,7 @@ def _beat(receiver: Connection, store: dist.Store, key: str, parent: int) -> Non
     os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))
     # Where the store is gone, the waiting ranks see that themselves.
     with contextlib.suppress(dist.DistError):
-        own = store.clone()
+        own = store.clone()  # type: ignore[attr-defined]  # torch does not declare it
         for beat in itertools.count():
             words = _next_words(receiver) if beat else ""
             if words is None or os.getppid() != parent:

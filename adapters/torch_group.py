@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
+from numpy.typing import NDArray
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from adapters.heartbeat import Heartbeat
@@ -129,7 +129,7 @@ class TorchGroup:
 
     def _broadcast(self, array: NDArray[Any]) -> None:
         try:
-            for chunk in torch.from_numpy(array).view(-1).split(CHUNK_BYTES // array.itemsize):
+            for chunk in torch.split(torch.from_numpy(array).view(-1), CHUNK_BYTES // array.itemsize):
                 dist.broadcast(chunk, src=0)
         except RuntimeError as error:
             raise RankGoneError(f"another rank is gone, so rank {self.rank} cannot share the plan: {error}") from None
@@ -187,7 +187,7 @@ class TorchGroup:
         return built
 
 
-def _agree_on_launch(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> str:
+def _agree_on_launch(store: Store, rank: int, world_size: int, timeout_s: float) -> str:
     """
     Return a token that all ranks of this launch hold, and none of an earlier launch on the same store.
 
@@ -230,7 +230,7 @@ class _Watch:
         words: What rank 0 said last that it was doing.
     """
 
-    def __init__(self, store: dist.Store, keys: list[str], *, beat: str | None = None) -> None:
+    def __init__(self, store: Store, keys: list[str], *, beat: str | None = None) -> None:
         self.over = threading.Event()
         self.answers: list[str] | None = None
         self.lost, self.words = "", ""
@@ -244,9 +244,9 @@ class _Watch:
     def silent_s(self) -> float:
         return time.monotonic() - self._heard
 
-    def _listen(self, store: dist.Store, keys: list[str], beat: str | None) -> None:
+    def _listen(self, store: Store, keys: list[str], beat: str | None) -> None:
         try:
-            own = store.clone()
+            own = store.clone()  # type: ignore[attr-defined]  # torch does not declare it
             while self.answers is None:
                 try:
                     own.wait(keys, timedelta(seconds=_POLL_S))

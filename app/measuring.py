@@ -64,7 +64,9 @@ def measure(name: str, source: LengthSource, store: LengthStore, *, flush_every:
     if len(stored.table) == total and stored.probe is not None:
         log.info("%s: the lengths of all %s samples are stored", name, f"{total:,}")
         return stored.table
-    log.info("%s: measuring %s samples, %s are stored", name, f"{total - len(stored.table):,}", f"{len(stored.table):,}")
+    log.info(
+        "%s: measuring %s samples, %s are stored", name, f"{total - len(stored.table):,}", f"{len(stored.table):,}"
+    )
     try:
         return _measure_and_probe(name, source, store, stored, flush_every=flush_every, in_full=False, tell=tell)
     except _ShortcutError as error:
@@ -130,11 +132,12 @@ def measure_rows(
     waiting: list[Measured] = []
 
     def flush() -> None:
-        for parts, part in zip((tables, images), to_tables(waiting), strict=True):
-            parts.append(part)
+        rows, theirs = to_tables(waiting)
+        tables.append(rows)
+        images.append(theirs)
         # Whatever becomes of them, these are not written a second time.
         waiting.clear()
-        store.append(tables[-1], images[-1], source.data_digest(sum(map(len, tables))))
+        store.append(rows, theirs, source.data_digest(sum(map(len, tables))))
 
     with tqdm(total=total, initial=first, desc=f"measuring {name}", unit=" samples", disable=None) as bar:
         try:

@@ -194,13 +194,17 @@ class ScriptedGroup:
     """One rank of a larger group, whose others say what the script says."""
 
     def __init__(
-        self, *, rank: int = 0, world_size: int = 1, others: Callable[[str], str] = lambda value: value
+        self,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        others: Callable[[str], str] = lambda value: value,
+        hear: Tell = lambda _: None,
     ) -> None:
-        self.rank, self.world_size, self._others = rank, world_size, others
-        self.told: list[str] = []
+        self.rank, self.world_size, self._others, self._hear = rank, world_size, others, hear
 
     def from_rank_zero(self, build, *, timeout_s: float):
-        return build(self.told.append)
+        return build(self._hear)
 
     def gather(self, value: str, *, timeout_s: float | None = None) -> tuple[str, ...]:
         return tuple(value if rank == self.rank else self._others(value) for rank in range(self.world_size))

@@ -2,21 +2,23 @@
 Measuring lengths: samples per second and CPU time of a sample, on data made for it.
 
 Text, small images and photographs, each measured from the images' headers and by encoding in full, in one process and in
-two (which take seconds to start). Then what a run with stored lengths pays: loading and verifying a million of them.
+two (which take seconds to start). Then what a run with a million stored lengths pays: seconds to load and verify them, and memory on the other ranks.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import resource
+import socket
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import numpy as np
@@ -27,9 +29,12 @@ from app import wiring
 from app.bench.measure import Measured, measure
 from app.bench.table import aligned
 from app.demo.tiny_models import write_model
+from app.measuring import measure as measure_lengths
+from app.planning import Knobs, PlannedSplit, Stores, plan_split
 from core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
 from core.fingerprint import Fingerprint
-from core.samples import COLUMNS
+from core.ports import LengthSource
+from core.samples import COLUMNS, ImageFacts
 
 MODEL_TYPE = "qwen2_5_vl"
 
@@ -84,8 +89,9 @@ def run(options: argparse.Namespace) -> None:
         for kind, way, workers in tqdm(cases, desc="measuring", leave=False, disable=None):
             config = _config(folder, _write_records(folder, kind), workers)
             rows.append(_measure(kind, way, config))
-        _write_store(config)
-        warm_start = _seconds(partial(_load, config))
+        stores = wiring.open_stores(config, "train")
+        warm_start = _warm_start(stores)
+        rank_bytes = _rank_memory(stores)
     cpu = {(row.kind, row.way): row.cpu_ms for row in rows if row.workers == min(options.workers)}
     ratio = cpu["photograph", "full"] / cpu["photograph", "headers"]
     if options.json:
@@ -93,7 +99,8 @@ def run(options: argparse.Namespace) -> None:
             "rows": [attrs.asdict(row) for row in rows],
             "photo_full_over_header_cpu_ratio": ratio,
             "warm_start_s": warm_start,
-            "warm_start_samples": STORED,
+            "rank_memory_bytes": rank_bytes,
+            "stored_samples": STORED,
             "cores": os.cpu_count(),
         }
         print(json.dumps(document, indent=1))
@@ -102,7 +109,8 @@ def run(options: argparse.Namespace) -> None:
     cells = [(r.kind, r.way, str(r.workers), f"{r.samples_per_s:,.0f}", f"{r.cpu_ms:.2f}") for r in rows]
     print("\n".join(aligned([head, *cells], left={0, 1})))
     print(f"\na photograph's full encode costs {ratio:.1f} times the CPU time of its header")
-    print(f"loading and verifying {STORED:,} stored lengths: {warm_start:.2f} s")
+    print(f"loading and verifying {STORED:,} stored lengths and as many images: {warm_start:.2f} s")
+    print(f"memory that a rank other than 0 takes for their plan: {rank_bytes / 1e6:.0f} MB")
 
 
 def _write_records(folder: Path, kind: Kind) -> Path:
@@ -166,20 +174,67 @@ def _cpu_of(call: Callable[[], object]) -> float:
     return spent() - before
 
 
-def _write_store(config: RunConfig) -> None:
+class _StoredSamples:
+    """A source whose samples are all stored: what a warm start asks of one."""
+
+    def __len__(self) -> int:
+        return STORED
+
+    def fingerprint(self) -> Fingerprint:
+        return Fingerprint({})
+
+    def data_digest(self, count: int) -> str:
+        return str(count)
+
+    def images(self, index: int) -> tuple[ImageFacts, ...]:
+        return (ImageFacts(index, 28, 28, index),)
+
+
+def _warm_start(stores: Stores) -> float:
+    """Store lengths; return the seconds until a run that finds them there may plan."""
     rows = np.random.default_rng(0).integers(1, 9_000, (STORED, len(COLUMNS)), dtype=np.int32)
-    store, _ = wiring.stores(config, "train")
-    store.resume(Fingerprint({}), STORED, str)
-    store.append(rows, str(STORED))
-
-
-def _load(config: RunConfig) -> None:
-    store, _ = wiring.stores(config, "train")
-    loaded = store.resume(Fingerprint({}), STORED, str)
-    assert len(loaded) == STORED  # noqa: S101  # it was written a moment ago
-
-
-def _seconds(call: Callable[[], None]) -> float:
+    rows[:, COLUMNS.index("images")] = 1
+    number = np.arange(STORED)
+    images = np.column_stack([number, np.full(STORED, 28), np.full(STORED, 28), number])
+    stores.lengths.resume(Fingerprint({}), STORED, str)
+    stores.lengths.append(rows, images, str(STORED), probe={})
     start = time.perf_counter()
-    call()
+    measure_lengths(
+        "train", cast("LengthSource", _StoredSamples()), stores.lengths, flush_every=None, tell=lambda _: None
+    )
     return time.perf_counter() - start
+
+
+def _rank_memory(stores: Stores) -> int:
+    """Plan what is stored on rank 0 of two; return the bytes that this takes on rank 1, beyond what it held before."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+
+    def join(rank: int) -> Callable[[], PlannedSplit]:
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        group = wiring.join_ranks({"use_cpu": True})
+        knobs = Knobs(
+            packing=True, packing_length=8192, algorithm="constant_volume", min_fill_ratio="0.65", drop_last=True,
+            allow_single_long=True, dataloader_drop_last=False, seed=0, refuse_longer=False,
+        )  # fmt: skip
+        return partial(
+            plan_split,
+            "train",
+            knobs,
+            source=cast("LengthSource", _StoredSamples()),
+            stores=stores,
+            group=group,
+            flush_every=None,
+            timeout_s=600,
+        )
+
+    def plan() -> None:
+        join(0)()
+
+    planning = multiprocessing.get_context("fork").Process(target=plan)
+    planning.start()
+    outcome = measure(lambda: join(1), lambda plan: plan.raw.num_samples, repeat=1, limit_s=600)
+    planning.join()
+    assert isinstance(outcome, Measured), outcome  # noqa: S101  # its data is our own
+    return outcome.peak_bytes

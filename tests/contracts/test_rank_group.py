@@ -35,7 +35,13 @@ def start(tmp_path):
             }  # fmt: skip
             ranks.append(
                 subprocess.Popen(
-                    [*(["ip", "netns", "exec", host] if host else []), sys.executable, rank_group.__file__, scene, tmp_path],
+                    [
+                        *(["ip", "netns", "exec", host] if host else []),
+                        sys.executable,
+                        rank_group.__file__,
+                        scene,
+                        tmp_path,
+                    ],
                     env={**os.environ, **{key: str(value) for key, value in environment.items()}},
                     stdin=subprocess.PIPE,
                 )

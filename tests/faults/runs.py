@@ -16,6 +16,7 @@ from adapters.jsonl_records import JsonlRecords
 from adapters.length_store import DiskLengthStore
 from adapters.plan_store import DiskPlanStore
 from app.planning import Knobs, PlannedSplit, Stores, plan_split
+from core.ports import Tell
 from core.samples import Measurement
 from tests.fakes import ListSource, ScriptedGroup
 
@@ -48,12 +49,10 @@ def write_data(path: Path, lengths: list[int]) -> Path:
     return path
 
 
-def execute(source: ListSource, folder: Path, *, timeout_s: float = 30, tell=None) -> PlannedSplit:
+def execute(source: ListSource, folder: Path, *, timeout_s: float = 30, tell: Tell = lambda _: None) -> PlannedSplit:
     """Measure and plan, as rank 0 of a run does."""
     stores = Stores(DiskLengthStore(folder), DiskPlanStore(folder), FolderLock(folder))
-    group = ScriptedGroup()
-    if tell:
-        group.from_rank_zero = lambda build, timeout_s: build(tell)
+    group = ScriptedGroup(hear=tell)
     return plan_split(
         "train", KNOBS, source=source, stores=stores, group=group, flush_every=FLUSH_EVERY, timeout_s=timeout_s
     )

@@ -150,7 +150,7 @@ def test_a_data_file_rewritten_with_the_same_size_and_time_is_found(data, tmp_pa
     os.utime(data, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert (before.st_size, before.st_mtime_ns) == (data.stat().st_size, data.stat().st_mtime_ns)
 
-    with pytest.raises(StaleLengthsError, match="data.sha256 of the first 40"):
+    with pytest.raises(StaleLengthsError, match=r"data\.sha256 of the first 40"):
         execute(FileSource(data), folder)
 
 

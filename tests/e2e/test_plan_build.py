@@ -1,0 +1,130 @@
+"""Measuring and planning before a run: by one process or several, taken over by other runs, and found stale."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from adapters.swift_samples import SwiftSamples
+from app import plan
+from tests.network import free_port
+
+pytestmark = pytest.mark.slow
+
+
+def artefacts_of(run: Path) -> dict[str, bytes]:
+    """Return every file that a run's planning left, but its locks."""
+    folder = run / "static_packing"
+    files = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock"]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def refuse_to_measure(monkeypatch) -> None:
+    monkeypatch.setattr(SwiftSamples, "outcome", lambda *_, **__: pytest.fail("a sample was measured"))
+
+
+def test_ranks_measure_the_same_bytes_together_as_one_process_alone(write_run, demo, tmp_path, monkeypatch):
+    """Slices under torchrun, put together; nothing of them stays. A warm start then measures nothing."""
+    val = {"val_jsonl": str(demo / "data" / "val.jsonl")}
+    alone, together = write_run(name="alone", custom=val), write_run(name="together", custom=val)
+    assert 0 == plan.main(["build", str(alone), "--world-size", "4"])
+    launcher = Path(sys.executable).with_name("torchrun")
+    run = subprocess.run(
+        [launcher, "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port()),
+         "-m", "app.plan", "build", together, "--world-size", "4"],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())},
+        capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+
+    assert 0 == run.returncode, run.stderr[-4000:]
+    found = artefacts_of(tmp_path / "together")
+    assert artefacts_of(tmp_path / "alone") == found
+    assert {"train/plan_ws4.json", "eval/plan_ws4.json"} < set(found)
+    probe = json.loads(found["train/lengths.json"])["probe"]
+    assert [0, 1] == probe["epochs"]
+    assert {0, 39} < set(probe["samples"])
+    refuse_to_measure(monkeypatch)
+    assert 0 == plan.main(["build", str(together)])
+
+
+def test_lengths_are_taken_over_from_another_run(write_run, tmp_path, monkeypatch, capfd):
+    """With another budget, nothing is measured; with another template, nothing is taken."""
+    assert 0 == plan.main(["build", str(write_run(name="one"))])
+    refuse_to_measure(monkeypatch)
+    lengths_from = {"packing_lengths_from": str(tmp_path / "one")}
+
+    two = write_run(name="two", template={"max_length": 700}, training=lengths_from)
+    assert 0 == plan.main(["build", str(two)])
+    one, two = artefacts_of(tmp_path / "one"), artefacts_of(tmp_path / "two")
+    for name in ("train/lengths.json", "train/lengths.bin", "train/images.bin"):
+        assert one[name] == two[name]
+    assert one["train/raw_plan.json"] != two["train/raw_plan.json"]
+
+    other = write_run(name="three", template={"system": "You look away."}, training=lengths_from)
+    capfd.readouterr()
+    assert 2 == plan.main(["build", str(other)])
+    said = capfd.readouterr().err
+    assert "template.system: stored 'You look at scenes.', now 'You look away.'" in said
+    assert "remove training.packing_lengths_from" in said
+
+
+def test_all_bad_records_are_listed_in_one_go(write_run, demo, tmp_path, capfd):
+    """Each with file, line and reason, damaged pixels too; nothing is stored."""
+    (tmp_path / "torn.jpg").write_bytes((next((demo / "data").rglob("*.jpg"))).read_bytes()[:600])
+    good = {"messages": [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "red dot"}]}
+    torn = {"messages": [{"role": "user", "content": "<image>what?"}, good["messages"][1]], "images": ["torn.jpg"]}
+    data = tmp_path / "data.jsonl"
+    data.write_text("\n".join([json.dumps(good), "{", json.dumps(good), json.dumps(torn), json.dumps({"id": 1})]))
+    path = write_run(custom={"train_jsonl": str(data)})
+    capfd.readouterr()
+
+    assert 2 == plan.main(["build", str(path), "--list-failures"])
+
+    said = capfd.readouterr()
+    assert [f"{data}, line {line}" for line in (2, 4, 5)] == [line.split(":")[0] for line in said.out.splitlines()]
+    assert "3 of 5 records cannot become samples" in said.err
+    assert not (tmp_path / "run" / "static_packing").exists()
+
+
+def test_an_image_replaced_after_measuring_is_found_at_the_next_start(write_run, tmp_path, capfd):
+    """Of the same width and height, so that no length would tell."""
+    records = []
+    for number in range(5):
+        Image.fromarray(np.full((60, 80, 3), number, dtype=np.uint8)).save(tmp_path / f"{number}.png")
+        messages = [{"role": "user", "content": "<image>what?"}, {"role": "assistant", "content": "red dot"}]
+        records.append(json.dumps({"messages": messages, "images": [f"{number}.png"]}))
+    (tmp_path / "data.jsonl").write_text("\n".join(records))
+    custom = {"train_jsonl": str(tmp_path / "data.jsonl")}
+    path = str(write_run(custom=custom, training={"packing_drop_last": False}))
+    assert 0 == plan.main(["build", path])
+
+    (tmp_path / "3.png").write_bytes((tmp_path / "4.png").read_bytes())
+    capfd.readouterr()
+    assert 2 == plan.main(["build", path])
+    assert "image 0 of sample 3 is not the one that was measured: head" in capfd.readouterr().err
+
+
+def test_samples_that_encode_otherwise_in_another_process_are_refused(write_run, monkeypatch, capfd):
+    """Training's loaders are other processes."""
+    main, plain = os.getpid(), SwiftSamples._encode
+
+    def encode(samples, index, sample):
+        encoded = plain(samples, index, sample)
+        return encoded if os.getpid() == main else {**encoded, "length": encoded["length"] + 1}
+
+    monkeypatch.setattr(SwiftSamples, "_encode", encode)
+    assert 2 == plan.main(["build", str(write_run())])
+    assert "in another process and epoch 1" in capfd.readouterr().err
+
+
+def test_a_split_that_the_run_does_not_have_is_named(write_run, capfd):
+    """And the key that would give it."""
+    assert 2 == plan.main(["build", str(write_run()), "--split", "eval"])
+    assert "custom.val_jsonl" in capfd.readouterr().err
