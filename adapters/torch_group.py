@@ -105,6 +105,10 @@ class TorchGroup:
         dist.all_reduce(flags, dist.ReduceOp.MAX)
         return bool(flags.item())
 
+    def leave(self) -> None:
+        """End the group: threads of its transports that outlive the interpreter may abort the process."""
+        dist.destroy_process_group()
+
     def _build(self, build: Callable[[], Arrays], key: str) -> Arrays:
         try:
             arrays = {name: np.array(array, order="C") for name, array in build().items()}
