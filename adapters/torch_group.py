@@ -127,6 +127,10 @@ class TorchGroup:
         dist.all_reduce(flags, dist.ReduceOp.MAX)
         return bool(flags.item())
 
+    def leave(self) -> None:
+        """End the group: threads of its transports that outlive the interpreter may abort the process."""
+        dist.destroy_process_group()
+
     def _broadcast(self, array: NDArray[Any]) -> None:
         try:
             for chunk in torch.split(torch.from_numpy(array).view(-1), CHUNK_BYTES // array.itemsize):

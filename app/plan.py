@@ -108,8 +108,8 @@ def main(arguments: list[str] | None = None) -> int:
         if options.list_failures:
             list_failures(_chosen(wiring.open_samples(config), splits))
             return
-        group = wiring.join_ranks({"use_cpu": True})
-        build(config, group, splits=splits, world_size=options.world_size)
+        with wiring.joined_ranks({"use_cpu": True}) as group:
+            build(config, group, splits=splits, world_size=options.world_size)
 
     return run_command(command, verbose=options.verbose)
 

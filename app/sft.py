@@ -195,7 +195,8 @@ def main(arguments: list[str] | None = None) -> int:
 
     def command() -> None:
         config = wiring.read_config(options.config)
-        run(config, wiring.join_ranks(config.training.trainer))
+        with wiring.joined_ranks(config.training.trainer) as group:
+            run(config, group)
 
     return run_command(command, verbose=options.verbose)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,16 @@ def read_config(path: str | Path) -> RunConfig:
     return load_config(path, trainer_fields())
 
 
-def join_ranks(settings: Mapping[str, Any]) -> RankGroup:
-    """Join the ranks that torchrun's environment describes, or be the only one."""
+@contextmanager
+def joined_ranks(settings: Mapping[str, Any]) -> Iterator[RankGroup]:
+    """Join the ranks that torchrun's environment describes, or be the only one, and leave them at the end."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return OneRank()
-    return TorchGroup(use_cpu=bool(settings.get("use_cpu")), timeout_s=float(settings.get("ddp_timeout", 1800)))
+        yield OneRank()
+        return
+    group = TorchGroup(use_cpu=bool(settings.get("use_cpu")), timeout_s=float(settings.get("ddp_timeout", 1800)))
+    yield group
+    # Not after an error: the other ranks may wait for this one in a collective, and leaving would wait for them.
+    group.leave()
 
 
 def require_isolation(config: RunConfig) -> None:

@@ -15,6 +15,7 @@ import resource
 import socket
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,6 +23,7 @@ from typing import Any, cast
 
 import attrs
 import numpy as np
+import torch
 from PIL import Image
 from tqdm import tqdm
 
@@ -81,6 +83,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Measure, then print."""
+    # One core a process, as in workers; and processes forked from one that has used more threads may hang in them.
+    torch.set_num_threads(1)
     with TemporaryDirectory() as name:
         folder = Path(name)
         write_model(folder / "model", MODEL_TYPE, ["a photograph of the sea, seen from a hill"] * 9, seed=0)
@@ -213,7 +217,8 @@ def _rank_memory(stores: Stores) -> int:
 
     def join(rank: int) -> Callable[[], PlannedSplit]:
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        group = wiring.join_ranks({"use_cpu": True})
+        # Its process ends with what is measured, and leaves the group so.
+        group = ExitStack().enter_context(wiring.joined_ranks({"use_cpu": True}))
         knobs = Knobs(
             packing=True, packing_length=8192, algorithm="constant_volume", min_fill_ratio="0.65", drop_last=True,
             allow_single_long=True, dataloader_drop_last=False, seed=0, refuse_longer=False,

@@ -26,7 +26,8 @@ def make(folder: Path, *, seed: int, num_train: int, num_val: int) -> None:
 
 def train() -> None:
     """Train as `app/demo.yaml` says, and print how the loss fell."""
-    result = sft.run(wiring.read_config(CONFIG), wiring.join_ranks({}))
+    with wiring.joined_ranks({}) as group:
+        result = sft.run(wiring.read_config(CONFIG), group)
     evaluated = [entry["eval_loss"] for entry in result.history if "eval_loss" in entry]
     losses = [entry["loss"] for entry in result.history if "loss" in entry]
     plan = result.planned["train"]

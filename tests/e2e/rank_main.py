@@ -39,8 +39,8 @@ def main(config: str, out: str, fault: str = "") -> int:
         if fault == "measure":
             wiring.SwiftSamples.measure = _fail
         run = wiring.read_config(config)
-        group = wiring.join_ranks(run.training.trainer)
-        result = sft.run(run, group)
+        with wiring.joined_ranks(run.training.trainer) as group:
+            result = sft.run(run, group)
         plan = result.planned["train"]
         seen = {
             "rank": group.rank, "fetched": fetched, "steps": result.num_steps, "planned_steps": result.schedule.steps.total,

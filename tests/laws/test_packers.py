@@ -8,7 +8,7 @@ from unittest.mock import patch
 import binpacking
 import numpy as np
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
 from core.bounds import lower_bound
@@ -88,6 +88,8 @@ def test_permuting_samples_changes_which_of_equal_length_go_where_and_nothing_el
 
 
 @pytest.mark.parametrize("algorithm", ["best_fit_decreasing", "first_fit_decreasing", "modified_first_fit_decreasing"])
+# Two bins have room for two small samples, which are three.
+@example(case=([35, 35, 11, 11, 11], 60))
 @given(case=packable(max_size=90))
 def test_runs_pack_as_single_samples_do(algorithm, case):
     """The packs of the item-by-item algorithm, ties included."""
@@ -105,7 +107,10 @@ def test_runs_pack_as_single_samples_do_on_larger_data(algorithm):
     for number in range(40):
         capacity = int(rng.integers(50, 3000))
         high = [capacity, capacity // 2, capacity // 3, 20][number % 4]
-        lengths = rng.integers(1, high + 1, 300).tolist()
+        lengths = rng.integers(1, high + 1, 300)
+        if number % 3 == 0:
+            lengths = rng.choice(lengths[:9], 300)
+        lengths = lengths.tolist()
         expected = getattr(references, algorithm)(lengths, capacity)
         assert expected == pack(lengths, capacity=capacity, algorithm=algorithm).tolist(), (lengths, capacity)
 
@@ -259,6 +264,7 @@ def test_the_fullest_pack_is_split_first_and_evenly():
 
     assert [[0, 1, 2], [3]] == pack(lengths, capacity=70, algorithm="concatenative")
     assert [[0], [1, 2], [3]] == pack(lengths, capacity=70, algorithm="concatenative", min_bin_count=3)
+    assert [[0, 1], [2], [3]] == pack([20, 40, 30, 35], capacity=65, algorithm="concatenative", min_bin_count=3)
 
 
 def test_no_samples_give_no_packs_unless_some_are_wanted():
