@@ -11,8 +11,8 @@ import pytest
 from hypothesis import assume, event, given
 from hypothesis import strategies as st
 
+from core import packers
 from core.errors import EmptyPlanError, InvalidLengthError, SampleTooLongError
-from core.packers import pack
 from core.plan import build_raw_plan, one_sample_packs, plan_from_arrays, plan_to_arrays, refuse_longer
 from tests.strategies import raw_lengths
 
@@ -192,7 +192,7 @@ def test_the_seed_reaches_the_algorithm_that_draws(seed):
 
     plan = build_raw_plan(lengths, packing_length=60, algorithm="first_fit_shuffle", seed=seed, drop_last=False)
 
-    assert pack(lengths, capacity=60, algorithm="first_fit_shuffle", seed=seed) == plan.packs
+    assert packers.pack(lengths, capacity=60, algorithm="first_fit_shuffle", seed=seed) == plan.packs
 
 
 @pytest.mark.parametrize("shape", [(2, 2), ()])
