@@ -217,6 +217,7 @@ def test_the_integer_program_has_a_place_for_every_sample_or_says_so():
     runs = Runs([5, 3], [1, 2])
 
     assert [({0: 1, 1: 1}, 1), ({1: 1}, 1)] == fewest_patterns([{0: 1, 1: 1}], runs)
+    assert [({0: 1, 1: 2}, 1), ({1: 1}, 1)] == fewest_patterns([{0: 1, 1: 2}], Runs([5, 3], [1, 3]))
     assert fewest_patterns([{0: 1}], runs) is None
     with patch("scipy.optimize.milp") as milp:
         milp.return_value.x = np.array([2.0, 2.0])
@@ -248,6 +249,17 @@ def test_problems_in_lowest_terms_are_the_same_problem(case, factor, rest):
     assert reduced(Runs.of(np.array(lengths)), capacity=capacity) == reduced(
         scaled, capacity=capacity * factor + min(rest, factor - 1)
     )
+
+
+@given(case=packable(min_size=1), power=st.integers(40, 58))
+def test_the_quick_bound_of_huge_lengths_is_that_of_small_ones(case, power):
+    """Its products pass 64 bits there."""
+    lengths, capacity = case
+    runs = Runs.of(np.array(lengths))
+    assume(sum(lengths) << power < 2**63)
+    huge = Runs([size << power for size in runs.sizes], runs.counts)
+
+    assert quick_bound(runs, capacity=capacity) == quick_bound(huge, capacity=capacity << power)
 
 
 @given(case=packable_arrays())

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import assume, event, given
 from hypothesis import strategies as st
 
+from core import packers
 from core.errors import EmptyPlanError, InvalidLengthError, SampleTooLongError
 from core.plan import build_raw_plan, one_sample_packs, plan_from_arrays, plan_to_arrays, refuse_longer
 from tests.strategies import raw_lengths
@@ -182,6 +183,16 @@ def test_a_length_that_is_no_positive_whole_number_is_named(value):
     assert 1 == raised.value.index
     with pytest.raises(InvalidLengthError):
         build_raw_plan(np.array([value, value]), packing_length=10)
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_the_seed_reaches_the_algorithm_that_draws(seed):
+    """The packs are those of `pack` with that seed."""
+    lengths = list(range(1, 40))
+
+    plan = build_raw_plan(lengths, packing_length=60, algorithm="first_fit_shuffle", seed=seed, drop_last=False)
+
+    assert packers.pack(lengths, capacity=60, algorithm="first_fit_shuffle", seed=seed) == plan.packs
 
 
 @pytest.mark.parametrize("shape", [(2, 2), ()])
