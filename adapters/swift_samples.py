@@ -271,11 +271,11 @@ class SwiftSamples:
             yield from map(measure, rest)
             return
         context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(self._workers, context, _open_worker, (self.spec, in_full)) as pool:
-            try:
-                yield from pool.map(_measure_in_worker, rest, chunksize=16)
-            finally:
-                pool.shutdown(wait=False, cancel_futures=True)
+        pool = ProcessPoolExecutor(self._workers, context, _open_worker, (self.spec, in_full))
+        try:
+            yield from pool.map(_measure_in_worker, rest, chunksize=16)
+        finally:
+            pool.shutdown(cancel_futures=True)
 
     def measure_elsewhere(self, indices: Sequence[int], *, epoch: int) -> list[Outcome]:
         """Encode samples in a worker process of torch's own loader, seeded for *epoch*; see `core.ports`."""

@@ -128,7 +128,9 @@ class TorchGroup:
         return bool(flags.item())
 
     def leave(self) -> None:
-        """End the group: threads of its transports that outlive the interpreter may abort the process."""
+        """End the group, together: one rank may keep the store that the others still read."""
+        dist.barrier()
+        # Threads of its transports that outlive the interpreter may abort the process.
         dist.destroy_process_group()
 
     def _broadcast(self, array: NDArray[Any]) -> None:

@@ -15,7 +15,6 @@ import resource
 import socket
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -32,7 +31,7 @@ from app.bench.measure import Measured, measure
 from app.bench.table import aligned
 from app.demo.tiny_models import write_model
 from app.measuring import measure as measure_lengths
-from app.planning import Knobs, PlannedSplit, Stores, plan_split
+from app.planning import Knobs, Stores, plan_split
 from core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
 from core.fingerprint import Fingerprint
 from core.ports import LengthSource
@@ -44,7 +43,19 @@ MAX_PIXELS = 1_280 * 28 * 28
 """The limit that Qwen2.5-VL's users mostly set: 1,280 tokens an image."""
 
 STORED = 1_000_000
-"""Lengths of the warm start."""
+"""Lengths of the warm start, and of the plan that another rank receives."""
+
+KNOBS = Knobs(
+    packing=True,
+    packing_length=8192,
+    algorithm="constant_volume",
+    min_fill_ratio="0.65",
+    drop_last=True,
+    allow_single_long=True,
+    dataloader_drop_last=False,
+    seed=0,
+    refuse_longer=False,
+)
 
 
 @attrs.frozen
@@ -200,8 +211,9 @@ def _warm_start(stores: Stores) -> float:
     rows[:, COLUMNS.index("images")] = 1
     number = np.arange(STORED)
     images = np.column_stack([number, np.full(STORED, 28), np.full(STORED, 28), number])
-    stores.lengths.resume(Fingerprint({}), STORED, str)
-    stores.lengths.append(rows, images, str(STORED), probe={})
+    with stores.lock.held(timeout_s=60, tell=lambda _: None):
+        stores.lengths.resume(Fingerprint({}), STORED, str)
+        stores.lengths.append(rows, images, str(STORED), probe={})
     start = time.perf_counter()
     measure_lengths(
         "train", cast("LengthSource", _StoredSamples()), stores.lengths, flush_every=None, tell=lambda _: None
@@ -215,31 +227,18 @@ def _rank_memory(stores: Stores) -> int:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
 
-    def join(rank: int) -> Callable[[], PlannedSplit]:
+    def plan(rank: int) -> int:
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        # Its process ends with what is measured, and leaves the group so.
-        group = ExitStack().enter_context(wiring.joined_ranks({"use_cpu": True}))
-        knobs = Knobs(
-            packing=True, packing_length=8192, algorithm="constant_volume", min_fill_ratio="0.65", drop_last=True,
-            allow_single_long=True, dataloader_drop_last=False, seed=0, refuse_longer=False,
-        )  # fmt: skip
-        return partial(
-            plan_split,
-            "train",
-            knobs,
-            source=cast("LengthSource", _StoredSamples()),
-            stores=stores,
-            group=group,
-            flush_every=None,
-            timeout_s=600,
-        )
+        source = cast("LengthSource", _StoredSamples())
+        with wiring.joined_ranks({"use_cpu": True}) as group:
+            planned = plan_split(
+                "train", KNOBS, source=source, stores=stores, group=group, flush_every=None, timeout_s=600
+            )
+            return len(planned.aligned.packs)
 
-    def plan() -> None:
-        join(0)()
-
-    planning = multiprocessing.get_context("fork").Process(target=plan)
+    planning = multiprocessing.get_context("fork").Process(target=plan, args=(0,))
     planning.start()
-    outcome = measure(lambda: join(1), lambda plan: plan.raw.num_samples, repeat=1, limit_s=600)
+    outcome = measure(lambda: partial(plan, 1), int, repeat=1, limit_s=600)
     planning.join()
     assert isinstance(outcome, Measured), outcome  # noqa: S101  # its data is our own
     return outcome.peak_bytes
