@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 _POLL_S = 1.0
 
+_ASK_S = 0.1
+
 _TELL_EVERY_S = 30.0
 
 _FAREWELL_S = 10.0
@@ -253,15 +255,12 @@ class _Watch:
     def _listen(self, store: Store, keys: list[str], beat: str | None) -> None:
         try:
             own = store.clone()  # type: ignore[attr-defined]  # torch does not declare it
-            while self.answers is None:
-                try:
-                    own.wait(keys, timedelta(seconds=_POLL_S))
-                    self.answers = [own.get(key).decode() for key in keys]
-                except dist.DistNetworkError:
-                    raise
-                except dist.DistStoreError:
-                    if beat and own.check([beat]):
-                        self._hear(own.get(beat))
+            # Asked again and again, since a wait that runs out is a warning on the user's terminal each time.
+            while not own.check(keys):
+                if beat and own.check([beat]):
+                    self._hear(own.get(beat))
+                time.sleep(_ASK_S)
+            self.answers = [own.get(key).decode() for key in keys]
         except dist.DistError as error:
             self.lost = str(error)
         finally:

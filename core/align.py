@@ -7,7 +7,7 @@ import numpy as np
 
 from core.errors import PlanTooShortError
 from core.lengths import positive
-from core.packs import Packs
+from core.packs import Packs, concatenate
 from core.plan import RawPlan
 
 
@@ -66,11 +66,12 @@ def align_plan(raw_plan: RawPlan, *, world_size: int, dataloader_drop_last: bool
         raise PlanTooShortError(len(packs), world_size)
     num_dropped = remainder if dataloader_drop_last else 0
     pad_needed = 0 if dataloader_drop_last else -len(packs) % world_size
-    positions = np.arange(len(packs) - num_dropped + pad_needed) % len(packs)
+    repeated = np.arange(pad_needed) % len(packs)
+    kept = packs[: len(packs) - num_dropped]
     return AlignedPlan(
-        packs=packs.take(positions),
+        packs=concatenate([kept, packs.take(repeated)]) if pad_needed else kept,
         world_size=world_size,
         num_raw_packs=len(packs),
-        repeated=tuple(positions[len(packs) :].tolist()),
+        repeated=tuple(repeated.tolist()),
         num_dropped=num_dropped,
     )

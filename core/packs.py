@@ -109,7 +109,12 @@ class Packs(Sequence[list[int]]):
     def __getitem__(self, item: slice) -> Packs: ...
     def __getitem__(self, item: int | slice) -> list[int] | Packs:
         if isinstance(item, slice):
-            return self.take(np.arange(len(self))[item])
+            start, stop, step = item.indices(len(self))
+            if step != 1 or stop <= start:
+                return self.take(np.arange(len(self))[item])
+            # Neighbours are neighbours in memory too: nothing is copied from the indices.
+            offsets = self.offsets[start : stop + 1]
+            return Packs(offsets - offsets[0] if start else offsets, self.indices[offsets[0] : offsets[-1]])
         position = range(len(self))[item]
         found: list[int] = self.indices[self.offsets[position] : self.offsets[position + 1]].tolist()
         return found
@@ -133,10 +138,12 @@ class Packs(Sequence[list[int]]):
 
 def concatenate(parts: Sequence[Packs]) -> Packs:
     """Return the packs of all *parts*, one part after the other."""
-    ends = np.cumsum([0, *(part.num_samples for part in parts)])
-    offsets = [np.zeros(1, dtype=np.int64)]
-    offsets += [part.offsets[1:] + end for part, end in zip(parts, ends, strict=False)]
-    return Packs(np.concatenate(offsets), np.concatenate([part.indices for part in parts]))
+    offsets = np.zeros(1 + sum(map(len, parts)), dtype=np.int64)
+    first = end = 0
+    for part in parts:
+        np.add(part.offsets[1:], end, out=offsets[first + 1 : first + 1 + len(part)])
+        first, end = first + len(part), end + part.num_samples
+    return Packs(offsets, np.concatenate([part.indices for part in parts]))
 
 
 def by_first_index(packs: Packs) -> Packs:

@@ -15,6 +15,7 @@ import resource
 import socket
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,6 +28,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from app import wiring
+from app.bench.distributions import DISTRIBUTIONS
 from app.bench.measure import Measured, measure
 from app.bench.table import aligned
 from app.demo.tiny_models import write_model
@@ -207,8 +209,8 @@ class _StoredSamples:
 
 def _warm_start(stores: Stores) -> float:
     """Store lengths; return the seconds until a run that finds them there may plan."""
-    rows = np.random.default_rng(0).integers(1, 9_000, (STORED, len(COLUMNS)), dtype=np.int32)
-    rows[:, COLUMNS.index("images")] = 1
+    rows = np.ones((STORED, len(COLUMNS)), dtype=np.int32)
+    rows[:, COLUMNS.index("length")] = DISTRIBUTIONS["chat-8192"].lengths(STORED, seed=0)
     number = np.arange(STORED)
     images = np.column_stack([number, np.full(STORED, 28), np.full(STORED, 28), number])
     with stores.lock.held(timeout_s=60, tell=lambda _: None):
@@ -227,18 +229,24 @@ def _rank_memory(stores: Stores) -> int:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
 
-    def plan(rank: int) -> int:
+    def join(rank: int) -> Callable[[], int]:
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        joined = ExitStack()
+        group = joined.enter_context(wiring.joined_ranks({"use_cpu": True}))
         source = cast("LengthSource", _StoredSamples())
-        with wiring.joined_ranks({"use_cpu": True}) as group:
-            planned = plan_split(
-                "train", KNOBS, source=source, stores=stores, group=group, flush_every=None, timeout_s=600
-            )
-            return len(planned.aligned.packs)
 
-    planning = multiprocessing.get_context("fork").Process(target=plan, args=(0,))
+        def plan() -> int:
+            with joined:
+                planned = plan_split(
+                    "train", KNOBS, source=source, stores=stores, group=group, flush_every=None, timeout_s=600
+                )
+                return len(planned.aligned.packs)
+
+        return plan
+
+    planning = multiprocessing.get_context("fork").Process(target=lambda: join(0)())  # noqa: PLW0108  # not here, there
     planning.start()
-    outcome = measure(lambda: partial(plan, 1), int, repeat=1, limit_s=600)
+    outcome = measure(lambda: join(1), int, repeat=1, limit_s=600)
     planning.join()
     assert isinstance(outcome, Measured), outcome  # noqa: S101  # its data is our own
     return outcome.peak_bytes
