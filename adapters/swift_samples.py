@@ -69,6 +69,9 @@ _PROCESSING_VARIABLES = (
 )
 """Environment variables that ms-swift and qwen_vl_utils read while encoding text and images."""
 
+MEASURING = 1
+"""Version of this project's own part in a length: records to messages, headers to patches. A change that moves one raises it."""
+
 POOL_START_S = 20.0
 """A pool of processes that import the whole stack takes about this long to start."""
 
@@ -213,6 +216,7 @@ class SwiftSamples:
         folder = Path(spec.model.model)
         for file in sorted({file for pattern in _PROCESSING_FILES for file in folder.glob(pattern)}):
             inputs[f"model.{file.name}.sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
+        inputs["version.measuring"] = MEASURING
         for package in _PROCESSING_PACKAGES:
             inputs[f"version.{package}"] = importlib.metadata.version(package)
         for variable in _PROCESSING_VARIABLES:

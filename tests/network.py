@@ -42,7 +42,9 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
         pytest.skip("network namespaces need the command ip (iproute2)")
     try:
         for host in hosts:
-            if refused := _ip("netns", "add", host.name, check=False):
+            if refused := _ip("netns", "add", host.name, check=False) or _ip(
+                "netns", "exec", host.name, "true", check=False
+            ):
                 pytest.skip(f"the kernel refuses network namespaces: {refused}")
         ends = [part for host in hosts for part in ("name", LINK, "netns", host.name)]
         if refused := _ip("link", "add", *ends[:4], "type", "veth", "peer", *ends[4:], check=False):

@@ -116,3 +116,27 @@ def test_distributions_are_drawn_from_their_seed():
         assert np.array_equal(lengths, distribution.lengths(500, seed=1))
         assert not np.array_equal(lengths, distribution.lengths(500, seed=2))
         assert 1 <= lengths.min() <= lengths.max() <= distribution.capacity
+
+
+@pytest.mark.slow
+def test_measuring_is_measured_on_made_data(tmp_path):
+    """One document: every kind both ways; a photograph's header far cheaper than its pixels; memory and warm start bounded."""
+    command = [sys.executable, "-m", "app.bench", "lengths", "--workers", "1", "--json"]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    run = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=True, timeout=240)
+
+    document = json.loads(run.stdout)
+
+    cases = [(kind, way, 1) for kind in ("text", "small image", "photograph") for way in ("headers", "full")]
+    assert cases == [(row["kind"], row["way"], row["workers"]) for row in document["rows"]]
+    cpu = {(row["kind"], row["way"]): row["cpu_ms"] for row in document["rows"]}
+    assert document["photo_full_over_header_cpu_ratio"] == cpu["photograph", "full"] / cpu["photograph", "headers"] > 10
+    assert 0 < document["rank_memory_bytes"] < 60e6
+    assert 0 < document["warm_start_s"] < 60
+    assert 1_000_000 == document["stored_samples"]
+
+
+def test_fewer_workers_than_one_are_refused(capsys):
+    """Before the stack is loaded."""
+    assert 2 == main(["lengths", "--workers", "0"])
+    assert "--workers" in capsys.readouterr().err

@@ -29,9 +29,8 @@ def built(write_run, demo, tmp_path):
         config = wiring.read_config(write_run(of, name=f"{of}-{len(list(tmp_path.iterdir()))}", **overlay))
         group, planned, samples = OneRank(), {}, wiring.open_samples(config)
         for split, source in samples.items():
-            lengths, plans = wiring.stores(config, split)
             planned[split] = plan_split(
-                split, Knobs.of(config, split), source=source, lengths=lengths, plans=plans, group=group,
+                split, Knobs.of(config, split), source=source, stores=wiring.open_stores(config, split), group=group,
                 flush_every=None, timeout_s=0,
             )  # fmt: skip
         batch = sft.batch_of(config, world_size=1)

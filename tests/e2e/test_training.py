@@ -244,6 +244,8 @@ def test_a_sample_that_changed_after_planning_stops_the_run_and_is_named(write_r
     """An image of another size in place of the planned one; from worker processes too."""
     from PIL import Image
 
+    from app import wiring
+
     record = json.loads((demo / "data" / "train.jsonl").read_text().splitlines()[0])
     data = tmp_path / "data"
     data.mkdir()
@@ -253,12 +255,14 @@ def test_a_sample_that_changed_after_planning_stops_the_run_and_is_named(write_r
     (data / "one.jsonl").write_text(json.dumps(record) + "\n")
     keys = {"dataloader_num_workers": workers, "packing_drop_last": False}
     path = write_run(custom={"train_jsonl": str(data / "one.jsonl")}, training=keys)
-    execute(path)
-    Image.new("RGB", (420, 420)).save(image)
+    plain = wiring.build_trainer
 
-    with pytest.raises(
-        ContractError, match=r"sample 0 .*one\.jsonl, line 1.* length planned \d+, fetched \d+"
-    ) as raised:
+    def build_trainer(*args, **kwargs):
+        Image.new("RGB", (420, 420)).save(image)
+        return plain(*args, **kwargs)
+
+    named = r"sample 0 .*one\.jsonl, line 1.* length planned \d+, fetched \d+"
+    with patch.object(wiring, "build_trainer", build_trainer), pytest.raises(ContractError, match=named) as raised:
         execute(path)
     assert {"length", "patches"} == {difference.key for difference in raised.value.differences}
 
@@ -293,7 +297,9 @@ def test_several_processes_measure_the_same(demo, write_run, monkeypatch):
     samples = wiring.open_samples(wiring.read_config(write_run()), pool_start_s=0.0)["train"]
     assert 2 == samples._workers
 
-    assert [samples.measure(index) for index in range(40)] == list(samples.measure_many(range(40), in_full=False))
+    assert [samples.outcome(index, in_full=True) for index in range(40)] == list(
+        samples.measure_many(range(40), in_full=False)
+    )
 
 
 def test_channels_pass_through_packing(write_run, execute, tmp_path):
