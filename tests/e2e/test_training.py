@@ -8,6 +8,7 @@ import math
 import os
 import signal
 from collections import Counter
+from unittest.mock import patch
 
 import pytest
 import torch
