@@ -57,8 +57,9 @@ def measure_slices(
     """
     key, total = source.fingerprint(), len(source)
 
-    def count(_: Tell) -> Arrays:
-        return {"known": np.array([len(store.read(key, total, source.data_digest).table)])}
+    def count(tell: Tell) -> Arrays:
+        with lock.held(timeout_s=timeout_s, tell=tell):
+            return {"known": np.array([len(store.resume(key, total, source.data_digest).table)])}
 
     first = int(group.from_rank_zero(count, timeout_s=timeout_s)["known"][0])
     if first == total:

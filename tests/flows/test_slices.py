@@ -1,0 +1,88 @@
+"""Several ranks measure slices of the samples, over doubles: what is put together, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.measuring import measure
+from app.slices import measure_slices
+from core.errors import DataSetError
+from tests.fakes import FailingSource, FreeLock, ListSource, MemoryLengthStore, ScriptedGroup
+
+LENGTHS = [60, 20, 50, 30, 40, 40, 80, 7]
+
+
+class Slices:
+    """The stores of slices, which all ranks see, and the store of all samples."""
+
+    def __init__(self) -> None:
+        self.whole, self.stores = MemoryLengthStore(), {}
+
+    def open(self, start: int, stop: int):
+        return self.stores.setdefault((start, stop), (MemoryLengthStore(), FreeLock()))
+
+    def measure(self, source, *, world_size: int, others) -> None:
+        group = ScriptedGroup(world_size=world_size, others=others)
+        measure_slices(
+            "train", source, self.whole, FreeLock(), self.open, group=group, flush_every=2, timeout_s=1
+        )  # fmt: skip
+
+
+def bounds(known: int, world_size: int) -> list[tuple[int, int]]:
+    at = [known + (len(LENGTHS) - known) * rank // world_size for rank in range(world_size + 1)]
+    return list(zip(at, at[1:], strict=False))
+
+
+@given(known=st.integers(0, 7), world_size=st.integers(2, 5))
+def test_slices_are_put_together_as_one_process_would_have_measured(known, world_size):
+    """Behind what is stored already; no sample is measured again, and the probe sees all."""
+    source, slices = ListSource(LENGTHS), Slices()
+    slices.whole.resume(source.fingerprint(), 8, source.data_digest)
+    alone = MemoryLengthStore()
+    measure("train", ListSource(LENGTHS[:known]), slices.whole, flush_every=None, tell=print) if known else None
+    digests = []
+    for start, stop in bounds(known, world_size)[1:]:
+        part, store = ListSource(LENGTHS[start:stop]), slices.open(start, stop)[0]
+        measure("train", part, store, flush_every=None, tell=print)
+        digests.append(store.digest())
+    said = iter(digests)
+
+    slices.measure(source, world_size=world_size, others=lambda _: next(said))
+    assert source.measured == list(range(*bounds(known, world_size)[0]))
+    source.measured.clear()
+    table = measure("train", source, slices.whole, flush_every=None, tell=print)
+
+    assert LENGTHS == table[:, 0].tolist()
+    measure("train", ListSource(LENGTHS), alone, flush_every=None, tell=print)
+    assert alone.digest() == slices.whole.digest()
+    assert alone.probe == slices.whole.probe
+
+
+def test_a_rank_that_fails_stops_all_with_its_reason():
+    """After the others have kept what they measured."""
+    source, slices = ListSource(LENGTHS), Slices()
+
+    with pytest.raises(DataSetError, match="rank 1 cannot measure its slice of train: x.jsonl, line 9: is torn"):
+        slices.measure(source, world_size=2, others=lambda _: "failed: x.jsonl, line 9: is torn")
+    kept = slices.open(0, 4)[0].read(source.fingerprint(), 4, ListSource(LENGTHS[:4]).data_digest)
+    assert LENGTHS[:4] == kept.table[:, 0].tolist()
+
+    with pytest.raises(DataSetError, match="rank 0 cannot measure its slice of train: data, line 2"):
+        Slices().measure(FailingSource(LENGTHS, bad={1}), world_size=2, others=lambda _: "digest")
+
+
+def test_slices_that_rank_zero_does_not_see_are_refused():
+    """It says what they need: one disk."""
+    with pytest.raises(DataSetError, match="on a disk that all of them share"):
+        Slices().measure(ListSource(LENGTHS), world_size=2, others=lambda _: "elsewhere")
+
+
+def test_nothing_is_opened_when_all_is_stored():
+    """No slice of nothing."""
+    source, slices = ListSource(LENGTHS), Slices()
+    measure("train", source, slices.whole, flush_every=None, tell=print)
+
+    slices.measure(source, world_size=2, others=lambda value: value)
+    assert {} == slices.stores
