@@ -12,7 +12,7 @@ import torch
 from swift import get_model_processor
 from swift.utils import HfConfigFactory
 
-from adapters.swift_samples import swift_types
+from adapters.swift_template import swift_types
 from core.config import ModelConfig, TemplateConfig, TrainingConfig
 from core.errors import ConfigError
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from app.measuring import measure_rows
 from core.errors import DataSetError, PackplanError
-from core.ports import Arrays, LengthSource, LengthStore, Lock, RankGroup, Tell
+from core.ports import Arrays, LengthSource, LengthStore, Lock, RankGroup, Stored, Tell
 from core.samples import Outcome
 
 OpenSlice = Callable[[int, int], tuple[LengthStore, Lock]]
@@ -87,19 +87,29 @@ def measure_slices(
             if len(store.resume(key, total, source.data_digest).table) != first:
                 message = f"another job measured {name} at the same time: run this again, to use what it measured"
                 raise DataSetError(message)
-            for rank, (part, digest) in enumerate(zip(slices, digests, strict=True)):
-                slice_store, _ = open_slice(part.start, part.stop)
-                rows = slice_store.read(key, len(part), part.data_digest)
-                if slice_store.digest() != digest:
-                    message = (
-                        f"rank {rank} measured samples {part.start:,} to {part.stop:,}, but rank 0 does not see them: "
-                        "ranks can measure together only where training.output_dir is on a disk that all of them share"
-                    )
-                    raise DataSetError(message)
-                store.append(rows.table, rows.images, source.data_digest(part.stop))
+            rows = [
+                _read(part, rank, digest, open_slice)
+                for rank, (part, digest) in enumerate(zip(slices, digests, strict=True))
+            ]
+            # At once, since slices of another number of stored samples would be others, and measured again.
+            table, images = np.concatenate([one.table for one in rows]), np.concatenate([one.images for one in rows])
+            store.append(table, images, source.data_digest(total))
         return {}
 
     group.from_rank_zero(put_together, timeout_s=timeout_s)
+
+
+def _read(part: _Slice, rank: int, digest: str, open_slice: OpenSlice) -> Stored:
+    """Return what a rank measured; DataSetError if it is not what that rank says it stored."""
+    store, _ = open_slice(part.start, part.stop)
+    stored = store.read(part.source.fingerprint(), len(part), part.data_digest)
+    if store.digest() != digest:
+        message = (
+            f"rank {rank} measured samples {part.start:,} to {part.stop:,}, but rank 0 does not see them: ranks can measure "
+            "together only where training.output_dir is on a disk that all of them share"
+        )
+        raise DataSetError(message)
+    return stored
 
 
 _FAILED = "failed: "

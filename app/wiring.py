@@ -16,7 +16,8 @@ from adapters.length_store import DiskLengthStore
 from adapters.packed_dataset import PackedDataset
 from adapters.plan_store import DiskPlanStore
 from adapters.swift_model import open_model
-from adapters.swift_samples import POOL_START_S, SampleSpec, SwiftSamples, config_model_type, open_template
+from adapters.swift_samples import POOL_START_S, SampleSpec, SwiftSamples
+from adapters.swift_template import config_model_type, open_template
 from adapters.swift_trainer import PackTrainer, TrainingArguments, trainer_fields, training_arguments
 from adapters.torch_group import OneRank, TorchGroup
 from adapters.yaml_config import load_config
