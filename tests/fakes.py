@@ -21,6 +21,8 @@ class ListSource:
         self.lengths, self.name = lengths, name
         self.measured: list[int] = []
         self.image_bytes = 1000
+        self.widths: dict[int, int] = {}
+        self.elsewhere: list[int] = []
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -43,10 +45,11 @@ class ListSource:
                 yield error
 
     def measure_elsewhere(self, indices: Sequence[int], *, epoch: int) -> list[Outcome]:
+        self.elsewhere = list(indices)
         return [Measured(self.measure(index)) for index in indices]
 
     def images(self, index: int) -> tuple[ImageFacts, ...]:
-        return (ImageFacts(self.image_bytes, 28, 28, self.lengths[index]),)
+        return (ImageFacts(self.image_bytes, self.widths.get(index, 28), 28, self.lengths[index]),)
 
 
 class FailingSource(ListSource):

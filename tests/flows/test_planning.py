@@ -216,6 +216,26 @@ def test_a_shortcut_that_is_wrong_is_given_up(wrong, flush_every):
     )
 
 
+def test_the_first_image_of_each_shape_is_audited():
+    """A shortcut that is wrong for panoramas alone, of which there is one among hundreds, is found."""
+    desk = Desk(GuessingSource(LENGTHS * 100, wrong=333))
+    desk.source.widths = {333: 4000}
+
+    table = desk.plan().table
+
+    assert [False, True] == desk.source.ways
+    assert LENGTHS * 100 == table[:, 0].tolist()
+
+
+def test_the_probe_encodes_the_same_samples_in_another_order_elsewhere():
+    """Neither forward, as they were measured, nor backward, as they were audited."""
+    desk = Desk()
+    desk.plan()
+
+    assert sorted(desk.lengths.probe["samples"]) == sorted(desk.source.elsewhere)
+    assert desk.source.elsewhere not in (list(range(8)), list(range(7, -1, -1)))
+
+
 def test_a_damaged_plan_is_never_used():
     """The error goes through."""
     with pytest.raises(CorruptArtefactError, match="torn"):
