@@ -49,12 +49,14 @@ def write_data(path: Path, lengths: list[int]) -> Path:
     return path
 
 
-def execute(source: ListSource, folder: Path, *, timeout_s: float = 30, tell: Tell = lambda _: None) -> PlannedSplit:
+def execute(
+    source: ListSource, folder: Path, *, knobs: Knobs = KNOBS, timeout_s: float = 30, tell: Tell = lambda _: None
+) -> PlannedSplit:
     """Measure and plan, as rank 0 of a run does."""
     stores = Stores(DiskLengthStore(folder), DiskPlanStore(folder), FolderLock(folder))
     group = ScriptedGroup(hear=tell)
     return plan_split(
-        "train", KNOBS, source=source, stores=stores, group=group, flush_every=FLUSH_EVERY, timeout_s=timeout_s
+        "train", knobs, source=source, stores=stores, group=group, flush_every=FLUSH_EVERY, timeout_s=timeout_s
     )
 
 
