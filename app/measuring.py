@@ -64,9 +64,11 @@ def measure(name: str, source: LengthSource, store: LengthStore, *, flush_every:
     if len(stored.table) == total and stored.probe is not None:
         log.info("%s: the lengths of all %s samples are stored", name, f"{total:,}")
         return stored.table
-    log.info(
-        "%s: measuring %s samples, %s are stored", name, f"{total - len(stored.table):,}", f"{len(stored.table):,}"
-    )
+    known = len(stored.table)
+    if known < total:
+        log.info("%s: measuring %s samples, %s are stored", name, f"{total - known:,}", f"{known:,}")
+    else:
+        log.info("%s: the lengths of all %s samples are stored, and not yet probed", name, f"{total:,}")
     try:
         return _measure_and_probe(name, source, store, stored, flush_every=flush_every, in_full=False, tell=tell)
     except _ShortcutError as error:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ def read_config(path: str | Path) -> RunConfig:
     return load_config(path, trainer_fields())
 
 
-@contextmanager
+@contextlib.contextmanager
 def joined_ranks(settings: Mapping[str, Any]) -> Iterator[RankGroup]:
     """Join the ranks that torchrun's environment describes, or be the only one, and leave them at the end."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
@@ -82,6 +82,8 @@ def remove_slices(config: RunConfig, split: str) -> None:
     with artefacts.writing(folder):
         if folder.exists():
             shutil.rmtree(folder)
+            with contextlib.suppress(OSError):  # the other split's are still there
+                folder.parent.rmdir()
 
 
 def local_ranks() -> int:
