@@ -14,9 +14,8 @@ import multiprocessing
 import os
 import signal
 import time
+from datetime import timedelta
 from multiprocessing.connection import Connection
-from types import TracebackType
-from typing import Self
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
@@ -24,18 +23,23 @@ from torch.distributed.distributed_c10d import Store
 BEAT_S = 1.0
 
 
-class Heartbeat:
-    """Beats under `<key>/beat` while the block runs; writes a failure under *key* if this process dies in it."""
+BEAT, DIED = "beat", "died"
+"""Keys: what rank 0 says with each beat; what is said for it when it is gone."""
 
-    def __init__(self, store: Store, key: str) -> None:
-        """Prepare to beat; the store's keys are set through a connection of the new process's own."""
+
+class Heartbeat:
+    """Beats in a store from its making to its end."""
+
+    def __init__(self, store: Store) -> None:
+        """Start to beat; the store's keys are set through a connection of the new process's own."""
         context = multiprocessing.get_context("fork")
         receiver, self._sender = context.Pipe(duplex=False)
         # A heart that cannot keep up loses words, and never stops rank 0.
         os.set_blocking(self._sender.fileno(), False)
         self._told = 0.0
-        self._process = context.Process(target=_beat, args=(receiver, store, key, os.getpid()), daemon=True)
-        self._receiver = receiver
+        self._process = context.Process(target=_beat, args=(receiver, store, os.getpid()), daemon=True)
+        self._process.start()
+        receiver.close()
 
     def tell(self, words: str) -> None:
         """Say what is being done; once a beat is enough."""
@@ -45,35 +49,31 @@ class Heartbeat:
                 # Below the size that pipes write whole or not at all.
                 self._sender.send_bytes(words.encode()[:1000])
 
-    def __enter__(self) -> Self:
-        self._process.start()
-        self._receiver.close()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def stop(self) -> None:
+        """End, without a word."""
         self._process.kill()
         self._process.join()
         self._sender.close()
 
 
-def _beat(receiver: Connection, store: Store, key: str, parent: int) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+def _beat(receiver: Connection, store: Store, parent: int) -> None:
+    # Ctrl-C reaches rank 0 too, which ends this; SIGTERM does what it always does.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Rank 0's sockets must not outlive it here: whoever listens to them has to see them close.
     kept = receiver.fileno()
     os.closerange(3, kept)
     os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))
     # Where the store is gone, the waiting ranks see that themselves.
     with contextlib.suppress(dist.DistError):
+        # Else it would look for a store that died with rank 0 as long as a collective may take.
+        store.set_timeout(timedelta(seconds=10 * BEAT_S))
         own = store.clone()  # type: ignore[attr-defined]  # torch does not declare it
         for beat in itertools.count():
             words = _next_words(receiver) if beat else ""
             if words is None or os.getppid() != parent:
-                own.compare_set(key, "", json.dumps({"failed": "its process died: was it killed, or out of memory?"}))
+                own.set(DIED, "its process died: was it killed, or out of memory?")
                 return
-            own.set(f"{key}/beat", json.dumps([beat, words]))
+            own.set(BEAT, json.dumps([beat, words]))
 
 
 def _next_words(receiver: Connection) -> str | None:

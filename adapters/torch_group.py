@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from adapters.heartbeat import Heartbeat
+from adapters.heartbeat import BEAT, DIED, Heartbeat
 from core.errors import PackplanError, RankGoneError, RankZeroError
 from core.ports import Arrays, Tell
 
@@ -58,6 +58,9 @@ class OneRank:
         """Return the flag."""
         return flag
 
+    def settle(self) -> None:
+        """Do nothing: nobody waits."""
+
 
 class TorchGroup:
     """A `core.ports.RankGroup` over a process group that torchrun's environment describes."""
@@ -89,6 +92,9 @@ class TorchGroup:
         self.rank, self.world_size = rank, world_size
         self._timeout_s = timeout_s
         self._calls = 0
+        # Connected while all ranks are there: later, a store that is gone would be looked for instead of missed.
+        self._ear = self._store.clone()  # type: ignore[attr-defined]  # torch does not declare it
+        self._heart = Heartbeat(self._store) if rank == 0 else None
 
     def from_rank_zero(self, build: Callable[[Tell], Arrays], *, timeout_s: float) -> Arrays:
         """Return on every rank what rank 0 builds; see `core.ports.RankGroup`."""
@@ -110,7 +116,7 @@ class TorchGroup:
         self._calls += 1
         keys = [f"gathered/{self._calls}/{rank}" for rank in range(self.world_size)]
         self._store.set(keys[self.rank], value)
-        watch = _Watch(self._store, keys)
+        watch = _Watch(self._ear, keys)
         limit = self._timeout_s if timeout_s is None else timeout_s
         waited = 0.0
         while not watch.over.wait(_POLL_S):
@@ -129,9 +135,16 @@ class TorchGroup:
         dist.all_reduce(flags, dist.ReduceOp.MAX)
         return bool(flags.item())
 
+    def settle(self) -> None:
+        """Stop the heart: from here on, collectives tell who is gone."""
+        if self._heart:
+            self._heart.stop()
+            self._heart = None
+
     def leave(self) -> None:
         """End the group, together: one rank may keep the store that the others still read."""
         dist.barrier()
+        self.settle()
         # Threads of its transports that outlive the interpreter may abort the process.
         dist.destroy_process_group()
 
@@ -144,8 +157,8 @@ class TorchGroup:
 
     def _build(self, build: Callable[[Tell], Arrays], key: str) -> Arrays:
         try:
-            with Heartbeat(self._store, key) as heart:
-                arrays = {name: np.array(array, order="C") for name, array in build(heart.tell).items()}
+            assert self._heart  # noqa: S101  # rank 0, and planning is not over
+            arrays = {name: np.array(array, order="C") for name, array in build(self._heart.tell).items()}
         except BaseException as error:
             reason = str(error) if isinstance(error, PackplanError) else f"{type(error).__name__}: {error}"
             self._store.set(key, json.dumps({"failed": reason}))
@@ -164,7 +177,7 @@ class TorchGroup:
             log.warning("some ranks did not hear within %.0f s why rank 0 failed", _FAREWELL_S)
 
     def _awaited(self, key: str, timeout_s: float) -> list[tuple[str, str, list[int]]]:
-        watch = _Watch(self._store, [key], beat=f"{key}/beat")
+        watch = _Watch(self._ear, [key])
         told = 0.0
         while not watch.over.wait(_POLL_S):
             waited = watch.waited_s()
@@ -185,8 +198,7 @@ class TorchGroup:
                 log.warning("rank %d has waited %.0f s for rank 0: %s", self.rank, waited, watch.words or "planning")
                 told = waited
         if watch.answers is None:
-            message = f"rank 0 is gone, so rank {self.rank} cannot get its plan: {watch.lost}"
-            raise RankZeroError(message)
+            raise RankZeroError(f"rank 0 is gone, so rank {self.rank} cannot get its plan: {watch.lost}")
         answer = json.loads(watch.answers[0])
         if "failed" in answer:
             self._store.set(f"{key}/read/{self.rank}", "")
@@ -226,7 +238,7 @@ def _agree_on_launch(store: Store, rank: int, world_size: int, timeout_s: float)
 
 class _Watch:
     """
-    Waits for keys on a thread and a connection of its own, since a node that falls silent blocks whoever asks it.
+    Waits for keys on a thread of its own, since a node that falls silent blocks whoever asks it.
 
     Attributes:
         over: Set when there are answers, or never will be.
@@ -238,13 +250,13 @@ class _Watch:
         words: What rank 0 said last that it was doing.
     """
 
-    def __init__(self, store: Store, keys: list[str], *, beat: str | None = None) -> None:
+    def __init__(self, store: Store, keys: list[str]) -> None:
         self.over = threading.Event()
         self.answers: list[str] | None = None
         self.lost, self.words = "", ""
         self._started = self._heard = time.monotonic()
         self._last = b""
-        threading.Thread(target=self._listen, args=(store, keys, beat), daemon=True).start()
+        threading.Thread(target=self._listen, args=(store, keys), daemon=True).start()
 
     def waited_s(self) -> float:
         return time.monotonic() - self._started
@@ -252,15 +264,17 @@ class _Watch:
     def silent_s(self) -> float:
         return time.monotonic() - self._heard
 
-    def _listen(self, store: Store, keys: list[str], beat: str | None) -> None:
+    def _listen(self, store: Store, keys: list[str]) -> None:
         try:
-            own = store.clone()  # type: ignore[attr-defined]  # torch does not declare it
             # Asked again and again, since a wait that runs out is a warning on the user's terminal each time.
-            while not own.check(keys):
-                if beat and own.check([beat]):
-                    self._hear(own.get(beat))
+            while not store.check(keys):
+                if store.check([DIED]):
+                    self.lost = store.get(DIED).decode()
+                    return
+                if store.check([BEAT]):
+                    self._hear(store.get(BEAT))
                 time.sleep(_ASK_S)
-            self.answers = [own.get(key).decode() for key in keys]
+            self.answers = [store.get(key).decode() for key in keys]
         except dist.DistError as error:
             self.lost = str(error)
         finally:

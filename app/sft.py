@@ -89,6 +89,7 @@ def run(config: RunConfig, group: RankGroup) -> Result:
             flush_every=config.training.packing_length_cache_persist_every,
             timeout_s=config.training.packing_wait_timeout_s,
         )
+    group.settle()
     schedule = schedule_of(config, batch, per_rank=planned["train"].aligned.per_rank)
     if group.rank == 0:
         for split, plan in planned.items():

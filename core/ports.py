@@ -176,5 +176,8 @@ class RankGroup(Protocol):
             RankGoneError: A rank said nothing in time.
         """
 
+    def settle(self) -> None:
+        """Say that planning is over: nobody waits for rank 0 alone any more."""
+
     def any(self, flag: bool, /) -> bool:  # noqa: FBT001  # one positional truth, as in the builtin
         """Return whether any rank's flag is set."""

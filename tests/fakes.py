@@ -212,5 +212,8 @@ class ScriptedGroup:
     def gather(self, value: str, *, timeout_s: float | None = None) -> tuple[str, ...]:
         return tuple(value if rank == self.rank else self._others(value) for rank in range(self.world_size))
 
+    def settle(self) -> None:
+        """Nobody waits."""
+
     def any(self, flag: bool) -> bool:  # noqa: FBT001  # see the port
         return flag
