@@ -115,7 +115,8 @@ class DiskLengthStore:
             raise attrs.evolve(error, borrowed=True) from None
         if len(taken.table):
             log.info("%s lengths are taken over from %s", f"{len(taken.table):,}", self._lengths_from)
-            self.append(taken.table, taken.images, data_digest(len(taken.table)), probe=taken.probe)
+            digest = data_digest(len(taken.table))
+            self.append(taken.table, taken.images, digest, in_full=taken.in_full, probe=taken.probe)
         else:
             log.warning("%s holds no lengths, so all samples are measured here", self._lengths_from)
         return taken
@@ -125,7 +126,7 @@ class DiskLengthStore:
         self._forget()
         manifest = artefacts.read_manifest(self._manifest, SCHEMA)
         if manifest is None:
-            return Stored(np.zeros((0, len(COLUMNS)), np.int32), np.zeros((0, len(IMAGE_COLUMNS)), np.int64), None)
+            return Stored(np.zeros((0, len(COLUMNS)), np.int32), np.zeros((0, len(IMAGE_COLUMNS)), np.int64))
         differences = Fingerprint(manifest["fingerprint"]).differences(key)
         measured = manifest["samples"]["rows"]
         if measured > num_samples:
@@ -135,10 +136,16 @@ class DiskLengthStore:
         if differences:
             raise StaleLengthsError(str(self.folder), differences)
         table, images = self._samples.resume(manifest["samples"]), self._images.resume(manifest["images"])
-        return Stored(table, images, manifest["probe"])
+        return Stored(table, images, manifest["measured_in_full"], manifest["probe"])
 
     def append(
-        self, rows: Table, images: ImageTable, data_digest: str, *, probe: Mapping[str, Any] | None = None
+        self,
+        rows: Table,
+        images: ImageTable,
+        data_digest: str,
+        *,
+        in_full: bool,
+        probe: Mapping[str, Any] | None = None,
     ) -> None:
         """Add the next rows, so that a reader sees all of them or none; see `core.ports.LengthStore`."""
         assert self._key is not None  # noqa: S101  # `resume` comes first
@@ -154,6 +161,7 @@ class DiskLengthStore:
                 "data_sha256": data_digest,
                 "samples": self._samples.entry(),
                 "images": self._images.entry(),
+                "measured_in_full": in_full,
                 "probe": probe,
             },
         )

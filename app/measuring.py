@@ -70,12 +70,12 @@ def measure(name: str, source: LengthSource, store: LengthStore, *, flush_every:
     else:
         log.info("%s: the lengths of all %s samples are stored, and not yet probed", name, f"{total:,}")
     try:
-        return _measure_and_probe(name, source, store, stored, flush_every=flush_every, in_full=False, tell=tell)
+        return _measure_and_probe(name, source, store, stored, flush_every=flush_every, tell=tell)
     except _ShortcutError as error:
         log.warning("%s: %s: encoding every sample in full instead", name, error)
         store.discard()
-        nothing = Stored(stored.table[:0], stored.images[:0], None)
-        return _measure_and_probe(name, source, store, nothing, flush_every=flush_every, in_full=True, tell=tell)
+        nothing = Stored(stored.table[:0], stored.images[:0], in_full=True)
+        return _measure_and_probe(name, source, store, nothing, flush_every=flush_every, tell=tell)
 
 
 def _measure_and_probe(
@@ -85,15 +85,14 @@ def _measure_and_probe(
     stored: Stored,
     *,
     flush_every: int | None,
-    in_full: bool,
     tell: Tell,
 ) -> Table:
-    done = measure_rows(name, source, store, stored, flush_every=flush_every, in_full=in_full, tell=tell)
+    done = measure_rows(name, source, store, stored, flush_every=flush_every, tell=tell)
     tell(f"the {name} samples are encoded again, some of them")
-    probe = _probe(source, done.table, done.images, in_full=in_full)
+    probe = _probe(source, done)
     # Complete only now that the samples have proved steady: otherwise the next run would trust them.
     rows, images = to_tables([])
-    store.append(rows, images, source.data_digest(len(done.table)), probe=probe)
+    store.append(rows, images, source.data_digest(len(done.table)), in_full=done.in_full, probe=probe)
     return done.table
 
 
@@ -104,7 +103,6 @@ def measure_rows(
     stored: Stored,
     *,
     flush_every: int | None,
-    in_full: bool,
     tell: Tell,
 ) -> Stored:
     """
@@ -117,11 +115,9 @@ def measure_rows(
 
         store: Resumed.
 
-        stored: What it has.
+        stored: What it has; where that was encoded in full, no shortcut is taken.
 
         flush_every: Samples between two flushes; None adapts to their number.
-
-        in_full: Take no shortcut.
 
         tell: Hears how many are measured.
 
@@ -139,11 +135,11 @@ def measure_rows(
         images.append(theirs)
         # Whatever becomes of them, these are not written a second time.
         waiting.clear()
-        store.append(rows, theirs, source.data_digest(sum(map(len, tables))))
+        store.append(rows, theirs, source.data_digest(sum(map(len, tables))), in_full=stored.in_full)
 
     with tqdm(total=total, initial=first, desc=f"measuring {name}", unit=" samples", disable=None) as bar:
         try:
-            for outcome in source.measure_many(range(first, total), in_full=in_full):
+            for outcome in source.measure_many(range(first, total), in_full=stored.in_full):
                 if isinstance(outcome, RecordError):
                     raise outcome
                 waiting.append(outcome)
@@ -154,7 +150,7 @@ def measure_rows(
         finally:
             if waiting:
                 flush()
-    return Stored(np.concatenate(tables), np.concatenate(images), None)
+    return Stored(np.concatenate(tables), np.concatenate(images), stored.in_full)
 
 
 def failures(name: str, source: LengthSource) -> Iterator[RecordError]:
@@ -169,7 +165,7 @@ class _ShortcutError(Exception):
     """A sample encodes to another measurement than the source's shortcut gives."""
 
 
-def _probe(source: LengthSource, table: Table, images: ImageTable, *, in_full: bool) -> dict[str, Any]:
+def _probe(source: LengthSource, stored: Stored) -> dict[str, Any]:
     """
     Encode some samples again, and compare: backwards here, and in another process and epoch, in a third order.
 
@@ -181,12 +177,13 @@ def _probe(source: LengthSource, table: Table, images: ImageTable, *, in_full: b
 
         _ShortcutError: It does not, but the shortcut measured it otherwise.
     """
-    indices = sorted({*_spread(len(table)), *_shape_classes(table, images)}, reverse=True)
+    table = stored.table
+    indices = sorted({*_spread(len(table)), *_shape_classes(table, stored.images)}, reverse=True)
     for index in indices:
         encoded = source.measure(index)
         if encoded == from_row(table, index):
             continue
-        if in_full or encoded != source.measure(index):
+        if stored.in_full or encoded != source.measure(index):
             raise _unsteady(index, table, encoded, "later")
         message = (
             f"sample {index} measured {tuple(table[index].tolist())} from its images' headers, "
@@ -199,7 +196,7 @@ def _probe(source: LengthSource, table: Table, images: ImageTable, *, in_full: b
             raise outcome
         if outcome.measurement != from_row(table, index):
             raise _unsteady(index, table, outcome.measurement, f"in another process and epoch {PROBED_EPOCH}")
-    return {"samples": indices, "orders": 3, "processes": 2, "epochs": [0, PROBED_EPOCH], "measured_in_full": in_full}
+    return {"samples": indices, "orders": 3, "processes": 2, "epochs": [0, PROBED_EPOCH]}
 
 
 def _unsteady(index: int, table: Table, encoded: Measurement, when: str) -> DataSetError:

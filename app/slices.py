@@ -59,9 +59,10 @@ def measure_slices(
 
     def count(tell: Tell) -> Arrays:
         with lock.held(timeout_s=timeout_s, tell=tell):
-            return {"known": np.array([len(store.resume(key, total, source.data_digest).table)])}
+            stored = store.resume(key, total, source.data_digest)
+        return {"known": np.array([len(stored.table), stored.in_full])}
 
-    first = int(group.from_rank_zero(count, timeout_s=timeout_s)["known"][0])
+    first, in_full = group.from_rank_zero(count, timeout_s=timeout_s)["known"].tolist()
     if first == total:
         return
     bounds = [first + (total - first) * rank // group.world_size for rank in range(group.world_size + 1)]
@@ -73,7 +74,10 @@ def measure_slices(
         with slice_lock.held(timeout_s=timeout_s, tell=_no_one):
             stored = slice_store.resume(key, len(own), own.data_digest)
             label = f"{name}, slice {group.rank + 1} of {group.world_size}"
-            measure_rows(label, own, slice_store, stored, flush_every=flush_every, in_full=False, tell=_no_one)
+            if stored.in_full != in_full:
+                slice_store.discard()
+                stored = Stored(stored.table[:0], stored.images[:0], bool(in_full))
+            measure_rows(label, own, slice_store, stored, flush_every=flush_every, tell=_no_one)
             return slice_store.digest()
 
     digests = group.gather(_or_reason(measure_own), timeout_s=timeout_s)
@@ -93,7 +97,7 @@ def measure_slices(
             ]
             # At once, since slices of another number of stored samples would be others, and measured again.
             table, images = np.concatenate([one.table for one in rows]), np.concatenate([one.images for one in rows])
-            store.append(table, images, source.data_digest(total))
+            store.append(table, images, source.data_digest(total), in_full=bool(in_full))
         return {}
 
     group.from_rank_zero(put_together, timeout_s=timeout_s)

@@ -59,7 +59,10 @@ class Stored:
     images: ImageTable
     """Theirs."""
 
-    probe: Mapping[str, Any] | None
+    in_full: bool = False
+    """Whether they were encoded in full, since the shortcut proved wrong."""
+
+    probe: Mapping[str, Any] | None = None
     """How these samples were found to encode the same each time; None if they were not, yet."""
 
 
@@ -87,7 +90,14 @@ class LengthStore(Protocol):
         """Return what `resume` would, without becoming able to write."""
 
     def append(
-        self, rows: Table, images: ImageTable, data_digest: str, /, *, probe: Mapping[str, Any] | None = None
+        self,
+        rows: Table,
+        images: ImageTable,
+        data_digest: str,
+        /,
+        *,
+        in_full: bool,
+        probe: Mapping[str, Any] | None = None,
     ) -> None:
         """
         Add the next rows, so that a reader sees all of them or none.
@@ -98,6 +108,8 @@ class LengthStore(Protocol):
             images: Theirs.
 
             data_digest: Of all samples so far.
+
+            in_full: Whether all so far were encoded in full.
 
             probe: How all samples so far were found to encode the same each time; None if they were not, yet.
         """

@@ -101,10 +101,13 @@ class GuessingSource(ListSource):
         super().__init__(lengths)
         self.wrong = wrong
         self.ways: list[bool] = []
+        self.bad: int | None = None  # in full
 
     def measure_many(self, indices: range, *, in_full: bool) -> Iterator[Outcome]:
         self.ways.append(in_full)
         for index in indices:
+            if in_full and index == self.bad:
+                yield RecordError(self.name, index + 1, "cannot be measured")
             length = self.lengths[index] + (index == self.wrong and not in_full)
             yield Measured(Measurement(length, 1, 1, 4), self.images(index))
 
@@ -116,6 +119,7 @@ class MemoryLengthStore:
         self.key: Fingerprint | None = None
         self.flushes: list[int] = []
         self.data = ""
+        self.in_full = False
         self.probe: Mapping[str, Any] | None = None
         self._rows: list[tuple[int, ...]] = []
         self._images: list[tuple[int, ...]] = []
@@ -132,12 +136,18 @@ class MemoryLengthStore:
             raise StaleLengthsError("memory", (Difference("data", self.data, "other"),))
         table = np.array(self._rows, dtype=np.int32).reshape(-1, len(COLUMNS))
         images = np.array(self._images, dtype=np.int64).reshape(-1, len(IMAGE_COLUMNS))
-        return Stored(table, images, self.probe)
+        return Stored(table, images, self.in_full, self.probe)
 
     def append(
-        self, rows: Table, images: ImageTable, data_digest: str, *, probe: Mapping[str, Any] | None = None
+        self,
+        rows: Table,
+        images: ImageTable,
+        data_digest: str,
+        *,
+        in_full: bool,
+        probe: Mapping[str, Any] | None = None,
     ) -> None:
-        self.data, self.probe = data_digest, probe
+        self.data, self.in_full, self.probe = data_digest, in_full, probe
         if len(rows):
             self.flushes.append(len(rows))
         self._rows += map(tuple, rows.tolist())
@@ -146,7 +156,7 @@ class MemoryLengthStore:
     def discard(self) -> None:
         self._rows.clear()
         self._images.clear()
-        self.probe = None
+        self.in_full, self.probe = False, None
 
     def digest(self) -> str:
         return str(hash(tuple(self._rows)))

@@ -206,7 +206,7 @@ def _warm_start(stores: Stores) -> float:
     images = np.column_stack([number, np.full(STORED, 28), np.full(STORED, 28), number])
     with stores.lock.held(timeout_s=60, tell=lambda _: None):
         stores.lengths.resume(Fingerprint({}), STORED, str)
-        stores.lengths.append(rows, images, str(STORED), probe={})
+        stores.lengths.append(rows, images, str(STORED), in_full=False, probe={})
     start = time.perf_counter()
     measure_lengths(
         "train", cast("LengthSource", _StoredSamples()), stores.lengths, flush_every=None, tell=lambda _: None

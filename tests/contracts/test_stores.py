@@ -33,7 +33,7 @@ IMAGES = np.arange(40, dtype=np.int64).reshape(10, 4)
 
 def put(store, first: int, end: int, **options) -> None:
     """Append some rows, with an image each."""
-    store.append(ROWS[first:end], IMAGES[first:end], DATA(end), **options)
+    store.append(ROWS[first:end], IMAGES[first:end], DATA(end), **{"in_full": False, **options})
 
 
 def taken(store, num_samples: int = 10, data=DATA) -> list[list[int]]:
@@ -90,8 +90,9 @@ def test_discarded_rows_are_gone(reopen_lengths):
     store.discard()
     assert [] == taken(reopen_lengths())
 
-    store.append(ROWS[2:5], IMAGES[2:5], DATA(3))
+    store.append(ROWS[2:5], IMAGES[2:5], DATA(3), in_full=True)
     assert ROWS[2:5].tolist() == reopen_lengths().resume(KEY, 10, DATA).table.tolist()
+    assert reopen_lengths().read(KEY, 10, DATA).in_full
 
 
 def test_measuring_goes_on_where_it_stopped(reopen_lengths):
@@ -243,7 +244,7 @@ def test_a_run_that_maps_lengths_survives_their_being_measured_anew(tmp_path: Pa
     mapped = DiskLengthStore(tmp_path).resume(KEY, 10, DATA)
 
     store.discard()
-    store.append(ROWS[5:6], IMAGES[5:6], DATA(1))
+    store.append(ROWS[5:6], IMAGES[5:6], DATA(1), in_full=True)
 
     assert ROWS.tolist() == mapped.table.tolist()
     assert IMAGES.tolist() == mapped.images.tolist()

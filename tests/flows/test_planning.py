@@ -216,6 +216,22 @@ def test_a_shortcut_that_is_wrong_is_given_up(wrong, flush_every):
     )
 
 
+@given(st.integers(0, 7), st.integers(1, 9))
+def test_measuring_in_full_that_was_interrupted_goes_on_in_full(bad, flush_every):
+    """The shortcut is known to be wrong, and what would show it may lie in what is measured already."""
+    desk = Desk(GuessingSource(LENGTHS, wrong=0))
+    desk.source.bad = bad
+    with pytest.raises(RecordError):
+        desk.plan(flush_every=flush_every)
+    desk.source.bad, desk.source.wrong = None, 7
+
+    table = desk.plan(flush_every=flush_every).table
+
+    assert LENGTHS == table[:, 0].tolist()
+    assert bad == 0 or [False, True, True] == desk.source.ways
+    assert desk.lengths.in_full
+
+
 def test_the_first_image_of_each_shape_is_audited():
     """A shortcut that is wrong for panoramas alone, of which there is one among hundreds, is found."""
     desk = Desk(GuessingSource(LENGTHS * 100, wrong=333))

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from app.measuring import measure
 from app.slices import measure_slices
 from core.errors import DataSetError
-from tests.fakes import FailingSource, FreeLock, ListSource, MemoryLengthStore, ScriptedGroup
+from core.samples import Measured, to_tables
+from tests.fakes import FailingSource, FreeLock, GuessingSource, ListSource, MemoryLengthStore, ScriptedGroup
 
 LENGTHS = [60, 20, 50, 30, 40, 40, 80, 7]
 
@@ -60,6 +61,24 @@ def test_slices_are_put_together_as_one_process_would_have_measured(known, world
     measure("train", ListSource(LENGTHS), alone, flush_every=None, tell=print)
     assert alone.digest() == slices.whole.digest()
     assert alone.probe == slices.whole.probe
+
+
+def test_slices_take_no_shortcut_where_it_proved_wrong():
+    """Nor trust a slice that was measured by it before."""
+    source, slices = GuessingSource(LENGTHS, wrong=5), Slices()
+    rows = to_tables(Measured(source.measure(index), source.images(index)) for index in range(4))
+    slices.whole.resume(source.fingerprint(), 8, source.data_digest)
+    slices.whole.append(*rows, source.data_digest(4), in_full=True)
+    own, other = slices.open(4, 6)[0], slices.open(6, 8)[0]
+    measure("train", ListSource([1, 2]), own, flush_every=None, tell=print)
+    own.data = str(LENGTHS[4:6])
+    measure("train", ListSource(LENGTHS[6:]), other, flush_every=None, tell=print)
+
+    slices.measure(source, world_size=2, others=lambda _: other.digest())
+
+    assert [True] == source.ways
+    assert LENGTHS == slices.whole.read(source.fingerprint(), 8, source.data_digest).table[:, 0].tolist()
+    assert slices.whole.in_full
 
 
 def test_a_rank_that_fails_stops_all_with_its_reason():
