@@ -116,18 +116,8 @@ class TorchGroup:
         self._calls += 1
         keys = [f"gathered/{self._calls}/{rank}" for rank in range(self.world_size)]
         self._store.set(keys[self.rank], value)
-        watch = _Watch(self._ear, keys)
         limit = self._timeout_s if timeout_s is None else timeout_s
-        waited = 0.0
-        while not watch.over.wait(_POLL_S):
-            waited = watch.waited_s()
-            if limit and waited > limit:
-                break
-        if watch.answers is None:
-            silent = [rank for rank, key in enumerate(keys) if watch.lost or not self._store.check([key])]
-            message = f"rank {self.rank} waited {waited:,.0f} s for ranks {silent}: {watch.lost or 'they said nothing'}"
-            raise RankGoneError(message)
-        return tuple(watch.answers)
+        return tuple(self._answers(keys, limit, RankGoneError, late="for the other ranks"))
 
     def any(self, flag: bool) -> bool:  # noqa: FBT001  # see the port
         """Return whether any rank's flag is set."""
@@ -177,34 +167,33 @@ class TorchGroup:
             log.warning("some ranks did not hear within %.0f s why rank 0 failed", _FAREWELL_S)
 
     def _awaited(self, key: str, timeout_s: float) -> list[tuple[str, str, list[int]]]:
-        watch = _Watch(self._ear, [key])
-        told = 0.0
-        while not watch.over.wait(_POLL_S):
-            waited = watch.waited_s()
-            if watch.silent_s() > SILENT_S:
-                message = (
-                    f"rank 0 has been silent for {watch.silent_s():,.0f} s, so its node is down or cut off; "
-                    f"rank {self.rank} last heard: {watch.words or 'nothing'}"
-                )
-                raise RankZeroError(message)
-            if timeout_s and waited > timeout_s:
-                message = (
-                    f"rank {self.rank} waited {timeout_s:,.0f} s for rank 0 to measure and plan "
-                    "(training.packing_wait_timeout_s): raise it, or set it to 0 to wait for ever; "
-                    f"last heard: {watch.words or 'nothing'}"
-                )
-                raise RankZeroError(message)
-            if waited - told > _TELL_EVERY_S:
-                log.warning("rank %d has waited %.0f s for rank 0: %s", self.rank, waited, watch.words or "planning")
-                told = waited
-        if watch.answers is None:
-            raise RankZeroError(f"rank 0 is gone, so rank {self.rank} cannot get its plan: {watch.lost}")
-        answer = json.loads(watch.answers[0])
+        late = "for rank 0 to measure and plan (training.packing_wait_timeout_s): raise it, or set it to 0 to wait for ever"
+        answer = json.loads(self._answers([key], timeout_s, RankZeroError, late=late)[0])
         if "failed" in answer:
             self._store.set(f"{key}/read/{self.rank}", "")
             raise RankZeroError(f"rank 0 failed: {answer['failed']}")
         built: list[tuple[str, str, list[int]]] = answer["built"]
         return built
+
+    def _answers(
+        self, keys: list[str], timeout_s: float, error: type[RankGoneError | RankZeroError], *, late: str
+    ) -> list[str]:
+        """Wait for *keys*; raise *error* if rank 0 dies or falls silent, or they are late."""
+        watch = _Watch(self._ear, keys)
+        told = 0.0
+        while not watch.over.wait(_POLL_S):
+            waited, heard = watch.waited_s(), watch.words or "nothing"
+            if watch.silent_s() > SILENT_S:
+                silent = f"rank 0 has been silent for {watch.silent_s():,.0f} s, so its node is down or cut off"
+                raise error(f"{silent}; rank {self.rank} last heard: {heard}")
+            if timeout_s and waited > timeout_s:
+                raise error(f"rank {self.rank} waited {timeout_s:,.0f} s {late}; last heard: {heard}")
+            if waited - told > _TELL_EVERY_S:
+                log.warning("rank %d has waited %.0f s; last heard of rank 0: %s", self.rank, waited, heard)
+                told = waited
+        if watch.answers is None:
+            raise error(f"rank 0 is gone, so rank {self.rank} cannot go on: {watch.lost}")
+        return watch.answers
 
 
 def _agree_on_launch(store: Store, rank: int, world_size: int, timeout_s: float) -> str:
