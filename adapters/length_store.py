@@ -104,11 +104,15 @@ class DiskLengthStore:
         stored = self.read(key, num_samples, data_digest)
         self._samples.cut()
         self._images.cut()
-        if self._lengths_from is None or self._manifest.exists():
+        if self._lengths_from is None:
             return stored
         if not self._lengths_from.parent.is_dir():
             reason = f"has no folder {self._lengths_from.parent}: name the output_dir of a run that measured"
             raise ConfigError.of("training.packing_lengths_from", reason)
+        if self._lengths_from.resolve() == self.folder.resolve():
+            raise ConfigError.of("training.packing_lengths_from", "is this run's own output_dir: remove it")
+        if self._manifest.exists():
+            return stored
         try:
             taken = DiskLengthStore(self._lengths_from).read(key, num_samples, data_digest)
         except StaleLengthsError as error:

@@ -33,6 +33,13 @@ class DiskPlanStore:
 
     def load(self, key: Fingerprint) -> RawPlan | None:
         """Return the plan saved under *key*, or None if there is none; CorruptArtefactError if damaged."""
+        try:
+            return self._load(key)
+        except CorruptArtefactError as error:
+            remedy = f"delete {self._manifest} to plan anew; the lengths stay"
+            raise CorruptArtefactError(error.path, error.reason, remedy) from None
+
+    def _load(self, key: Fingerprint) -> RawPlan | None:
         manifest = artefacts.read_manifest(self._manifest, SCHEMA)
         if manifest is None:
             return None

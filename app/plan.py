@@ -115,9 +115,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _positive(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise ValueError(text)
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        message = f"is {text}, but has to be a whole number of at least 1"
+        raise argparse.ArgumentTypeError(message)
+    return int(text)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Rank 0 then appends the slices to the store of all: it holds what one process wo
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
@@ -16,6 +17,8 @@ from app.measuring import measure_rows
 from core.errors import DataSetError, PackplanError
 from core.ports import Arrays, LengthSource, LengthStore, Lock, RankGroup, Stored, Tell
 from core.samples import Outcome
+
+log = logging.getLogger(__name__)
 
 OpenSlice = Callable[[int, int], tuple[LengthStore, Lock]]
 """From a slice's first sample and end: its store, and who may write there."""
@@ -65,6 +68,10 @@ def measure_slices(
     first, in_full = group.from_rank_zero(count, timeout_s=timeout_s)["known"].tolist()
     if first == total:
         return
+    if group.rank == 0:
+        log.info(
+            "%s: %d ranks measure %s samples, %s are stored", name, group.world_size, f"{total - first:,}", f"{first:,}"
+        )
     bounds = [first + (total - first) * rank // group.world_size for rank in range(group.world_size + 1)]
     slices = [_Slice(source, start, stop) for start, stop in pairwise(bounds)]
 

@@ -256,10 +256,9 @@ def _number_faults(config: RunConfig) -> Iterator[Fault]:
     for path, value in at_least_one.items():
         if value is not None and value < 1:
             yield Fault(path, f"is {value}, but has to be at least 1")
-    if not 0 <= training.packing_min_fill_ratio <= 1:
-        yield Fault(
-            "training.packing_min_fill_ratio", f"is {training.packing_min_fill_ratio}, but has to be from 0 to 1"
-        )
+    ratio = training.packing_min_fill_ratio
+    if ratio.is_nan() or not 0 <= ratio <= 1:
+        yield Fault("training.packing_min_fill_ratio", f"is {ratio}, but has to be from 0 to 1")
     if not 0 <= training.lora_dropout < 1:
         yield Fault("training.lora_dropout", f"is {training.lora_dropout}, but has to be from 0 to below 1")
     if not 0 <= training.packing_wait_timeout_s < float("inf"):
@@ -282,6 +281,8 @@ def _number_faults(config: RunConfig) -> Iterator[Fault]:
 
 def _mode_faults(config: RunConfig) -> Iterator[Fault]:
     training, custom = config.training, config.custom
+    if training.packing_lengths_from == "":
+        yield Fault("training.packing_lengths_from", "is empty: name the output_dir of another run, or remove it")
     if custom.trainer_variant == "rollout":
         yield Fault("custom.trainer_variant", "rollout is not available in this version: use sft")
     if training.packing and training.packing_mode == "dynamic":

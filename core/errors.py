@@ -340,9 +340,10 @@ class CorruptArtefactError(VerificationError):
 
     path: str
     reason: str
+    remedy: str = "delete its folder to measure and plan anew"
 
     def __str__(self) -> str:
-        return f"{self.path} is damaged: {self.reason}; delete its folder to measure and plan anew"
+        return f"{self.path} is damaged: {self.reason}; {self.remedy}"
 
 
 @attrs.define(eq=False)

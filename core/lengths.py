@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral
 
 import numpy as np
@@ -23,10 +23,15 @@ def as_lengths(lengths: Lengths) -> IntArray:
         InvalidLengthError: The first value that is not a positive whole number, or with which the total passes 64
             bits, with its index.
 
+        TypeError: They have no order, or no length.
+
     >>> as_lengths([3, 1, 2]).tolist()
     [3, 1, 2]
     """
-    array = lengths if isinstance(lengths, np.ndarray) else _array_of(lengths)
+    if isinstance(lengths, np.ma.MaskedArray) and lengths.mask.any():
+        index = int(np.argmax(np.ma.getmaskarray(lengths)))
+        raise InvalidLengthError(index, "masked", "a length is a whole number of tokens")
+    array = np.asarray(lengths) if isinstance(lengths, np.ndarray) else _array_of(lengths)
     if array.ndim != 1:
         raise InvalidLengthError(0, f"array of shape {array.shape}", "lengths are one-dimensional")
     if array.dtype.kind not in "iu":
@@ -43,7 +48,19 @@ def as_lengths(lengths: Lengths) -> IntArray:
     return checked
 
 
+def lengths_up_to(lengths: Lengths, *, capacity: int) -> IntArray:
+    """Return what `as_lengths` returns; InvalidLengthError too for the first length over *capacity* tokens."""
+    array = as_lengths(lengths)
+    if array.size and int(array.max()) > capacity:
+        index = int(np.argmax(array > capacity))
+        raise InvalidLengthError(index, int(array[index]), f"a pack holds {capacity:,} tokens")
+    return array
+
+
 def _array_of(values: Sequence[int]) -> IntArray:
+    if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__getitem__"):
+        message = f"lengths are a list or an array of whole numbers, not {type(values).__name__}"
+        raise TypeError(message)
     # One pass over the types is cheap where all are plain ints; a boolean is one only to numpy.
     if not set(map(type, values)) <= {int}:
         _raise_first_bad(values)

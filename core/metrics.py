@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from math import sqrt
 
@@ -61,7 +61,9 @@ class PackingMetrics:
         return (self.num_packs - self.lower_bound) / self.lower_bound
 
 
-def packing_metrics(lengths: Lengths, packs: Packs, *, capacity: int, bound: int | None = None) -> PackingMetrics:
+def packing_metrics(
+    lengths: Lengths, packs: Packs | Sequence[Sequence[int]], *, capacity: int, bound: int | None = None
+) -> PackingMetrics:
     """
     Measure packs of one call.
 
@@ -76,7 +78,7 @@ def packing_metrics(lengths: Lengths, packs: Packs, *, capacity: int, bound: int
             the capacity counts as a pack of its own.
 
     Raises:
-        ValueError: There is no pack.
+        ValueError: There is no pack, or one of a sample that has no length.
 
     >>> packing_metrics([60, 20, 50], Packs.from_lists([[0, 1], [2]]), capacity=80).efficiency
     1.0
@@ -85,6 +87,10 @@ def packing_metrics(lengths: Lengths, packs: Packs, *, capacity: int, bound: int
     array = as_lengths(lengths)
     if not len(packs):
         message = "there is no pack to measure"
+        raise ValueError(message)
+    packs = packs if isinstance(packs, Packs) else Packs.from_lists(packs)
+    if int(packs.indices.max()) >= array.size:
+        message = f"sample {int(packs.indices.max())} is in a pack, but there are {array.size} lengths"
         raise ValueError(message)
     loads = packs.loads(array)
     different, times = np.unique(loads, return_counts=True)
@@ -97,7 +103,7 @@ def packing_metrics(lengths: Lengths, packs: Packs, *, capacity: int, bound: int
     return PackingMetrics(
         num_packs=len(packs),
         num_tokens=num_tokens,
-        lower_bound=bound,
+        lower_bound=positive("bound", bound),
         full_packs=-(-num_tokens // capacity),
         fill=Fraction(num_tokens, capacity),
         fill_squared=Fraction(sum(load**2 * times for load, times in counted), capacity**2),
@@ -113,6 +119,9 @@ def aggregate(calls: Iterable[PackingMetrics]) -> PackingMetrics:
     4
     """
     rows = list(calls)
+    if not rows:
+        message = "there is no call to aggregate"
+        raise ValueError(message)
     return PackingMetrics(
         num_packs=sum(row.num_packs for row in rows),
         num_tokens=sum(row.num_tokens for row in rows),

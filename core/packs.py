@@ -58,7 +58,11 @@ class Packs(Sequence[list[int]]):
         packs = list(packs)
         offsets = np.zeros(len(packs) + 1, dtype=np.int64)
         np.cumsum([len(pack) for pack in packs], out=offsets[1:])
-        return cls(offsets, np.fromiter(chain.from_iterable(packs), dtype=np.int64, count=int(offsets[-1])))
+        indices = np.array(list(chain.from_iterable(packs)))
+        if indices.size and (indices.dtype.kind not in "iu" or indices.min() < 0):
+            message = "sample indices have to be whole numbers from 0"
+            raise ValueError(message)
+        return cls(offsets, indices)
 
     @classmethod
     def from_labels(cls, labels: NDArray[np.int32]) -> Packs:

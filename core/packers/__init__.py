@@ -8,11 +8,9 @@ from types import MappingProxyType
 from typing import Protocol
 
 import attrs
-import numpy as np
 import scipy
 
-from core.errors import InvalidLengthError
-from core.lengths import IntArray, Lengths, as_lengths, positive
+from core.lengths import IntArray, Lengths, lengths_up_to, positive
 from core.packers.best_fit_decreasing import best_fit_decreasing
 from core.packers.bin_count import with_bin_count
 from core.packers.certified import certified
@@ -115,12 +113,9 @@ def pack(
     if algorithm not in ALGORITHMS:
         message = f"algorithm is {algorithm!r}, but has to be one of {', '.join(ALGORITHMS)}"
         raise ValueError(message)
-    array = as_lengths(lengths)
+    array = lengths_up_to(lengths, capacity=capacity)
     packs = Packs.from_lists([])
     if array.size:
-        if int(array.max()) > capacity:
-            index = int(np.argmax(array > capacity))
-            raise InvalidLengthError(index, int(array[index]), f"a pack holds {capacity:,} tokens")
         # No pack holds more than all tokens, and their sum fits 64 bits where the capacity may not.
         capacity = min(capacity, int(array.sum()))
         packs = ALGORITHMS[algorithm].packer(array, capacity=capacity, seed=int(seed))

@@ -282,6 +282,20 @@ def test_another_runs_lengths_have_to_fit(tmp_path: Path):
         DiskLengthStore(two, lengths_from=one).resume(Fingerprint({"a": 2, "b": None}), 10, DATA)
     with pytest.raises(ConfigError, match=r"training.packing_lengths_from: has no folder"):
         taken(DiskLengthStore(two, lengths_from=tmp_path / "none" / "train"))
+    with pytest.raises(ConfigError, match=r"training.packing_lengths_from: is this run's own"):
+        taken(DiskLengthStore(one, lengths_from=tmp_path / "two" / ".." / "one" / "train"))
+
+
+def test_a_damaged_plan_may_be_planned_anew_without_measuring(tmp_path: Path):
+    """The remedy names the plan's manifest alone, and helps."""
+    plans = DiskPlanStore(tmp_path)
+    plans.save(KEY, PLAN)
+    (tmp_path / "raw_plan.indices.bin").write_bytes(b"")
+
+    with pytest.raises(CorruptArtefactError, match=r"delete .*raw_plan.json to plan anew; the lengths stay"):
+        plans.load(KEY)
+    (tmp_path / "raw_plan.json").unlink()
+    assert plans.load(KEY) is None
 
 
 def test_a_manifest_of_another_schema_is_refused(tmp_path: Path):

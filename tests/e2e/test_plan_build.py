@@ -124,6 +124,14 @@ def test_samples_that_encode_otherwise_in_another_process_are_refused(write_run,
     assert "in another process and epoch 1" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("number", ["0", "-3", "x", "1.5"])
+def test_a_world_size_is_a_whole_number(number, capfd):
+    """Status 2, and what it has to be."""
+    with pytest.raises(SystemExit, match="2"):
+        plan.main(["build", "run.yaml", f"--world-size={number}"])
+    assert f"is {number}, but has to be a whole number of at least 1" in capfd.readouterr().err
+
+
 def test_a_split_that_the_run_does_not_have_is_named(write_run, capfd):
     """And the key that would give it."""
     assert 2 == plan.main(["build", str(write_run()), "--split", "eval"])

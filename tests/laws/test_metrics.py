@@ -67,3 +67,30 @@ def test_no_pack_has_no_metrics():
     """There is nothing to divide by."""
     with pytest.raises(ValueError, match="no pack"):
         packing_metrics([], Packs.from_lists([]), capacity=8)
+
+
+def test_what_cannot_be_measured_is_refused():
+    """No pack, a sample without a length, a bound below one, no call."""
+    with pytest.raises(ValueError, match="no pack to measure"):
+        packing_metrics([1], Packs.from_lists([]), capacity=2)
+    with pytest.raises(ValueError, match="sample 7 is in a pack, but there are 2 lengths"):
+        packing_metrics([1, 2], [[0, 7]], capacity=2)
+    with pytest.raises(ValueError, match="bound is 0"):
+        packing_metrics([1, 2], [[0], [1]], capacity=2, bound=0)
+    with pytest.raises(ValueError, match="no call to aggregate"):
+        aggregate([])
+
+
+def test_lists_of_lists_are_measured_as_packs():
+    """In any form that a script holds them."""
+    lists = [[0, 1], [2]]
+    assert packing_metrics([60, 20, 50], Packs.from_lists(lists), capacity=80) == packing_metrics(
+        [60, 20, 50], lists, capacity=80
+    )
+
+
+@pytest.mark.parametrize("wrong", [[[0, -1]], [[0.7]], ["01"], [[True]]])
+def test_packs_hold_whole_numbers(wrong):
+    """Nothing is cut to one."""
+    with pytest.raises(ValueError, match="whole numbers from 0"):
+        Packs.from_lists(wrong)

@@ -86,3 +86,24 @@ def test_a_capacity_beyond_64_bits_holds_everything(algorithm):
     """One pack; nothing overflows."""
     assert [[0, 1, 2]] == pack([4, 2**40, 1], capacity=2**80, algorithm=algorithm)
     assert 1 == lower_bound([4, 2**40, 1], capacity=2**80)
+
+
+@pytest.mark.parametrize("wrong", [None, 5, "12", b"12", {1: 2}, {3, 4}, (n for n in (1, 2))], ids=repr)
+def test_what_has_no_order_is_no_list_of_lengths(wrong):
+    """It is named by its type."""
+    with pytest.raises(TypeError, match=f"not {type(wrong).__name__}"):
+        as_lengths(wrong)
+
+
+def test_masked_lengths_are_refused():
+    """A sum would leave them out; without a mask they are an array like any other."""
+    with pytest.raises(InvalidLengthError, match="length 1 is 'masked'"):
+        as_lengths(np.ma.array([5, 3], mask=[0, 1]))
+    assert [5, 3] == as_lengths(np.ma.array([5, 3])).tolist()
+
+
+@pytest.mark.parametrize("call", [pack, lower_bound])
+def test_a_length_over_the_capacity_is_named(call):
+    """By packers and bounds alike."""
+    with pytest.raises(InvalidLengthError, match="length 1 is 101: a pack holds 100 tokens"):
+        call([5, 101], capacity=100)

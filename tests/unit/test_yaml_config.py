@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -200,3 +201,11 @@ def test_a_missing_file_and_one_that_is_no_text(tmp_path: Path):
     (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="UTF-8"):
         load_config(tmp_path / "bytes.yaml", FIELDS)
+
+
+def test_numbers_that_are_none_and_empty_paths_are_faults():
+    """Not a number is no share, and no folder is no other run."""
+    found = faults_of(minimal(packing_min_fill_ratio=math.nan, packing_lengths_from=""))
+
+    assert "from 0 to 1" in found["training.packing_min_fill_ratio"]
+    assert "is empty" in found["training.packing_lengths_from"]
