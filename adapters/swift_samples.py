@@ -7,7 +7,7 @@ import importlib.metadata
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -184,7 +184,7 @@ class SwiftSamples:
             return whole
         return attrs.evolve(self.measured(index, self.encode(index)), cut=True)
 
-    def measure_many(self, indices: range, *, in_full: bool) -> Iterator[Outcome]:
+    def measure_many(self, indices: range, *, in_full: bool) -> Generator[Outcome, None, None]:
         """Measure several, in the order of *indices*, by processes where that is faster; see `core.ports`."""
         measure = partial(self.outcome, in_full=in_full)
         done = 0

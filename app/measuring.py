@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -137,9 +138,13 @@ def measure_rows(
         waiting.clear()
         store.append(rows, theirs, source.data_digest(sum(map(len, tables))), in_full=stored.in_full)
 
-    with tqdm(total=total, initial=first, desc=f"measuring {name}", unit=" samples", disable=None) as bar:
+    # Closed by name: an error that is on its way would keep the processes that measure alive, and their work.
+    with (
+        closing(source.measure_many(range(first, total), in_full=stored.in_full)) as outcomes,
+        tqdm(total=total, initial=first, desc=f"measuring {name}", unit=" samples", disable=None) as bar,
+    ):
         try:
-            for outcome in source.measure_many(range(first, total), in_full=stored.in_full):
+            for outcome in outcomes:
                 if isinstance(outcome, RecordError):
                     raise outcome
                 waiting.append(outcome)
@@ -155,10 +160,10 @@ def measure_rows(
 
 def failures(name: str, source: LengthSource) -> Iterator[RecordError]:
     """Yield what is wrong with each record that cannot become a sample, in their order."""
-    outcomes = source.measure_many(range(len(source)), in_full=True)
-    for outcome in tqdm(outcomes, desc=f"checking {name}", total=len(source), unit=" samples", disable=None):
-        if isinstance(outcome, RecordError):
-            yield outcome
+    with closing(source.measure_many(range(len(source)), in_full=True)) as outcomes:
+        for outcome in tqdm(outcomes, desc=f"checking {name}", total=len(source), unit=" samples", disable=None):
+            if isinstance(outcome, RecordError):
+                yield outcome
 
 
 class _ShortcutError(Exception):

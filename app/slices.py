@@ -7,7 +7,8 @@ Rank 0 then appends the slices to the store of all: it holds what one process wo
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
+from functools import partial
 from itertools import pairwise
 
 import attrs
@@ -75,19 +76,15 @@ def measure_slices(
     bounds = [first + (total - first) * rank // group.world_size for rank in range(group.world_size + 1)]
     slices = [_Slice(source, start, stop) for start, stop in pairwise(bounds)]
 
-    def measure_own() -> str:
-        own = slices[group.rank]
-        slice_store, slice_lock = open_slice(own.start, own.stop)
-        with slice_lock.held(timeout_s=timeout_s, tell=_no_one):
-            stored = slice_store.resume(key, len(own), own.data_digest)
-            label = f"{name}, slice {group.rank + 1} of {group.world_size}"
-            if stored.in_full != in_full:
-                slice_store.discard()
-                stored = Stored(stored.table[:0], stored.images[:0], bool(in_full))
-            measure_rows(label, own, slice_store, stored, flush_every=flush_every, tell=_no_one)
-            return slice_store.digest()
-
-    digests = group.gather(_or_reason(measure_own), timeout_s=timeout_s)
+    own = partial(
+        _measure_slice,
+        slices[group.rank],
+        open_slice,
+        in_full=bool(in_full),
+        flush_every=flush_every,
+        timeout_s=timeout_s,
+    )
+    digests = group.gather(_or_reason(own), timeout_s=timeout_s)
     for rank, digest in enumerate(digests):
         if digest.startswith(_FAILED):
             message = f"rank {rank} cannot measure its slice of {name}: {digest.removeprefix(_FAILED)}"
@@ -108,6 +105,21 @@ def measure_slices(
         return {}
 
     group.from_rank_zero(put_together, timeout_s=timeout_s)
+
+
+def _measure_slice(
+    part: _Slice, open_slice: OpenSlice, *, in_full: bool, flush_every: int | None, timeout_s: float
+) -> str:
+    """Measure a slice into its store; return the digest of its rows."""
+    store, lock = open_slice(part.start, part.stop)
+    with lock.held(timeout_s=timeout_s, tell=_no_one):
+        stored = store.resume(part.source.fingerprint(), len(part), part.data_digest)
+        if stored.in_full != in_full:
+            store.discard()
+            stored = Stored(stored.table[:0], stored.images[:0], in_full)
+        name = f"samples {part.start:,} to {part.stop:,}"
+        measure_rows(name, part, store, stored, flush_every=flush_every, tell=_no_one)
+        return store.digest()
 
 
 def _read(part: _Slice, rank: int, digest: str, open_slice: OpenSlice) -> Stored:
@@ -152,5 +164,5 @@ class _Slice:
     def data_digest(self, count: int, *, start: int = 0) -> str:
         return self.source.data_digest(count, start=self.start + start)
 
-    def measure_many(self, indices: range, *, in_full: bool) -> Iterator[Outcome]:
+    def measure_many(self, indices: range, *, in_full: bool) -> Generator[Outcome, None, None]:
         return self.source.measure_many(range(self.start + indices.start, self.start + indices.stop), in_full=in_full)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -29,8 +29,12 @@ class Measurable(Protocol):
     def data_digest(self, count: int, /, *, start: int = 0) -> str:
         """Return the digest of the data of *count* samples from *start* on; other samples do not change it."""
 
-    def measure_many(self, indices: range, /, *, in_full: bool) -> Iterator[Outcome]:
-        """Measure several, in the order of *indices*, perhaps in parallel; by a shortcut, unless *in_full*."""
+    def measure_many(self, indices: range, /, *, in_full: bool) -> Generator[Outcome, None, None]:
+        """
+        Measure several, in the order of *indices*, perhaps in parallel; by a shortcut, unless *in_full*.
+
+        Closing it ends the processes that measure.
+        """
 
 
 class LengthSource(Measurable, Protocol):

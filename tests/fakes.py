@@ -38,11 +38,15 @@ class ListSource:
         return Measurement(self.lengths[index], 1, 1, 4)
 
     def measure_many(self, indices: range, *, in_full: bool) -> Iterator[Outcome]:
-        for index in indices:
-            try:
-                yield Measured(self.measure(index), self.images(index))
-            except RecordError as error:
-                yield error
+        self.is_measuring = True
+        try:
+            for index in indices:
+                try:
+                    yield Measured(self.measure(index), self.images(index))
+                except RecordError as error:
+                    yield error
+        finally:
+            self.is_measuring = False
 
     def measure_elsewhere(self, indices: Sequence[int], *, epoch: int) -> list[Outcome]:
         self.elsewhere = list(indices)

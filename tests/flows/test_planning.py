@@ -138,6 +138,7 @@ def test_what_was_measured_before_a_failure_is_kept(bad, flush_every):
     desk = Desk(FailingSource(LENGTHS, bad={bad, 7}))
     with pytest.raises(RecordError, match=f"line {bad + 1}"):
         desk.plan(flush_every=flush_every)
+    assert not desk.source.is_measuring, "processes would go on measuring"
     desk.source.bad = set()
     desk.source.measured.clear()
 
