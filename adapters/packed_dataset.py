@@ -1,11 +1,10 @@
-"""A map-style data set whose items are packs, and the loader that serves them."""
+"""A map-style data set whose items are packs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from swift.dataloader import DataLoaderShard
+import attrs
 from torch.utils.data import Dataset
 
 from core.errors import PackplanError
@@ -14,7 +13,15 @@ from core.samples import Table
 
 Sample = dict[str, Any]
 
-Item = list[Sample] | Sample | PackplanError
+
+@attrs.frozen
+class EncodedPack:
+    """A pack, ready to be collated."""
+
+    position: int
+    """In the plan."""
+
+    samples: list[Sample]
 
 
 class Samples(Protocol):
@@ -24,7 +31,7 @@ class Samples(Protocol):
         """Return sample *index*, encoded; ContractError if it is not the one that was planned."""
 
 
-class PackedDataset(Dataset[Item]):
+class PackedDataset(Dataset[EncodedPack | PackplanError]):
     """
     Packs of encoded samples: `len` is the number of packs, item k is pack k.
 
@@ -43,37 +50,16 @@ class PackedDataset(Dataset[Item]):
 
             planned: Measurements of all samples, which each fetched one is compared with.
 
-            grouped: Items are lists of samples; if not, every pack has one sample, and that is the item.
+            grouped: Packs are collated as packs; if not, every pack has one sample, and batches are padded.
         """
         self.samples, self.packs, self.planned, self.grouped = samples, packs, planned, grouped
 
     def __len__(self) -> int:
         return len(self.packs)
 
-    def __getitem__(self, position: int) -> Item:
+    def __getitem__(self, position: int) -> EncodedPack | PackplanError:
         """Return the encoded samples of one pack, or what went wrong."""
         try:
-            pack = [self.samples.fetch(index, self.planned) for index in self.packs[position]]
+            return EncodedPack(position, [self.samples.fetch(index, self.planned) for index in self.packs[position]])
         except PackplanError as error:
             return error
-        return pack if self.grouped else pack[0]
-
-
-def passing_errors(collate: Callable[[list[Any]], dict[str, Any]]) -> Callable[[list[Item]], Any]:
-    """Return *collate*, made to hand on the first error among its items."""
-
-    def collated(items: list[Item]) -> Any:
-        failed = next((item for item in items if isinstance(item, PackplanError)), None)
-        return failed if failed is not None else collate(items)
-
-    return collated
-
-
-class PackLoader(DataLoaderShard):
-    """ms-swift's sharded loader, which raises the errors that a data set returns."""
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        for batch in super().__iter__():
-            if isinstance(batch, PackplanError):
-                raise batch
-            yield batch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import typing
 from typing import Any
 
@@ -11,6 +12,7 @@ from adapters import torchvision_shim  # noqa: F401  # before transformers and s
 import torch
 from swift import get_model_processor
 from swift.utils import HfConfigFactory
+from transformers.utils import logging as transformers_logging
 
 from adapters.swift_template import swift_types
 from core.config import ModelConfig, TemplateConfig, TrainingConfig
@@ -20,6 +22,8 @@ from core.errors import ConfigError
 def open_model(model: ModelConfig, training: TrainingConfig, *, device: torch.device) -> torch.nn.Module:
     """Load the model, with its cache off and nothing frozen but what is asked for, perhaps with adapters."""
     model_type, _ = swift_types(model, TemplateConfig())
+    if not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()
     dtype = None if model.torch_dtype is None else getattr(torch, model.torch_dtype)
     try:
         opened, _ = get_model_processor(

@@ -2,119 +2,59 @@
 ms-swift's trainer, fed with packs.
 
 What it adds, each because the trainer goes wrong silently without it (measured; tests hold it):
-the fourth position row that keeps samples apart, weights that resume as they were saved, an evaluation
-that weighs tokens and not packs, errors that reach the caller, and a clean end on SIGTERM.
+the fourth position row that keeps samples apart, an order of packs that resumes on any number of ranks, weights that
+resume as they were saved, a loss whose normaliser counts all ranks, an evaluation that weighs tokens and not packs,
+errors that reach the caller, and a clean end on SIGTERM.
 """
 
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
-import typing
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name
-from accelerate.data_loader import SkipBatchSampler
-from swift.dataloader import BatchSamplerShard
 from swift.template import Template
-from swift.trainers import Seq2SeqTrainer, Seq2SeqTrainingArguments
+from swift.trainers import Seq2SeqTrainer
 from swift.trainers.patcher import PrinterCallbackNew, ProgressCallbackNew
 from swift.utils import seed_worker
-from torch.utils.data import DataLoader
-from transformers import TrainerControl
-from transformers.trainer_utils import EvalLoopOutput, get_last_checkpoint
+from transformers import Trainer, TrainerControl
+from transformers.trainer_utils import EvalLoopOutput
 
-from adapters.packed_dataset import PackedDataset, PackLoader, passing_errors
+from adapters.checkpoints import to_state
+from adapters.pack_loader import NORMALISER, POSITIONS, Collator, EvalBatches, PackLoader, Reduction, TrainBatches
+from adapters.packed_dataset import PackedDataset
 from adapters.swift_samples import IGNORED_LABEL
 from adapters.trainer_callbacks import NotTwice, SaveOnSigterm
-from core.config import RunConfig
-from core.errors import ConfigError
+from core.course import Bookmark, Course, Progress
+from core.equality import Precision
+from core.errors import CoverageError
 from core.ports import RankGroup
-
-TrainingArguments: typing.TypeAlias = Seq2SeqTrainingArguments
+from core.telemetry import EpochLedger, PackFacts
 
 _LOGIT_ROWS = 2048
 """Rows of logits whose loss is computed at a time in evaluation, so that float32 copies stay small."""
 
 
-def trainer_fields() -> dict[str, Any]:
-    """Return the settings that ms-swift's training arguments know, with their types."""
-    hints = typing.get_type_hints(TrainingArguments)
-    return {name: hints[name] for name in TrainingArguments.__dataclass_fields__ if name in hints}
-
-
-def training_arguments(
-    config: RunConfig, *, per_device_train_batch_size: int, gradient_accumulation_steps: int, multimodal: bool
-) -> TrainingArguments:
-    """
-    Build ms-swift's training arguments; ConfigError if it refuses them.
-
-    Args:
-        config: The run.
-
-        per_device_train_batch_size: What training uses, 1 when packing.
-
-        gradient_accumulation_steps: Batches of a rank in one optimizer step.
-
-        multimodal: Whether some packs use weights that others do not.
-    """
-    training = config.training
-    defaults: dict[str, Any] = {
-        "check_model": False,  # asks a hub, for 20 s when there is none
-        "eval_strategy": "epoch" if config.custom.val_jsonl else "no",
-        "ddp_find_unused_parameters": multimodal,
-        "data_seed": training.seed,
-        "disable_tqdm": not sys.stderr.isatty(),
-    }
-    fixed = {
-        "output_dir": training.output_dir,
-        "per_device_train_batch_size": per_device_train_batch_size,
-        "per_device_eval_batch_size": 1 if config.eval_packing else training.per_device_eval_batch_size,
-        "gradient_accumulation_steps": gradient_accumulation_steps,
-        # The plan is aligned before: nothing is left for the loader to drop, but incomplete padded batches.
-        "dataloader_drop_last": training.dataloader_drop_last,
-        "num_train_epochs": training.num_train_epochs,
-        "max_steps": training.max_steps,
-        "seed": training.seed,
-        "tuner_type": training.tuner_type,
-        "remove_unused_columns": False,
-        "average_tokens_across_devices": True,
-    }
-    on_cpu = training.trainer.get("use_cpu") or not torch.cuda.is_available()
-    if on_cpu:
-        defaults["use_cpu"] = True
-    if torch.distributed.is_initialized():
-        defaults["ddp_backend"] = "gloo" if on_cpu else "nccl"
-    try:
-        arguments = TrainingArguments(**(defaults | dict(training.trainer) | fixed))
-    except (ValueError, ImportError, TypeError, AssertionError) as error:
-        raise ConfigError.of("training", f"is refused by ms-swift's training arguments: {error}") from error
-    if arguments.n_gpu > 1:
-        reason = (
-            f"would tear each pack apart over {arguments.n_gpu} GPUs (DataParallel): start one process a GPU with "
-            f"torchrun --nproc-per-node {arguments.n_gpu}, or set CUDA_VISIBLE_DEVICES to one"
-        )
-        raise ConfigError.of("training", reason)
-    return arguments
-
-
 class PackTrainer(Seq2SeqTrainer):
-    """ms-swift's trainer over packs that a plan has aligned to the ranks."""
+    """ms-swift's trainer over the packs of a plan."""
 
     def __init__(
         self,
         *,
         group: RankGroup,
+        course: Course,
+        facts: PackFacts,
+        bookmark: Callable[[Progress], Bookmark],
         train_dataset: PackedDataset,
         eval_dataset: PackedDataset | None,
-        num_eval_items: int,
+        reduction: Reduction = "token",
         **options: Any,
     ) -> None:
         """
@@ -123,17 +63,25 @@ class PackTrainer(Seq2SeqTrainer):
         Args:
             group: The ranks.
 
-            train_dataset: Packs, a multiple of the ranks.
+            course: Which packs are trained, in which order.
 
-            eval_dataset: Packs, or None.
+            facts: Of these packs, for the log.
 
-            num_eval_items: The first so many items count; the rest repeat some of them to fill the ranks.
+            bookmark: Makes what a checkpoint says of the plan.
+
+            train_dataset: The packs of the raw plan.
+
+            eval_dataset: The same of the evaluation, or None.
+
+            reduction: How samples of unequal length are weighed in the loss.
 
             **options: Of ms-swift's trainer: model, args and template.
         """
-        self.group = group
-        self.num_eval_items = num_eval_items
+        self.group, self.course, self.facts, self.bookmark = group, course, facts, bookmark
+        self.reduction = reduction
         self.control: TrainerControl
+        self._meter: _Meter | None = None
+        self._consumed: list[int] = []
         super().__init__(train_dataset=train_dataset, eval_dataset=eval_dataset, **options)
         for callback in self.callback_handler.callbacks:
             # ms-swift's own start their clock when training begins, and fail on what is logged before.
@@ -142,29 +90,26 @@ class PackTrainer(Seq2SeqTrainer):
         self.add_callback(SaveOnSigterm(group))
         self.add_callback(NotTwice())
 
-    def _get_data_collator(self, args: Any, template: Template) -> Callable[[list[Any]], Any]:
-        collate: Callable[[list[Any]], Any] = super()._get_data_collator(args, template)
-        return passing_errors(collate)
+    @property
+    def precision(self) -> Precision:
+        """The coarsest precision that the model computes in."""
+        mixed = {"bf16": "bfloat16", "fp16": "float16"}.get(self.accelerator.mixed_precision, "float32")
+        used = {str(parameter.dtype).removeprefix("torch.") for parameter in self.model.parameters()} | {mixed}
+        coarser: tuple[Precision, ...] = ("bfloat16", "float16")
+        return next((name for name in coarser if name in used), "float32")
 
-    def get_train_dataloader(self, skip_batches: int = 0) -> PackLoader:
+    def _get_data_collator(self, args: Any, template: Template) -> Collator:
+        return Collator(template, super()._get_data_collator(args, template), template.packing, self.reduction)
+
+    def get_train_dataloader(self, skip_batches: int = 0) -> PackLoader:  # noqa: ARG002  # the course skips by itself
         """Serve this rank's packs, in an order drawn anew from seed and epoch."""
         args = self.args
-        sampler: Any = BatchSamplerShard(
-            len(self.train_dataset),
-            batch_size=self._train_batch_size,
-            shuffle=args.train_dataloader_shuffle,
-            drop_last=args.dataloader_drop_last,
-            data_seed=args.data_seed,
-        )
-        if skip_batches:
-            sampler = SkipBatchSampler(sampler, skip_batches=skip_batches)
-        workers = args.dataloader_num_workers
         return PackLoader(
             self.train_dataset,
             device=self.accelerator.device,
-            batch_sampler=sampler,
+            batch_sampler=TrainBatches(self.course, rank=self.group.rank),
             collate_fn=self.data_collator,
-            worker_init_fn=partial(seed_worker, num_workers=workers, rank=self.group.rank),
+            worker_init_fn=partial(seed_worker, num_workers=args.dataloader_num_workers, rank=self.group.rank),
             **self._worker_options(),
         )
 
@@ -175,8 +120,8 @@ class PackTrainer(Seq2SeqTrainer):
         return PackLoader(
             dataset,
             device=self.accelerator.device,
-            batch_sampler=_EvalBatches(len(dataset), size, rank=self.group.rank, world_size=self.group.world_size),
-            collate_fn=passing_errors(partial(_collate_as, self.template, grouped=dataset.grouped)),
+            batch_sampler=EvalBatches(len(dataset), size, rank=self.group.rank, world_size=self.group.world_size),
+            collate_fn=Collator(self.template, self.template.data_collator, dataset.grouped),
             # Each evaluation has a loader of its own: workers that outlive it would pile up.
             **(self._worker_options() | {"persistent_workers": False}),
         )
@@ -188,11 +133,83 @@ class PackTrainer(Seq2SeqTrainer):
             "pin_memory": args.dataloader_pin_memory,
             "persistent_workers": args.dataloader_persistent_workers,
             "prefetch_factor": args.dataloader_prefetch_factor,
+            # Loaders draw a seed when they start. From the global generator, dropout would depend on when that was.
+            "generator": torch.Generator(),
             **self._maybe_multiprocessing_context(args),
         }
 
+    def train(self, *arguments: Any, **options: Any) -> Any:
+        """Train, and end the loaders' processes."""
+        try:
+            return super().train(*arguments, **options)
+        finally:
+            if isinstance(loader := self.callback_handler.train_dataloader, PackLoader):
+                loader.close()
+
+    def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[Any, ...]:
+        """Take the number of epochs and of steps from the course, which knows of other ranks before a resume."""
+        _, _, *others, _, _ = super().set_initial_training_values(args, dataloader)
+        course = self.course
+        return (
+            course.num_epochs, course.steps_per_epoch, *others, course.batches_per_epoch, course.total_steps
+        )  # fmt: skip
+
+    def _init_training_state(self, *arguments: Any, **options: Any) -> tuple[int, int]:
+        super()._init_training_state(*arguments, **options)
+        now = self.course.at(self.course.start.step)
+        return now.epoch, now.epoch_step * self.args.gradient_accumulation_steps
+
+    def _run_epoch(self, *, epoch: int, **options: Any) -> None:
+        course, before = self.course, self.course.steps_before(epoch)
+        # An epoch that other ranks began has another number of batches and steps than the rest.
+        options["steps_in_epoch"] = before * course.gradient_accumulation_steps + course.num_batches(epoch)
+        options["num_update_steps_per_epoch"] = before + course.num_steps(epoch)
+        self._meter = _Meter(EpochLedger.of(self.facts, course, epoch), self.state.global_step)
+        self._consumed = []
+        super()._run_epoch(epoch=epoch, **options)
+        planned = [pack for batch in course.batches(epoch, rank=self.group.rank) for pack in batch]
+        _require(f"epoch {epoch} on rank {self.group.rank}", planned[: len(self._consumed)], self._consumed)
+        # Past ms-swift's own, which would take the accuracy of the steps since the last log along.
+        Trainer.log(self, self._meter.epoch_statistics(self.state.global_step))
+
+    def training_step(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
+        """Train on one batch, and note its packs."""
+        self._consumed += inputs[POSITIONS]
+        loss: torch.Tensor = super().training_step(model, inputs, *arguments, **options)
+        return loss
+
+    def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
+        """Add to a step's loss what the steps since the last one looked like."""
+        if "loss" in logs and self._meter is not None:
+            logs = {**logs, **self._meter.read(self.state.global_step)}
+        logs.pop("train_samples_per_second", None)  # counts packs
+        super().log(logs, *arguments, **options)
+
+    def _maybe_log_save_evaluate(self, *arguments: Any, **options: Any) -> None:
+        assert self._meter is not None  # noqa: S101  # an epoch runs
+        with self._meter.paused():
+            super()._maybe_log_save_evaluate(*arguments, **options)
+
+    def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
+        self.state.stateful_callbacks.update(to_state(self.bookmark(self.course.at(self.state.global_step))))
+        super()._save_checkpoint(*arguments, **options)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        # The trainer's state, which makes a checkpoint whole, comes next, and only after every rank's part.
+        self.group.any(False)  # noqa: FBT003  # nothing to say but that this rank is here
+
+    def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> torch.Tensor:
+        weights = sum(batch[NORMALISER] for batch in batch_samples)
+        total = torch.tensor(weights, dtype=torch.float64)
+        if self.group.world_size > 1:
+            torch.distributed.all_reduce(total)
+        # A step without a single supervised token has a loss of 0, and not of 0 / 0.
+        return total.clamp(min=1).to(device, torch.float32)
+
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        prepared: dict[str, Any] = super()._prepare_inputs(inputs)
+        rest = {key: value for key, value in inputs.items() if key not in (POSITIONS, NORMALISER)}
+        prepared: dict[str, Any] = super()._prepare_inputs(rest)
         positions, text = prepared.get("position_ids"), prepared.get("text_position_ids")
         # transformers separates packed samples only when the text positions come as a first, fourth row;
         # ms-swift strips it, and samples would attend to each other. Padded batches have a mask instead.
@@ -202,16 +219,19 @@ class PackTrainer(Seq2SeqTrainer):
 
     def evaluation_loop(
         self,
-        dataloader: DataLoader[Any],
+        dataloader: PackLoader,
         description: str,
         prediction_loss_only: bool | None = None,  # noqa: ARG002, FBT001  # the trainer's signature
         ignore_keys: list[str] | None = None,  # noqa: ARG002
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """
-        Measure the token mean of the loss over all items once, whatever the ranks and packs.
+        Measure the token mean of the loss over all packs once, whatever the ranks and packs.
 
-        Items that only fill the ranks weigh nothing. Sums are in float64.
+        Packs that only fill the ranks weigh nothing. Sums are in float64.
+
+        Raises:
+            CoverageError: A pack was not counted exactly once.
         """
         del description
         sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
@@ -221,48 +241,55 @@ class PackTrainer(Seq2SeqTrainer):
         was_training = model.training
         model.eval()
         sums = torch.zeros(3, dtype=torch.float64)
+        counted = torch.zeros(len(dataloader.dataset), dtype=torch.int64)
         try:
-            with torch.no_grad(), self._media_hook(), self.accelerator.autocast():
+            with torch.no_grad(), self.media_hook(), self.accelerator.autocast():
                 for number, inputs in enumerate(dataloader):
                     self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
-                    counted = number * self.group.world_size + self.group.rank < self._num_eval_batches()
-                    sums += self._token_sums(model, inputs) * counted
+                    batch_sums = self.token_sums(model, inputs)
+                    if dataloader.batch_sampler.counts(number):
+                        sums += batch_sums
+                        counted[list(inputs[POSITIONS])] += 1
         finally:
             model.train(was_training)
         if self.group.world_size > 1:
             torch.distributed.all_reduce(sums)
+            torch.distributed.all_reduce(counted)
+        num_samples = dataloader.dataset.packs.num_samples
+        packs = torch.arange(len(counted))
+        _require("evaluation", packs.tolist(), packs.repeat_interleave(counted).tolist())
         loss, correct, tokens = sums.tolist()
         metrics = {
             f"{metric_key_prefix}_loss": loss / tokens if tokens else float("nan"),
             f"{metric_key_prefix}_token_acc": correct / tokens if tokens else float("nan"),
             f"{metric_key_prefix}_tokens": int(tokens),
         }
-        return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=self.num_eval_items)
+        return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=num_samples)
 
-    def _num_eval_batches(self) -> int:
-        size: int = self.args.per_device_eval_batch_size
-        return -(-self.num_eval_items // size)
-
-    def _token_sums(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    def token_sums(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         """Return loss, correct tokens and counted tokens of a batch; float64 of shape (3,)."""
-        with self.template.forward_context(self.model, inputs):
-            inputs = self._prepare_inputs(inputs)
-            for key in ("compute_loss_func", "loss_scale", "text_position_ids", "channel"):
-                inputs.pop(key, None)
-            labels = inputs.pop("labels")
-            logits = model(**inputs).logits
+        logits, labels = self.logits_and_labels(model, inputs)
         logits, labels = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten().to(logits.device)
         sums = torch.zeros(3, dtype=torch.float64)
-        for rows, targets in zip(logits.split(_LOGIT_ROWS), labels.split(_LOGIT_ROWS), strict=True):
+        for rows, targets in zip(torch.split(logits, _LOGIT_ROWS), torch.split(labels, _LOGIT_ROWS), strict=True):
             losses = F.cross_entropy(rows.float(), targets, ignore_index=IGNORED_LABEL, reduction="none")
             kept = targets != IGNORED_LABEL
             correct = (rows.argmax(-1) == targets) & kept
             sums += torch.stack([losses.double().sum(), correct.sum(), kept.sum()]).double().cpu()
         return sums
 
+    def logits_and_labels(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the logits of a batch, as training computes them, and its labels; of the same rows."""
+        with self.template.forward_context(self.model, inputs):
+            inputs = self._prepare_inputs(inputs)
+            for key in ("compute_loss_func", "loss_scale", "text_position_ids", "channel"):
+                inputs.pop(key, None)
+            labels = inputs.pop("labels")
+            return model(**inputs).logits, labels
+
     @contextlib.contextmanager
-    def _media_hook(self) -> Iterator[None]:
-        # Images reach the model through a hook that `train` registers; before training it is missing.
+    def media_hook(self) -> Iterator[None]:
+        """Let images reach the model: through a hook that `train` registers, and that is missing before training."""
         if self.template._handles or not self.model_meta.is_multimodal:  # noqa: SLF001  # no public question
             yield
             return
@@ -290,53 +317,48 @@ class PackTrainer(Seq2SeqTrainer):
         return True
 
 
-class _EvalBatches:
-    """
-    Batches of item positions, dealt to the ranks in turn: batch b is on rank b % world_size.
+class _Meter:
+    """Reads an epoch's ledger against the clock, step by step."""
 
-    Every rank has the same number; what lacks at the end is repeated from the front.
-    """
+    def __init__(self, ledger: EpochLedger, first_step: int) -> None:
+        self._ledger, self._first = ledger, first_step
+        self._read_until, self._since = first_step, time.perf_counter()
 
-    def __init__(self, num_items: int, batch_size: int, *, rank: int, world_size: int) -> None:
-        self._starts = range(0, num_items, batch_size)
-        total = -(-len(self._starts) // world_size) * world_size
-        self._mine = range(rank, total, world_size)
-        self._num_items, self._size = num_items, batch_size
+    def read(self, step: int) -> Mapping[str, float]:
+        """Return what the steps since the last reading looked like, with tokens per second."""
+        start, stop = self._read_until - self._first, step - self._first
+        now = time.perf_counter()
+        seconds, self._since, self._read_until = now - self._since, now, step
+        tokens = self._ledger.tokens(start, stop)
+        return {
+            **self._ledger.statistics(start, stop),
+            "tokens_per_second": tokens.total / seconds,
+            "useful_tokens_per_second": tokens.useful / seconds,
+        }
 
-    def __len__(self) -> int:
-        return len(self._mine)
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out the time of evaluating and saving, which is no training; a reading in between is one before."""
+        start = time.perf_counter()
+        yield
+        self._since += time.perf_counter() - max(start, self._since)
 
-    def __iter__(self) -> Iterator[list[int]]:
-        for batch in self._mine:
-            start = self._starts[batch % len(self._starts)]
-            yield list(range(start, min(start + self._size, self._num_items)))
+    def epoch_statistics(self, step: int) -> dict[str, float]:
+        """Return what the epoch looks like up to *step*."""
+        return dict(self._ledger.epoch_statistics(step - self._first))
 
 
-def _collate_as(template: Template, batch: list[Any], *, grouped: bool) -> dict[str, Any]:
-    """Collate packed or padded, whatever the template is set to for training."""
-    before = template.packing, template.padding_free
-    template.packing = template.padding_free = grouped
-    try:
-        collated: dict[str, Any] = template.data_collator(batch)
-    finally:
-        template.packing, template.padding_free = before
-    return collated
+def _require(what: str, planned: list[int], consumed: list[int]) -> None:
+    """Refuse to go on if packs were consumed other than as planned."""
+    if planned == consumed:
+        return
+    wanted, found = Counter(planned), Counter(consumed)
+    raise CoverageError(what, tuple((wanted - found).elements()), tuple((found - wanted).elements()))
 
 
 def was_terminated(trainer: PackTrainer) -> bool:
     """Return whether SIGTERM ended training."""
     return any(isinstance(c, SaveOnSigterm) and c.received for c in trainer.callback_handler.callbacks)
-
-
-def checkpoint_to_resume(wanted: str | None, output_dir: str) -> str | None:
-    """Return the checkpoint's folder that *wanted* names, or None; ConfigError if there is none."""
-    if wanted is None:
-        return None
-    found = get_last_checkpoint(output_dir) if wanted == "last" and Path(output_dir).is_dir() else wanted
-    if found is None or not (Path(found) / "trainer_state.json").is_file():
-        reason = f"is {wanted}, but there is no such checkpoint (in {output_dir}): remove it to start anew"
-        raise ConfigError.of("training.resume_from_checkpoint", reason)
-    return str(found)
 
 
 def history(trainer: PackTrainer) -> list[Mapping[str, Any]]:

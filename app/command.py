@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import sys
@@ -29,6 +30,14 @@ def run_command(command: Callable[[], None], *, verbose: bool) -> int:
         print("interrupted: what was measured, planned and saved is kept; run again to go on", file=sys.stderr)
         return INTERRUPTED
     return 0
+
+
+def positive_number(text: str) -> int:
+    """Read a whole number of at least 1, for argparse."""
+    if not text.isdecimal() or int(text) < 1:
+        message = f"is {text}, but has to be a whole number of at least 1"
+        raise argparse.ArgumentTypeError(message)
+    return int(text)
 
 
 def _set_up_logging(*, verbose: bool) -> None:

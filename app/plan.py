@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from app import wiring
-from app.command import run_command
+from app.command import positive_number, run_command
 from app.describe import describe
 from app.measuring import failures
 from app.planning import Knobs, plan_split, usable_folders
@@ -94,7 +94,7 @@ def main(arguments: list[str] | None = None) -> int:
     building.add_argument("config", metavar="run.yaml", help="the run; see docs/configuration.md")
     building.add_argument("--split", choices=["train", "eval"], help="only this one (default: all that the run has)")
     building.add_argument(
-        "--world-size", type=_positive, metavar="N", help="ranks to align for (default: those that build)"
+        "--world-size", type=positive_number, metavar="N", help="ranks to align for (default: those that build)"
     )
     building.add_argument(
         "--list-failures", action="store_true",
@@ -112,13 +112,6 @@ def main(arguments: list[str] | None = None) -> int:
             build(config, group, splits=splits, world_size=options.world_size)
 
     return run_command(command, verbose=options.verbose)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        message = f"is {text}, but has to be a whole number of at least 1"
-        raise argparse.ArgumentTypeError(message)
-    return int(text)
 
 
 if __name__ == "__main__":

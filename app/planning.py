@@ -14,6 +14,7 @@ from app.measuring import measure
 from core.align import AlignedPlan, align_plan
 from core.checksum import plan_checksum
 from core.config import RunConfig
+from core.course import Bookmark, Course
 from core.errors import OutputError, RanksDisagreeError
 from core.fingerprint import Fingerprint, plan_fingerprint
 from core.lengths import IntArray
@@ -34,6 +35,7 @@ class PlannedSplit:
     aligned: AlignedPlan
     raw_checksum: str
     checksum: str
+    data_digest: str
 
 
 @attrs.frozen
@@ -160,12 +162,20 @@ def plan_split(
     table = arrays.pop("table")
     raw = plan_from_arrays(arrays)
     aligned = align_plan(raw, world_size=world_size, dataloader_drop_last=knobs.dataloader_drop_last)
-    planned = PlannedSplit(name, table, raw, aligned, plan_checksum(raw.packs), plan_checksum(aligned.packs))
+    data_digest = source.data_digest(len(source))
+    planned = PlannedSplit(
+        name, table, raw, aligned, plan_checksum(raw.packs), plan_checksum(aligned.packs), data_digest
+    )  # fmt: skip
     _agree(group, f"the {name} plan's checksum", planned.checksum)
     # A rank that sees other data would train on other samples under the same plan.
     _agree(group, f"what the {name} lengths depend on", source.fingerprint().digest)
-    _agree(group, f"the {name} data", source.data_digest(len(source)))
+    _agree(group, f"the {name} data", data_digest)
     return planned
+
+
+def bookmark_of(planned: PlannedSplit, course: Course) -> Bookmark:
+    """Return what a checkpoint says of a plan, at the start of a course over it."""
+    return Bookmark(planned.raw_checksum, planned.data_digest, course.seed, course.shuffle, course.start)
 
 
 def _plan(name: str, knobs: Knobs, lengths: IntArray, key: Fingerprint, plans: PlanStore) -> RawPlan:

@@ -10,22 +10,29 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import attrs
+import numpy as np
+
 from adapters import artefacts
 from adapters.folder_lock import FolderLock
 from adapters.length_store import DiskLengthStore
 from adapters.packed_dataset import PackedDataset
 from adapters.plan_store import DiskPlanStore
+from adapters.swift_arguments import TrainingArguments, runs_on_cpu, trainer_fields, training_arguments
 from adapters.swift_model import open_model
 from adapters.swift_samples import POOL_START_S, SampleSpec, SwiftSamples
 from adapters.swift_template import config_model_type, open_template
-from adapters.swift_trainer import PackTrainer, TrainingArguments, trainer_fields, training_arguments
+from adapters.swift_trainer import PackTrainer
 from adapters.torch_group import OneRank, TorchGroup
 from adapters.yaml_config import load_config
-from app.planning import PlannedSplit, Stores
+from app.planning import PlannedSplit, Stores, bookmark_of
 from core.batch import Accumulation
 from core.config import RunConfig
+from core.course import Course
 from core.isolation import check_isolation
 from core.ports import RankGroup
+from core.samples import column
+from core.telemetry import PackFacts
 
 
 def read_config(path: str | Path) -> RunConfig:
@@ -49,7 +56,17 @@ def require_isolation(config: RunConfig) -> None:
     """Refuse an attention backend under which packed samples might see each other."""
     if config.training.packing:
         flash = find_spec("flash_attn") is not None
-        check_isolation(config_model_type(config.model), config.model.attn_impl, flash_installed=flash)
+        check_isolation(
+            model_type_of(config),
+            config.model.attn_impl,
+            flash_installed=flash,
+            on_cpu=runs_on_cpu(config.training.trainer),
+        )
+
+
+def model_type_of(config: RunConfig) -> str:
+    """Return the `model_type` of the model's config.json."""
+    return config_model_type(config.model)
 
 
 def split_folder(output_dir: str, split: str) -> Path:
@@ -134,6 +151,7 @@ def open_arguments(
 def build_trainer(
     config: RunConfig,
     arguments: TrainingArguments,
+    course: Course,
     *,
     group: RankGroup,
     samples: Mapping[str, SwiftSamples],
@@ -146,16 +164,19 @@ def build_trainer(
     template.packing = template.padding_free = config.training.packing
     grouped = {"train": config.training.packing, "eval": config.eval_packing}
     data = {
-        split: PackedDataset(samples[split], plan.aligned.packs, plan.table, grouped=grouped[split])
+        split: PackedDataset(samples[split], plan.raw.packs, plan.table, grouped=grouped[split])
         for split, plan in planned.items()
     }
-    evaluated = planned.get("eval")
+    train = planned["train"]
     return PackTrainer(
         group=group,
+        course=course,
+        facts=PackFacts.of(train.raw, column(train.table, "length").astype(np.int64), packed=config.training.packing),
+        bookmark=lambda progress: attrs.evolve(bookmark_of(train, course), progress=progress),
+        reduction=config.training.loss_reduction,
         model=model,
         args=arguments,
         template=template,
         train_dataset=data["train"],
         eval_dataset=data.get("eval"),
-        num_eval_items=len(evaluated.raw.packs) if evaluated else 0,
     )

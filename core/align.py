@@ -6,7 +6,7 @@ import attrs
 import numpy as np
 
 from core.errors import PlanTooShortError
-from core.lengths import positive
+from core.lengths import IntArray, positive
 from core.packs import Packs, concatenate
 from core.plan import RawPlan
 
@@ -61,17 +61,27 @@ def align_plan(raw_plan: RawPlan, *, world_size: int, dataloader_drop_last: bool
     """
     world_size = positive("world_size", world_size)
     packs = raw_plan.packs
-    remainder = len(packs) % world_size
-    if not len(packs) or (dataloader_drop_last and remainder == len(packs)):
+    positions = aligned_positions(len(packs), world_size, dataloader_drop_last)
+    if not positions.size:
         raise PlanTooShortError(len(packs), world_size)
-    num_dropped = remainder if dataloader_drop_last else 0
-    pad_needed = 0 if dataloader_drop_last else -len(packs) % world_size
-    repeated = np.arange(pad_needed) % len(packs)
-    kept = packs[: len(packs) - num_dropped]
+    repeated = positions[len(packs) :]
+    kept = packs[: positions.size - repeated.size]
     return AlignedPlan(
-        packs=concatenate([kept, packs.take(repeated)]) if pad_needed else kept,
+        packs=concatenate([kept, packs.take(repeated)]) if repeated.size else kept,
         world_size=world_size,
         num_raw_packs=len(packs),
         repeated=tuple(repeated.tolist()),
-        num_dropped=num_dropped,
+        num_dropped=len(packs) - len(kept),
     )
+
+
+def aligned_positions(num: int, world_size: int, drop_last: bool) -> IntArray:  # noqa: FBT001  # three plain values
+    """
+    Return the numbers below *num*, cut at the end or repeated from the front until the ranks divide them.
+
+    >>> aligned_positions(3, 2, False).tolist(), aligned_positions(3, 2, True).tolist()
+    ([0, 1, 2, 0], [0, 1])
+    """
+    if drop_last or not num:
+        return np.arange(num - num % world_size)
+    return np.arange(num + -num % world_size) % num

@@ -1,8 +1,6 @@
-"""Effective batch -> gradient accumulation, partial windows, optimizer steps."""
+"""Effective batch -> gradient accumulation, partial windows."""
 
 from __future__ import annotations
-
-import math
 
 import attrs
 
@@ -96,41 +94,3 @@ def partial_window(*, per_rank_batches: int, gradient_accumulation_steps: int) -
         positive("gradient_accumulation_steps", gradient_accumulation_steps),
     )
     return window if window.remainder else None
-
-
-@attrs.frozen
-class Steps:
-    """Optimizer steps, before training starts."""
-
-    per_epoch: int
-    total: int
-
-
-def count_steps(
-    *,
-    per_rank_batches: int,
-    gradient_accumulation_steps: int,
-    num_train_epochs: float,
-    max_steps: int = -1,
-) -> Steps:
-    """
-    Count the optimizer steps that the trainer will run.
-
-    Args:
-        per_rank_batches: Batches each rank consumes in an epoch, >= 1.
-
-        gradient_accumulation_steps: Batches of a rank in an optimizer step; the last step may see fewer.
-
-        num_train_epochs: May be fractional; the total is rounded up.
-
-        max_steps: The total, if positive.
-    """
-    per_epoch = -(-positive("per_rank_batches", per_rank_batches) // gradient_accumulation_steps)
-    # The trainer multiplies floats before rounding up; only the same arithmetic gives the same count.
-    total = max_steps if max_steps > 0 else math.ceil(num_train_epochs * per_epoch)
-    return Steps(per_epoch, total)
-
-
-def batches_per_rank(*, num_samples: int, batch_size: int, drop_last: bool) -> int:
-    """Return how many batches a rank forms of its samples; the last may be smaller, or dropped."""
-    return num_samples // batch_size if drop_last else -(-num_samples // batch_size)

@@ -154,6 +154,10 @@ class TrainingConfig:
     max_steps: int = -1
     """Optimizer steps in total, if positive; overrides the epochs."""
 
+    loss_reduction: Literal["token", "sample", "sqrt"] = "token"
+    """What weighs the same in a step's loss, over all ranks: every token, every sample, or in between (`sqrt`: a token
+    of a sample of n supervised tokens weighs n ** -0.5)."""
+
     seed: int = 42
     """Of weights, dropout and the order of packs."""
 
@@ -220,6 +224,8 @@ REFUSED_TRAINING_KEYS = MappingProxyType(
         "auto_find_batch_size": "would change the batch behind the plan: remove it",
         "remove_unused_columns": "would drop what packs are made of: remove it",
         "eval_use_evalscope": "is not supported: remove it",
+        "ignore_data_skip": "would train packs of the epoch again after a resume: remove it; to start anew from a "
+        "checkpoint's weights, set model.model to it",
         "average_tokens_across_devices": "is always on, so that the loss is the mean over all tokens: remove it",
     }
 )
@@ -281,6 +287,19 @@ def _number_faults(config: RunConfig) -> Iterator[Fault]:
 
 def _mode_faults(config: RunConfig) -> Iterator[Fault]:
     training, custom = config.training, config.custom
+    if training.trainer.get("label_smoothing_factor"):
+        yield Fault(
+            "training.label_smoothing_factor", "is averaged over packs by the trainer, not over tokens: remove it"
+        )
+    if training.packing and training.trainer.get("enable_channel_loss"):
+        yield Fault(
+            "training.enable_channel_loss",
+            "logs a loss per channel, but under packing only aggregate metrics are logged: remove it, or set "
+            "training.packing: false",
+        )
+    data_seed = training.trainer.get("data_seed", 0)
+    if data_seed is None or data_seed < 0:
+        yield Fault("training.data_seed", f"is {data_seed}, but has to be at least 0: remove it to use training.seed")
     if training.packing_lengths_from == "":
         yield Fault("training.packing_lengths_from", "is empty: name the output_dir of another run, or remove it")
     if custom.trainer_variant == "rollout":

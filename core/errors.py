@@ -14,6 +14,7 @@ Everything that this project raises on purpose.
     │   ├── BatchSizeError         an effective batch that the ranks cannot realise
     │   ├── IsolationError         an attention backend that is not known to keep samples apart
     │   ├── StaleLengthsError      stored lengths were measured from other inputs
+    │   ├── PlanChangedError       a checkpoint was trained from another plan
     │   ├── ChangedImageError      an image is not the one that was measured
     │   ├── ContractError          a fetched sample is not the sample that was planned
     │   ├── OutputError            the output folder cannot be used
@@ -22,6 +23,8 @@ Everything that this project raises on purpose.
     │   └── RankGoneError          another rank said nothing in time
     └── VerificationError          something stored or shared is not what it claims: exit status 3
         ├── CorruptArtefactError   a file differs from its digest
+        ├── CoverageError          other packs were consumed than were planned
+        ├── UnequalError           packed samples do not give what they give alone
         └── RanksDisagreeError     ranks hold different plans or step counts
 
 Fields are positional, so that errors survive pickling between processes.
@@ -30,6 +33,10 @@ Fields are positional, so that errors survive pickling between processes.
 from __future__ import annotations
 
 import attrs
+
+
+def _first(items: tuple[int, ...]) -> str:
+    return ", ".join(map(str, items[:10])) + (", …" if len(items) > 10 else "") or "none"
 
 
 class PackplanError(Exception):
@@ -257,6 +264,22 @@ class StaleLengthsError(UserError):
 
 
 @attrs.define(eq=False)
+class PlanChangedError(UserError):
+    """A checkpoint was trained from another plan."""
+
+    checkpoint: str
+    differences: tuple[Difference, ...]
+
+    def __str__(self) -> str:
+        head = f"{self.checkpoint} was trained from another plan, so what is left of its epoch is not known"
+        tail = (
+            "restore the data and the settings, or start anew from its weights: set model.model to it, and remove "
+            "training.resume_from_checkpoint"
+        )
+        return "\n  ".join([f"{head}:", *map(str, self.differences), tail])
+
+
+@attrs.define(eq=False)
 class ChangedImageError(UserError):
     """An image is not the one that was measured."""
 
@@ -356,3 +379,36 @@ class RanksDisagreeError(VerificationError):
     def __str__(self) -> str:
         rows = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(self.values))
         return f"ranks disagree on {self.what}: {rows}"
+
+
+@attrs.define(eq=False)
+class CoverageError(VerificationError):
+    """A rank consumed other packs than its share."""
+
+    what: str
+    """Of what: training's epoch, or an evaluation."""
+
+    missing: tuple[int, ...]
+    """Packs that were not consumed, or not often enough."""
+
+    surplus: tuple[int, ...]
+    """Packs that were consumed too often."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.what} did not consume what was planned: packs missing {_first(self.missing)}, packs in excess "
+            f"{_first(self.surplus)}"
+        )
+
+
+@attrs.define(eq=False)
+class UnequalError(VerificationError):
+    """Packed samples do not give what they give alone."""
+
+    checks: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return (
+            f"packed training is not the same training: {', '.join(self.checks)} differ; do not pack with this model and "
+            "attention backend (model.attn_impl: another one, or training.packing: false)"
+        )

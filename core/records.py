@@ -106,6 +106,8 @@ def _messages(value: object) -> list[dict[str, Any]]:
             _fail("has a message that is not an object with a text 'content'")
         if message.get("role") not in {"system", "user", "assistant"}:
             _fail(f"has a message with the role {message.get('role')!r}; known are system, user and assistant")
+        if message.get("loss_scale") not in {None, 0, 1}:
+            _fail(f"has a message with the loss_scale {message['loss_scale']!r}, which would be ignored: remove it")
         # `loss` and the like steer ms-swift's per-message loss, and pass through.
         messages.append(dict(message))
     if messages[-1]["role"] != "assistant" or not messages[-1]["content"].strip():

@@ -6,6 +6,7 @@ import numpy as np
 
 from core.lengths import IntArray
 from core.packs import Packs
+from core.shuffling import shuffled
 
 
 def first_fit_shuffle(lengths: IntArray, *, capacity: int, seed: int) -> Packs:
@@ -23,12 +24,6 @@ def first_fit_shuffle(lengths: IntArray, *, capacity: int, seed: int) -> Packs:
     labels = np.empty(lengths.size, dtype=np.int32)
     labels[order] = _first_fit(lengths[order].tolist(), capacity)
     return Packs.from_labels(labels)
-
-
-def shuffled(num: int, *, seed: int) -> IntArray:
-    """Return the numbers below *num* in an order that depends on *seed* alone, whatever the version of numpy."""
-    # numpy promises that the raw stream of a bit generator never changes; it promises no such thing of `permutation`.
-    return np.argsort(np.random.PCG64(seed).random_raw(num), kind="stable")
 
 
 def _first_fit(lengths: list[int], capacity: int) -> list[int]:

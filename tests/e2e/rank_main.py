@@ -1,7 +1,8 @@
 """
 Runs `app.sft` as one rank, and writes down what the rank saw: `rank_main.py run.yaml out_folder [fault]`.
 
-A fault, on one rank alone: `die:R` fails rank R while rank 0 plans, `measure` fails measuring on rank 0.
+A fault, on one rank alone: `measure` fails measuring on rank 0. `gradients` writes each step's gradients down,
+and silences the records that say so.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ import os
 import sys
 from pathlib import Path
 
+import torch
+
 from adapters import packed_dataset
 from app import sft, wiring
 from app.command import run_command
+from tests.e2e.alone import Gradients, silence
 
 
 def main(config: str, out: str, fault: str = "") -> int:
@@ -27,15 +31,21 @@ def main(config: str, out: str, fault: str = "") -> int:
         return plain(dataset, position)
 
     trained: dict[str, object] = {}
+    gradients = Gradients()
     built = wiring.build_trainer
 
     def build_trainer(*args, planned, **kwargs):
         trained["table"] = planned["train"].table
-        return built(*args, planned=planned, **kwargs)
+        trainer = built(*args, planned=planned, **kwargs)
+        if fault == "gradients":
+            trainer.add_callback(gradients)
+        return trainer
 
     def command() -> None:
         packed_dataset.PackedDataset.__getitem__ = noted
         wiring.build_trainer = build_trainer
+        if fault == "gradients":
+            silence()
         if fault == "measure":
             wiring.SwiftSamples.measure = _fail
         run = wiring.read_config(config)
@@ -43,12 +53,14 @@ def main(config: str, out: str, fault: str = "") -> int:
             result = sft.run(run, group)
         plan = result.planned["train"]
         seen = {
-            "rank": group.rank, "fetched": fetched, "steps": result.num_steps, "planned_steps": result.schedule.steps.total,
+            "rank": group.rank, "fetched": fetched, "steps": result.num_steps, "planned_steps": result.course.total_steps,
             "raw": plan.raw_checksum, "aligned": plan.checksum, "num_aligned": len(plan.aligned.packs),
-            "num_raw": len(plan.raw.packs), "raw_packs": plan.raw.packs.tolist(), "packs": [plan.aligned.packs[p] for p in fetched],
+            "num_raw": len(plan.raw.packs), "raw_packs": plan.raw.packs.tolist(), "repeated": plan.aligned.repeated,
             "history": result.history, "terminated": result.terminated,
         }  # fmt: skip
         Path(out, f"rank{group.rank}.json").write_text(json.dumps(seen))
+        if fault == "gradients":
+            torch.save(gradients.steps, Path(out, f"gradients{group.rank}.pt"))
 
     return run_command(command, verbose=False)
 
@@ -59,8 +71,6 @@ def _fail(*_):
 
 def forked(rank: int, world_size: int, port: int, arguments: tuple[str, ...]) -> None:
     """Be one rank in a process forked from one that has imported the stack."""
-    import torch
-
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),

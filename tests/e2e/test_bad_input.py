@@ -13,7 +13,8 @@ import pytest
 import yaml
 from PIL import Image
 
-from adapters.swift_trainer import PackTrainer, TrainingArguments
+from adapters.swift_arguments import TrainingArguments
+from adapters.swift_trainer import PackTrainer
 from app import sft
 
 pytestmark = pytest.mark.slow
@@ -225,7 +226,7 @@ def test_a_changed_system_prompt_is_stale_and_says_so(write_run, execute, capfd)
 
 def test_yaml_examples_of_the_documentation_are_valid():
     """README, docs and the demo's own file parse; nothing is run."""
-    from adapters.swift_trainer import trainer_fields
+    from adapters.swift_arguments import trainer_fields
     from adapters.yaml_config import parse_config
 
     texts = [(ROOT / "app" / "demo.yaml").read_text()]

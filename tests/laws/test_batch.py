@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from core.batch import batches_per_rank, count_steps, partial_window, resolve_accumulation
+from core.batch import partial_window, resolve_accumulation
 from core.errors import BatchSizeError
 
 small = st.integers(1, 12)
@@ -95,31 +93,10 @@ def test_an_indivisible_batch_names_the_nearest_ones(effective, remedy):
 
 @given(batches=st.integers(1, 300), accumulation=st.integers(1, 40))
 def test_windows_partition_the_batches_of_an_epoch(batches, accumulation):
-    """Cutting an epoch's batches into windows gives the steps; the last is partial if it is shorter."""
+    """Cutting an epoch's batches into windows, the last is partial if it is shorter."""
     windows = [min(accumulation, batches - start) for start in range(0, batches, accumulation)]
 
-    steps = count_steps(per_rank_batches=batches, gradient_accumulation_steps=accumulation, num_train_epochs=3)
     window = partial_window(per_rank_batches=batches, gradient_accumulation_steps=accumulation)
 
-    assert (len(windows), 3 * len(windows)) == (steps.per_epoch, steps.total)
     assert (windows[-1] if windows[-1] < accumulation else None) == (window and window.remainder)
     assert window is None or f"{window.remainder} of {accumulation}" in str(window)
-
-
-@given(per_epoch=st.integers(1, 50), epochs=st.floats(0.1, 9))
-def test_fractional_epochs_round_steps_up(per_epoch, epochs):
-    """And `max_steps` overrides them."""
-    options = {"per_rank_batches": per_epoch, "gradient_accumulation_steps": 1, "num_train_epochs": epochs}
-
-    assert math.ceil(epochs * per_epoch) == count_steps(**options).total
-    assert 17 == count_steps(**options, max_steps=17).total
-
-
-@given(samples=st.integers(1, 100), size=st.integers(1, 9))
-def test_batches_of_a_rank(samples, size):
-    """The last one is smaller or dropped."""
-    kept = batches_per_rank(num_samples=samples, batch_size=size, drop_last=False)
-    cut = batches_per_rank(num_samples=samples, batch_size=size, drop_last=True)
-
-    assert math.ceil(samples / size) == kept
-    assert math.floor(samples / size) == cut

@@ -16,6 +16,10 @@ from core.packers import pack
 from core.samples import COLUMNS, Measurement, column, from_row, to_row
 
 EXAMPLES = {
+    "checkpoint": "runs/first/checkpoint-2",
+    "checks": ("logits", "gradients"),
+    "missing": (3, 4),
+    "surplus": (),
     "source": "run.yaml", "faults": (Fault("a.b", "is wrong"), Fault("", "at all")), "line": 7, "reason": "is broken",
     "index": 3, "value": None, "num_samples": 5, "num_skipped_long": 5, "num_dropped_packs": 2, "packing_length": 80,
     "num_packs": 3, "min_bin_count": 2, "bin_count_multiple": 4, "world_size": 8, "effective_batch_size": 7, "per_device": 1, "model_type": "m", "attn_impl": "a",
@@ -55,9 +59,11 @@ def test_measurements_survive_the_table():
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "qwen2", "qwen3"])
 def test_established_backends_pass(model_type):
     """Sdpa and eager; flash attention where it is installed."""
-    check_isolation(model_type, "sdpa", flash_installed=False)
-    check_isolation(model_type, "eager", flash_installed=False)
-    check_isolation(model_type, "flash_attention_2", flash_installed=True)
+    check_isolation(model_type, "sdpa", flash_installed=False, on_cpu=True)
+    check_isolation(model_type, "eager", flash_installed=False, on_cpu=True)
+    check_isolation(model_type, "flash_attention_2", flash_installed=True, on_cpu=False)
+    if model_type.startswith("qwen") and "vl" not in model_type:
+        check_isolation(model_type, "flex_attention", flash_installed=False, on_cpu=False)
 
 
 @pytest.mark.parametrize(
@@ -65,13 +71,14 @@ def test_established_backends_pass(model_type):
     [
         ("qwen2_5_vl", "flex_attention", "sdpa or eager"),
         ("qwen2_5_vl", "flash_attention_2", "flash-attn is not installed"),
+        ("qwen3", "flex_attention", "no backward pass on a CPU"),
         ("llava", "sdpa", "set training.packing: false"),
     ],
 )
 def test_other_backends_are_refused_with_what_is_established(model_type, attn_impl, says):
     """Never silently."""
     with pytest.raises(IsolationError, match=says):
-        check_isolation(model_type, attn_impl, flash_installed=False)
+        check_isolation(model_type, attn_impl, flash_installed=False, on_cpu=True)
 
 
 def test_packing_names_a_length_over_the_capacity_and_an_unknown_algorithm():

@@ -1,0 +1,208 @@
+"""
+Show that packed training is the same training, on your own model and data: `python -m app.check run.yaml`.
+
+Takes packs from the run's own plan and compares them, through the run's model, template and attention backend, with
+their samples alone: positions, labels, logits, losses, gradients; and changes one sample at a time, which may move no
+other sample's logits. Exit status 0 if all is equal, 3 if not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from adapters.packed_equality import PackComparison
+from app import wiring
+from app.command import positive_number, run_command
+from app.preparing import Prepared, prepare
+from core.config import RunConfig
+from core.equality import CHECKS, Finding, Verdict, choose_packs, judge, kind
+from core.errors import ConfigError, UnequalError
+from core.samples import column
+
+log = logging.getLogger("app.check")
+
+
+@attrs.frozen
+class Report:
+    """What was compared, and how it came out."""
+
+    model: str
+    model_type: str
+    attn_impl: str
+    precision: str
+    packs: tuple[tuple[int, str, int], ...]
+    """Of each pack: its position in the plan, its kind, and how many samples it has."""
+
+    verdicts: tuple[Verdict, ...]
+    records: tuple[str, ...]
+    """Of each verdict: the file and line of its sample, or nothing."""
+
+    not_compared: Mapping[str, str]
+    """Checks that were left out, and why."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether every check is within its limit."""
+        return all(verdict.passed for verdict in self.verdicts)
+
+
+def check(config: RunConfig, *, num_packs: int, quiet: bool = False) -> Report:
+    """
+    Compare packs of a run's plan with their samples alone.
+
+    Args:
+        config: The run.
+
+        num_packs: How many packs, at most.
+
+        quiet: Show no progress.
+
+    Raises:
+        PackplanError: Something the user can mend, or something stored that is damaged.
+    """
+    if not config.training.packing:
+        raise ConfigError.of("training.packing", "is false: nothing is packed, so there is nothing to compare")
+    with wiring.joined_ranks({}) as group:
+        prepared = prepare(
+            attrs.evolve(config, training=attrs.evolve(config.training, resume_from_checkpoint=None)), group
+        )
+        return compare(config, prepared, num_packs=num_packs, quiet=quiet)
+
+
+def compare(config: RunConfig, prepared: Prepared, *, num_packs: int, quiet: bool = False) -> Report:
+    """Compare packs of a run that is ready to train; see `check`."""
+    train, samples = prepared.planned["train"], prepared.samples["train"]
+    chosen = choose_packs(train.raw.packs, train.table, count=num_packs)
+    if not chosen:
+        reason = "leaves no pack of several samples, so there is nothing to compare: raise it"
+        raise ConfigError.of("template.max_length", reason)
+    comparison = PackComparison(prepared.trainer, samples.encode)
+    findings: list[Finding] = []
+    for pack in tqdm(chosen, desc="comparing", unit="pack", disable=True if quiet else None):
+        findings += comparison.findings(pack)
+    precision, without = prepared.trainer.precision, comparison.without_gradients
+    verdicts = judge(findings, precision=precision)
+    images = column(train.table, "images")
+    return Report(
+        model=config.model.model,
+        model_type=wiring.model_type_of(config),
+        attn_impl=config.model.attn_impl,
+        precision=precision,
+        packs=tuple(
+            (pack, kind(images[train.raw.packs[pack]].tolist()), len(train.raw.packs[pack])) for pack in chosen
+        ),
+        verdicts=verdicts,
+        records=tuple(_record(samples, verdict) for verdict in verdicts),
+        not_compared=dict.fromkeys(("step loss", "gradients"), without) if without else {},
+    )
+
+
+def _record(samples: Any, verdict: Verdict) -> str:
+    if verdict.worst.sample is None:
+        return ""
+    source, line = samples.records.where(verdict.worst.sample)
+    return f"{source}, line {line}"
+
+
+def show(report: Report) -> None:
+    """Print a report for people."""
+    kinds = Counter(kind for _, kind, _ in report.packs)
+    samples = sum(number for _, _, number in report.packs)
+    console = Console(width=None if Console().is_terminal else 140)
+    console.print(
+        f"{report.model} ({report.model_type}), {report.attn_impl}, {report.precision}: {len(report.packs)} packs of "
+        f"{samples} samples ({', '.join(f'{number} {kind}' for kind, number in kinds.items())})",
+        highlight=False, markup=False, soft_wrap=True,
+    )  # fmt: skip
+    table = Table()
+    for name in ("check", "worst", "limit", "", "where"):
+        table.add_column(name, justify="right" if name in {"worst", "limit"} else "left", overflow="fold")
+    for verdict, record in zip(report.verdicts, report.records, strict=True):
+        worst = verdict.worst
+        places = [f"pack {worst.pack}", "" if worst.sample is None else f"sample {worst.sample}", record, worst.detail]
+        limit = f"{'>= ' if verdict.check == 'probe' else '<= '}{verdict.limit:.3g}"
+        where = ", ".join(filter(None, places)) if worst.value else "everywhere"
+        style = "" if verdict.passed else "bold red"
+        table.add_row(verdict.check, f"{worst.value:.3g}", limit, _word(verdict), where, style=style)
+    console.print(table)
+    for name, why in report.not_compared.items():
+        console.print(f"{name}: not compared, since {why}", highlight=False, markup=False, soft_wrap=True)
+    for verdict in report.verdicts:
+        if not verdict.passed:
+            console.print(f"{verdict.check}: {CHECKS[verdict.check]}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _word(verdict: Verdict) -> str:
+    if verdict.check == "probe":
+        return "sees" if verdict.passed else "BLIND"
+    return "equal" if verdict.passed else "DIFFERS"
+
+
+def as_json(report: Report) -> str:
+    """Return a report for programs, as one document."""
+    document = {
+        "passed": report.passed,
+        "model": report.model,
+        "model_type": report.model_type,
+        "attn_impl": report.attn_impl,
+        "precision": report.precision,
+        "packs": [{"pack": pack, "kind": kind, "samples": samples} for pack, kind, samples in report.packs],
+        "not_compared": dict(report.not_compared),
+        "checks": [
+            {
+                "check": verdict.check,
+                "meaning": CHECKS[verdict.check],
+                "passed": verdict.passed,
+                "worst": verdict.worst.value,
+                "limit": verdict.limit,
+                "pack": verdict.worst.pack,
+                "sample": verdict.worst.sample,
+                "record": record or None,
+                "detail": verdict.worst.detail or None,
+            }
+            for verdict, record in zip(report.verdicts, report.records, strict=True)
+        ],
+    }
+    return json.dumps(document, indent=2)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m app.check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config", metavar="run.yaml", help="the run; see docs/configuration.md")
+    parser.add_argument(
+        "--packs", type=positive_number, default=4, metavar="N", help="packs to compare, at most (default: %(default)s)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
+    parser.add_argument("--verbose", action="store_true", help="also show what ms-swift and transformers log")
+    options = parser.parse_args(arguments)
+
+    def command() -> None:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ConfigError.of("", "app.check compares on one process: start it without torchrun")
+        report = check(wiring.read_config(options.config), num_packs=options.packs, quiet=options.json)
+        if options.json:
+            print(as_json(report))
+        else:
+            show(report)
+        if not report.passed:
+            raise UnequalError(tuple(verdict.check for verdict in report.verdicts if not verdict.passed))
+
+    return run_command(command, verbose=options.verbose)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,226 @@
+"""
+Which packs training consumes, in which order, epoch after epoch, also after a resume on another number of ranks.
+
+A pack is named by its position in the raw plan. In an order, rank r of W takes the positions r, r + W, r + 2W, …, so
+whatever all ranks have consumed together is a prefix of it. Orders follow from the seed and the epoch alone.
+"""
+
+from __future__ import annotations
+
+import math
+
+import attrs
+import numpy as np
+
+from core.align import aligned_positions
+from core.errors import Difference
+from core.lengths import IntArray
+from core.shuffling import shuffled
+
+
+@attrs.frozen
+class Stretch:
+    """A part of an epoch that one number of ranks trained."""
+
+    world_size: int
+    dataloader_drop_last: bool
+    pack_offset: int
+    """Packs of this stretch's order that all ranks together have consumed."""
+
+
+@attrs.frozen
+class Progress:
+    """Where training stands between two optimizer steps."""
+
+    step: int = 0
+    """Optimizer steps done."""
+
+    epoch: int = 0
+    """The epoch that the next step belongs to."""
+
+    epoch_step: int = 0
+    """Optimizer steps done in that epoch."""
+
+    stretches: tuple[Stretch, ...] = ()
+    """How that epoch was trained so far; the last stretch is going on."""
+
+
+@attrs.frozen
+class Course:
+    """What is to be trained, from a certain progress on."""
+
+    num_packs: int
+    """Of the raw plan, >= 1."""
+
+    world_size: int
+    """Data-parallel learners, >= 1."""
+
+    dataloader_drop_last: bool
+    """Drop packs, and padded batches, that do not fill all ranks; else packs repeat."""
+
+    gradient_accumulation_steps: int
+    """Batches of a rank in one optimizer step; the last step of an epoch may see fewer."""
+
+    num_train_epochs: float
+    """May be fractional."""
+
+    batch_size: int = 1
+    """Packs of a rank in one forward pass: 1 when packing; without, every pack is one sample."""
+
+    max_steps: int = -1
+    """Optimizer steps in total, if positive; overrides the epochs."""
+
+    seed: int = 0
+    """Of the order, from 0."""
+
+    shuffle: bool = True
+    """False takes every epoch in the order of the plan."""
+
+    start: Progress = Progress()
+    """Where training goes on from."""
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Batches of a rank in an epoch that these ranks train from its beginning."""
+        return self._batches(aligned_positions(self.num_packs, self.world_size, self.dataloader_drop_last).size)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of such an epoch."""
+        return -(-self.batches_per_epoch // self.gradient_accumulation_steps)
+
+    @property
+    def total_steps(self) -> int:
+        """
+        Optimizer steps at the end of training, those before `start` included.
+
+        Epochs that other ranks trained count as epochs, however many steps they took.
+        """
+        if self.max_steps > 0:
+            return self.max_steps
+        start, per_epoch = self.start, self.steps_per_epoch
+        first_epoch = start.epoch_step + self.num_steps(start.epoch)
+        before = start.step - start.epoch_step
+        if (before, first_epoch) == (start.epoch * per_epoch, per_epoch):
+            # The product of floats before rounding up, as transformers computes it.
+            return math.ceil(self.num_train_epochs * per_epoch)
+        share = self.num_train_epochs - start.epoch
+        if share < 1:
+            return max(start.step, before + math.ceil(share * first_epoch))
+        return before + first_epoch + math.ceil((share - 1) * per_epoch)
+
+    @property
+    def num_epochs(self) -> int:
+        """Epochs at the end of training, the last perhaps in part, those before `start` included."""
+        left = self.total_steps - self.start.step
+        if left <= 0:
+            return self.start.epoch
+        beyond = left - self.num_steps(self.start.epoch)
+        return self.start.epoch + 1 + max(0, -(-beyond // self.steps_per_epoch))
+
+    def order(self, epoch: int) -> IntArray:
+        """Return the packs still to be consumed in *epoch*, those of all ranks; shape (num_consumed,)."""
+        order, offset, _ = self._stretched(epoch)
+        return order[offset:]
+
+    def consumed(self, epoch: int) -> IntArray:
+        """Return the packs that were consumed in *epoch* before `start`; shape (num_consumed,)."""
+        return np.concatenate(self._stretched(epoch)[2])
+
+    def batches(self, epoch: int, *, rank: int) -> list[list[int]]:
+        """Return the batches that *rank* has still to consume in *epoch*, each a list of packs."""
+        mine = self.order(epoch)[rank :: self.world_size].tolist()
+        count = self._batches(len(mine) * self.world_size)
+        return [mine[number * self.batch_size : (number + 1) * self.batch_size] for number in range(count)]
+
+    def num_batches(self, epoch: int) -> int:
+        """Return how many batches each rank has still to consume in *epoch*."""
+        return self._batches(self.order(epoch).size)
+
+    def num_steps(self, epoch: int) -> int:
+        """Return how many optimizer steps *epoch* still takes."""
+        return -(-self.num_batches(epoch) // self.gradient_accumulation_steps)
+
+    def steps_before(self, epoch: int) -> int:
+        """Return how many optimizer steps of *epoch* were done before `start`."""
+        return self.start.epoch_step if epoch == self.start.epoch else 0
+
+    def at(self, step: int) -> Progress:
+        """Return where training stands after *step* optimizer steps, `start.step` or more."""
+        done, epoch = step - self.start.step, self.start.epoch
+        here = self.num_steps(epoch)
+        if done >= here:
+            epochs, done = divmod(done - here, self.steps_per_epoch)
+            epoch += 1 + epochs
+        before = self.steps_before(epoch)
+        if not done and not before:
+            return Progress(step=step, epoch=epoch)
+        order, offset, _ = self._stretched(epoch)
+        packs = done * self.gradient_accumulation_steps * self.batch_size * self.world_size
+        now = Stretch(self.world_size, self.dataloader_drop_last, min(offset + packs, order.size))
+        earlier = self.start.stretches if epoch == self.start.epoch else ()
+        if self._goes_on(epoch):
+            earlier = earlier[:-1]
+        return Progress(step=step, epoch=epoch, epoch_step=before + done, stretches=(*earlier, now))
+
+    def _goes_on(self, epoch: int) -> bool:
+        """Return whether these ranks go on with a stretch that as many began."""
+        if epoch != self.start.epoch or not self.start.stretches:
+            return False
+        last = self.start.stretches[-1]
+        return (last.world_size, last.dataloader_drop_last) == (self.world_size, self.dataloader_drop_last)
+
+    def _stretched(self, epoch: int) -> tuple[IntArray, int, list[IntArray]]:
+        """Return the order of the stretch that is to be trained, the offset in it, and what was consumed before."""
+        stretches = self.start.stretches if epoch == self.start.epoch else ()
+        offset = stretches[-1].pack_offset if self._goes_on(epoch) else 0
+        if not self._goes_on(epoch):
+            stretches = (*stretches, Stretch(self.world_size, self.dataloader_drop_last, 0))
+        first, *later = stretches
+        order = self._whole_order(epoch, first)
+        consumed = [order[: first.pack_offset]]
+        for stretch in later:
+            left = _not_yet(order, consumed)
+            order = left[aligned_positions(left.size, stretch.world_size, stretch.dataloader_drop_last)]
+            consumed.append(order[: stretch.pack_offset])
+        return order, offset, consumed
+
+    def _whole_order(self, epoch: int, stretch: Stretch) -> IntArray:
+        """Return the order of an epoch that the ranks of *stretch* train from its beginning."""
+        positions = aligned_positions(self.num_packs, stretch.world_size, stretch.dataloader_drop_last)
+        return positions[shuffled(positions.size, seed=(self.seed, epoch))] if self.shuffle else positions
+
+    def _batches(self, num_packs: int) -> int:
+        """Return how many batches a rank forms of its share; the last may be smaller, or dropped."""
+        mine = num_packs // self.world_size
+        return mine // self.batch_size if self.dataloader_drop_last else -(-mine // self.batch_size)
+
+
+def _not_yet(order: IntArray, consumed: list[IntArray]) -> IntArray:
+    """Return each pack of *order* that was not consumed, once, where it first occurs."""
+    _, first = np.unique(order, return_index=True)
+    once = order[np.sort(first)]
+    return once[~np.isin(once, np.concatenate(consumed))]
+
+
+@attrs.frozen
+class Bookmark:
+    """What a checkpoint says of the plan, so that a resume can go on where it stopped, or refuse to."""
+
+    plan: str
+    """Checksum of the raw plan."""
+
+    data: str
+    """Digest of the data set."""
+
+    seed: int
+    """Of the order of packs."""
+
+    shuffle: bool
+
+    progress: Progress
+
+    def differences(self, now: Bookmark) -> tuple[Difference, ...]:
+        """Return in what the plan to be trained now differs from this, the one that was trained."""
+        pairs = [(name, getattr(self, name), getattr(now, name)) for name in ("plan", "data", "seed", "shuffle")]
+        return tuple(Difference(name, then, found) for name, then, found in pairs if then != found)

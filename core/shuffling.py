@@ -1,0 +1,22 @@
+"""Orders that follow from a seed alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from core.lengths import IntArray
+
+
+def shuffled(num: int, *, seed: int | Sequence[int]) -> IntArray:
+    """
+    Return the numbers below *num* in an order that depends on *seed* alone, whatever the version of numpy.
+
+    Args:
+        num: >= 0.
+
+        seed: A number from 0, or several.
+    """
+    # numpy promises that the raw stream of a bit generator never changes; it promises no such thing of `permutation`.
+    return np.argsort(np.random.PCG64(seed).random_raw(num), kind="stable")

@@ -1,0 +1,261 @@
+"""`app.check` finds packed training equal where it is, and each planted fault where it is not."""
+
+from __future__ import annotations
+
+import json
+from unittest.mock import patch
+
+import pytest
+import torch
+from PIL import Image, ImageDraw
+
+from adapters.torch_group import OneRank
+
+pytestmark = pytest.mark.slow
+
+MODELS = ["qwen2_5_vl", "qwen3_vl", "qwen2", "qwen3"]
+
+EXACT = {"positions", "labels"}
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory):
+    """Records of every kind: text alone, one image, several; images of one size, all different."""
+    folder = tmp_path_factory.mktemp("scenes")
+    records = []
+    for number in range(24):
+        images = []
+        for part in range((1, 0, 2, 1)[number % 4]):
+            image = Image.new("RGB", (112, 84), (10 * number, 200 - 8 * number, 90 * part))
+            ImageDraw.Draw(image).ellipse((4 * part, number, 40 + number, 60), fill=(255 - 9 * number, 30, 7 * number))
+            images.append(f"{number}-{part}.png")
+            image.save(folder / images[-1])
+        answer = "a large blue circle, a small red bar " * (1 + number % 3)
+        messages = [
+            {"role": "user", "content": "<image>" * len(images) + f"What is in {number}?"},
+            {"role": "assistant", "content": answer},
+        ]
+        records.append({"messages": messages, **({"images": images} if images else {})})
+    (folder / "all.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    text = [record for record in records if "images" not in record]
+    (folder / "text.jsonl").write_text("".join(json.dumps(record) + "\n" for record in text))
+    pairs = [record for record in records if len(record.get("images", ())) == 1]
+    (folder / "image.jsonl").write_text("".join(json.dumps(record) + "\n" for record in pairs))
+    return folder
+
+
+@pytest.fixture
+def compared(write_run, scenes):
+    """Return a function that compares the packs of a run, perhaps after planting a fault in its trainer."""
+    from app import wiring
+    from app.check import compare
+    from app.preparing import prepare
+
+    def run(of: str, data: str = "", plant=None, num_packs=3, **overlay):
+        data = data or ("all.jsonl" if of.endswith("vl") else "text.jsonl")
+        path = write_run(
+            of, **{"custom": {"train_jsonl": str(scenes / data)}, "template": {"max_length": 256}, **overlay}
+        )
+        config = wiring.read_config(path)
+        prepared = prepare(config, OneRank())
+        if plant is not None:
+            plant(prepared.trainer)
+        report = compare(config, prepared, num_packs=num_packs, quiet=True)
+        return report, {verdict.check for verdict in report.verdicts if not verdict.passed}
+
+    return run
+
+
+@pytest.mark.parametrize("attn_impl", ["sdpa", "eager"])
+@pytest.mark.parametrize("model", MODELS)
+def test_every_shipped_model_passes(compared, model, attn_impl):
+    """On packs of every kind; whole numbers are equal, and the probe moves no other sample at all."""
+    report, failed = compared(model, model={"attn_impl": attn_impl})
+
+    assert set() == failed
+    kinds = {kind for _, kind, _ in report.packs}
+    assert ("mixed" if model.endswith("vl") else "text") in kinds
+    worst = {verdict.check: verdict.worst.value for verdict in report.verdicts}
+    assert all(worst[check] == 0 for check in (*EXACT, "isolation"))
+    assert 0 < worst["logits"] < 1e-5
+    assert worst["probe"] > 1e-2
+
+
+@pytest.mark.parametrize("model", ["qwen2_5_vl", "qwen3_vl"])
+def test_packs_of_images_alone_pass(compared, model):
+    """Every sample with an image."""
+    report, failed = compared(model, "image.jsonl")
+
+    assert set() == failed
+    assert {"image"} == {kind for _, kind, _ in report.packs}
+
+
+@pytest.mark.parametrize("model", ["qwen2", "qwen3"])
+def test_flex_attention_passes_for_text(compared, model):
+    """By its block mask; a CPU has no backward pass for it, and that is said."""
+    report, failed = compared(model, num_packs=1, model={"attn_impl": "flex_attention"})
+
+    assert set() == failed
+    assert {"gradients", "step loss"} == set(report.not_compared)
+
+
+@pytest.mark.parametrize(
+    ("model", "training"),
+    [
+        ("qwen3_vl", {"tuner_type": "lora", "target_modules": ["q_proj", "v_proj"]}),
+        ("qwen2", {"loss_reduction": "sample"}),
+        ("qwen3", {"loss_reduction": "sqrt", "bf16": True}),
+    ],
+)
+def test_adapters_reductions_and_mixed_precision_pass(compared, model, training):
+    """The limits follow the precision; dropout is no difference."""
+    report, failed = compared(model, training=training)
+
+    assert set() == failed
+    assert ("bfloat16" if training.get("bf16") else "float32") == report.precision
+
+
+@pytest.mark.parametrize("model", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_missing_fourth_row_is_found(compared, monkeypatch, model):
+    """As ms-swift strips it: samples see each other, and the row is named."""
+    from swift.trainers import Seq2SeqTrainer
+
+    from adapters.swift_trainer import PackTrainer
+
+    def plain(trainer, inputs):
+        known = {key: value for key, value in inputs.items() if not key.startswith(("pack_", "loss_n"))}
+        return Seq2SeqTrainer._prepare_inputs(trainer, known)
+
+    monkeypatch.setattr(PackTrainer, "_prepare_inputs", plain)
+
+    report, failed = compared(model)
+
+    assert {"positions", "logits", "isolation", "gradients"} <= failed
+    assert "row text" == next(v for v in report.verdicts if v.check == "positions").worst.detail
+
+
+@pytest.mark.parametrize("model", ["qwen2", "qwen3", "qwen3_vl"])
+def test_a_cache_is_found(compared, model):
+    """With it on, transformers builds no block-diagonal mask."""
+    from swift.utils import HfConfigFactory
+
+    def cache_on(trainer):
+        HfConfigFactory.set_config_attr(trainer.model.config, "use_cache", True)  # noqa: FBT003
+
+    _, failed = compared(model, plant=cache_on)
+
+    assert {"logits", "isolation"} <= failed
+
+
+class Tampered:
+    """A collator whose batches are tampered with."""
+
+    def __init__(self, trainer, tamper):
+        self._collate, self._tamper = trainer.data_collator, tamper
+
+    def __call__(self, items):
+        batch = self._collate(items)
+        self._tamper(batch)
+        return batch
+
+
+def go_on(batch):
+    """Let positions go on from sample to sample."""
+    for key in ("position_ids", "text_position_ids"):
+        if key in batch:
+            batch[key] = torch.arange(batch[key].shape[-1]).expand(batch[key].shape).contiguous()
+
+
+def predict_the_next_sample(batch):
+    """Let the last token of a sample learn the first of the next."""
+    text = batch["text_position_ids" if "text_position_ids" in batch else "position_ids"]
+    second = text[0].eq(0).nonzero()[1]
+    batch["labels"][0, second] = batch["input_ids"][0, second]
+
+
+def swap_images(batch):
+    """Exchange the first image with the last, where there are two; they are of one size."""
+    if len(batch["image_grid_thw"]) < 2:
+        return
+    patches = int(batch["image_grid_thw"][0].prod())
+    pixels = batch["pixel_values"]
+    assert pixels[:patches].ne(pixels[-patches:]).any()
+    batch["pixel_values"] = torch.cat([pixels[-patches:], pixels[patches:-patches], pixels[:patches]])
+
+
+@pytest.mark.parametrize(
+    ("model", "tamper", "expected"),
+    [
+        ("qwen2", go_on, {"positions", "isolation"}),
+        ("qwen2_5_vl", go_on, {"positions", "isolation"}),
+        ("qwen3", predict_the_next_sample, {"labels", "sample loss"}),
+        ("qwen3_vl", predict_the_next_sample, {"labels", "sample loss"}),
+        ("qwen2_5_vl", swap_images, {"logits"}),
+        ("qwen3_vl", swap_images, {"logits"}),
+    ],
+)
+def test_a_tampered_batch_is_found(compared, model, tamper, expected):
+    """Positions that do not restart, a label across a boundary, a swapped image."""
+
+    def plant(trainer):
+        trainer.data_collator = Tampered(trainer, tamper)
+
+    report, failed = compared(model, plant=plant)
+
+    assert expected <= failed
+    if tamper is swap_images:
+        assert not failed & {"positions", "labels", "isolation"}
+        assert next(verdict for verdict in report.verdicts if verdict.check == "logits").worst.sample is not None
+
+
+def test_a_loss_that_is_averaged_over_samples_is_found(compared):
+    """Another reduction than the one that is stated: logits are right, the gradients are not."""
+
+    def plant(trainer):
+        trainer.reduction = "sample"
+
+    _, failed = compared("qwen2", plant=plant)
+
+    assert {"step loss", "gradients"} == failed
+
+
+def test_the_command_prints_a_table_or_a_document_and_its_status_tells(write_run, scenes, capsys):
+    """0 and 3; the worst sample is named by its record; nothing else is on standard output."""
+    from adapters import pack_loader
+    from app.check import main
+
+    path = str(write_run("qwen2", custom={"train_jsonl": str(scenes / "text.jsonl")}, template={"max_length": 256}))
+
+    assert 0 == main([path, "--json", "--packs", "1"])
+    document = json.loads(capsys.readouterr().out)
+    assert document["passed"]
+    assert 1 == len(document["packs"])
+
+    class Crossing(pack_loader.Collator):
+        def __call__(self, items):
+            batch = super().__call__(items)
+            predict_the_next_sample(batch)
+            return batch
+
+    with patch("adapters.swift_trainer.Collator", Crossing):
+        assert 3 == main([path])
+        shown = capsys.readouterr()
+        assert "DIFFERS" in shown.out
+        assert "text.jsonl, line " in shown.out
+        assert "not the same training: labels" in shown.err
+        assert 3 == main([path, "--json"])
+        assert not json.loads(capsys.readouterr().out)["passed"]
+
+
+def test_what_cannot_be_compared_is_said(write_run, scenes, capsys, monkeypatch):
+    """Nothing packed; no pack of several samples; several processes."""
+    from app.check import main
+
+    custom = {"train_jsonl": str(scenes / "text.jsonl")}
+    assert 2 == main([str(write_run("qwen2", custom=custom, training={"packing": False}))])
+    assert "training.packing: is false" in capsys.readouterr().err
+    assert 2 == main([str(write_run("qwen2", name="tight", custom=custom, template={"max_length": 30}))])
+    assert "no pack of several samples" in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert 2 == main([str(write_run("qwen2", custom=custom))])
+    assert "without torchrun" in capsys.readouterr().err

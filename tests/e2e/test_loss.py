@@ -1,0 +1,210 @@
+"""The loss of a step, its gradients and an evaluation are those of the samples alone, whatever packs and ranks."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from adapters.torch_group import OneRank
+from core.errors import CoverageError
+from tests.e2e.alone import Gradients, relative, silence, token_losses, weighted_mean
+
+pytestmark = pytest.mark.slow
+
+MODELS = ["qwen2_5_vl", "qwen3_vl", "qwen2", "qwen3"]
+
+QUIET = {"learning_rate": 0.0, "max_grad_norm": 0, "lora_dropout": 0.0, "packing_drop_last": False}
+"""Weights that stay, and gradients as they are: every step can be held against the first weights."""
+
+
+@pytest.fixture
+def data(demo, tmp_path, monkeypatch):
+    """Return a function that writes records for a model; those that say `silent` have no supervised token."""
+    silence(monkeypatch.setattr)
+
+    def write(of: str, name: str = "train.jsonl") -> str:
+        records = [json.loads(line) for line in (demo / "data" / name).read_text().splitlines()][:23]
+        for record in records:
+            record["images"] = [str(demo / "data" / i) for i in record.get("images", ())] if of.endswith("vl") else []
+        silent = [{"role": "user", "content": "silent"}, {"role": "assistant", "content": "nothing to learn from"}]
+        records.insert(2, {"messages": silent})
+        path = tmp_path / f"{of}-{name}"
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def prepared(write_run, data, tmp_path):
+    """Return a function that builds a run without training it."""
+    from app import wiring
+    from app.preparing import prepare
+
+    def build(of: str, *, val: bool = False, **overlay):
+        custom = {"train_jsonl": data(of), **({"val_jsonl": data(of, "val.jsonl")} if val else {})}
+        overlay = {"custom": custom, "template": {"max_length": 400}, **overlay}
+        name = f"{of}-{len(list(tmp_path.iterdir()))}"
+        return prepare(wiring.read_config(write_run(of, name=name, **overlay)), OneRank())
+
+    return build
+
+
+def step_samples(course, step: int, encode, packs) -> list[dict]:
+    """Return the encoded samples of a step of the first epoch, those of all ranks."""
+    size = course.gradient_accumulation_steps
+    batches = [
+        batch
+        for rank in range(course.world_size)
+        for batch in course.batches(0, rank=rank)[step * size : (step + 1) * size]
+    ]
+    return [encode(index) for batch in batches for pack in batch for index in packs[pack]]
+
+
+def check_steps(run, course, losses, gradients, reduction) -> None:
+    """Hold each step's logged loss and gradients against its samples alone."""
+    model = run.trainer.model.eval()
+    packs, encode = run.planned["train"].raw.packs, run.samples["train"].encode
+    assert course.steps_per_epoch == len(losses) == len(gradients)
+    for step, (loss, found) in enumerate(zip(losses, gradients, strict=True)):
+        model.zero_grad()
+        expected = weighted_mean(model, step_samples(course, step, encode, packs), reduction)
+        assert expected.item() == pytest.approx(loss, rel=1e-5, abs=1e-9)
+        if expected.requires_grad:
+            expected.backward()
+            own = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+            assert relative(found, own) < 1e-5
+        else:
+            assert all(not gradient.any() for gradient in found.values())
+
+
+@pytest.mark.parametrize(
+    ("model", "tuner", "accumulation", "reduction"),
+    [
+        ("qwen2_5_vl", "full", 4, "token"),
+        ("qwen3_vl", "lora", 4, "sample"),
+        ("qwen2", "full", 1, "sqrt"),
+        ("qwen3", "lora", 1, "token"),
+    ],
+)
+def test_a_step_is_the_mean_over_its_samples(prepared, model, tuner, accumulation, reduction):
+    """Loss and gradients, each step of an epoch with a ragged last window and a sample without supervised tokens."""
+    keys = {"tuner_type": tuner, "effective_batch_size": accumulation, "loss_reduction": reduction, **QUIET}
+    run = prepared(model, training=keys, template={"max_length": 420 if model == "qwen3_vl" else 400})
+    course, gradients = run.course, Gradients()
+    run.trainer.add_callback(gradients)
+    assert 1 == accumulation or course.batches_per_epoch % accumulation, "no ragged window to try"
+    table = run.planned["train"].table
+    assert any(len(pack) > 1 and 0 in table[pack, 1] for pack in run.planned["train"].raw.packs), "no masked sample"
+
+    run.trainer.train()
+
+    losses = [entry["loss"] for entry in run.trainer.state.log_history if "loss" in entry]
+    check_steps(run, course, losses, gradients.steps, reduction)
+
+
+def test_padded_batches_weigh_samples_the_same(prepared):
+    """Without packing, each row is a sample."""
+    keys = {"packing": False, "per_device_train_batch_size": 3, "gradient_accumulation_steps": 2,
+            "loss_reduction": "sqrt", **QUIET}  # fmt: skip
+    run = prepared("qwen3_vl", training=keys)
+    gradients = Gradients()
+    run.trainer.add_callback(gradients)
+
+    run.trainer.train()
+
+    losses = [entry["loss"] for entry in run.trainer.state.log_history if "loss" in entry]
+    check_steps(run, run.course, losses, gradients.steps, "sqrt")
+
+
+def test_a_step_without_a_supervised_token_changes_nothing(write_run, execute, tmp_path):
+    """Its loss is 0, not 0 / 0, which would make every weight not a number."""
+    path = tmp_path / "cut.jsonl"
+    long = {"role": "user", "content": "a small red circle " * 30}
+    records = [{"messages": [long, {"role": "assistant", "content": "blue"}]} for _ in range(3)]
+    records.append({"messages": [{"role": "user", "content": "say"}, {"role": "assistant", "content": "blue"}]})
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    keys = {
+        "train_dataloader_shuffle": False,
+        "weight_decay": 0.0,
+        "packing_drop_last": False,
+        "save_strategy": "epoch",
+    }
+
+    result = execute(
+        write_run("qwen2", custom={"train_jsonl": str(path)}, training=keys,
+                  template={"max_length": 64, "truncation_strategy": "right"})
+    )  # fmt: skip
+
+    losses = [entry["loss"] for entry in result.history if "loss" in entry]
+    assert [0, 0, 0] == losses[:3]
+    assert losses[3] > 1
+    from safetensors.torch import load_file
+
+    weights = load_file(tmp_path / "run" / "checkpoint-4" / "model.safetensors")
+    assert all(tensor.isfinite().all() for tensor in weights.values())
+
+
+@pytest.mark.parametrize(("world_size", "accumulation"), [(2, 4), (4, 1)])
+def test_a_step_over_several_ranks_is_the_mean_over_all_of_them(  # noqa: PLR0917  # fixtures
+    start_ranks, write_run, data, prepared, tmp_path, world_size, accumulation
+):
+    """Loss and gradients equal those of one process that sees each sample alone, also where packs repeat."""
+    import attrs
+
+    of, reduction = ("qwen2_5_vl", "sqrt") if world_size == 2 else ("qwen2", "token")
+    keys = {"effective_batch_size": world_size * accumulation, "loss_reduction": reduction, **QUIET}
+    overlay = {"template": {"max_length": 400}, "training": keys}
+    out = tmp_path / "out"
+    path = write_run(of, name="ranks", custom={"train_jsonl": data(of)}, **overlay)
+    assert [0] * world_size == start_ranks.finished(start_ranks(world_size, path, out, "gradients"), out)
+    history = json.loads((out / "rank0.json").read_text())["history"]
+    gradients = torch.load(out / "gradients0.pt", weights_only=True)
+
+    run = prepared(of, training={**keys, "effective_batch_size": accumulation})
+    course = attrs.evolve(run.course, world_size=world_size)
+    assert course.batches_per_epoch % accumulation or course.num_packs % world_size, "nothing is ragged"
+    check_steps(run, course, [entry["loss"] for entry in history if "loss" in entry], gradients, reduction)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_evaluation_is_the_token_mean_over_all_samples_once(prepared, model):
+    """Packed, padded, in a batch of three, and by hand: one number, before any training."""
+    run = prepared(model, val=True, training={"eval_packing": True})
+    packed = run.trainer.evaluate()
+    encode, planned = run.samples["eval"].encode, run.planned["eval"]
+    with torch.no_grad():
+        reference = torch.cat([token_losses(run.trainer.model, encode(index)) for index in range(len(planned.table))])
+    padded = prepared(model, val=True, training={"eval_packing": False, "per_device_eval_batch_size": 3})
+    unpacked = prepared(model, val=True, training={"packing": False})
+
+    assert planned.raw.num_samples == planned.raw.planned_samples
+    for metrics in (packed, padded.trainer.evaluate(), unpacked.trainer.evaluate()):
+        assert float(reference.mean()) == pytest.approx(metrics["eval_loss"], rel=1e-5)
+        assert len(reference) == metrics["eval_tokens"] == planned.table[:, 1].sum()
+
+
+def test_a_sample_that_evaluation_leaves_out_is_found(prepared, monkeypatch):
+    """Or one that counts twice: every pack is counted, over all ranks."""
+    from adapters.pack_loader import EvalBatches
+
+    run = prepared("qwen2", val=True)
+    plain = EvalBatches.counts
+    monkeypatch.setattr(EvalBatches, "counts", lambda batches, number: number > 0 and plain(batches, number))
+
+    with pytest.raises(CoverageError, match=r"evaluation .*packs missing 0,"):
+        run.trainer.evaluate()
+
+
+def test_a_pack_that_training_leaves_out_is_found(prepared, monkeypatch):
+    """A loader that serves another pack than the course says stops the run at the end of the epoch."""
+    from adapters.pack_loader import TrainBatches
+
+    run = prepared("qwen2")
+    plain = TrainBatches.__iter__
+    monkeypatch.setattr(TrainBatches, "__iter__", lambda batches: iter([[0], *list(plain(batches))[1:]]))
+
+    with pytest.raises(CoverageError, match="epoch 0 on rank 0"):
+        run.trainer.train()

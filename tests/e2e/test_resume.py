@@ -1,0 +1,209 @@
+"""A resumed run is the run that was not interrupted; on other ranks it trains what the epoch has left."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from adapters import packed_dataset
+from core.errors import ConfigError, PlanChangedError
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def fetched(monkeypatch) -> list[int]:
+    """Packs, as they are fetched in this process."""
+    positions: list[int] = []
+    plain = packed_dataset.PackedDataset.__getitem__
+
+    def noted(dataset, position):
+        positions.append(position)
+        return plain(dataset, position)
+
+    monkeypatch.setattr(packed_dataset.PackedDataset, "__getitem__", noted)
+    return positions
+
+
+def steps(history) -> list[dict]:
+    """Return what was logged of each step, but for the clock's."""
+    clock = {"tokens_per_second", "useful_tokens_per_second"}
+    return [{key: entry[key] for key in entry.keys() - clock} for entry in history if "loss" in entry]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the weights of a checkpoint."""
+    (path,) = folder.glob("*model.safetensors")
+    return load_file(path)
+
+
+def assert_equal(found: Path, expected: Path) -> None:
+    """Compare the weights of two checkpoints, bit for bit."""
+    left, right = weights(found), weights(expected)
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+KEYS = {
+    "num_train_epochs": 2,
+    "effective_batch_size": 2,
+    "packing_drop_last": False,
+    "save_strategy": "steps",
+    "save_steps": 1,
+}
+
+LORA = {"tuner_type": "lora", "lora_dropout": 0.2}
+
+
+@pytest.fixture
+def few(demo, text_jsonl, tmp_path):
+    """Return a function that gives the sections of a run on a few records."""
+    lines = (demo / "data" / "train.jsonl").read_text().splitlines()[:14]
+    path = demo / "data" / "few.jsonl"
+    path.write_text("".join(f"{line}\n" for line in lines))
+
+    def sections(model: str) -> dict[str, dict]:
+        if model.endswith("vl"):
+            return {"custom": {"train_jsonl": str(path)}, "template": {"max_length": 500}}
+        return {"custom": {"train_jsonl": str(text_jsonl)}, "template": {"max_length": 128}}
+
+    return sections
+
+
+@pytest.mark.parametrize(
+    ("model", "stops", "workers", "more"),
+    [
+        ("qwen2", range(1, 8), 0, LORA),
+        ("qwen2_5_vl", [2], 0, {}),
+        ("qwen3_vl", [1], 2, {}),
+        ("qwen3", [2], 2, {}),
+        ("qwen2_5_vl", [-4], 2, LORA),
+    ],
+)
+def test_a_resume_ends_bit_for_bit_as_one_run_does(  # noqa: PLR0917  # fixtures
+    write_run, execute, few, tmp_path, model, stops, workers, more
+):  # fixtures
+    """From the middle of an epoch and from its end: the same losses, telemetry and final weights."""
+    overlay = few(model)
+    keys = {**KEYS, **more, "dataloader_num_workers": workers}
+    whole = execute(write_run(model, name="whole", training=keys, **overlay))
+    last, per_epoch = whole.num_steps, whole.course.steps_per_epoch
+    assert per_epoch > 2
+
+    for stop in stops:
+        step = min(stop, last) if stop > 0 else per_epoch
+        checkpoint = str(tmp_path / "whole" / f"checkpoint-{step}")
+        again = {**keys, "resume_from_checkpoint": checkpoint, "save_strategy": "epoch"}
+        resumed = execute(write_run(model, name=f"from{step}", training=again, **overlay))
+
+        assert steps(whole.history) == steps(resumed.history)
+        if step < last:
+            assert_equal(tmp_path / f"from{step}" / f"checkpoint-{last}", tmp_path / "whole" / f"checkpoint-{last}")
+
+
+def test_what_is_skipped_is_not_loaded(write_run, execute, few, fetched, tmp_path):
+    """Only the packs that are left are fetched, each once."""
+    whole = execute(write_run("qwen3_vl", name="whole", training=KEYS, **few("qwen3_vl")))
+    course, before = whole.course, len(fetched)
+
+    execute(
+        write_run(
+            "qwen3_vl",
+            training={**KEYS, "resume_from_checkpoint": str(tmp_path / "whole" / "checkpoint-2")},
+            **few("qwen3_vl"),
+        )
+    )
+
+    left = [*course.order(0)[2 * 2 :].tolist(), *course.order(1).tolist()]
+    assert left == fetched[before:]
+
+
+def test_adapters_alone_are_saved(write_run, execute, tmp_path):
+    """LoRA: a checkpoint holds no whole weights."""
+    execute(write_run("qwen3_vl", training={**KEYS, "tuner_type": "lora", "max_steps": 1}))
+
+    assert (tmp_path / "run" / "checkpoint-1" / "adapter_model.safetensors").is_file()
+    assert not (tmp_path / "run" / "checkpoint-1" / "model.safetensors").exists()
+
+
+def test_a_plan_that_changed_is_refused_with_both_checksums(write_run, execute, tmp_path):
+    """And so are other data and another seed; nothing is trained."""
+    first = execute(write_run("qwen3_vl", name="first", training={**KEYS, "max_steps": 1}))
+    keys = {**KEYS, "resume_from_checkpoint": str(tmp_path / "first" / "checkpoint-1")}
+
+    with pytest.raises(PlanChangedError, match=f"plan: stored '{first.planned['train'].raw_checksum}', now '"):
+        execute(write_run("qwen3_vl", name="second", training=keys, template={"max_length": 900}))
+    with pytest.raises(PlanChangedError, match="seed: stored 42, now 7"):
+        execute(write_run("qwen3_vl", name="second", training={**keys, "data_seed": 7}))
+    with pytest.raises(ConfigError, match="would train packs of the epoch again"):
+        execute(write_run("qwen3_vl", name="second", training={**keys, "ignore_data_skip": True}))
+
+
+def test_a_torn_or_foreign_checkpoint_is_no_checkpoint(write_run, execute, tmp_path):
+    """`last` passes over one that was being written; named, it is refused with the reason."""
+    execute(write_run("qwen3_vl", training={**KEYS, "max_steps": 3}))
+    torn, foreign = (tmp_path / "run" / f"checkpoint-{step}" / "trainer_state.json" for step in (3, 2))
+    torn.write_text(torn.read_text()[:40])
+    state = json.loads(foreign.read_text())
+    del state["stateful_callbacks"]["packplan"]
+    foreign.write_text(json.dumps(state))
+    keys = {**KEYS, "max_steps": 2}
+
+    for path, reason in ((torn, "is damaged"), (foreign, "was not written by this program")):
+        with pytest.raises(ConfigError, match=reason):
+            execute(write_run("qwen3_vl", training={**keys, "resume_from_checkpoint": str(path.parent)}))
+    resumed = execute(write_run("qwen3_vl", training={**keys, "resume_from_checkpoint": "last"}))
+    assert 1 == resumed.course.start.step
+
+
+def test_a_finished_run_has_nothing_left(write_run, execute, tmp_path):
+    """Resuming it trains no step, and changes nothing."""
+    whole = execute(write_run("qwen3_vl", training={**KEYS, "max_steps": 2}))
+
+    again = execute(write_run("qwen3_vl", training={**KEYS, "max_steps": 2, "resume_from_checkpoint": "last"}))
+
+    assert whole.num_steps == again.num_steps == 2
+    assert steps(whole.history) == steps(again.history)
+
+
+@pytest.mark.parametrize(("then", "now"), [(4, 2), (2, 3)])
+def test_other_ranks_finish_the_epoch_with_what_it_has_left(start_ranks, write_run, tmp_path, then, now):
+    """Each pack that was not consumed is trained once, fillers aside; the next epoch is whole; steps are as announced."""
+    keys = {**KEYS, "effective_batch_size": then, "per_device_train_batch_size": 1}
+    first, second = tmp_path / "first", tmp_path / "second"
+    path = write_run("qwen3_vl", name="run", training=keys, template={"max_length": 500})
+    assert [0] * then == start_ranks.finished(start_ranks(then, path, first), first)
+    before = start_ranks.seen(first, then)
+
+    keys |= {"effective_batch_size": 2 * now, "resume_from_checkpoint": str(tmp_path / "run" / "checkpoint-1")}
+    path = write_run("qwen3_vl", name="again", training={**keys, "save_strategy": "no"}, template={"max_length": 500})
+    assert [0] * now == start_ranks.finished(start_ranks(now, path, second), second)
+    after = start_ranks.seen(second, now)
+
+    consumed = [rank["fetched"][0] for rank in before]
+    num_packs = before[0]["num_raw"]
+    left = set(range(num_packs)) - set(consumed)
+    batches = -(-len(left) // now)
+    here = Counter(chain.from_iterable(rank["fetched"][:batches] for rank in after))
+    assert left == set(here)
+    assert batches * now - len(left) == here.total() - len(here) < now
+    next_epoch = Counter(chain.from_iterable(rank["fetched"][batches:] for rank in after))
+    assert set(range(num_packs)) == set(next_epoch)
+    assert -num_packs % now == next_epoch.total() - num_packs
+    steps_here, steps_next = math.ceil(batches / 2), math.ceil(math.ceil(num_packs / now) / 2)
+    assert 1 + steps_here + steps_next == after[0]["steps"] == after[0]["planned_steps"]
+    assert all(rank["steps"] == after[0]["steps"] for rank in after)
+    epochs = [entry["epoch"] for entry in after[0]["history"] if "loss" in entry]
+    assert sorted(epochs) == epochs
+    assert 2 == epochs[-1]
+    covered = [entry["epoch_coverage"] for entry in after[0]["history"] if "epoch_coverage" in entry]
+    assert [covered[-1]] * 2 == covered[-2:]
+    log = (second / "rank0.log").read_text()
+    assert f"the epoch began on {then} ranks and goes on with {now}" in log

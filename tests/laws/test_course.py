@@ -1,0 +1,187 @@
+"""What is trained, in which order: every pack once an epoch, also when a run resumes on other ranks."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from itertools import chain
+
+import attrs
+from hypothesis import assume, event, given
+from hypothesis import strategies as st
+
+from core.align import align_plan
+from core.course import Bookmark, Course, Progress
+from core.plan import build_raw_plan
+
+ranks = st.integers(1, 5)
+
+
+@st.composite
+def courses(draw) -> Course:
+    """Courses from the beginning; with padded batches too."""
+    world_size = draw(ranks)
+    batch_size = draw(st.sampled_from([1, 1, 1, 2, 3]))
+    return Course(
+        num_packs=draw(st.integers(world_size * batch_size, 40)),
+        world_size=world_size,
+        dataloader_drop_last=draw(st.booleans()),
+        gradient_accumulation_steps=draw(st.integers(1, 4)),
+        num_train_epochs=draw(st.sampled_from([1, 2, 3, 0.4, 1.5, 2.25])),
+        batch_size=batch_size,
+        seed=draw(st.integers(0, 3)),
+        shuffle=draw(st.booleans()),
+    )
+
+
+def trained(course: Course) -> list[tuple[int, list[list[list[int]]]]]:
+    """Run a course as a trainer does: each step's epoch, and each rank's batches."""
+    steps = []
+    begin = course.at(course.start.step)
+    for epoch in range(begin.epoch, course.num_epochs):
+        batches = [course.batches(epoch, rank=rank) for rank in range(course.world_size)]
+        assert len({len(mine) for mine in batches}) == 1, "ranks have different numbers of batches"
+        size = course.gradient_accumulation_steps
+        starts = range(0, len(batches[0]), size)
+        steps += [(epoch, [mine[first : first + size] for mine in batches]) for first in starts]
+    return steps[: max(0, course.total_steps - course.start.step)]
+
+
+def packs_of(steps) -> list[int]:
+    """Return all packs of some steps."""
+    return [pack for _, ranks_batches in steps for mine in ranks_batches for batch in mine for pack in batch]
+
+
+@given(courses())
+def test_an_epoch_is_the_aligned_plan_in_another_order(course):
+    """Whatever the ranks; the same again for the same seed; steps and epochs are as counted."""
+    plan = build_raw_plan([5] * course.num_packs, packing_length=5)
+    options = {"world_size": course.world_size, "dataloader_drop_last": course.dataloader_drop_last}
+    aligned = Counter(chain.from_iterable(align_plan(plan, **options).packs))
+    steps = trained(attrs.evolve(course, num_train_epochs=2))
+
+    for epoch in range(2):
+        seen = Counter(packs_of(step for step in steps if step[0] == epoch))
+        if course.dataloader_drop_last and course.batch_size > 1:
+            assert seen <= aligned
+            assert seen.total() == course.batches_per_epoch * course.batch_size * course.world_size
+        else:
+            assert aligned == seen
+    assert 2 * course.steps_per_epoch == len(steps)
+    assert steps == trained(attrs.evolve(course, num_train_epochs=2))
+    if not course.shuffle and not course.batch_size > 1:
+        assert sorted(packs_of(steps[:1])) == packs_of(steps[:1]) or course.world_size > 1
+
+
+@given(courses())
+def test_steps_and_epochs_are_counted_as_transformers_counts_them(course):
+    """The epochs times the steps of one, rounded up; `max_steps` overrides."""
+    assert math.ceil(course.num_train_epochs * course.steps_per_epoch) == course.total_steps == len(trained(course))
+    assert math.ceil(course.num_train_epochs) == course.num_epochs
+
+    assert 7 == attrs.evolve(course, max_steps=7).total_steps == len(trained(attrs.evolve(course, max_steps=7)))
+
+
+@given(courses(), st.data())
+def test_a_resume_on_as_many_ranks_goes_on_where_it_stopped(course, data):
+    """From any step: the rest of an uninterrupted run, batch for batch, rank for rank, and the same bookmarks."""
+    whole = trained(course)
+    stop = data.draw(st.integers(0, len(whole)))
+    event(f"mid-epoch: {course.at(stop).epoch_step > 0}")
+
+    resumed = attrs.evolve(course, start=course.at(stop))
+
+    assert whole[stop:] == trained(resumed)
+    assert course.total_steps == resumed.total_steps
+    assert all(course.at(step) == resumed.at(step) for step in range(stop, len(whole) + 3))
+    before = Counter(packs_of(step for step in whole[:stop] if step[0] == course.at(stop).epoch))
+    assert before == Counter(resumed.consumed(course.at(stop).epoch).tolist())
+
+
+@given(courses(), st.lists(st.tuples(ranks, st.integers(1, 3)), min_size=1, max_size=3), st.data())
+def test_resumes_on_other_ranks_finish_the_epoch_with_what_it_has_not_consumed(course, changes, data):
+    """However often the ranks change: each pack once, fillers or what is cut aside, fewer than ranks each time."""
+    course = attrs.evolve(course, batch_size=1, num_train_epochs=2)
+    consumed = []
+    cut, fillers = course.num_packs % course.world_size, -course.num_packs % course.world_size
+    for world_size, accumulation in changes:
+        here = course.num_steps(0) if course.start.epoch == 0 else 0
+        steps = trained(course)[: data.draw(st.integers(0, here))]
+        if not steps or len(steps) == here:
+            continue
+        consumed += packs_of(steps)
+        before = course
+        course = attrs.evolve(
+            course,
+            world_size=world_size,
+            gradient_accumulation_steps=accumulation,
+            start=course.at(course.start.step + len(steps)),
+        )
+        left = set(before.order(0).tolist()[len(packs_of(steps)) :]) - set(consumed)
+        if world_size == before.world_size:
+            continue
+        event("other ranks in mid-epoch")
+        assert left >= set(course.order(0).tolist())
+        cut += len(left) % world_size
+        fillers += -len(left) % world_size
+    rest = [step for step in trained(course) if step[0] == 0]
+    consumed += packs_of(rest)
+
+    counts = Counter(consumed)
+    missing = set(range(course.num_packs)) - set(counts)
+    if course.dataloader_drop_last:
+        assert all(count == 1 for count in counts.values())
+        assert len(missing) <= cut
+    else:
+        assert not missing
+        assert counts.total() - course.num_packs <= fillers
+    ends = trained(course)
+    assert course.total_steps - course.start.step == len(ends)
+    epoch_one = Counter(packs_of(step for step in ends if step[0] == 1))
+    assert epoch_one == Counter(attrs.evolve(course, start=Progress()).order(1).tolist())
+
+
+@given(courses(), ranks, st.data())
+def test_one_change_of_ranks_trains_each_pack_left_exactly_once(course, world_size, data):
+    """The packs of the old order that were not consumed, once each, then filled from their own front, or cut."""
+    course = attrs.evolve(course, batch_size=1)
+    assume(course.world_size != world_size)
+    assume(course.num_steps(0) > 1)
+    stop = data.draw(st.integers(1, course.num_steps(0) - 1))
+    resumed = attrs.evolve(course, world_size=world_size, start=course.at(stop))
+    per_step = course.world_size * course.gradient_accumulation_steps
+    old = course.order(0).tolist()
+    left = [pack for pack in dict.fromkeys(old[stop * per_step :]) if pack not in old[: stop * per_step]]
+
+    now = resumed.order(0).tolist()
+
+    event(f"nothing left: {not left}")
+    if course.dataloader_drop_last:
+        assert left[: len(left) - len(left) % world_size] == now
+    else:
+        assert left == now[: len(left)]
+        assert [left[i % len(left)] for i in range(-len(left) % world_size)] == now[len(left) :]
+
+
+def test_part_of_an_epoch_that_other_ranks_began():
+    """12 packs on 3 ranks are 4 steps; after one, 9 packs on 1 rank are 9: of the 10, 60 % are 6."""
+    course = Course(
+        num_packs=12, world_size=3, dataloader_drop_last=False, gradient_accumulation_steps=1, num_train_epochs=0.6
+    )
+    assert 3 == course.total_steps
+
+    resumed = attrs.evolve(course, world_size=1, start=course.at(1))
+
+    assert 6 == resumed.total_steps == 1 + len(trained(resumed))
+    assert 1 == resumed.num_epochs
+    done = attrs.evolve(course, start=course.at(3))
+    assert (3, 0, []) == (done.total_steps, done.num_epochs, trained(done))
+
+
+def test_a_bookmark_names_what_has_changed():
+    """Checksums of both plans."""
+    then = Bookmark("a1", "d", 1, True, Progress())  # noqa: FBT003
+
+    assert () == then.differences(attrs.evolve(then, progress=Progress(step=5)))
+    (difference,) = then.differences(attrs.evolve(then, plan="b2"))
+    assert "plan: stored 'a1', now 'b2'" == str(difference)

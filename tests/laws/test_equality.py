@@ -1,0 +1,70 @@
+"""Which packs are compared, and what the comparison's verdict is."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import event, given
+from hypothesis import strategies as st
+
+from core.equality import CHECKS, PROBE_FACTOR, Finding, choose_packs, judge, kind
+from core.samples import COLUMNS
+from tests.strategies import as_packs
+
+PRECISIONS = ["float32", "float16", "bfloat16"]
+
+
+def table_of(images: list[int]) -> np.ndarray:
+    """Return measurements of samples with so many images each."""
+    table = np.ones((len(images), len(COLUMNS)), dtype=np.int32)
+    table[:, COLUMNS.index("images")] = images
+    return table
+
+
+@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), min_size=1, max_size=20), st.integers(1, 9))
+def test_packs_of_every_kind_are_looked_at(held, count):
+    """Only packs of several samples, each once, as many as asked for; of each kind the one of the most samples."""
+    ends = np.cumsum([len(pack) for pack in held])
+    packs = as_packs([list(range(end - len(pack), end)) for pack, end in zip(held, ends, strict=True)])
+    several = [position for position, pack in enumerate(held) if len(pack) > 1]
+    kinds = {kind(held[position]) for position in several}
+    event(f"kinds: {len(kinds)}")
+
+    chosen = choose_packs(packs, table_of([images for pack in held for images in pack]), count=count)
+
+    assert sorted(set(chosen)) == chosen
+    assert set(chosen) <= set(several)
+    assert min(count, len(several)) >= len(chosen) >= min(count, len(kinds))
+    if count >= len(kinds):
+        assert kinds == {kind(held[position]) for position in chosen}
+        for one in kinds:
+            most = max(len(held[position]) for position in several if kind(held[position]) == one)
+            assert most == max(len(held[position]) for position in chosen if kind(held[position]) == one)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@given(values=st.lists(st.floats(0, 10), min_size=1, max_size=8))
+def test_the_worst_finding_decides(precision, values):
+    """Of each check, and for the probe the least; what is not a number never passes."""
+    for check in CHECKS:
+        findings = [Finding(check, value, pack=number) for number, value in enumerate(values)]
+
+        (verdict,) = judge(findings, precision=precision)
+
+        extreme = min(values) if check == "probe" else max(values)
+        assert extreme == verdict.worst.value == values[verdict.worst.pack]
+        assert verdict.passed == (extreme >= verdict.limit if check == "probe" else extreme <= verdict.limit)
+        (spoilt,) = judge([*findings, Finding(check, math.nan, pack=99)], precision=precision)
+        assert not spoilt.passed
+        assert 99 == spoilt.worst.pack
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_probe_has_to_see_more_than_it_forgives(precision):
+    """Or a leak of the same size would pass."""
+    isolation, probe = judge([Finding("isolation", 0, 0), Finding("probe", 1, 0)], precision=precision)
+
+    assert PROBE_FACTOR * isolation.limit == probe.limit
+    assert probe.passed

@@ -1,0 +1,120 @@
+"""Telemetry is what counting the batches one by one gives."""
+
+from __future__ import annotations
+
+import attrs
+import numpy as np
+import pytest
+from hypothesis import event, given
+from hypothesis import strategies as st
+
+from core.course import Course
+from core.plan import EmptyPlanError, build_raw_plan, one_sample_packs
+from core.telemetry import EpochLedger, PackFacts
+from tests.strategies import raw_lengths
+
+
+@st.composite
+def trainings(draw):
+    """Lengths, a plan over them, and a course over that."""
+    lengths, packing_length = draw(raw_lengths(max_size=40))
+    packed = draw(st.booleans())
+    keep_long = draw(st.booleans())
+    try:
+        if packed:
+            plan = build_raw_plan(lengths, packing_length=packing_length, allow_single_long=keep_long)
+        else:
+            plan = one_sample_packs(lengths, packing_length=packing_length, allow_single_long=keep_long)
+    except EmptyPlanError:
+        plan = one_sample_packs(lengths, packing_length=packing_length, allow_single_long=True)
+        packed = False
+    course = Course(
+        num_packs=len(plan.packs),
+        world_size=draw(st.integers(1, 4)),
+        dataloader_drop_last=False,
+        gradient_accumulation_steps=draw(st.integers(1, 3)),
+        num_train_epochs=1,
+        batch_size=1 if packed else draw(st.integers(1, 3)),
+        seed=draw(st.integers(0, 9)),
+    )
+    facts = PackFacts.of(plan, np.array(lengths), packed=packed)
+    return lengths, plan, course, facts
+
+
+def step_batches(course: Course, step: int) -> list[list[list[int]]]:
+    """Return each rank's batches in a step of the first epoch."""
+    size = course.gradient_accumulation_steps
+    return [course.batches(0, rank=rank)[step * size : (step + 1) * size] for rank in range(course.world_size)]
+
+
+def works_and_widths(lengths, plan, batch, packed) -> tuple[int, int]:
+    """Return the attention work and the positions of a batch."""
+    samples = [lengths[index] for pack in batch for index in plan.packs[pack]]
+    if packed:
+        return sum(length**2 for length in samples), sum(samples)
+    return len(samples) * max(samples) ** 2, len(samples) * max(samples)
+
+
+@given(trainings(), st.data())
+def test_a_window_is_what_its_batches_add_up_to(training, data):
+    """Fill, work, imbalance, tokens and coverage of the steps from one to another."""
+    lengths, plan, course, facts = training
+    ledger = EpochLedger.of(facts, course, 0)
+    start = data.draw(st.integers(0, course.num_steps(0) - 1))
+    stop = data.draw(st.integers(start + 1, course.num_steps(0)))
+    event(f"packed: {facts.packed}")
+
+    works, total, packs, seen_before, seen = [], 0, [], set(), set()
+    for step in range(stop):
+        ranks = step_batches(course, step)
+        # Ranks take turns: whether a pack is a repetition does not depend on which of the two is called it.
+        here = [pack for mine in ranks for batch in mine for pack in batch]
+        (seen if step >= start else seen_before).update(here)
+        if step >= start:
+            packs += here
+            measured = [[works_and_widths(lengths, plan, batch, facts.packed) for batch in mine] for mine in ranks]
+            works.append([sum(work for work, _ in mine) for mine in measured])
+            total += sum(width for mine in measured for _, width in mine)
+    useful = sum(lengths[index] for pack in seen - seen_before for index in plan.packs[pack])
+    samples = [index for pack in packs for index in plan.packs[pack]]
+    long = set(plan.single_long)
+    fills = [
+        sum(lengths[i] for i in plan.packs[pack]) / plan.packing_length
+        for pack in packs
+        if not long & set(plan.packs[pack])
+    ]
+
+    tokens, statistics = ledger.tokens(start, stop), ledger.statistics(start, stop)
+
+    assert (total, useful) == (tokens.total, tokens.useful)
+    assert sum(map(sum, works)) / len(works) == pytest.approx(statistics["attention_work"])
+    imbalances = [max(work) / (sum(work) / len(work)) for work in works]
+    assert sum(imbalances) / len(imbalances) == pytest.approx(statistics["attention_imbalance"])
+    assert sum(index in long for index in samples) / len(samples) == statistics["long_share"]
+    covered = {index for pack in seen | seen_before for index in plan.packs[pack]}
+    assert len(covered) / len(lengths) == statistics["coverage"]
+    if facts.packed:
+        assert len(samples) / len(packs) == statistics["samples_per_pack"]
+        assert ("fill" in statistics) == bool(fills)
+        assert not fills or sum(fills) / len(fills) == pytest.approx(statistics["fill"])
+
+
+@given(trainings())
+def test_an_epoch_covers_what_the_plan_does(training):
+    """Skipped and dropped samples are not covered; the parts of a resumed epoch add up."""
+    lengths, plan, course, facts = training
+    whole = EpochLedger.of(facts, course, 0)
+    num_steps = course.num_steps(0)
+    statistics = whole.epoch_statistics(num_steps)
+
+    assert plan.planned_samples / len(lengths) == statistics["epoch_coverage"]
+    assert len(plan.skipped_long) == statistics["epoch_skipped_samples"]
+    assert len(plan.skipped_long) / len(lengths) == statistics["epoch_skipped_share"]
+    if facts.packed and not plan.single_long:
+        fills = plan.packs.loads(np.array(lengths)) / plan.packing_length
+        assert fills.min() == statistics["epoch_fill_min"]
+    for stop in range(1, num_steps):
+        resumed = EpochLedger.of(facts, attrs.evolve(course, start=course.at(stop)), 0)
+        rest = num_steps - stop
+        assert statistics["epoch_coverage"] == resumed.epoch_statistics(rest)["epoch_coverage"]
+        assert whole.tokens(0, stop).useful + resumed.tokens(0, rest).useful == whole.tokens(0, num_steps).useful
