@@ -14,6 +14,7 @@ from adapters import torchvision_shim  # noqa: F401  # before transformers and s
 
 import torch
 from swift.trainers import Seq2SeqTrainingArguments
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 from core.config import RunConfig
 from core.errors import ConfigError, Fault
@@ -24,6 +25,7 @@ TrainingArguments: typing.TypeAlias = Seq2SeqTrainingArguments
 def trainer_fields() -> dict[str, Any]:
     """Return the settings that ms-swift's training arguments know, with their types."""
     hints = typing.get_type_hints(TrainingArguments)
+    hints["fsdp"] = bool | str | None  # takes true, which its annotation does not say
     return {name: hints[name] for name in TrainingArguments.__dataclass_fields__ if name in hints}
 
 
@@ -32,8 +34,13 @@ def runs_on_cpu(settings: Mapping[str, Any]) -> bool:
     return bool(settings.get("use_cpu")) or not torch.cuda.is_available()
 
 
+def shards_weights(arguments: TrainingArguments) -> bool:
+    """Return whether no rank holds the whole model: under FSDP, and under DeepSpeed from stage 3 on."""
+    return bool(arguments.fsdp) or is_deepspeed_zero3_enabled()
+
+
 def training_arguments(
-    config: RunConfig, *, per_device_train_batch_size: int, gradient_accumulation_steps: int, multimodal: bool
+    config: RunConfig, *, per_device_train_batch_size: int, gradient_accumulation_steps: int
 ) -> TrainingArguments:
     """
     Build ms-swift's training arguments; ConfigError if it refuses them.
@@ -44,14 +51,12 @@ def training_arguments(
         per_device_train_batch_size: What training uses, 1 when packing.
 
         gradient_accumulation_steps: Batches of a rank in one optimizer step.
-
-        multimodal: Whether some packs use weights that others do not.
     """
     training = config.training
     defaults: dict[str, Any] = {
         "check_model": False,  # asks a hub, for 20 s when there is none
         "eval_strategy": "epoch" if config.custom.val_jsonl else "no",
-        "ddp_find_unused_parameters": multimodal,
+        "ddp_find_unused_parameters": False,  # every batch uses every weight: see `dummy_media`
         "data_seed": training.seed,
         "disable_tqdm": not sys.stderr.isatty(),
         "logging_nan_inf_filter": False,  # would log another loss in place of one that is not a number
@@ -107,6 +112,3 @@ def _scale_faults(settings: Mapping[str, Any], *, on_cpu: bool) -> Iterator[Faul
             "asks for tensor parallelism, under which several ranks are one learner; plans count every rank: remove"
         )
         yield Fault("training.deepspeed", f"{reason} tensor_parallel")
-    if settings.get("parallelism_config"):
-        reason = "joins several ranks to one learner; plans count every rank: remove it"
-        yield Fault("training.parallelism_config", reason)

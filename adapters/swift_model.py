@@ -19,15 +19,28 @@ from core.config import ModelConfig, TemplateConfig, TrainingConfig
 from core.errors import ConfigError
 
 
-def open_model(model: ModelConfig, training: TrainingConfig, *, device: torch.device) -> torch.nn.Module:
-    """Load the model, with its cache off and nothing frozen but what is asked for, perhaps with adapters."""
+def open_model(model: ModelConfig, training: TrainingConfig, *, device: torch.device | None) -> torch.nn.Module:
+    """
+    Load the model, with its cache off and nothing frozen but what is asked for, perhaps with adapters.
+
+    Args:
+        model: What to load.
+
+        training: What is frozen, and which adapters.
+
+        device: Where to; None leaves it to the engine that shards the weights.
+    """
     model_type, _ = swift_types(model, TemplateConfig())
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
     dtype = None if model.torch_dtype is None else getattr(torch, model.torch_dtype)
     try:
         opened, _ = get_model_processor(
-            model.model, model_type=model_type, attn_impl=model.attn_impl, torch_dtype=dtype, device_map=str(device)
+            model.model,
+            model_type=model_type,
+            attn_impl=model.attn_impl,
+            torch_dtype=dtype,
+            device_map=None if device is None else str(device),
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConfigError.of("model.model", f"{model.model} cannot be loaded by ms-swift: {error}") from error

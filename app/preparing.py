@@ -61,7 +61,7 @@ def prepare(config: RunConfig, group: RankGroup) -> Prepared:
     samples = wiring.open_samples(config)
     folders = [wiring.split_folder(training.output_dir, split) for split in samples]
     group.from_rank_zero(lambda _: usable_folders(folders), timeout_s=training.packing_wait_timeout_s)
-    arguments = wiring.open_arguments(config, samples["train"], batch.size, batch.accumulation)
+    arguments = wiring.open_arguments(config, batch.size, batch.accumulation)
 
     knobs = {split: Knobs.of(config, split) for split in samples}
     planned = {}

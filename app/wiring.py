@@ -14,11 +14,12 @@ import attrs
 import numpy as np
 
 from adapters import artefacts
+from adapters.dummy_media import always_see
 from adapters.folder_lock import FolderLock
 from adapters.length_store import DiskLengthStore
 from adapters.packed_dataset import PackedDataset
 from adapters.plan_store import DiskPlanStore
-from adapters.swift_arguments import TrainingArguments, runs_on_cpu, trainer_fields, training_arguments
+from adapters.swift_arguments import TrainingArguments, runs_on_cpu, shards_weights, trainer_fields, training_arguments
 from adapters.swift_model import open_model
 from adapters.swift_samples import POOL_START_S, SampleSpec, SwiftSamples
 from adapters.swift_template import config_model_type, open_template
@@ -136,15 +137,12 @@ def open_samples(
     }
 
 
-def open_arguments(
-    config: RunConfig, samples: SwiftSamples, batch_size: int, accumulation: Accumulation
-) -> TrainingArguments:
+def open_arguments(config: RunConfig, batch_size: int, accumulation: Accumulation) -> TrainingArguments:
     """Build the trainer's arguments; ConfigError if ms-swift refuses them."""
     return training_arguments(
         config,
         per_device_train_batch_size=batch_size,
         gradient_accumulation_steps=accumulation.gradient_accumulation_steps,
-        multimodal=samples.sees_images,
     )
 
 
@@ -159,8 +157,10 @@ def build_trainer(
 ) -> PackTrainer:
     """Load the model and build its trainer over the planned packs."""
     template = samples["train"].template
-    model = open_model(config.model, config.training, device=arguments.device)
+    model = open_model(config.model, config.training, device=None if shards_weights(arguments) else arguments.device)
     template.model = getattr(model, "get_base_model", lambda: model)()
+    if samples["train"].sees_images and group.world_size > 1:
+        always_see(model, template.processor.image_processor)
     template.packing = template.padding_free = config.training.packing
     grouped = {"train": config.training.packing, "eval": config.eval_packing}
     data = {

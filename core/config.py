@@ -224,6 +224,7 @@ REFUSED_TRAINING_KEYS = MappingProxyType(
         "auto_find_batch_size": "would change the batch behind the plan: remove it",
         "remove_unused_columns": "would drop what packs are made of: remove it",
         "eval_use_evalscope": "is not supported: remove it",
+        "parallelism_config": "joins several ranks to one learner, but a plan counts every rank: remove it",
         "ignore_data_skip": "would train packs of the epoch again after a resume: remove it; to start anew from a "
         "checkpoint's weights, set model.model to it",
         "average_tokens_across_devices": "is always on, so that the loss is the mean over all tokens: remove it",

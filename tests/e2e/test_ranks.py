@@ -45,7 +45,7 @@ KEYS = {"num_train_epochs": 2, "effective_batch_size": 4}
 def test_four_ranks_consume_every_aligned_pack_once_an_epoch(start_ranks, write_run, execute, demo, tmp_path):
     """With a ragged window, padding, evaluation, and packs without images beside packs with some; one rank plans alike."""
     custom = {"val_jsonl": str(demo / "data" / "val.jsonl")}
-    keys = {**KEYS, "effective_batch_size": 8, "eval_strategy": "epoch"}
+    keys = {**KEYS, "effective_batch_size": 8, "eval_strategy": "epoch", "gradient_checkpointing": True}
     path = write_run("qwen3_vl", name="four", custom=custom, training=keys, template={"max_length": 300})
     assert [0, 0, 0, 0] == start_ranks.finished(start_ranks(4, path, tmp_path / "out"), tmp_path / "out")
     ranks = start_ranks.seen(tmp_path / "out", 4)
