@@ -301,7 +301,10 @@ class SwiftSamples:
 
     def fetch(self, index: int, planned: Table) -> dict[str, Any]:
         """Encode sample *index* for training; ContractError if it is not the one that was planned."""
-        encoded = self.encode(index)
+        return self.checked(index, self.encode(index), planned)
+
+    def checked(self, index: int, encoded: dict[str, Any], planned: Table) -> dict[str, Any]:
+        """Return an encoded sample; ContractError if it is not the one that was planned."""
         expected = from_row(planned, index)
         found = attrs.evolve(self.measured(index, encoded), cut=expected.cut)
         if differences := expected.differences(found):

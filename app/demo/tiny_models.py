@@ -68,7 +68,7 @@ _TEXT = {
 _VISION = {"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64, "out_hidden_size": 64}
 
 
-def write_model(folder: Path, model_type: str, text: Iterable[str], *, seed: int) -> None:
+def write_model(folder: Path, model_type: str, text: Iterable[str], *, seed: int, shape: str = "tiny") -> None:
     """
     Write a model, its tokenizer and its processor to *folder*.
 
@@ -80,6 +80,8 @@ def write_model(folder: Path, model_type: str, text: Iterable[str], *, seed: int
         text: What the tokenizer's vocabulary is learned from.
 
         seed: Decides the weights.
+
+        shape: `tiny`, or `3b`: the layout of Qwen2.5-VL-3B, in bfloat16.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = _tokenizer(text)
@@ -88,7 +90,7 @@ def write_model(folder: Path, model_type: str, text: Iterable[str], *, seed: int
     # The weights come from one generator, which is put back afterwards: a caller's draws do not change.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = _BUILDERS[model_type](size, ids)
+        model = _qwen2_5_vl_3b(ids) if shape == "3b" else _BUILDERS[model_type](size, ids)
     model.save_pretrained(folder)
     processor = _processor(model_type, tokenizer)
     processor.save_pretrained(folder)
@@ -163,6 +165,26 @@ def _qwen2_5_vl(size: int, ids: dict[str, int]) -> Any:
             **_media_ids(ids),
         )
     )
+
+
+def _qwen2_5_vl_3b(ids: dict[str, int]) -> Any:
+    """Return random weights of the layout that the released model's config.json describes."""
+    text = {
+        "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
+        "num_attention_heads": 16, "num_key_value_heads": 2, "max_position_embeddings": 128000,
+    }  # fmt: skip
+    rope = {"rope_type": "default", "type": "default", "mrope_section": [16, 24, 24], "rope_theta": 1000000.0}
+    vision = {
+        "depth": 32, "hidden_size": 1280, "num_heads": 16, "intermediate_size": 3420, "out_hidden_size": 2048,
+        "patch_size": 14, "fullatt_block_indexes": [7, 15, 23, 31], "window_size": 112,
+    }  # fmt: skip
+    config = Qwen2_5_VLConfig(
+        text_config={**text, **_token_ids(ids), "rope_parameters": rope},
+        vision_config=vision,
+        tie_word_embeddings=True,
+        **_media_ids(ids),
+    )
+    return Qwen2_5_VLForConditionalGeneration(config).to(torch.bfloat16)
 
 
 def _qwen3_vl(size: int, ids: dict[str, int]) -> Any:
