@@ -140,3 +140,43 @@ def test_fewer_workers_than_one_are_refused(capsys):
     """Before the stack is loaded."""
     assert 2 == main(["lengths", "--workers", "0"])
     assert "--workers" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_training_is_measured_packed_and_padded():
+    """The same samples both ways; padding counted from the plan; what our parts add is a ratio near 1."""
+    command = [
+        sys.executable,
+        "-m",
+        "app.bench",
+        "train",
+        "--packs",
+        "300",
+        "--samples",
+        "30",
+        "--repeat",
+        "2",
+        "--json",
+    ]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+    options = {"cwd": ROOT, "env": variables, "capture_output": True, "text": True, "check": True, "timeout": 240}
+
+    rows = json.loads(subprocess.run([*command, "--kinds", "images"], **options).stdout)["rows"]
+    overhead = json.loads(subprocess.run([*command, "--overhead"], **options).stdout)
+
+    assert [("images", "packed"), ("images", "padded")] == [(row["kind"], row["way"]) for row in rows]
+    assert 0 == rows[0]["padding_share"] < rows[1]["padding_share"] < 1
+    assert 1 == rows[0]["batch_size"] < rows[1]["batch_size"]
+    for row in rows:
+        assert min(row["useful_tokens_per_s"], row["step_s"], row["peak_bytes"], row["encode_ms"]) > 0
+    assert 2 == len(overhead["ratios"])
+    assert 0.5 < overhead["ratio"] < 2
+
+
+def test_a_gpu_that_is_not_there_is_said(capsys):
+    """Status 2."""
+    import torch
+
+    if not torch.cuda.is_available():
+        assert 2 == main(["train", "--device", "cuda"])
+        assert "sees no GPU" in capsys.readouterr().err

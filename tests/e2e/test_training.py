@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from adapters import packed_dataset
 from core.errors import ConfigError, ContractError
@@ -57,7 +58,20 @@ def test_a_run_trains_every_pack_once_an_epoch_and_counts_its_steps(write_run, e
 
     lines = [json.loads(line) for line in (tmp_path / "run" / "logging.jsonl").read_text().splitlines()]
     assert result.num_steps == sum("loss" in line for line in lines)
-    assert list((tmp_path / "run").rglob("events.out.tfevents.*"))
+    steps = [line for line in lines if "loss" in line]
+    telemetry = {"fill", "samples_per_pack", "tokens_per_second", "useful_tokens_per_second", "attention_work",
+                 "attention_imbalance", "long_share", "coverage", "token_acc"}  # fmt: skip
+    assert all(telemetry <= step.keys() for step in steps)
+    plan = result.planned["train"].raw
+    assert [plan.planned_samples / plan.num_samples] * 2 == [
+        line["epoch_coverage"] for line in lines if "epoch_coverage" in line
+    ]
+    assert sum(step["attention_work"] for step in steps) == 2 * sum(
+        int(row[0]) ** 2 for row in result.planned["train"].table[plan.packs.indices]
+    )
+    (events,) = (tmp_path / "run").rglob("events.out.tfevents.*")
+    accumulator = EventAccumulator(str(events)).Reload()
+    assert {f"train/{key}" for key in telemetry} <= set(accumulator.Tags()["scalars"])
 
     caplog.clear()
     with caplog.at_level(logging.INFO, logger="app"):
