@@ -159,10 +159,10 @@ def test_training_is_measured_packed_and_padded():
         "--json",
     ]
     variables = {**os.environ, "OMP_NUM_THREADS": "1"}
-    options = {"cwd": ROOT, "env": variables, "capture_output": True, "text": True, "check": True, "timeout": 240}
+    options = {"cwd": ROOT, "env": variables, "capture_output": True, "text": True, "timeout": 240}
 
-    rows = json.loads(subprocess.run([*command, "--kinds", "images"], **options).stdout)["rows"]
-    overhead = json.loads(subprocess.run([*command, "--overhead"], **options).stdout)
+    rows = json.loads(subprocess.run([*command, "--kinds", "images"], check=True, **options).stdout)["rows"]
+    overhead = json.loads(subprocess.run([*command, "--overhead"], check=True, **options).stdout)
 
     assert [("images", "packed"), ("images", "padded")] == [(row["kind"], row["way"]) for row in rows]
     assert 0 == rows[0]["padding_share"] < rows[1]["padding_share"] < 1
