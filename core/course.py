@@ -155,9 +155,9 @@ class Course:
         before = self.steps_before(epoch)
         if not done and not before:
             return Progress(step=step, epoch=epoch)
-        order, offset, _ = self._stretched(epoch)
+        _, offset, _ = self._stretched(epoch)
         packs = done * self.gradient_accumulation_steps * self.batch_size * self.world_size
-        now = Stretch(self.world_size, self.dataloader_drop_last, min(offset + packs, order.size))
+        now = Stretch(self.world_size, self.dataloader_drop_last, offset + packs)
         earlier = self.start.stretches if epoch == self.start.epoch else ()
         if self._goes_on(epoch):
             earlier = earlier[:-1]

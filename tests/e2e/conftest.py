@@ -73,6 +73,22 @@ def text_jsonl(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture
+def fetched(monkeypatch) -> list[int]:
+    """Packs, as they are fetched in this process."""
+    from adapters import packed_dataset
+
+    positions: list[int] = []
+    plain = packed_dataset.PackedDataset.__getitem__
+
+    def noted(dataset, position):
+        positions.append(position)
+        return plain(dataset, position)
+
+    monkeypatch.setattr(packed_dataset.PackedDataset, "__getitem__", noted)
+    return positions
+
+
 @pytest.fixture(scope="session")
 def forkserver():
     """Processes that fork from one that has imported the stack, once, and has run nothing."""

@@ -12,24 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from adapters import packed_dataset
 from core.errors import ConfigError, PlanChangedError
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def fetched(monkeypatch) -> list[int]:
-    """Packs, as they are fetched in this process."""
-    positions: list[int] = []
-    plain = packed_dataset.PackedDataset.__getitem__
-
-    def noted(dataset, position):
-        positions.append(position)
-        return plain(dataset, position)
-
-    monkeypatch.setattr(packed_dataset.PackedDataset, "__getitem__", noted)
-    return positions
 
 
 def steps(history) -> list[dict]:

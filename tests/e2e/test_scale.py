@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -52,6 +53,22 @@ def test_fsdp_reaches_ms_swift_as_it_was_written(arguments, monkeypatch):
         **{k: v for k, v in written.items() if k != "fsdp_version"},
     }.items() <= built.fsdp_config.items()
     assert swift_arguments.shards_weights(built)
+
+
+def test_deepspeed_reaches_ms_swift_as_it_was_written(write_run, monkeypatch):
+    """Whether it is installed here or not: key for key."""
+    from app import wiring
+
+    written = {"zero_optimization": {"stage": 3, "overlap_comm": True}, "bf16": {"enabled": "auto"}}
+    config = wiring.read_config(write_run(training={"deepspeed": written}))
+    taken = {}
+    monkeypatch.setattr(
+        swift_arguments, "TrainingArguments", lambda **settings: taken.update(settings) or Mock(n_gpu=0)
+    )
+
+    swift_arguments.training_arguments(config, per_device_train_batch_size=1, gradient_accumulation_steps=1)
+
+    assert written == taken["deepspeed"]
 
 
 @pytest.mark.parametrize(

@@ -14,24 +14,9 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from adapters import packed_dataset
 from core.errors import ConfigError, ContractError
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def fetched(monkeypatch) -> list[int]:
-    """Positions of packs, as the trainer fetches them."""
-    positions: list[int] = []
-    plain = packed_dataset.PackedDataset.__getitem__
-
-    def noted(dataset, position):
-        positions.append(position)
-        return plain(dataset, position)
-
-    monkeypatch.setattr(packed_dataset.PackedDataset, "__getitem__", noted)
-    return positions
 
 
 def losses(result) -> list[float]:

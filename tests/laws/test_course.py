@@ -73,6 +73,17 @@ def test_an_epoch_is_the_aligned_plan_in_another_order(course):
         assert sorted(packs_of(steps[:1])) == packs_of(steps[:1]) or course.world_size > 1
 
 
+@given(courses(), st.integers(0, 9))
+def test_another_epoch_and_another_seed_have_another_order(course, epoch):
+    """Unless the order is that of the plan; twenty packs do not fall into the same order twice."""
+    course = attrs.evolve(course, num_packs=20, world_size=1)
+    orders = [course.order(epoch), course.order(epoch + 1), attrs.evolve(course, seed=course.seed + 1).order(epoch)]
+
+    different = {tuple(order.tolist()) for order in orders}
+
+    assert (3 if course.shuffle else 1) == len(different)
+
+
 @given(courses())
 def test_steps_and_epochs_are_counted_as_transformers_counts_them(course):
     """The epochs times the steps of one, rounded up; `max_steps` overrides."""
@@ -136,7 +147,8 @@ def test_resumes_on_other_ranks_finish_the_epoch_with_what_it_has_not_consumed(c
         assert not missing
         assert counts.total() - course.num_packs <= fillers
     ends = trained(course)
-    assert course.total_steps - course.start.step == len(ends)
+    later = (2 - course.start.epoch - 1) * course.steps_per_epoch
+    assert course.num_steps(course.start.epoch) + later == len(ends) == course.total_steps - course.start.step
     epoch_one = Counter(packs_of(step for step in ends if step[0] == 1))
     assert epoch_one == Counter(attrs.evolve(course, start=Progress()).order(1).tolist())
 
