@@ -157,7 +157,6 @@ class PackComparison:
         with torch.no_grad(), self.trainer.accelerator.autocast():
             logits = self.trainer.model(**inputs).logits[0].float()
         labels = torch.tensor(sample["labels"], device=logits.device)
-        labels[0] = IGNORED_LABEL
         return _Alone(logits, self._own_positions(inputs), _losses(logits, labels)[labels != IGNORED_LABEL].double())
 
     def _own_positions(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -208,6 +208,19 @@ def test_a_tampered_batch_is_found(compared, model, tamper, expected):
         assert next(verdict for verdict in report.verdicts if verdict.check == "logits").worst.sample is not None
 
 
+@pytest.mark.parametrize("model", ["qwen2_5_vl", "qwen3_vl"])
+def test_images_that_see_each_other_are_found(compared, model):
+    """A leak in the vision tower, which changed tokens alone would not show."""
+
+    def blur(_, __, seen):
+        seen.pooler_output = seen.pooler_output + seen.pooler_output.mean(0, keepdim=True)
+        return seen
+
+    _, failed = compared(model, plant=lambda trainer: trainer.model.model.visual.register_forward_hook(blur))
+
+    assert {"isolation", "logits"} <= failed
+
+
 def test_a_loss_that_is_averaged_over_samples_is_found(compared):
     """Another reduction than the one that is stated: logits are right, the gradients are not."""
 
