@@ -22,6 +22,9 @@ STATE = "trainer_state.json"
 _BOOKMARK = "packplan"
 """Where the bookmark is, among the states that the trainer keeps for its callbacks."""
 
+_FILES = "packplan_files"
+"""Where the sizes of the checkpoint's files are: weights, optimizer, generators of all ranks."""
+
 
 def find_checkpoint(wanted: str, output_dir: str) -> Path:
     """
@@ -54,7 +57,14 @@ def read_bookmark(folder: Path) -> Bookmark:
 
 def to_state(bookmark: Bookmark) -> dict[str, Any]:
     """Return what the trainer's state has to keep, so that `read_bookmark` finds the bookmark."""
-    return {_BOOKMARK: cattrs.unstructure(bookmark)}
+    return {_BOOKMARK: cattrs.unstructure(bookmark), _FILES: {}}
+
+
+def files_to_state(folder: Path) -> dict[str, Any]:
+    """Return what the trainer's state has to keep of the checkpoint's other files, so that a torn one is found."""
+    return {
+        _FILES: {str(file.relative_to(folder)): file.stat().st_size for file in folder.rglob("*") if file.is_file()}
+    }
 
 
 def _state(folder: Path) -> Any:
@@ -74,6 +84,13 @@ def _why_not(folder: Path) -> str | None:
         )
     except (ValueError, TypeError, BaseValidationError):
         return f"but its {STATE} is damaged, or was being written when the run ended"
+    files = _state(folder)["stateful_callbacks"].get(_FILES)
+    if not files:
+        return "but it holds weights alone (save_only_model): to start anew from them, set model.model to it"
+    for name, size in files.items():
+        file = folder / name
+        if not file.is_file() or file.stat().st_size != size:
+            return f"but its {name} is missing or torn"
     return None
 
 

@@ -25,7 +25,8 @@ TrainingArguments: typing.TypeAlias = Seq2SeqTrainingArguments
 def trainer_fields() -> dict[str, Any]:
     """Return the settings that ms-swift's training arguments know, with their types."""
     hints = typing.get_type_hints(TrainingArguments)
-    hints["fsdp"] = bool | str | None  # takes true, which its annotation does not say
+    # What they take, and their annotations do not say.
+    hints["fsdp"], hints["report_to"] = bool | str | None, list[str] | str
     return {name: hints[name] for name in TrainingArguments.__dataclass_fields__ if name in hints}
 
 
@@ -98,6 +99,8 @@ def training_arguments(
 
 def _scale_faults(settings: Mapping[str, Any], *, on_cpu: bool) -> Iterator[Fault]:
     """Yield what of the settings for many devices would be ignored, or would break the count of learners."""
+    if settings.get("fp16") and on_cpu:
+        yield Fault("training.fp16", "computes in float32 on a CPU, silently: use bf16, or remove it")
     if settings.get("fsdp") and on_cpu:
         reason = "would be dropped on a CPU, silently (by accelerate): remove it, or train on GPUs"
         yield Fault("training.fsdp", reason)

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
@@ -27,7 +28,7 @@ from swift.utils import seed_worker
 from transformers import Trainer, TrainerControl
 from transformers.trainer_utils import EvalLoopOutput
 
-from adapters.checkpoints import to_state
+from adapters.checkpoints import files_to_state, to_state
 from adapters.pack_loader import NORMALISER, POSITIONS, Collator, EvalBatches, PackLoader, Reduction, TrainBatches
 from adapters.packed_dataset import PackedDataset
 from adapters.swift_samples import IGNORED_LABEL
@@ -156,6 +157,8 @@ class PackTrainer(Seq2SeqTrainer):
 
     def _init_training_state(self, *arguments: Any, **options: Any) -> tuple[int, int]:
         super()._init_training_state(*arguments, **options)
+        # A checkpoint brings its run's intervals of logging, saving and evaluating along; the settings of this run count.
+        self.state.compute_steps(self.args, self.course.total_steps)
         now = self.course.at(self.course.start.step)
         return now.epoch, now.epoch_step * self.args.gradient_accumulation_steps
 
@@ -167,8 +170,9 @@ class PackTrainer(Seq2SeqTrainer):
         self._meter = _Meter(EpochLedger.of(self.facts, course, epoch), self.state.global_step)
         self._consumed = []
         super()._run_epoch(epoch=epoch, **options)
-        planned = [pack for batch in course.batches(epoch, rank=self.group.rank) for pack in batch]
-        _require(f"epoch {epoch} on rank {self.group.rank}", planned[: len(self._consumed)], self._consumed)
+        steps = self.state.global_step - self._meter.first_step
+        batches = course.batches(epoch, rank=self.group.rank)[: steps * course.gradient_accumulation_steps]
+        _require(f"epoch {epoch} on rank {self.group.rank}", [p for batch in batches for p in batch], self._consumed)
         # Past ms-swift's own, which would take the accuracy of the steps since the last log along.
         Trainer.log(self, self._meter.epoch_statistics(self.state.global_step))
 
@@ -198,6 +202,7 @@ class PackTrainer(Seq2SeqTrainer):
         super()._save_rng_state(output_dir)
         # The trainer's state, which makes a checkpoint whole, comes next, and only after every rank's part.
         self.group.any(False)  # noqa: FBT003  # nothing to say but that this rank is here
+        self.state.stateful_callbacks.update(files_to_state(Path(output_dir)))
 
     def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> torch.Tensor:
         weights = sum(batch[NORMALISER] for batch in batch_samples)
@@ -282,10 +287,7 @@ class PackTrainer(Seq2SeqTrainer):
         """Return the logits of a batch, as training computes them, and its labels; of the same rows."""
         with self.template.forward_context(self.model, inputs):
             inputs = self._prepare_inputs(inputs)
-            for key in ("compute_loss_func", "loss_scale", "text_position_ids", "channel"):
-                inputs.pop(key, None)
-            labels = inputs.pop("labels")
-            return model(**inputs).logits, labels
+            return model(**model_inputs(inputs)).logits, inputs["labels"]
 
     @contextlib.contextmanager
     def media_hook(self) -> Iterator[None]:
@@ -317,16 +319,22 @@ class PackTrainer(Seq2SeqTrainer):
         return True
 
 
+def model_inputs(prepared: dict[str, Any]) -> dict[str, Any]:
+    """Return what the model takes of prepared inputs, so that it gives logits and no loss."""
+    others = ("labels", "compute_loss_func", "loss_scale", "text_position_ids", "channel")
+    return {key: value for key, value in prepared.items() if key not in others}
+
+
 class _Meter:
     """Reads an epoch's ledger against the clock, step by step."""
 
     def __init__(self, ledger: EpochLedger, first_step: int) -> None:
-        self._ledger, self._first = ledger, first_step
+        self._ledger, self.first_step = ledger, first_step
         self._read_until, self._since = first_step, time.perf_counter()
 
     def read(self, step: int) -> Mapping[str, float]:
         """Return what the steps since the last reading looked like, with tokens per second."""
-        start, stop = self._read_until - self._first, step - self._first
+        start, stop = self._read_until - self.first_step, step - self.first_step
         now = time.perf_counter()
         seconds, self._since, self._read_until = now - self._since, now, step
         tokens = self._ledger.tokens(start, stop)
@@ -345,7 +353,7 @@ class _Meter:
 
     def epoch_statistics(self, step: int) -> dict[str, float]:
         """Return what the epoch looks like up to *step*."""
-        return dict(self._ledger.epoch_statistics(step - self._first))
+        return dict(self._ledger.epoch_statistics(step - self.first_step))
 
 
 def _require(what: str, planned: list[int], consumed: list[int]) -> None:

@@ -14,6 +14,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Mapping
+from math import isfinite
 from typing import Any
 
 import attrs
@@ -164,7 +165,7 @@ def as_json(report: Report) -> str:
                 "check": verdict.check,
                 "meaning": CHECKS[verdict.check],
                 "passed": verdict.passed,
-                "worst": verdict.worst.value,
+                "worst": verdict.worst.value if isfinite(verdict.worst.value) else None,
                 "limit": verdict.limit,
                 "pack": verdict.worst.pack,
                 "sample": verdict.worst.sample,

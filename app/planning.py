@@ -173,9 +173,10 @@ def plan_split(
     return planned
 
 
-def bookmark_of(planned: PlannedSplit, course: Course) -> Bookmark:
+def bookmark_of(planned: PlannedSplit, course: Course, config: RunConfig) -> Bookmark:
     """Return what a checkpoint says of a plan, at the start of a course over it."""
-    return Bookmark(planned.raw_checksum, planned.data_digest, course.seed, course.shuffle, course.start)
+    tuner = config.training.tuner_type
+    return Bookmark(planned.raw_checksum, planned.data_digest, course.seed, course.shuffle, tuner, course.start)
 
 
 def _plan(name: str, knobs: Knobs, lengths: IntArray, key: Fingerprint, plans: PlanStore) -> RawPlan:

@@ -88,7 +88,7 @@ def prepare(config: RunConfig, group: RankGroup) -> Prepared:
         shuffle=arguments.train_dataloader_shuffle,
     )
     if checkpoint is not None:
-        course = attrs.evolve(course, start=_progress_of(checkpoint, bookmark_of(planned["train"], course)))
+        course = attrs.evolve(course, start=_progress_of(checkpoint, bookmark_of(planned["train"], course, config)))
     if group.rank == 0:
         for split, plan in planned.items():
             for level, line in describe(plan, knobs[split], world_size=group.world_size):
@@ -159,6 +159,14 @@ def _log_course(config: RunConfig, batch: Batch, course: Course) -> None:
 
 def _log_resume(course: Course, unit: str) -> None:
     start = course.start
+    if start.step >= course.total_steps:
+        log.warning(
+            "the checkpoint is at optimizer step %d, and the run ends at %d: nothing is left to train; raise "
+            "training.num_train_epochs or training.max_steps",
+            start.step,
+            course.total_steps,
+        )
+        return
     log.info(
         "resuming after optimizer step %d, in epoch %d: %d %s of it are consumed; the rest takes %d batches per rank and "
         "%d steps",

@@ -172,7 +172,7 @@ def build_trainer(
         group=group,
         course=course,
         facts=PackFacts.of(train.raw, column(train.table, "length").astype(np.int64), packed=config.training.packing),
-        bookmark=lambda progress: attrs.evolve(bookmark_of(train, course), progress=progress),
+        bookmark=lambda progress: attrs.evolve(bookmark_of(train, course, config), progress=progress),
         reduction=config.training.loss_reduction,
         model=model,
         args=arguments,

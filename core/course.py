@@ -120,12 +120,12 @@ class Course:
 
     def order(self, epoch: int) -> IntArray:
         """Return the packs still to be consumed in *epoch*, those of all ranks; shape (num_consumed,)."""
-        order, offset, _ = self._stretched(epoch)
-        return order[offset:]
+        return self._orders(epoch)[-1][self._stretches(epoch)[-1].pack_offset :]
 
     def consumed(self, epoch: int) -> IntArray:
         """Return the packs that were consumed in *epoch* before `start`; shape (num_consumed,)."""
-        return np.concatenate(self._stretched(epoch)[2])
+        stretches = self._stretches(epoch)
+        return np.concatenate([o[: s.pack_offset] for o, s in zip(self._orders(epoch), stretches, strict=True)])
 
     def batches(self, epoch: int, *, rank: int) -> list[list[int]]:
         """Return the batches that *rank* has still to consume in *epoch*, each a list of packs."""
@@ -155,35 +155,28 @@ class Course:
         before = self.steps_before(epoch)
         if not done and not before:
             return Progress(step=step, epoch=epoch)
-        _, offset, _ = self._stretched(epoch)
+        *earlier, last = self._stretches(epoch)
         packs = done * self.gradient_accumulation_steps * self.batch_size * self.world_size
-        now = Stretch(self.world_size, self.dataloader_drop_last, offset + packs)
-        earlier = self.start.stretches if epoch == self.start.epoch else ()
-        if self._goes_on(epoch):
-            earlier = earlier[:-1]
+        now = attrs.evolve(last, pack_offset=last.pack_offset + packs)
         return Progress(step=step, epoch=epoch, epoch_step=before + done, stretches=(*earlier, now))
 
-    def _goes_on(self, epoch: int) -> bool:
-        """Return whether these ranks go on with a stretch that as many began."""
-        if epoch != self.start.epoch or not self.start.stretches:
-            return False
-        last = self.start.stretches[-1]
-        return (last.world_size, last.dataloader_drop_last) == (self.world_size, self.dataloader_drop_last)
+    def _stretches(self, epoch: int) -> tuple[Stretch, ...]:
+        """Return the stretches of *epoch* at `start`; these ranks go on with the last one, or begin it."""
+        earlier = self.start.stretches if epoch == self.start.epoch else ()
+        mine = Stretch(self.world_size, self.dataloader_drop_last, 0)
+        if earlier and attrs.evolve(earlier[-1], pack_offset=0) == mine:
+            return earlier
+        return (*earlier, mine)
 
-    def _stretched(self, epoch: int) -> tuple[IntArray, int, list[IntArray]]:
-        """Return the order of the stretch that is to be trained, the offset in it, and what was consumed before."""
-        stretches = self.start.stretches if epoch == self.start.epoch else ()
-        offset = stretches[-1].pack_offset if self._goes_on(epoch) else 0
-        if not self._goes_on(epoch):
-            stretches = (*stretches, Stretch(self.world_size, self.dataloader_drop_last, 0))
-        first, *later = stretches
-        order = self._whole_order(epoch, first)
-        consumed = [order[: first.pack_offset]]
+    def _orders(self, epoch: int) -> list[IntArray]:
+        """Return the order of each stretch of *epoch*."""
+        first, *later = stretches = self._stretches(epoch)
+        orders = [self._whole_order(epoch, first)]
         for stretch in later:
-            left = _not_yet(order, consumed)
-            order = left[aligned_positions(left.size, stretch.world_size, stretch.dataloader_drop_last)]
-            consumed.append(order[: stretch.pack_offset])
-        return order, offset, consumed
+            consumed = [order[: before.pack_offset] for order, before in zip(orders, stretches, strict=False)]
+            left = _not_yet(orders[-1], consumed)
+            orders.append(left[aligned_positions(left.size, stretch.world_size, stretch.dataloader_drop_last)])
+        return orders
 
     def _whole_order(self, epoch: int, stretch: Stretch) -> IntArray:
         """Return the order of an epoch that the ranks of *stretch* train from its beginning."""
@@ -218,9 +211,14 @@ class Bookmark:
 
     shuffle: bool
 
+    tuner: str
+    """Which weights are trained: `full` or `lora`."""
+
     progress: Progress
 
     def differences(self, now: Bookmark) -> tuple[Difference, ...]:
         """Return in what the plan to be trained now differs from this, the one that was trained."""
-        pairs = [(name, getattr(self, name), getattr(now, name)) for name in ("plan", "data", "seed", "shuffle")]
+        pairs = [
+            (name, getattr(self, name), getattr(now, name)) for name in ("plan", "data", "seed", "shuffle", "tuner")
+        ]
         return tuple(Difference(name, then, found) for name, then, found in pairs if then != found)

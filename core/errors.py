@@ -271,7 +271,7 @@ class PlanChangedError(UserError):
     differences: tuple[Difference, ...]
 
     def __str__(self) -> str:
-        head = f"{self.checkpoint} was trained from another plan, so what is left of its epoch is not known"
+        head = f"{self.checkpoint} was trained from another plan or in another way, so this run cannot go on with it"
         tail = (
             "restore the data and the settings, or start anew from its weights: set model.model to it, and remove "
             "training.resume_from_checkpoint"

@@ -88,8 +88,8 @@ class EpochLedger:
     first: IntArray
     """1 where a pack is consumed for the first time in the epoch, of the order's shape."""
 
-    samples_before: int
-    """Different samples that the epoch consumed before this run."""
+    before: IntArray
+    """Different packs that the epoch consumed before this run."""
 
     @classmethod
     def of(cls, facts: PackFacts, course: Course, epoch: int) -> EpochLedger:
@@ -107,7 +107,7 @@ class EpochLedger:
             packs_per_step=course.world_size * course.batch_size * course.gradient_accumulation_steps,
             order=order,
             first=first[before.size :],
-            samples_before=int((facts.samples[before] * first[: before.size]).sum()),
+            before=np.unique(before),
         )
 
     def tokens(self, start: int, stop: int) -> Tokens:
@@ -139,14 +139,19 @@ class EpochLedger:
         }
 
     def epoch_statistics(self, stop: int) -> Mapping[str, float]:
-        """Return what the epoch looks like up to before step *stop*, at least one step."""
-        facts, (packs, _) = self.facts, self._packs(0, stop)
+        """
+        Return what the whole epoch looks like up to before step *stop*: of each pack once, those before this run included.
+
+        At least one pack has to be consumed.
+        """
+        facts, packs = self.facts, self._different(stop)
         fills = self._fills(packs)
         spread = {"mean": fills.mean(), "min": fills.min(), "p5": np.percentile(fills, 5)} if fills.size else {}
+        num_long = int(facts.long[packs].sum())
         return {
             **{f"epoch_fill_{name}": float(value) for name, value in spread.items()},
-            "epoch_long_share": int(facts.long[packs].sum()) / int(facts.samples[packs].sum()),
-            "epoch_long_samples": int(facts.long[packs].sum()),
+            "epoch_long_share": num_long / int(facts.samples[packs].sum()),
+            "epoch_long_samples": num_long,
             "epoch_skipped_share": facts.skipped_samples / facts.all_samples,
             "epoch_skipped_samples": facts.skipped_samples,
             "epoch_coverage": self._coverage(stop),
@@ -180,7 +185,10 @@ class EpochLedger:
         short = packs[self.facts.long[packs] == 0] if self.facts.packed else packs[:0]
         return np.divide(self.facts.tokens[short], self.facts.packing_length)
 
-    def _coverage(self, stop: int) -> float:
+    def _different(self, stop: int) -> IntArray:
+        """Return the packs that the epoch has consumed before step *stop*, each once."""
         packs, first = self._packs(0, stop)
-        consumed = self.samples_before + int((self.facts.samples[packs] * first).sum())
-        return consumed / self.facts.all_samples
+        return np.concatenate([self.before, packs[first > 0]])
+
+    def _coverage(self, stop: int) -> float:
+        return int(self.facts.samples[self._different(stop)].sum()) / self.facts.all_samples

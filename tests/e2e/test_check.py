@@ -221,6 +221,23 @@ def test_images_that_see_each_other_are_found(compared, model):
     assert {"isolation", "logits"} <= failed
 
 
+def test_samples_known_by_heart_are_equal_too(compared):
+    """A loss of 0 is nothing to divide by."""
+
+    def learn(trainer):
+        seen = []
+        trainer.args.use_logits_to_keep = False
+        trainer.model.get_input_embeddings().register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+        trainer.model.lm_head.register_forward_hook(
+            lambda _, __, logits: logits + 1e3 * torch.nn.functional.one_hot(seen.pop().roll(-1, -1), logits.shape[-1])
+        )
+
+    report, failed = compared("qwen2", plant=learn)
+
+    assert not failed & {"sample loss", "step loss"}
+    assert 0 == next(v for v in report.verdicts if v.check == "sample loss").worst.value
+
+
 def test_a_loss_that_is_averaged_over_samples_is_found(compared):
     """Another reduction than the one that is stated: logits are right, the gradients are not."""
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
+import shutil
 from collections import Counter
 from itertools import chain
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from core.errors import ConfigError, PlanChangedError
@@ -131,21 +134,95 @@ def test_a_plan_that_changed_is_refused_with_both_checksums(write_run, execute, 
         execute(write_run("qwen3_vl", name="second", training={**keys, "ignore_data_skip": True}))
 
 
-def test_a_torn_or_foreign_checkpoint_is_no_checkpoint(write_run, execute, tmp_path):
-    """`last` passes over one that was being written; named, it is refused with the reason."""
-    execute(write_run("qwen3_vl", training={**KEYS, "max_steps": 3}))
-    torn, foreign = (tmp_path / "run" / f"checkpoint-{step}" / "trainer_state.json" for step in (3, 2))
-    torn.write_text(torn.read_text()[:40])
-    state = json.loads(foreign.read_text())
-    del state["stateful_callbacks"]["packplan"]
-    foreign.write_text(json.dumps(state))
-    keys = {**KEYS, "max_steps": 2}
+def tear(folder: Path, part: str) -> None:
+    """Damage a checkpoint as a kill, a full disk or another program may."""
+    state = folder / "trainer_state.json"
+    if part == "state":
+        state.write_text(state.read_text()[:40])
+    elif part == "bookmark":
+        content = json.loads(state.read_text())
+        del content["stateful_callbacks"]["packplan"]
+        state.write_text(json.dumps(content))
+    elif part == "optimizer.pt":
+        (folder / part).unlink()
+    else:
+        (folder / part).write_bytes((folder / part).read_bytes()[:-1])
 
-    for path, reason in ((torn, "is damaged"), (foreign, "was not written by this program")):
-        with pytest.raises(ConfigError, match=reason):
-            execute(write_run("qwen3_vl", training={**keys, "resume_from_checkpoint": str(path.parent)}))
-    resumed = execute(write_run("qwen3_vl", training={**keys, "resume_from_checkpoint": "last"}))
-    assert 1 == resumed.course.start.step
+
+@pytest.mark.parametrize(
+    ("part", "reason"),
+    [
+        ("state", "is damaged"),
+        ("bookmark", "was not written by this program"),
+        ("optimizer.pt", "its optimizer.pt is missing or torn"),
+        ("model.safetensors", "its model.safetensors is missing or torn"),
+        ("rng_state.pth", "its rng_state.pth is missing or torn"),
+    ],
+)
+def test_a_torn_or_foreign_checkpoint_is_no_checkpoint(  # noqa: PLR0917  # fixtures
+    trained, write_run, execute, caplog, part, reason
+):
+    """`last` passes over it; named, it is refused with the reason."""
+    logging.getLogger("app").propagate = True
+    sections, folder = trained
+    shutil.copytree(folder / "checkpoint-2", folder / "checkpoint-3", dirs_exist_ok=True)
+    tear(folder / "checkpoint-3", part)
+    keys = {**KEYS, "max_steps": 2, "output_dir": str(folder)}
+
+    with pytest.raises(ConfigError, match=reason):
+        execute(write_run(training={**keys, "resume_from_checkpoint": str(folder / "checkpoint-3")}, **sections))
+    resumed = execute(write_run(training={**keys, "resume_from_checkpoint": "last"}, **sections))
+
+    assert 2 == resumed.course.start.step
+    assert "nothing is left to train" in caplog.text
+
+
+@pytest.fixture(scope="module")
+def trained(demo, tmp_path_factory):
+    """The sections of a short run, and its folder with two checkpoints."""
+    from adapters.torch_group import OneRank
+    from app import sft, wiring
+
+    folder = tmp_path_factory.mktemp("trained")
+    sections = {
+        "model": {"model": str(demo / "models" / "qwen3_vl")},
+        "template": {"max_length": 700, "system": "You look at scenes."},
+    }
+    training = {"output_dir": str(folder / "run"), "learning_rate": "5e-3", "max_steps": 2, "logging_steps": 1,
+                "report_to": "none", "gradient_checkpointing": False, "dataloader_num_workers": 0}  # fmt: skip
+    custom = {"train_jsonl": str(demo / "data" / "train.jsonl")}
+    document = {**sections, "custom": custom, "training": {**KEYS, **training}}
+    (folder / "run.yaml").write_text(yaml.safe_dump(document))
+    sft.run(wiring.read_config(folder / "run.yaml"), OneRank())
+    return {**sections, "custom": custom}, folder / "run"
+
+
+def test_weights_alone_are_nothing_to_resume_from(write_run, execute, tmp_path):
+    """Without the optimizer it would be another run."""
+    execute(write_run("qwen2_5_vl", training={**KEYS, "max_steps": 1, "save_only_model": True}))
+
+    with pytest.raises(ConfigError, match="holds weights alone"):
+        keys = {**KEYS, "resume_from_checkpoint": str(tmp_path / "run" / "checkpoint-1")}
+        execute(write_run("qwen2_5_vl", training=keys))
+
+
+def test_the_settings_of_the_resumed_run_count(trained, write_run, execute, tmp_path):
+    """How often it logs and saves, not how often the run before did; another tuner is refused."""
+    sections, folder = trained
+    keys = {
+        **KEYS,
+        "resume_from_checkpoint": str(folder / "checkpoint-2"),
+        "max_steps": 6,
+        "save_steps": 4,
+        "logging_steps": 3,
+    }
+
+    resumed = execute(write_run(training=keys, **sections))
+
+    assert [3, 6] == [entry["step"] for entry in resumed.history if "loss" in entry and entry["step"] > 2]
+    assert {"checkpoint-4", "checkpoint-6"} == {path.name for path in (tmp_path / "run").glob("checkpoint-*")}
+    with pytest.raises(PlanChangedError, match="tuner: stored 'full', now 'lora'"):
+        execute(write_run(training={**keys, "tuner_type": "lora"}, **sections))
 
 
 def test_a_finished_run_has_nothing_left(write_run, execute, tmp_path):

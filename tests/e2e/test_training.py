@@ -54,6 +54,8 @@ def test_a_run_trains_every_pack_once_an_epoch_and_counts_its_steps(write_run, e
     assert sum(step["attention_work"] for step in steps) == 2 * sum(
         int(row[0]) ** 2 for row in result.planned["train"].table[plan.packs.indices]
     )
+    # An epoch's line would take the accuracy of the steps since the last log along.
+    assert not any("token_acc" in line for line in lines if "epoch_coverage" in line)
     (events,) = (tmp_path / "run").rglob("events.out.tfevents.*")
     accumulator = EventAccumulator(str(events)).Reload()
     assert {f"train/{key}" for key in telemetry} <= set(accumulator.Tags()["scalars"])
@@ -89,6 +91,31 @@ def test_without_packing_padded_batches_train_through_the_same_trainer(write_run
     assert Counter(fetched).most_common(1)[0][1] == 1
     assert (batches * size if drop_last else 40) == len(fetched)
     assert math.ceil(batches / 2) == result.num_steps
+
+
+def test_tokens_per_second_leave_out_the_time_of_evaluating(write_run, execute, demo, monkeypatch):
+    """With a clock that ticks only while an evaluation runs, no time passes between steps but a step's own tick."""
+    from adapters import swift_trainer
+
+    now = [0.0]
+    evaluate = swift_trainer.PackTrainer.evaluation_loop
+
+    def slow(*arguments, **options):
+        now[0] += 1000
+        return evaluate(*arguments, **options)
+
+    def tick():
+        now[0] += 0.001
+        return now[0]
+
+    monkeypatch.setattr(swift_trainer.time, "perf_counter", tick)
+    monkeypatch.setattr(swift_trainer.PackTrainer, "evaluation_loop", slow)
+    keys = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 4, "logging_steps": 2}
+    result = execute(write_run("qwen3_vl", custom={"val_jsonl": str(demo / "data" / "val.jsonl")}, training=keys))
+
+    rates = [entry["tokens_per_second"] for entry in result.history if "loss" in entry]
+    assert 2 < len(result.history)
+    assert all(rate > 1000 for rate in rates)
 
 
 def test_fractional_epochs_and_max_steps_end_where_announced(write_run, execute):

@@ -192,7 +192,7 @@ def test_part_of_an_epoch_that_other_ranks_began():
 
 def test_a_bookmark_names_what_has_changed():
     """Checksums of both plans."""
-    then = Bookmark("a1", "d", 1, True, Progress())  # noqa: FBT003
+    then = Bookmark("a1", "d", 1, True, "full", Progress())  # noqa: FBT003
 
     assert () == then.differences(attrs.evolve(then, progress=Progress(step=5)))
     (difference,) = then.differences(attrs.evolve(then, plan="b2"))

@@ -110,11 +110,14 @@ def test_an_epoch_covers_what_the_plan_does(training):
     assert plan.planned_samples / len(lengths) == statistics["epoch_coverage"]
     assert len(plan.skipped_long) == statistics["epoch_skipped_samples"]
     assert len(plan.skipped_long) / len(lengths) == statistics["epoch_skipped_share"]
+    assert len(plan.single_long) == statistics["epoch_long_samples"]
+    assert len(plan.single_long) / plan.planned_samples == statistics["epoch_long_share"]
     if facts.packed and not plan.single_long:
         fills = plan.packs.loads(np.array(lengths)) / plan.packing_length
         assert fills.min() == statistics["epoch_fill_min"]
+        assert fills.mean() == pytest.approx(statistics["epoch_fill_mean"])
     for stop in range(1, num_steps):
         resumed = EpochLedger.of(facts, attrs.evolve(course, start=course.at(stop)), 0)
         rest = num_steps - stop
-        assert statistics["epoch_coverage"] == resumed.epoch_statistics(rest)["epoch_coverage"]
+        assert statistics == pytest.approx(resumed.epoch_statistics(rest))
         assert whole.tokens(0, stop).useful + resumed.tokens(0, rest).useful == whole.tokens(0, num_steps).useful
