@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,16 @@ def writing(path: Path) -> Iterator[None]:
 
 def write_bytes(path: Path, data: bytes | memoryview) -> None:
     """Publish *data* under *path*: written under another name, flushed, renamed."""
+    write_chunks(path, [data])
+
+
+def write_chunks(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
+    """Publish *chunks*, one after the other, as `write_bytes` does."""
     with writing(path):
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=_UNPUBLISHED, dir=path.parent)
         try:
             with os.fdopen(handle, "wb") as file:
-                file.write(data)
+                file.writelines(chunks)
                 file.flush()
                 os.fsync(file.fileno())
             Path(name).chmod(0o644)

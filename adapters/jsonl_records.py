@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
+import os
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,15 @@ class JsonlRecords:
             with self.paths[number].open("rb") as file:
                 self._maps[number] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         return self._maps[number][start:end].strip()
+
+
+def rebased(record: Any, folder: Path, onto: Path) -> Any:
+    """Return a record of a file in *folder* as one in *onto* has to read: with the same images."""
+    images = record.get("images") if isinstance(record, dict) else None
+    if not images:
+        return record
+    paths = [images] if isinstance(images, str) else images
+    return {**record, "images": [os.path.relpath(folder / image, onto) for image in paths]}
 
 
 def _no_constant(name: str) -> None:

@@ -18,6 +18,7 @@ from cattrs.errors import ClassValidationError, ForbiddenExtraKeysError, Iterabl
 
 from core.config import REFUSED_TRAINING_KEYS, RunConfig, TrainingConfig, faults
 from core.errors import ConfigError, Fault
+from core.fusion import Mix
 
 SECTIONS = ("model", "template", "custom", "training")
 
@@ -67,6 +68,19 @@ def parse_config(document: Mapping[str, Any], source: str, trainer_fields: Mappi
     if found or config is None:
         raise ConfigError(source, tuple(found))
     return config
+
+
+def load_mix(path: str | Path) -> Mix:
+    """
+    Read a mix of data sets, `custom.fusion_config`.
+
+    Raises:
+        ConfigError: All faults of the YAML; those that the data decide are `core.fusion.mix_faults`.
+    """
+    try:
+        return _CONVERTER.structure(_merged(Path(path), ()), Mix)
+    except ClassValidationError as error:
+        raise ConfigError(str(path), tuple(_faults(error, ""))) from None
 
 
 class _Loader(yaml.SafeLoader):
@@ -210,7 +224,11 @@ def _faults(error: ClassValidationError, prefix: str) -> Iterator[Fault]:
         if isinstance(inner, ClassValidationError):
             yield from _faults(inner, f"{path}.")
         elif isinstance(inner, IterableValidationError):
-            yield from (Fault(path, str(cause)) for cause in inner.exceptions)
+            for cause, place in inner.group_exceptions()[0]:
+                if isinstance(cause, ClassValidationError):
+                    yield from _faults(cause, f"{path}[{place.index}].")
+                else:
+                    yield Fault(path, str(cause))
         elif isinstance(inner, KeyError):
             yield Fault(path, "is not set, and has no default: set it")
         else:

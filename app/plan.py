@@ -2,7 +2,7 @@
 Measure and plan a run before it: `python -m app.plan build run.yaml`; `app.sft run.yaml` then starts training at once.
 
 Under torchrun every rank measures a slice of the samples, into an output folder that all ranks see; the result is the
-same, byte for byte.
+same, byte for byte. `python -m app.plan materialise mix.yaml -o mix.jsonl` writes a mix of data sets for it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import argparse
 import logging
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 
+from app import materialise as materialising
 from app import wiring
 from app.command import positive_number, run_command
 from app.describe import describe
@@ -100,9 +102,22 @@ def main(arguments: list[str] | None = None) -> int:
         "--list-failures", action="store_true",
         help="encode every record in full, list all that cannot become samples, and store nothing",
     )  # fmt: skip
+    mixing = commands.add_parser(
+        "materialise", help="write a mix of data sets as one file", description=materialising.__doc__
+    )
+    mixing.add_argument("mix", metavar="mix.yaml", help="sources and their shares; see docs/mixing.md")
+    mixing.add_argument("-o", "--output", type=Path, required=True, metavar="mix.jsonl", help="what to write")
+    mixing.add_argument("--seed", type=int, default=42, metavar="N", help="of draw and order (default: %(default)s)")
+    mixing.add_argument("--epoch", type=int, default=0, metavar="N", help="from 0; each is mixed anew (default: 0)")
     options = parser.parse_args(arguments)
 
     def command() -> None:
+        if options.command == "materialise":
+            for name in ("seed", "epoch"):
+                if getattr(options, name) < 0:
+                    raise ConfigError.of(f"--{name}", f"is {getattr(options, name)}, but has to be at least 0")
+            materialising.materialise(options.mix, options.output, seed=options.seed, epoch=options.epoch)
+            return
         config = wiring.read_config(options.config)
         splits = [options.split] if options.split else ["train", "eval"]
         if options.list_failures:

@@ -314,6 +314,6 @@ def _mode_faults(config: RunConfig) -> Iterator[Fault]:
     if custom.fusion_config is not None:
         yield Fault(
             "custom.fusion_config",
-            "mixes data sets anew each epoch, which a static plan cannot follow: write the mix to one JSONL and "
-            "name it in custom.train_jsonl",
+            "mixes data sets anew each epoch, which a static plan cannot follow: write an epoch's mix to one JSONL "
+            "(python -m app.plan materialise mix.yaml -o mix.jsonl) and name it in custom.train_jsonl",
         )

@@ -7,6 +7,7 @@ A schedule follows from the sources, the seed and the epoch alone. Ratios are ex
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from decimal import Decimal
 from fractions import Fraction
 
 import attrs
@@ -21,16 +22,27 @@ from core.shuffling import shuffled
 class Source:
     """One data set of a mix; exactly one of `ratio` and `count` is given."""
 
-    name: str
+    jsonl: str
+    """Its data file, by which it is named."""
 
-    ratio: str | float | None = None
-    """Its share among the sources that have a ratio; read as the decimal it is written as."""
+    ratio: Decimal | None = None
+    """Its share among the sources that have a ratio; the decimal it is written as."""
 
     count: int | None = None
     """Its samples in each epoch."""
 
     replacement: bool = False
     """Whether a sample may be drawn more than once in an epoch."""
+
+
+@attrs.frozen(kw_only=True)
+class Mix:
+    """Several data sets, mixed anew each epoch."""
+
+    sources: tuple[Source, ...]
+
+    samples_per_epoch: int | None = None
+    """Of all sources together; see `quotas`."""
 
 
 @attrs.frozen(eq=False)
@@ -47,30 +59,28 @@ class Schedule:
         return int(self.source.size)
 
 
-def mix_faults(
-    sources: Sequence[Source], sizes: Sequence[int], *, samples_per_epoch: int | None = None
-) -> Iterator[Fault]:
+def mix_faults(mix: Mix, sizes: Sequence[int]) -> Iterator[Fault]:
     """Yield what is wrong with a mix of sources of these *sizes*, in samples."""
-    if not sources:
+    if not mix.sources:
         yield Fault("sources", "is empty: name at least one")
-    for number, (source, size) in enumerate(zip(sources, sizes, strict=True)):
+    for number, (source, size) in enumerate(zip(mix.sources, sizes, strict=True)):
         path = f"sources[{number}]"
         if (source.ratio is None) == (source.count is None):
-            yield Fault(path, f"({source.name}) needs either a ratio or a count")
-        if source.ratio is not None and not _share(source) > 0:
+            yield Fault(path, f"({source.jsonl}) needs either a ratio or a count")
+        if source.ratio is not None and not 0 < source.ratio < float("inf"):
             yield Fault(f"{path}.ratio", f"is {source.ratio}, but has to be above 0")
         if source.count is not None and source.count < 1:
             yield Fault(f"{path}.count", f"is {source.count}, but has to be at least 1")
         if not size:
-            yield Fault(path, f"({source.name}) has no record")
+            yield Fault(path, f"({source.jsonl}) has no record")
         elif source.count is not None and source.count > size and not source.replacement:
-            reason = f"is {source.count}, but {source.name} has {size} samples: lower it, or set replacement: true"
+            reason = f"is {source.count}, but {source.jsonl} has {size} samples: lower it, or set replacement: true"
             yield Fault(f"{path}.count", reason)
-    if samples_per_epoch is not None and samples_per_epoch < 1:
-        yield Fault("samples_per_epoch", f"is {samples_per_epoch}, but has to be at least 1")
+    if mix.samples_per_epoch is not None and mix.samples_per_epoch < 1:
+        yield Fault("samples_per_epoch", f"is {mix.samples_per_epoch}, but has to be at least 1")
 
 
-def quotas(sources: Sequence[Source], sizes: Sequence[int], *, samples_per_epoch: int | None = None) -> list[int]:
+def quotas(mix: Mix, sizes: Sequence[int]) -> list[int]:
     """
     Return how many samples of each source an epoch has.
 
@@ -79,24 +89,21 @@ def quotas(sources: Sequence[Source], sizes: Sequence[int], *, samples_per_epoch
     the first source to run out allows, or, if all of them are drawn with replacement, as their samples together.
 
     Args:
-        sources: A mix without faults.
+        mix: Without faults.
 
         sizes: Samples of each source.
-
-        samples_per_epoch: Of all sources together.
 
     Raises:
         ValueError: A source without replacement has fewer samples than its share.
 
-    >>> quotas([Source(name="a", ratio=0.75), Source(name="b", ratio=0.25)], [300, 70])
+    >>> quotas(Mix(sources=(Source(jsonl="a", ratio=Decimal(3)), Source(jsonl="b", ratio=Decimal(1)))), [300, 70])
     [210, 70]
     """
-    shares = [Fraction(0) if source.ratio is None else _share(source) for source in sources]
+    sources = mix.sources
+    shares = [_share(source) for source in sources]
     whole = sum(shares, Fraction(0))
     counts = [source.count or 0 for source in sources]
-    total = _shared(
-        sources, sizes, shares, whole, None if samples_per_epoch is None else samples_per_epoch - sum(counts)
-    )
+    total = _shared(mix, sizes, shares, whole, sum(counts))
     exact = [share / whole * total if whole else Fraction(0) for share in shares]
     wanted = [int(part) for part in exact]
     by_remainder = sorted(range(len(sources)), key=lambda number: wanted[number] - exact[number])
@@ -104,53 +111,47 @@ def quotas(sources: Sequence[Source], sizes: Sequence[int], *, samples_per_epoch
         wanted[number] += 1
     for source, size, quota in zip(sources, sizes, wanted, strict=True):
         if quota > size and not source.replacement:
-            message = f"{source.name} has {size} samples, but its share of an epoch is {quota}: set replacement: true"
+            message = f"{source.jsonl} has {size} samples, but its share of an epoch is {quota}: set replacement: true"
             raise ValueError(message)
     return [quota + count for quota, count in zip(wanted, counts, strict=True)]
 
 
-def schedule(
-    sources: Sequence[Source], sizes: Sequence[int], *, seed: int, epoch: int, samples_per_epoch: int | None = None
-) -> Schedule:
+def schedule(mix: Mix, sizes: Sequence[int], *, seed: int, epoch: int) -> Schedule:
     """
     Return the samples of an epoch, in order.
 
     Args:
-        sources: A mix without faults.
+        mix: Without faults.
 
         sizes: Samples of each source.
 
         seed: From 0.
 
         epoch: From 0; each has a draw and an order of its own.
-
-        samples_per_epoch: See `quotas`.
     """
-    wanted = quotas(sources, sizes, samples_per_epoch=samples_per_epoch)
+    wanted = quotas(mix, sizes)
     drawn = [
         _drawn(size, quota, replacement=source.replacement, seed=(seed, epoch, number))
-        for number, (source, size, quota) in enumerate(zip(sources, sizes, wanted, strict=True))
+        for number, (source, size, quota) in enumerate(zip(mix.sources, sizes, wanted, strict=True))
     ]
-    source = np.repeat(np.arange(len(sources)), wanted)
-    order = shuffled(source.size, seed=(seed, epoch, len(sources)))
+    source = np.repeat(np.arange(len(wanted)), wanted)
+    order = shuffled(source.size, seed=(seed, epoch, len(wanted)))
     return Schedule(source[order], np.concatenate(drawn)[order])
 
 
 def _share(source: Source) -> Fraction:
-    return Fraction(str(source.ratio))
+    return Fraction(source.ratio or 0)
 
 
-def _shared(
-    sources: Sequence[Source], sizes: Sequence[int], shares: Sequence[Fraction], whole: Fraction, wanted: int | None
-) -> int:
+def _shared(mix: Mix, sizes: Sequence[int], shares: Sequence[Fraction], whole: Fraction, counted: int) -> int:
     """Return how many samples the sources with a ratio have together."""
     if not whole:
         return 0
-    if wanted is not None:
-        return max(0, wanted)
+    if mix.samples_per_epoch is not None:
+        return max(0, mix.samples_per_epoch - counted)
     limits = [
         int(size * whole / share)
-        for source, size, share in zip(sources, sizes, shares, strict=True)
+        for source, size, share in zip(mix.sources, sizes, shares, strict=True)
         if share and not source.replacement
     ]
     return min(limits) if limits else sum(size for size, share in zip(sizes, shares, strict=True) if share)

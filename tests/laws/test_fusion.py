@@ -2,52 +2,54 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
 from fractions import Fraction
 
+import attrs
 import numpy as np
 import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from core.fusion import Source, mix_faults, quotas, schedule
+from core.fusion import Mix, Source, mix_faults, quotas, schedule
 
-ratios = st.sampled_from(["0.1", "0.25", "1", "3", 0.7, 0.05])
+ratios = st.sampled_from(["0.1", "0.25", "1", "3", "0.7", "0.05"]).map(Decimal)
 
 
 @st.composite
-def mixes(draw) -> tuple[list[Source], list[int], int | None]:
+def mixes(draw) -> tuple[Mix, list[int]]:
     """Sources, how many samples each has, and perhaps how many an epoch has."""
     sizes = draw(st.lists(st.integers(1, 80), min_size=1, max_size=5))
     sources = []
     for number, size in enumerate(sizes):
         replacement = draw(st.booleans())
         if draw(st.booleans()):
-            sources.append(Source(name=f"s{number}", ratio=draw(ratios), replacement=replacement))
+            sources.append(Source(jsonl=f"s{number}", ratio=draw(ratios), replacement=replacement))
         else:
             count = draw(st.integers(1, 2 * size if replacement else size))
-            sources.append(Source(name=f"s{number}", count=count, replacement=replacement))
-    return sources, sizes, draw(st.none() | st.integers(1, 200))
+            sources.append(Source(jsonl=f"s{number}", count=count, replacement=replacement))
+    return Mix(sources=tuple(sources), samples_per_epoch=draw(st.none() | st.integers(1, 200))), sizes
 
 
 @given(mixes())
 def test_ratios_are_exact_to_within_one_sample(mix):
     """Counts are exact; a source that is too small for its share is named."""
-    sources, sizes, samples_per_epoch = mix
-    assert not list(mix_faults(sources, sizes, samples_per_epoch=samples_per_epoch))
+    (mix, sizes), sources, samples_per_epoch = mix, mix[0].sources, mix[0].samples_per_epoch
+    assert not list(mix_faults(mix, sizes))
     try:
-        wanted = quotas(sources, sizes, samples_per_epoch=samples_per_epoch)
+        wanted = quotas(mix, sizes)
     except ValueError as error:
         event("a source is too small")
-        assert any(source.name in str(error) and not source.replacement for source in sources)  # noqa: PT017
+        assert any(source.jsonl in str(error) and not source.replacement for source in sources)  # noqa: PT017
         return
 
-    whole = sum(Fraction(str(source.ratio)) for source in sources if source.ratio is not None)
+    whole = sum(Fraction(source.ratio) for source in sources if source.ratio is not None)
     shared = sum(quota for source, quota in zip(sources, wanted, strict=True) if source.ratio is not None)
     for source, size, quota in zip(sources, sizes, wanted, strict=True):
         if source.count is not None:
             assert source.count == quota
         else:
-            assert abs(quota - shared * Fraction(str(source.ratio)) / whole) < 1
+            assert abs(quota - shared * Fraction(source.ratio) / whole) < 1
         assert source.replacement or quota <= size
     if whole and samples_per_epoch is not None:
         assert max(samples_per_epoch, sum(wanted) - shared) == sum(wanted)
@@ -56,14 +58,15 @@ def test_ratios_are_exact_to_within_one_sample(mix):
 @given(mixes(), st.integers(0, 5), st.integers(0, 5))
 def test_a_schedule_draws_its_quotas_in_a_mixed_order(mix, seed, epoch):
     """Without replacement each sample once at most; the same again for the same seed and epoch."""
-    sources, sizes, _ = mix
+    mix, sizes = attrs.evolve(mix[0], samples_per_epoch=None), mix[1]
+    sources = mix.sources
 
-    drawn = schedule(sources, sizes, seed=seed, epoch=epoch)
+    drawn = schedule(mix, sizes, seed=seed, epoch=epoch)
 
-    again = schedule(sources, sizes, seed=seed, epoch=epoch)
+    again = schedule(mix, sizes, seed=seed, epoch=epoch)
     assert np.array_equal(drawn.source, again.source)
     assert np.array_equal(drawn.index, again.index)
-    assert quotas(sources, sizes) == np.bincount(drawn.source, minlength=len(sources)).tolist()
+    assert quotas(mix, sizes) == np.bincount(drawn.source, minlength=len(sources)).tolist()
     for number, (source, size) in enumerate(zip(sources, sizes, strict=True)):
         indices = drawn.index[drawn.source == number]
         assert not indices.size or 0 <= indices.min() <= indices.max() < size
@@ -72,8 +75,9 @@ def test_a_schedule_draws_its_quotas_in_a_mixed_order(mix, seed, epoch):
 
 def test_another_epoch_is_another_draw_and_another_order():
     """And so is another seed."""
-    sources, sizes = [Source(name="a", ratio=1), Source(name="b", ratio=1, replacement=True)], [100, 100]
-    drawn = [schedule(sources, sizes, seed=seed, epoch=epoch) for seed, epoch in [(0, 0), (0, 1), (1, 0)]]
+    one = Decimal(1)
+    mix = Mix(sources=(Source(jsonl="a", ratio=one), Source(jsonl="b", ratio=one, replacement=True)))
+    drawn = [schedule(mix, [100, 100], seed=seed, epoch=epoch) for seed, epoch in [(0, 0), (0, 1), (1, 0)]]
 
     assert 3 == len({tuple(one.source.tolist()) for one in drawn})
     assert 3 == len({tuple(np.sort(one.index[one.source == 1]).tolist()) for one in drawn})
@@ -83,7 +87,7 @@ def test_another_epoch_is_another_draw_and_another_order():
 
 def test_draws_with_replacement_are_even():
     """Each of 10 samples about as often as the others: within five deviations."""
-    drawn = schedule([Source(name="a", count=100_000, replacement=True)], [10], seed=3, epoch=0)
+    drawn = schedule(Mix(sources=(Source(jsonl="a", count=100_000, replacement=True),)), [10], seed=3, epoch=0)
 
     assert np.abs(np.bincount(drawn.index) - 10_000).max() < 5 * np.sqrt(9_000)
 
@@ -91,17 +95,17 @@ def test_draws_with_replacement_are_even():
 @pytest.mark.parametrize(
     ("source", "size", "says"),
     [
-        (Source(name="a"), 5, "either a ratio or a count"),
-        (Source(name="a", ratio=1, count=1), 5, "either a ratio or a count"),
-        (Source(name="a", ratio=0), 5, "above 0"),
-        (Source(name="a", count=0), 5, "at least 1"),
-        (Source(name="a", count=6), 5, "a has 5 samples: lower it, or set replacement: true"),
-        (Source(name="a", ratio=1), 0, "has no record"),
+        (Source(jsonl="a"), 5, "either a ratio or a count"),
+        (Source(jsonl="a", ratio=Decimal(1), count=1), 5, "either a ratio or a count"),
+        (Source(jsonl="a", ratio=Decimal(0)), 5, "above 0"),
+        (Source(jsonl="a", count=0), 5, "at least 1"),
+        (Source(jsonl="a", count=6), 5, "a has 5 samples: lower it, or set replacement: true"),
+        (Source(jsonl="a", ratio=Decimal(1)), 0, "has no record"),
     ],
 )
 def test_what_is_wrong_with_a_source_is_said(source, size, says):
     """By its place."""
-    (fault,) = mix_faults([source], [size])
+    (fault,) = mix_faults(Mix(sources=(source,)), [size])
 
     assert fault.path.startswith("sources[0]")
     assert says in str(fault)
@@ -109,7 +113,7 @@ def test_what_is_wrong_with_a_source_is_said(source, size, says):
 
 def test_a_mix_needs_sources_and_samples():
     """At least one of each."""
-    assert ["sources: is empty: name at least one"] == list(map(str, mix_faults([], [])))
+    assert ["sources: is empty: name at least one"] == list(map(str, mix_faults(Mix(sources=()), [])))
     assert ["samples_per_epoch"] == [
-        fault.path for fault in mix_faults([Source(name="a", ratio=1)], [1], samples_per_epoch=0)
+        fault.path for fault in mix_faults(Mix(sources=(Source(jsonl="a", count=1),), samples_per_epoch=0), [1])
     ]

@@ -1,0 +1,67 @@
+"""A mix of data sets for one epoch -> one data file, which a static plan takes."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from adapters import artefacts
+from adapters.jsonl_records import JsonlRecords, rebased
+from adapters.yaml_config import load_mix
+from core.errors import ConfigError, Fault
+from core.fusion import Mix, Schedule, mix_faults, schedule
+
+log = logging.getLogger(__name__)
+
+
+def open_mix(path: str) -> tuple[Mix, list[JsonlRecords]]:
+    """Read a mix and its sources; ConfigError with all that is wrong with them."""
+    mix = load_mix(path)
+    records = [JsonlRecords((source.jsonl,)) for source in mix.sources]
+    faults = list(mix_faults(mix, [len(one) for one in records]))
+    if faults:
+        raise ConfigError(path, tuple(faults))
+    return mix, records
+
+
+def scheduled(path: str, mix: Mix, records: list[JsonlRecords], *, seed: int, epoch: int) -> Schedule:
+    """Return the samples of an epoch; ConfigError if a source is too small for its share."""
+    try:
+        return schedule(mix, [len(one) for one in records], seed=seed, epoch=epoch)
+    except ValueError as error:
+        raise ConfigError(path, (Fault("sources", str(error)),)) from None
+
+
+def materialise(path: str, output: Path, *, seed: int, epoch: int) -> None:
+    """
+    Write the samples of an epoch of a mix to one JSONL, images and all as they are.
+
+    Args:
+        path: The mix, a YAML.
+
+        output: The file; readers see it whole or not at all.
+
+        seed: Of draw and order.
+
+        epoch: From 0.
+
+    Raises:
+        PackplanError: Something is wrong with the mix or its records, or the file cannot be written.
+    """
+    mix, records = open_mix(path)
+    drawn = scheduled(path, mix, records, seed=seed, epoch=epoch)
+    with artefacts.writing(output.parent):
+        output.parent.mkdir(parents=True, exist_ok=True)
+    artefacts.write_chunks(output, _lines(records, drawn, output.parent))
+    for source, count in zip(mix.sources, np.bincount(drawn.source, minlength=len(records)).tolist(), strict=True):
+        log.info("%s: %s of %s samples from %s", output, f"{count:,}", f"{len(drawn):,}", source.jsonl)
+
+
+def _lines(records: list[JsonlRecords], drawn: Schedule, onto: Path) -> Iterator[bytes]:
+    for source, index in zip(drawn.source.tolist(), drawn.index.tolist(), strict=True):
+        record = rebased(records[source][index], records[source].folder(index), onto)
+        yield json.dumps(record, ensure_ascii=False).encode() + b"\n"

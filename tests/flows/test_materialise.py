@@ -1,0 +1,96 @@
+"""A mix is written as one data file, whole or not at all, whose records are those of its sources."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+
+from app.materialise import materialise
+from core.errors import ConfigError, DataSetError
+from core.fusion import quotas
+
+
+@pytest.fixture
+def write_mix(tmp_path):
+    """Return a function that writes two sources in folders of their own, and a mix of them."""
+
+    def write(*sources: dict, **more) -> str:
+        for name, count in (("a", 30), ("b", 12)):
+            folder = tmp_path / name
+            folder.mkdir(exist_ok=True)
+            (folder / "0.png").write_bytes(name.encode())
+            records = [{"messages": [], "number": n, "from": name, "images": ["0.png"]} for n in range(count)]
+            del records[1]["images"]
+            (folder / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        rows = [{"jsonl": str(tmp_path / row.pop("of") / "data.jsonl"), **row} for row in sources]
+        path = tmp_path / "mix.yaml"
+        path.write_text(yaml.safe_dump({"sources": rows, **more}))
+        return str(path)
+
+    return write
+
+
+def test_the_file_holds_the_scheduled_records_with_their_images(write_mix, tmp_path):
+    """Ratios exact, no record twice, images found from the file's own folder; another epoch, another mix."""
+    path = write_mix({"of": "a", "ratio": 3}, {"of": "b", "ratio": 1})
+    output = tmp_path / "out" / "deep" / "mix.jsonl"
+
+    materialise(path, output, seed=1, epoch=0)
+
+    records = [json.loads(line) for line in output.read_text().splitlines()]
+    from adapters.yaml_config import load_mix
+
+    assert quotas(load_mix(path), [30, 12]) == [sum(r["from"] == name for r in records) for name in "ab"] == [30, 10]
+    assert 40 == len({(record["from"], record["number"]) for record in records})
+    for record in records:
+        for image in record.get("images", ()):
+            assert record["from"].encode() == (output.parent / image).read_bytes()
+    assert 2 >= sum("images" not in record for record in records) >= 1
+    first = output.read_bytes()
+    materialise(path, output, seed=1, epoch=0)
+    assert first == output.read_bytes()
+    materialise(path, output, seed=1, epoch=1)
+    assert first != output.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("sources", "more", "says"),
+    [
+        ([{"of": "a"}], {}, r"sources\[0\].*either a ratio or a count"),
+        ([{"of": "a", "ratio": 1, "wieght": 2}], {}, "wieght"),
+        ([{"of": "b", "count": 13}], {}, "has 12 samples: lower it, or set replacement: true"),
+        ([{"of": "a", "ratio": 1}, {"of": "b", "ratio": 1}], {"samples_per_epoch": 40}, "its share of an epoch is 20"),
+        ([], {}, "name at least one"),
+        ([{"of": "a", "ratio": "often"}], {}, "has to be a number"),
+    ],
+)
+def test_what_is_wrong_with_a_mix_is_said(write_mix, tmp_path, sources, more, says):
+    """And nothing is written."""
+    with pytest.raises(ConfigError, match=says):
+        materialise(write_mix(*sources, **more), tmp_path / "mix.jsonl", seed=0, epoch=0)
+
+    assert not (tmp_path / "mix.jsonl").exists()
+
+
+def test_a_source_that_is_not_there_is_named(write_mix, tmp_path):
+    """Before anything is written."""
+    path = write_mix({"of": "a", "ratio": 1})
+    (tmp_path / "a" / "data.jsonl").unlink()
+
+    with pytest.raises(DataSetError, match=r"data\.jsonl cannot be read"):
+        materialise(path, tmp_path / "mix.jsonl", seed=0, epoch=0)
+
+
+@pytest.mark.slow
+def test_a_static_run_trains_from_it(write_mix, tmp_path, capfd):
+    """By the command that the refusal of a mix names."""
+    from app.plan import main
+
+    path = write_mix({"of": "a", "count": 5})
+
+    assert 0 == main(["materialise", path, "-o", str(tmp_path / "mix.jsonl"), "--epoch", "3"])
+    assert "5 of 5 samples from" in capfd.readouterr().err
+    assert 5 == len((tmp_path / "mix.jsonl").read_text().splitlines())
+    assert 2 == main(["materialise", path, "-o", str(tmp_path / "mix.jsonl"), "--epoch", "-1"])
