@@ -12,6 +12,7 @@ import torch
 from swift.dataloader import DataLoaderShard
 from swift.template import Template
 
+from adapters.dynamic_dataset import Ended, StreamCounts
 from adapters.packed_dataset import EncodedPack
 from adapters.swift_samples import IGNORED_LABEL
 from core.course import Course
@@ -21,8 +22,8 @@ Batch = dict[str, Any]
 
 Reduction = Literal["token", "sample", "sqrt"]
 
-POSITIONS, NORMALISER = "pack_positions", "loss_normaliser"
-"""What a batch holds beside the model's inputs: which packs, and the sum of their tokens' weights in the loss."""
+POSITIONS, NORMALISER, LENGTHS = "pack_positions", "loss_normaliser", "sample_lengths"
+"""What a batch holds beside the model's inputs: which packs, the sum of their tokens' weights in the loss, their samples."""
 
 _POWERS = {"token": 0.0, "sample": -1.0, "sqrt": -0.5}
 """A token of a sample of n supervised tokens weighs n to this power."""
@@ -84,16 +85,17 @@ class Collator:
 
     reduction: Reduction = "token"
 
-    def __call__(self, items: list[EncodedPack | PackplanError]) -> Batch | PackplanError:
-        """Return the batch, or the first error among the items."""
+    def __call__(self, items: list[EncodedPack | Ended | PackplanError]) -> Batch | Ended | PackplanError:
+        """Return the batch; or the first error or end of a stream among the items."""
         packs = []
         for item in items:
-            if isinstance(item, PackplanError):
+            if isinstance(item, (PackplanError, Ended)):
                 return item
             packs.append(item)
         batch = self._collated([pack.samples if self.grouped else pack.samples[0] for pack in packs])
         weights = loss_weights(batch["labels"], self._starts(batch), reduction=self.reduction)
         batch[POSITIONS] = tuple(pack.position for pack in packs)
+        batch[LENGTHS] = tuple(sample["length"] for pack in packs for sample in pack.samples)
         batch[NORMALISER] = float(weights.sum(dtype=torch.float64))
         # ms-swift multiplies each token's loss by `loss_scale`. Without one, the model divides by its own tokens:
         # the same, but for a batch of none, which would be 0 / 0 and make every weight of the model NaN.
@@ -142,13 +144,26 @@ def loss_weights(labels: torch.Tensor, starts: torch.Tensor, *, reduction: Reduc
 
 
 class PackLoader(DataLoaderShard):
-    """ms-swift's sharded loader, which raises the errors that a data set returns."""
+    """ms-swift's sharded loader, which raises the errors that a data set returns, and tells it of the epoch."""
+
+    counts = StreamCounts()
+    """What became of the samples of a stream, of all workers of this rank, once it has ended."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the sampler, and a data set that asks for it."""
+        super().set_epoch(epoch)
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Batch]:
+        self.counts = StreamCounts()
         for batch in super().__iter__():
             if isinstance(batch, PackplanError):
                 raise batch
-            yield batch
+            if isinstance(batch, Ended):
+                self.counts += batch.counts
+            else:
+                yield batch
 
     def close(self) -> None:
         """End the worker processes that outlive epochs."""

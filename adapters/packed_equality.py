@@ -18,8 +18,9 @@ import torch.nn.functional as F  # noqa: N812  # its usual name
 
 from adapters.pack_loader import NORMALISER
 from adapters.packed_dataset import EncodedPack
+from adapters.packing_trainer import model_inputs
 from adapters.swift_samples import IGNORED_LABEL
-from adapters.swift_trainer import PackTrainer, model_inputs
+from adapters.swift_trainer import PackTrainer
 from core.equality import Finding
 from core.errors import PackplanError
 

@@ -235,9 +235,24 @@ class SwiftSamples:
         except RecordError as error:
             return error
 
-    def encode(self, index: int) -> dict[str, Any]:
-        """Encode sample *index* as the template does; RecordError if it cannot become a sample."""
+    def answer(self, index: int) -> str:
+        """Return what the last message of sample *index* says."""
+        said: str = self._sample(index)[0]["messages"][-1]["content"]
+        return said
+
+    def encode(self, index: int, *, answer: str | None = None) -> dict[str, Any]:
+        """
+        Encode sample *index* as the template does; RecordError if it cannot become a sample.
+
+        Args:
+            index: Of the sample.
+
+            answer: What its last message says instead of its own.
+        """
         sample, images = self._sample(index)
+        if answer is not None:
+            *before, last = sample["messages"]
+            sample = {**sample, "messages": [*before, {**last, "content": answer}]}
         for image in images:
             self._size(index, image)
         try:

@@ -1,17 +1,14 @@
 """
-ms-swift's trainer, fed with packs.
+The trainer of a plan: what the course says is what is trained, logged, and saved.
 
-What it adds, each because the trainer goes wrong silently without it (measured; tests hold it):
-the fourth position row that keeps samples apart, an order of packs that resumes on any number of ranks, weights that
-resume as they were saved, a loss whose normaliser counts all ranks, an evaluation that weighs tokens and not packs,
-errors that reach the caller, and a clean end on SIGTERM.
+It takes the order of packs, the numbers of epochs and steps, and what a checkpoint says, from the course; and compares
+what it consumed with it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -20,87 +17,38 @@ from typing import Any
 from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
 
 import torch
-import torch.nn.functional as F  # noqa: N812  # its usual name
-from swift.template import Template
-from swift.trainers import Seq2SeqTrainer
-from swift.trainers.patcher import PrinterCallbackNew, ProgressCallbackNew
 from swift.utils import seed_worker
-from transformers import Trainer, TrainerControl
-from transformers.trainer_utils import EvalLoopOutput
+from transformers import Trainer
 
 from adapters.checkpoints import files_to_state, to_state
-from adapters.pack_loader import NORMALISER, POSITIONS, Collator, EvalBatches, PackLoader, Reduction, TrainBatches
-from adapters.packed_dataset import PackedDataset
-from adapters.swift_samples import IGNORED_LABEL
-from adapters.trainer_callbacks import NotTwice, SaveOnSigterm
+from adapters.pack_loader import POSITIONS, PackLoader, TrainBatches
+from adapters.packing_trainer import PackingTrainer, require_packs
 from core.course import Bookmark, Course, Progress
-from core.equality import Precision
-from core.errors import CoverageError
-from core.ports import RankGroup
 from core.telemetry import EpochLedger, PackFacts
 
-_LOGIT_ROWS = 2048
-"""Rows of logits whose loss is computed at a time in evaluation, so that float32 copies stay small."""
 
-
-class PackTrainer(Seq2SeqTrainer):
+class PackTrainer(PackingTrainer):
     """ms-swift's trainer over the packs of a plan."""
 
     def __init__(
-        self,
-        *,
-        group: RankGroup,
-        course: Course,
-        facts: PackFacts,
-        bookmark: Callable[[Progress], Bookmark],
-        train_dataset: PackedDataset,
-        eval_dataset: PackedDataset | None,
-        reduction: Reduction = "token",
-        **options: Any,
+        self, *, course: Course, facts: PackFacts, bookmark: Callable[[Progress], Bookmark], **options: Any
     ) -> None:
         """
         Prepare training.
 
         Args:
-            group: The ranks.
-
             course: Which packs are trained, in which order.
 
             facts: Of these packs, for the log.
 
             bookmark: Makes what a checkpoint says of the plan.
 
-            train_dataset: The packs of the raw plan.
-
-            eval_dataset: The same of the evaluation, or None.
-
-            reduction: How samples of unequal length are weighed in the loss.
-
-            **options: Of ms-swift's trainer: model, args and template.
+            **options: Of `PackingTrainer`; the train_dataset serves the packs of the raw plan.
         """
-        self.group, self.course, self.facts, self.bookmark = group, course, facts, bookmark
-        self.reduction = reduction
-        self.control: TrainerControl
+        self.course, self.facts, self.bookmark = course, facts, bookmark
         self._meter: _Meter | None = None
         self._consumed: list[int] = []
-        super().__init__(train_dataset=train_dataset, eval_dataset=eval_dataset, **options)
-        for callback in self.callback_handler.callbacks:
-            # ms-swift's own start their clock when training begins, and fail on what is logged before.
-            if isinstance(callback, (ProgressCallbackNew, PrinterCallbackNew)):
-                callback.start_time, callback.start_step = time.time(), 0
-        self.add_callback(SaveOnSigterm(group))
-        self.add_callback(NotTwice())
-
-    @property
-    def precision(self) -> Precision:
-        """The coarsest precision that the model computes in."""
-        mixed = {"bf16": "bfloat16", "fp16": "float16"}.get(self.accelerator.mixed_precision, "float32")
-        used = {str(parameter.dtype).removeprefix("torch.") for parameter in self.model.parameters()} | {mixed}
-        coarser: tuple[Precision, ...] = ("bfloat16", "float16")
-        return next((name for name in coarser if name in used), "float32")
-
-    def _get_data_collator(self, args: Any, template: Template) -> Collator:
-        return Collator(template, super()._get_data_collator(args, template), template.packing, self.reduction)
+        super().__init__(**options)
 
     def get_train_dataloader(self, skip_batches: int = 0) -> PackLoader:  # noqa: ARG002  # the course skips by itself
         """Serve this rank's packs, in an order drawn anew from seed and epoch."""
@@ -113,39 +61,6 @@ class PackTrainer(Seq2SeqTrainer):
             worker_init_fn=partial(seed_worker, num_workers=args.dataloader_num_workers, rank=self.group.rank),
             **self._worker_options(),
         )
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> PackLoader:
-        """Serve this rank's evaluation packs in the order of the plan."""
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        size = self.args.per_device_eval_batch_size
-        return PackLoader(
-            dataset,
-            device=self.accelerator.device,
-            batch_sampler=EvalBatches(len(dataset), size, rank=self.group.rank, world_size=self.group.world_size),
-            collate_fn=Collator(self.template, self.template.data_collator, dataset.grouped),
-            # Each evaluation has a loader of its own: workers that outlive it would pile up.
-            **(self._worker_options() | {"persistent_workers": False}),
-        )
-
-    def _worker_options(self) -> dict[str, Any]:
-        args = self.args
-        return {
-            "num_workers": args.dataloader_num_workers,
-            "pin_memory": args.dataloader_pin_memory,
-            "persistent_workers": args.dataloader_persistent_workers,
-            "prefetch_factor": args.dataloader_prefetch_factor,
-            # Loaders draw a seed when they start. From the global generator, dropout would depend on when that was.
-            "generator": torch.Generator(),
-            **self._maybe_multiprocessing_context(args),
-        }
-
-    def train(self, *arguments: Any, **options: Any) -> Any:
-        """Train, and end the loaders' processes."""
-        try:
-            return super().train(*arguments, **options)
-        finally:
-            if isinstance(loader := self.callback_handler.train_dataloader, PackLoader):
-                loader.close()
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[Any, ...]:
         """Take the number of epochs and of steps from the course, which knows of other ranks before a resume."""
@@ -172,7 +87,9 @@ class PackTrainer(Seq2SeqTrainer):
         super()._run_epoch(epoch=epoch, **options)
         steps = self.state.global_step - self._meter.first_step
         batches = course.batches(epoch, rank=self.group.rank)[: steps * course.gradient_accumulation_steps]
-        _require(f"epoch {epoch} on rank {self.group.rank}", [p for batch in batches for p in batch], self._consumed)
+        require_packs(
+            f"epoch {epoch} on rank {self.group.rank}", [p for batch in batches for p in batch], self._consumed
+        )
         # Past ms-swift's own, which would take the accuracy of the steps since the last log along.
         Trainer.log(self, self._meter.epoch_statistics(self.state.global_step))
 
@@ -204,126 +121,6 @@ class PackTrainer(Seq2SeqTrainer):
         self.group.any(False)  # noqa: FBT003  # nothing to say but that this rank is here
         self.state.stateful_callbacks.update(files_to_state(Path(output_dir)))
 
-    def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> torch.Tensor:
-        weights = sum(batch[NORMALISER] for batch in batch_samples)
-        total = torch.tensor(weights, dtype=torch.float64)
-        if self.group.world_size > 1:
-            torch.distributed.all_reduce(total)
-        # A step without a single supervised token has a loss of 0, and not of 0 / 0.
-        return total.clamp(min=1).to(device, torch.float32)
-
-    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        rest = {key: value for key, value in inputs.items() if key not in (POSITIONS, NORMALISER)}
-        prepared: dict[str, Any] = super()._prepare_inputs(rest)
-        positions, text = prepared.get("position_ids"), prepared.get("text_position_ids")
-        # transformers separates packed samples only when the text positions come as a first, fourth row;
-        # ms-swift strips it, and samples would attend to each other. Padded batches have a mask instead.
-        if positions is not None and text is not None and "attention_mask" not in prepared and len(positions) == 3:
-            prepared["position_ids"] = torch.cat([text[None], positions])
-        return prepared
-
-    def evaluation_loop(
-        self,
-        dataloader: PackLoader,
-        description: str,
-        prediction_loss_only: bool | None = None,  # noqa: ARG002, FBT001  # the trainer's signature
-        ignore_keys: list[str] | None = None,  # noqa: ARG002
-        metric_key_prefix: str = "eval",
-    ) -> EvalLoopOutput:
-        """
-        Measure the token mean of the loss over all packs once, whatever the ranks and packs.
-
-        Packs that only fill the ranks weigh nothing. Sums are in float64.
-
-        Raises:
-            CoverageError: A pack was not counted exactly once.
-        """
-        del description
-        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
-        model = self.model_wrapped if sharded else self.accelerator.unwrap_model(self.model, keep_torch_compile=True)
-        if not sharded and next(model.parameters()).device != self.accelerator.device:
-            model.to(self.accelerator.device)
-        was_training = model.training
-        model.eval()
-        sums = torch.zeros(3, dtype=torch.float64)
-        counted = torch.zeros(len(dataloader.dataset), dtype=torch.int64)
-        try:
-            with torch.no_grad(), self.media_hook(), self.accelerator.autocast():
-                for number, inputs in enumerate(dataloader):
-                    self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
-                    batch_sums = self.token_sums(model, inputs)
-                    if dataloader.batch_sampler.counts(number):
-                        sums += batch_sums
-                        counted[list(inputs[POSITIONS])] += 1
-        finally:
-            model.train(was_training)
-        if self.group.world_size > 1:
-            torch.distributed.all_reduce(sums)
-            torch.distributed.all_reduce(counted)
-        num_samples = dataloader.dataset.packs.num_samples
-        packs = torch.arange(len(counted))
-        _require("evaluation", packs.tolist(), packs.repeat_interleave(counted).tolist())
-        loss, correct, tokens = sums.tolist()
-        metrics = {
-            f"{metric_key_prefix}_loss": loss / tokens if tokens else float("nan"),
-            f"{metric_key_prefix}_token_acc": correct / tokens if tokens else float("nan"),
-            f"{metric_key_prefix}_tokens": int(tokens),
-        }
-        return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=num_samples)
-
-    def token_sums(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        """Return loss, correct tokens and counted tokens of a batch; float64 of shape (3,)."""
-        logits, labels = self.logits_and_labels(model, inputs)
-        logits, labels = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten().to(logits.device)
-        sums = torch.zeros(3, dtype=torch.float64)
-        for rows, targets in zip(torch.split(logits, _LOGIT_ROWS), torch.split(labels, _LOGIT_ROWS), strict=True):
-            losses = F.cross_entropy(rows.float(), targets, ignore_index=IGNORED_LABEL, reduction="none")
-            kept = targets != IGNORED_LABEL
-            correct = (rows.argmax(-1) == targets) & kept
-            sums += torch.stack([losses.double().sum(), correct.sum(), kept.sum()]).double().cpu()
-        return sums
-
-    def logits_and_labels(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the logits of a batch, as training computes them, and its labels; of the same rows."""
-        with self.template.forward_context(self.model, inputs):
-            inputs = self._prepare_inputs(inputs)
-            return model(**model_inputs(inputs)).logits, inputs["labels"]
-
-    @contextlib.contextmanager
-    def media_hook(self) -> Iterator[None]:
-        """Let images reach the model: through a hook that `train` registers, and that is missing before training."""
-        if self.template._handles or not self.model_meta.is_multimodal:  # noqa: SLF001  # no public question
-            yield
-            return
-        self.template.register_post_encode_hook([self.accelerator.unwrap_model(self.model)])
-        try:
-            yield
-        finally:
-            self.template.remove_post_encode_hook()
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if not self._load_strictly(resume_from_checkpoint, model or self.model):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _load_best_model(self) -> None:
-        if not self._load_strictly(self.state.best_model_checkpoint, self.model):
-            super()._load_best_model()
-
-    def _load_strictly(self, checkpoint: str | None, model: Any) -> bool:
-        """Load whole weights through the model's own class, which knows the names they were saved under."""
-        plain = self.accelerator.unwrap_model(model)
-        if checkpoint is None or hasattr(plain, "peft_config") or self.is_fsdp_enabled or self.is_deepspeed_enabled:
-            return False
-        saved = type(plain).from_pretrained(checkpoint, dtype=plain.dtype)
-        plain.load_state_dict(saved.state_dict(), strict=True)
-        return True
-
-
-def model_inputs(prepared: dict[str, Any]) -> dict[str, Any]:
-    """Return what the model takes of prepared inputs, so that it gives logits and no loss."""
-    others = ("labels", "compute_loss_func", "loss_scale", "text_position_ids", "channel")
-    return {key: value for key, value in prepared.items() if key not in others}
-
 
 class _Meter:
     """Reads an epoch's ledger against the clock, step by step."""
@@ -354,21 +151,3 @@ class _Meter:
     def epoch_statistics(self, step: int) -> dict[str, float]:
         """Return what the epoch looks like up to *step*."""
         return dict(self._ledger.epoch_statistics(step - self.first_step))
-
-
-def _require(what: str, planned: list[int], consumed: list[int]) -> None:
-    """Refuse to go on if packs were consumed other than as planned."""
-    if planned == consumed:
-        return
-    wanted, found = Counter(planned), Counter(consumed)
-    raise CoverageError(what, tuple((wanted - found).elements()), tuple((found - wanted).elements()))
-
-
-def was_terminated(trainer: PackTrainer) -> bool:
-    """Return whether SIGTERM ended training."""
-    return any(isinstance(c, SaveOnSigterm) and c.received for c in trainer.callback_handler.callbacks)
-
-
-def history(trainer: PackTrainer) -> list[Mapping[str, Any]]:
-    """Return what the trainer logged, in order."""
-    return list(trainer.state.log_history)

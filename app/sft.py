@@ -13,8 +13,8 @@ from typing import Any
 
 import attrs
 
-from adapters.swift_trainer import history, was_terminated
-from app import wiring
+from adapters.packing_trainer import history, was_terminated
+from app import rollout, wiring
 from app.command import run_command
 from app.planning import PlannedSplit
 from app.preparing import Prepared, prepare
@@ -80,7 +80,10 @@ def main(arguments: list[str] | None = None) -> int:
     def command() -> None:
         config = wiring.read_config(options.config)
         with wiring.joined_ranks(config.training.trainer) as group:
-            run(config, group)
+            if config.custom.trainer_variant == "rollout":
+                rollout.run(config, group)
+            else:
+                run(config, group)
 
     return run_command(command, verbose=options.verbose)
 

@@ -15,10 +15,14 @@ import numpy as np
 
 from adapters import artefacts
 from adapters.dummy_media import always_see
+from adapters.dynamic_dataset import DynamicDataset
 from adapters.folder_lock import FolderLock
+from adapters.jsonl_records import JsonlRecords
 from adapters.length_store import DiskLengthStore
 from adapters.packed_dataset import PackedDataset
 from adapters.plan_store import DiskPlanStore
+from adapters.rollouts import Order, RecordStream, RolloutStream, Sampling
+from adapters.stream_trainer import StreamTrainer
 from adapters.swift_arguments import TrainingArguments, runs_on_cpu, shards_weights, trainer_fields, training_arguments
 from adapters.swift_model import open_model
 from adapters.swift_samples import POOL_START_S, SampleSpec, SwiftSamples
@@ -28,10 +32,13 @@ from adapters.torch_group import OneRank, TorchGroup
 from adapters.yaml_config import load_config
 from app.planning import PlannedSplit, Stores, bookmark_of
 from core.batch import Accumulation
+from core.carry import CarryOptions
 from core.config import RunConfig
 from core.course import Course
+from core.errors import ConfigError
 from core.isolation import check_isolation
 from core.ports import RankGroup
+from core.rewards import Reward
 from core.samples import column
 from core.telemetry import PackFacts
 
@@ -109,8 +116,17 @@ def local_ranks() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
+def count_records(paths: tuple[str, ...]) -> int:
+    """Return how many records data files hold; DataSetError if one cannot be read."""
+    return len(JsonlRecords(paths))
+
+
 def open_samples(
-    config: RunConfig, *, pool_start_s: float = POOL_START_S, measuring_ranks: int = 1
+    config: RunConfig,
+    *,
+    pool_start_s: float = POOL_START_S,
+    measuring_ranks: int = 1,
+    train_paths: tuple[str, ...] | None = None,
 ) -> dict[str, SwiftSamples]:
     """
     Open the data of each split, `train` and perhaps `eval`, on one template; see `SwiftSamples`.
@@ -121,9 +137,11 @@ def open_samples(
         pool_start_s: Seconds that a pool of workers takes to start.
 
         measuring_ranks: Ranks on this machine that measure at the same time, and share its cores.
+
+        train_paths: Data files of `train`, if not those of `custom.train_jsonl`.
     """
     template = open_template(config.model, config.template, packing_length=config.packing_length)
-    paths = {"train": config.custom.train_jsonl, "eval": config.custom.val_jsonl}
+    paths = {"train": train_paths or config.custom.train_jsonl, "eval": config.custom.val_jsonl}
     return {
         split: SwiftSamples(
             SampleSpec(config.model, config.template, config.custom, files, config.packing_length),
@@ -146,6 +164,83 @@ def open_arguments(config: RunConfig, batch_size: int, accumulation: Accumulatio
     )
 
 
+def _open_model(
+    config: RunConfig, arguments: TrainingArguments, samples: SwiftSamples, group: RankGroup
+) -> tuple[Any, Any]:
+    """Load the model, and tell the template of it."""
+    template = samples.template
+    model: Any = open_model(
+        config.model, config.training, device=None if shards_weights(arguments) else arguments.device
+    )
+    template.model = getattr(model, "get_base_model", lambda: model)()
+    if samples.sees_images and group.world_size > 1:
+        always_see(model, template.processor.image_processor)
+    template.packing = template.padding_free = config.training.packing
+    return template, model
+
+
+def build_stream_trainer(
+    config: RunConfig,
+    arguments: TrainingArguments,
+    *,
+    group: RankGroup,
+    samples: Mapping[str, SwiftSamples],
+    planned: PlannedSplit | None,
+    order: Order,
+    rollout: tuple[Reward, Sampling] | None,
+) -> StreamTrainer:
+    """
+    Load the model and build its trainer over a stream.
+
+    Args:
+        config: The run.
+
+        arguments: Of the trainer.
+
+        group: The ranks.
+
+        samples: Of `train` and perhaps `eval`.
+
+        planned: The evaluation's plan.
+
+        order: Of the samples of `train` in an epoch.
+
+        rollout: How prompts are answered and answers scored; None trains the data as they are.
+    """
+    training = config.training
+    template, model = _open_model(config, arguments, samples["train"], group)
+    stream = RecordStream(samples["train"], order)
+    if rollout is not None:
+        if shards_weights(arguments):
+            reason = "answers prompts on each rank alone, which weights sharded over ranks do not allow: remove it"
+            raise ConfigError.of("custom.rollout_reward", reason)
+        reward, sampling = rollout
+        stream = RolloutStream(
+            samples["train"], order, model=model, reward=reward, sampling=sampling, device=arguments.device
+        )
+    options = CarryOptions(
+        packing_length=config.packing_length,
+        packing_buffer=training.packing_buffer,
+        min_fill_ratio=training.packing_min_fill_ratio,
+        drop_last=training.packing_drop_last,
+        allow_single_long=training.packing_allow_single_long,
+    )
+    evaluated = None
+    if planned is not None:
+        evaluated = PackedDataset(samples["eval"], planned.raw.packs, planned.table, grouped=config.eval_packing)
+    return StreamTrainer(
+        packing_length=config.packing_length,
+        extra=stream.logs,
+        group=group,
+        reduction=training.loss_reduction,
+        model=model,
+        args=arguments,
+        template=template,
+        train_dataset=DynamicDataset(stream, options, rank=group.rank, world_size=group.world_size),
+        eval_dataset=evaluated,
+    )
+
+
 def build_trainer(
     config: RunConfig,
     arguments: TrainingArguments,
@@ -156,12 +251,7 @@ def build_trainer(
     planned: Mapping[str, PlannedSplit],
 ) -> PackTrainer:
     """Load the model and build its trainer over the planned packs."""
-    template = samples["train"].template
-    model = open_model(config.model, config.training, device=None if shards_weights(arguments) else arguments.device)
-    template.model = getattr(model, "get_base_model", lambda: model)()
-    if samples["train"].sees_images and group.world_size > 1:
-        always_see(model, template.processor.image_processor)
-    template.packing = template.padding_free = config.training.packing
+    template, model = _open_model(config, arguments, samples["train"], group)
     grouped = {"train": config.training.packing, "eval": config.eval_packing}
     data = {
         split: PackedDataset(samples[split], plan.raw.packs, plan.table, grouped=grouped[split])

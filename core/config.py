@@ -78,16 +78,32 @@ class CustomConfig:
     """Data files of the evaluation; none means no evaluation."""
 
     fusion_config: str | None = None
-    """A mixing schedule; refused by static packing."""
+    """A mix of data sets, another one each epoch (a YAML); of the rollout variant, refused by static packing."""
 
     trainer_variant: Literal["sft", "rollout"] = "sft"
-    """`sft` is Stage-1."""
+    """`sft` is Stage-1, from static plans; `rollout` packs while it trains."""
 
     object_field_order: Literal["desc_first", "geometry_first"] = "desc_first"
     """Of each object of a dense caption."""
 
     use_summary: bool = False
     """Answer dense captions with their summary."""
+
+    rollout_reward: str | None = None
+    """Of the rollout variant: scores the model's own answers, the best of which are trained; a name in
+    `core.rewards.REWARDS`, or `module:function`. None trains the data as they are."""
+
+    rollout_completions: int = 4
+    """Answers to each prompt."""
+
+    rollout_keep: int = 1
+    """The best so many answers of a prompt become training samples."""
+
+    rollout_max_new_tokens: int = 64
+    """Tokens of an answer."""
+
+    rollout_temperature: float = 1.0
+    """Of the answers; above 0."""
 
 
 @attrs.frozen(kw_only=True)
@@ -101,13 +117,13 @@ class TrainingConfig:
     """False trains padded batches through the same trainer."""
 
     packing_mode: Literal["static", "dynamic"] = "static"
-    """Stage-1 is static only."""
+    """Stage-1 is static, the rollout variant dynamic."""
 
     packing_algorithm: str = "constant_volume"
     """A name in `core.packers.ALGORITHMS`."""
 
     packing_buffer: int = PACKING_BUFFER
-    """Samples; of dynamic packing only."""
+    """Samples that are packed together; of dynamic packing only."""
 
     packing_min_fill_ratio: Decimal = Decimal("0.65")
     """Packs filled below this share of the packing length are dropped; compared as the decimal it is."""
@@ -118,8 +134,8 @@ class TrainingConfig:
     packing_allow_single_long: bool = True
     """Give a sample of the packing length or more a pack of its own; otherwise skip it."""
 
-    eval_packing: bool = True
-    """Whether evaluation is packed; without `packing` it never is."""
+    eval_packing: bool | None = None
+    """Whether evaluation is packed: in Stage-1 unless false, in the rollout variant if true; without `packing` never."""
 
     packing_wait_timeout_s: float = 7200.0
     """Seconds that other ranks wait for rank 0's plan; 0 means for ever."""
@@ -211,7 +227,8 @@ class RunConfig:
     @property
     def eval_packing(self) -> bool:
         """Whether evaluation is packed."""
-        return self.training.packing and self.training.eval_packing
+        asked = self.training.eval_packing
+        return self.training.packing and (self.custom.trainer_variant == "sft" if asked is None else asked)
 
 
 REFUSED_TRAINING_KEYS = MappingProxyType(
@@ -304,9 +321,15 @@ def _mode_faults(config: RunConfig) -> Iterator[Fault]:
     if training.packing_lengths_from == "":
         yield Fault("training.packing_lengths_from", "is empty: name the output_dir of another run, or remove it")
     if custom.trainer_variant == "rollout":
-        yield Fault("custom.trainer_variant", "rollout is not available in this version: use sft")
+        yield from _rollout_faults(config)
+        return
+    if custom.rollout_reward is not None:
+        yield Fault("custom.rollout_reward", "is of the rollout variant: set custom.trainer_variant: rollout")
     if training.packing and training.packing_mode == "dynamic":
-        yield Fault("training.packing_mode", "dynamic is not for Stage-1: set training.packing_mode: static")
+        yield Fault(
+            "training.packing_mode",
+            "dynamic is not for Stage-1: set training.packing_mode: static, or custom.trainer_variant: rollout",
+        )
     if training.packing and training.packing_mode == "static" and training.packing_buffer != PACKING_BUFFER:
         yield Fault(
             "training.packing_buffer", "has no meaning in static mode, which plans the whole data set: remove it"
@@ -317,3 +340,33 @@ def _mode_faults(config: RunConfig) -> Iterator[Fault]:
             "mixes data sets anew each epoch, which a static plan cannot follow: write an epoch's mix to one JSONL "
             "(python -m app.plan materialise mix.yaml -o mix.jsonl) and name it in custom.train_jsonl",
         )
+
+
+def _rollout_faults(config: RunConfig) -> Iterator[Fault]:
+    """Yield what is wrong with a run that packs while it trains."""
+    training, custom = config.training, config.custom
+    if training.packing_mode == "static":
+        reason = "is static, which is Stage-1's; the rollout variant packs while it trains: set it to dynamic"
+        yield Fault("training.packing_mode", reason)
+    if not training.packing:
+        yield Fault("training.packing", "is false, but the rollout variant packs: set it to true")
+    if training.max_steps < 1:
+        yield Fault("training.max_steps", "is not set, and packs that come as they fill cannot be counted: set it")
+    if training.resume_from_checkpoint is not None:
+        yield Fault("training.resume_from_checkpoint", "is for static plans: a stream starts anew; remove it")
+    if custom.fusion_config is not None and custom.train_jsonl:
+        yield Fault("custom.fusion_config", "and custom.train_jsonl both name the data: remove one")
+    if custom.rollout_reward is not None and training.trainer.get("dataloader_num_workers"):
+        reason = "would answer prompts in processes without the model: set it to 0"
+        yield Fault("training.dataloader_num_workers", reason)
+    yield from _sampling_faults(custom)
+
+
+def _sampling_faults(custom: CustomConfig) -> Iterator[Fault]:
+    for name in ("rollout_completions", "rollout_keep", "rollout_max_new_tokens"):
+        if getattr(custom, name) < 1:
+            yield Fault(f"custom.{name}", f"is {getattr(custom, name)}, but has to be at least 1")
+    if custom.rollout_keep > custom.rollout_completions:
+        yield Fault("custom.rollout_keep", "is more than custom.rollout_completions: lower it")
+    if not 0 < custom.rollout_temperature < float("inf"):
+        yield Fault("custom.rollout_temperature", f"is {custom.rollout_temperature}, but has to be above 0")

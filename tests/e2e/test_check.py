@@ -267,7 +267,7 @@ def test_the_command_prints_a_table_or_a_document_and_its_status_tells(write_run
             predict_the_next_sample(batch)
             return batch
 
-    with patch("adapters.swift_trainer.Collator", Crossing):
+    with patch("adapters.packing_trainer.Collator", Crossing):
         assert 3 == main([path])
         shown = capsys.readouterr()
         assert "DIFFERS" in shown.out

@@ -100,3 +100,13 @@ def test_a_missing_summary_is_refused_only_when_asked_for():
     with pytest.raises(ValueError, match=r"custom\.use_summary"):
         to_messages(dense(summary=""), use_summary=True)
     assert to_messages(dense(summary=""))
+
+
+def test_a_loss_scale_that_would_be_ignored_is_refused():
+    """0 and 1 are what a message's `loss` says too."""
+    said = {"role": "user", "content": "say"}
+    for scale in (None, 0, 1):
+        assert to_messages({"messages": [said, {"role": "assistant", "content": "it", "loss_scale": scale}]})
+
+    with pytest.raises(ValueError, match=r"loss_scale 0\.5, which would be ignored"):
+        to_messages({"messages": [said, {"role": "assistant", "content": "it", "loss_scale": 0.5}]})

@@ -117,14 +117,14 @@ def test_faults_of_values_are_reported_at_once():
         effective_batch_size=0, packing_buffer=16, num_train_epochs=0, lora_dropout=1.0, packing_mode="dynamic",
         seed=-1,
     )  # fmt: skip
-    document["custom"] = {"fusion_config": "mix.yaml", "trainer_variant": "rollout"}
+    document["custom"] = {"fusion_config": "mix.yaml"}
 
     found = faults_of(document)
 
     assert {
         "training.packing_min_fill_ratio", "training.packing_wait_timeout_s", "training.max_steps",
         "training.packing_algorithm", "training.effective_batch_size", "training.num_train_epochs",
-        "training.lora_dropout", "training.packing_mode", "custom.fusion_config", "custom.trainer_variant",
+        "training.lora_dropout", "training.packing_mode", "custom.fusion_config",
         "training.seed",
     } == set(found)  # fmt: skip
     assert "training.packing_mode: static" in found["training.packing_mode"]

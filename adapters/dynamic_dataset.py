@@ -1,0 +1,126 @@
+"""An iterable data set that packs samples as they come: each to one rank and one worker, each epoch anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import attrs
+from torch.utils.data import IterableDataset, get_worker_info
+
+from adapters.packed_dataset import EncodedPack, Sample
+from core.carry import Carry, CarryOptions, Emitted, advance, finish
+from core.errors import PackplanError
+
+
+class SampleStream(Protocol):
+    """Encoded samples, in an order of each epoch."""
+
+    def set_epoch(self, epoch: int, /) -> None:
+        """Take the order of *epoch* from now on."""
+
+    def samples(self, shard: int, num_shards: int, /) -> Iterator[Sample]:
+        """
+        Yield the samples of one of several shards, which no other one yields; each has its `length`.
+
+        Raises:
+            PackplanError: A record cannot become a sample.
+        """
+
+
+@attrs.frozen
+class StreamCounts:
+    """What became of a shard's samples in an epoch so far."""
+
+    samples: int = 0
+    packs: int = 0
+    long: int = 0
+    """Samples of the packing length or more, each a pack of its own."""
+
+    skipped: int = 0
+    """Samples of the packing length or more, in no pack."""
+
+    dropped: int = 0
+    """Samples of underfilled packs that were let go, or left at the end, and dropped."""
+
+    def __add__(self, other: StreamCounts) -> StreamCounts:
+        return StreamCounts(*(a + b for a, b in zip(attrs.astuple(self), attrs.astuple(other), strict=True)))
+
+
+@attrs.frozen
+class Ended:
+    """A shard has come to its end; it has given all its packs."""
+
+    counts: StreamCounts
+
+
+class DynamicDataset(IterableDataset[EncodedPack | Ended | PackplanError]):
+    """
+    Packs of a stream's samples, those of this rank and of this worker; after the last of them, what became of all.
+
+    An error is yielded, not raised, as in `PackedDataset`, and ends the stream.
+    """
+
+    grouped = True
+
+    def __init__(self, stream: SampleStream, options: CarryOptions, *, rank: int, world_size: int) -> None:
+        """
+        Pack a stream.
+
+        Args:
+            stream: The same on every rank.
+
+            options: How it is packed.
+
+            rank: Of this process.
+
+            world_size: How many ranks there are.
+        """
+        self.stream, self.options, self.rank, self.world_size = stream, options, rank, world_size
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the stream begin *epoch*; the buffer begins empty with every iteration."""
+        self.stream.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[EncodedPack | Ended | PackplanError]:
+        """Yield packs as they fill."""
+        worker = get_worker_info()
+        number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        shard, num_shards = self.rank * workers + number, self.world_size * workers
+        carry, held, counts, position = Carry(), dict[int, Sample](), StreamCounts(), 0
+        try:
+            for index, sample in enumerate(self.stream.samples(shard, num_shards)):
+                held[index] = sample
+                carry, emitted = advance(carry, [index], [sample["length"]], options=self.options)
+                counts += _counted(emitted, 1)
+                for pack in _taken(emitted, held):
+                    yield EncodedPack(position, pack)
+                    position += 1
+        except PackplanError as error:
+            yield error
+            return
+        emitted = finish(carry, options=self.options)
+        counts += _counted(emitted, 0)
+        for pack in _taken(emitted, held):
+            yield EncodedPack(position, pack)
+            position += 1
+        yield Ended(counts)
+
+
+def _counted(emitted: Emitted, came: int) -> StreamCounts:
+    return StreamCounts(
+        samples=came,
+        packs=len(emitted.packs),
+        long=len(emitted.single_long),
+        skipped=len(emitted.skipped_long),
+        dropped=emitted.underfilled.num_samples if emitted.dropped else 0,
+    )
+
+
+def _taken(emitted: Emitted, held: dict[int, Sample]) -> list[list[Sample]]:
+    """Return the samples of the packs, and let go of all that left the buffer."""
+    packs = [[held[index] for index in pack] for pack in emitted.packs]
+    gone = [*emitted.packs.indices.tolist(), *emitted.skipped_long, *emitted.underfilled.indices.tolist()]
+    for index in gone:
+        held.pop(index, None)
+    return packs

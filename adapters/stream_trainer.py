@@ -1,0 +1,136 @@
+"""
+The trainer of a stream: packs come as they fill, so nobody knows beforehand how many there are.
+
+Ranks run out at different times. Before each step they agree, by one small collective, whether all of them have a whole window of
+packs; when one has not, the epoch ends for all, and what the others had left is logged.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
+
+import attrs
+import torch
+from swift.utils import seed_worker
+from transformers import Trainer
+
+from adapters.dynamic_dataset import StreamCounts
+from adapters.pack_loader import LENGTHS, PackLoader
+from adapters.packing_trainer import PackingTrainer
+
+
+class StreamTrainer(PackingTrainer):
+    """ms-swift's trainer over a `DynamicDataset`; it ends after `max_steps`, whatever the epoch."""
+
+    def __init__(self, *, packing_length: int, extra: Callable[[], Mapping[str, float]], **options: Any) -> None:
+        """
+        Prepare training.
+
+        Args:
+            packing_length: Tokens of a pack, for its fill.
+
+            extra: What else to log of the steps since it was last called.
+
+            **options: Of `PackingTrainer`; the train_dataset is a `DynamicDataset`.
+        """
+        self.packing_length, self.extra = packing_length, extra
+        self._lengths: list[tuple[int, ...]] = []
+        self._since = time.perf_counter()
+        self._left_over = self._epoch = 0
+        super().__init__(**options)
+
+    def get_train_dataloader(self, skip_batches: int = 0) -> PackLoader:  # noqa: ARG002  # a stream cannot skip
+        """Serve this rank's packs as they fill."""
+        args = self.args
+        return PackLoader(
+            self.train_dataset,
+            device=self.accelerator.device,
+            batch_size=1,
+            collate_fn=self.data_collator,
+            worker_init_fn=partial(seed_worker, num_workers=args.dataloader_num_workers, rank=self.group.rank),
+            # Workers that outlive an epoch would not hear of the next one.
+            **(self._worker_options() | {"persistent_workers": False}),
+        )
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
+    ) -> tuple[list[dict[str, Any]], Any]:
+        """Return a window of packs, or nothing and the end of the epoch if a rank has no whole window."""
+        del num_batches  # the trainer guesses where an epoch ends
+        window = []
+        for batch in epoch_iterator:
+            window.append(batch)
+            if len(window) == self.args.gradient_accumulation_steps:
+                break
+        if self.group.any(len(window) < self.args.gradient_accumulation_steps):
+            self._left_over = len(window) + sum(1 for _ in epoch_iterator)
+            self.control.should_epoch_stop = True
+            return [], None
+        return window, self._get_num_items_in_batch(window, device)
+
+    def _run_epoch(self, *, epoch: int, **options: Any) -> None:
+        self._left_over, self._epoch, before = 0, epoch, self.state.global_step
+        self._since = time.perf_counter()
+        super()._run_epoch(epoch=epoch, **options)
+        if self.state.global_step == self.state.max_steps:
+            return
+        counts: StreamCounts = self.callback_handler.train_dataloader.counts
+        numbers = torch.tensor([*attrs.astuple(counts), self._left_over, int(self.state.global_step == before)])
+        if self.group.world_size > 1:
+            torch.distributed.all_reduce(numbers)
+        *summed, left_over, idle = numbers.tolist()
+        total = StreamCounts(*summed)
+        logs = {
+            "epoch_samples": total.samples,
+            "epoch_packs": total.packs,
+            "epoch_long_share": total.long / max(1, total.samples),
+            "epoch_long_samples": total.long,
+            "epoch_skipped_share": total.skipped / max(1, total.samples),
+            "epoch_skipped_samples": total.skipped,
+            "epoch_dropped_samples": total.dropped,
+            "epoch_left_over_packs": left_over,
+        }
+        Trainer.log(self, {name: float(value) for name, value in logs.items()})
+        # An epoch without a step would be followed by another one, for ever.
+        self.control.should_training_stop |= bool(idle)
+
+    def training_step(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
+        """Train on one pack, and note its samples' lengths."""
+        self._lengths.append(inputs[LENGTHS])
+        loss: torch.Tensor = super().training_step(model, inputs, *arguments, **options)
+        return loss
+
+    def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
+        """Add to a step's loss what the steps since the last one looked like, over all ranks."""
+        if "loss" in logs:
+            logs = {**logs, **self._window()}
+        logs.pop("train_samples_per_second", None)  # counts packs
+        if self.state.epoch is not None:
+            # Nobody knows how much of the epoch is over: the trainer's share of it is a guess.
+            self.state.epoch = float(self._epoch)
+        super().log(logs, *arguments, **options)
+
+    def _window(self) -> dict[str, float]:
+        tokens = [sum(lengths) for lengths in self._lengths]
+        fills = [load / self.packing_length for load in tokens if load <= self.packing_length]
+        samples = sum(map(len, self._lengths))
+        extra = dict(self.extra())
+        numbers = torch.tensor(
+            [sum(fills), len(fills), samples, len(tokens), sum(tokens), *extra.values()], dtype=torch.float64
+        )
+        if self.group.world_size > 1:
+            torch.distributed.all_reduce(numbers)
+        fill, filled, samples_, packs, total, *more = numbers.tolist()
+        now = time.perf_counter()
+        seconds, self._since, self._lengths = now - self._since, now, []
+        return {
+            **({"fill": fill / filled} if filled else {}),
+            "samples_per_pack": samples_ / packs,
+            "tokens_per_second": total / seconds,
+            **{name: value / self.group.world_size for name, value in zip(extra, more, strict=True)},
+        }

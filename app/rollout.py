@@ -1,0 +1,113 @@
+"""The rollout variant: packs that come as samples come, from data mixed anew each epoch, or answered by the model itself."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+
+import numpy as np
+
+from adapters.packing_trainer import history, was_terminated
+from adapters.rollouts import Order, Sampling
+from app import wiring
+from app.describe import describe
+from app.materialise import open_mix, scheduled
+from app.planning import Knobs, plan_split, usable_folders
+from app.preparing import batch_of
+from core.config import RunConfig
+from core.errors import ConfigError
+from core.lengths import IntArray
+from core.ports import RankGroup
+from core.rewards import REWARDS, Reward
+from core.shuffling import shuffled
+
+log = logging.getLogger(__name__)
+
+
+def run(config: RunConfig, group: RankGroup) -> tuple[int, bool, list[dict[str, float]]]:
+    """
+    Train from a stream; return the optimizer steps, whether SIGTERM ended it, and what was logged.
+
+    Raises:
+        PackplanError: Something the user can mend.
+    """
+    training = config.training
+    wiring.require_isolation(config)
+    batch = batch_of(config, world_size=group.world_size)
+    order, paths = _order(config)
+    samples = wiring.open_samples(config, train_paths=paths)
+    folders = [wiring.split_folder(training.output_dir, split) for split in samples if split == "eval"]
+    group.from_rank_zero(lambda _: usable_folders(folders), timeout_s=training.packing_wait_timeout_s)
+    arguments = wiring.open_arguments(config, batch.size, batch.accumulation)
+    planned = None
+    if "eval" in samples:
+        knobs = Knobs.of(config, "eval")
+        planned = plan_split(
+            "eval", knobs, source=samples["eval"], stores=wiring.open_stores(config, "eval"), group=group,
+            flush_every=training.packing_length_cache_persist_every, timeout_s=training.packing_wait_timeout_s,
+        )  # fmt: skip
+        if group.rank == 0:
+            for level, line in describe(planned, knobs, world_size=group.world_size):
+                log.log(level, line)
+    group.settle()
+    trainer = wiring.build_stream_trainer(
+        config, arguments, group=group, samples=samples, planned=planned, order=order, rollout=_rollout(config)
+    )
+    if group.rank == 0:
+        log.info(
+            "%d optimizer steps of %d packs over %d ranks; packs come as samples come, so the steps of an epoch are not known",
+            training.max_steps,
+            batch.accumulation.realised,
+            group.world_size,
+        )
+    trainer.train()
+    if trainer.state.global_step < training.max_steps and not was_terminated(trainer) and group.rank == 0:
+        log.warning(
+            "training ended after %d of %d steps: an epoch had no whole step on all ranks; lower "
+            "training.effective_batch_size or training.packing_min_fill_ratio, or add data",
+            trainer.state.global_step,
+            training.max_steps,
+        )
+    return trainer.state.global_step, was_terminated(trainer), [dict(entry) for entry in history(trainer)]
+
+
+def _order(config: RunConfig) -> tuple[Order, tuple[str, ...]]:
+    """Return the order of samples in an epoch, and the data files that its indices count through."""
+    custom, seed = config.custom, config.training.seed
+    if custom.fusion_config is None:
+        total = wiring.count_records(custom.train_jsonl)
+        return (lambda epoch: shuffled(total, seed=(seed, epoch))), custom.train_jsonl
+    mix, records = open_mix(custom.fusion_config)
+    firsts = np.cumsum([0, *map(len, records)])
+
+    def mixed(epoch: int) -> IntArray:
+        drawn = scheduled(str(custom.fusion_config), mix, records, seed=seed, epoch=epoch)
+        indices: IntArray = firsts[drawn.source] + drawn.index
+        return indices
+
+    mixed(0)  # a source that is too small is found before anything is loaded
+    return mixed, tuple(source.jsonl for source in mix.sources)
+
+
+def _rollout(config: RunConfig) -> tuple[Reward, Sampling] | None:
+    """Return how prompts are answered and answers scored, or None if the data are trained as they are."""
+    custom = config.custom
+    if custom.rollout_reward is None:
+        return None
+    sampling = Sampling(
+        custom.rollout_completions, custom.rollout_keep, custom.rollout_max_new_tokens, custom.rollout_temperature
+    )
+    return reward_of(custom.rollout_reward), sampling
+
+
+def reward_of(name: str) -> Reward:
+    """Return a reward by its name, or a function of the user's own by `module:function`."""
+    if name in REWARDS:
+        return REWARDS[name]
+    module, _, function = name.partition(":")
+    try:
+        found: Reward = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        reason = f"is {name}: neither one of {', '.join(REWARDS)}, nor a function as module:function ({error})"
+        raise ConfigError.of("custom.rollout_reward", reason) from None
+    return found

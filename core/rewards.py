@@ -1,0 +1,50 @@
+"""Rewards: how good a completion is, given the answer that its record has."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Protocol
+
+
+class Reward(Protocol):
+    """Scores completions; higher is better."""
+
+    def __call__(self, completion: str, answer: str, /) -> float:
+        """Return the score of *completion*, given the record's own *answer*."""
+
+
+def word_overlap(completion: str, answer: str) -> float:
+    """
+    Return the F1 measure of the words that both have, from 0 to 1, as in question answering (SQuAD, 2016).
+
+    >>> word_overlap("a red dot", "a small red dot")
+    0.8571428571428571
+    """
+    given, wanted = completion.lower().split(), answer.lower().split()
+    common = (Counter(given) & Counter(wanted)).total()
+    return 2 * common / (len(given) + len(wanted)) if common else 0.0
+
+
+def character_overlap(completion: str, answer: str) -> float:
+    """
+    Return the F1 measure of the characters that both have, from 0 to 1; blanks aside.
+
+    >>> character_overlap("dab", "a bad day")
+    0.6
+    """
+    given, wanted = "".join(completion.split()), "".join(answer.split())
+    common = (Counter(given) & Counter(wanted)).total()
+    return 2 * common / (len(given) + len(wanted)) if common else 0.0
+
+
+def exact_match(completion: str, answer: str) -> float:
+    """Return 1 if both say the same, blanks around them aside, else 0."""
+    return float(completion.strip() == answer.strip())
+
+
+REWARDS: Mapping[str, Reward] = MappingProxyType(
+    {"word_overlap": word_overlap, "character_overlap": character_overlap, "exact_match": exact_match}
+)
+"""What `custom.rollout_reward` may name, beside a function of your own (`module:function`)."""

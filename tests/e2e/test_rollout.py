@@ -1,0 +1,255 @@
+"""Dynamic packing in training: every sample to one rank and worker, ranks that end together, rewards that rise."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from core.errors import ConfigError
+from tests.e2e.conftest import DEADLINE_S
+from tests.network import free_port
+
+pytestmark = pytest.mark.slow
+
+LENGTHS = np.random.default_rng(1).integers(1, 110, 300).tolist()
+
+
+class Numbers:
+    """A stream of numbered samples, in an order of each epoch."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def samples(self, shard, num_shards):
+        order = np.random.default_rng(self.epoch).permutation(len(LENGTHS))
+        for index in order[shard::num_shards].tolist():
+            yield {"number": index, "length": LENGTHS[index]}
+
+
+def items_of(epoch: int, *, world_size: int, workers: int, **options) -> list:
+    """Return what the loaders of all ranks give in an epoch."""
+    from torch.utils.data import DataLoader
+
+    from adapters.dynamic_dataset import DynamicDataset
+    from core.carry import CarryOptions
+
+    found = []
+    for rank in range(world_size):
+        chosen = CarryOptions(packing_length=100, packing_buffer=16, **options)
+        dataset = DynamicDataset(Numbers(), chosen, rank=rank, world_size=world_size)
+        dataset.set_epoch(epoch)
+        found += list(DataLoader(dataset, batch_size=None, num_workers=workers))
+    return found
+
+
+@pytest.mark.parametrize(("world_size", "workers"), [(1, 0), (1, 2), (3, 0), (2, 3)])
+def test_every_sample_goes_to_one_rank_and_one_worker(world_size, workers):
+    """Exactly once, or it is counted; the same epoch gives the same packs, another one others."""
+    from adapters.dynamic_dataset import Ended, StreamCounts
+
+    kept = {"drop_last": False, "allow_single_long": True}
+    items = items_of(0, world_size=world_size, workers=workers, **kept)
+    packs = [item.samples for item in items if not isinstance(item, Ended)]
+
+    assert dict.fromkeys(range(300), 1) == Counter(sample["number"] for pack in packs for sample in pack)
+    assert all(sum(sample["length"] for sample in pack) <= 100 or len(pack) == 1 for pack in packs)
+    counts = sum((item.counts for item in items if isinstance(item, Ended)), StreamCounts())
+    num_long = sum(length >= 100 for length in LENGTHS)
+    assert StreamCounts(samples=300, packs=len(packs), long=num_long) == counts
+
+    def numbers(epoch):
+        found = items_of(epoch, world_size=world_size, workers=workers, **kept)
+        return [[sample["number"] for sample in item.samples] for item in found if not isinstance(item, Ended)]
+
+    assert numbers(0) == [[sample["number"] for sample in pack] for pack in packs]
+    assert numbers(0) != numbers(1)
+
+    dropping = items_of(0, world_size=world_size, workers=workers, allow_single_long=False, min_fill_ratio="0.9")
+    counts = sum((item.counts for item in dropping if isinstance(item, Ended)), StreamCounts())
+    trained = sum(len(item.samples) for item in dropping if not isinstance(item, Ended))
+    assert num_long == counts.skipped
+    assert 300 == trained + counts.skipped + counts.dropped
+
+
+@pytest.fixture
+def write_rollout(write_run, text_jsonl):
+    """Return a function that writes a run of the rollout variant on text."""
+
+    def write(custom: dict | None = None, name: str = "run", **training) -> Path:
+        keys = {
+            "max_steps": 6,
+            "effective_batch_size": 2,
+            "packing_buffer": 8,
+            "packing_mode": "dynamic",
+            "lr_scheduler_type": "constant",
+        }
+        return write_run(
+            "qwen2", name=name, template={"max_length": 160}, training={**keys, **training},
+            custom={"train_jsonl": str(text_jsonl), "trainer_variant": "rollout", **(custom or {})},
+        )  # fmt: skip
+
+    return write
+
+
+def run(path):
+    from adapters.torch_group import OneRank
+    from app import rollout, wiring
+
+    return rollout.run(wiring.read_config(path), OneRank())
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_is_trained_epoch_after_epoch(write_rollout, text_jsonl, workers):
+    """Packs of the data as they are; evaluation unpacked; each epoch says what became of its samples."""
+    path = write_rollout({"val_jsonl": str(text_jsonl)}, dataloader_num_workers=workers, max_steps=14,
+                         eval_strategy="epoch", packing_min_fill_ratio="0.5")  # fmt: skip
+    steps, terminated, history = run(path)
+
+    assert (14, False) == (steps, terminated)
+    logged = [entry for entry in history if "loss" in entry]
+    assert 14 == len(logged)
+    assert logged[-1]["loss"] < logged[0]["loss"]
+    assert all(0.5 <= entry["fill"] <= 1 and entry["samples_per_pack"] > 1 for entry in logged)
+    ends = [entry for entry in history if "epoch_samples" in entry]
+    assert ends
+    for number, entry in enumerate(ends):
+        assert number == entry["epoch"]
+        assert 30 == entry["epoch_samples"]
+        in_epoch = sum(step["epoch"] == number for step in logged)
+        assert entry["epoch_packs"] == 2 * in_epoch + entry["epoch_left_over_packs"]
+    assert any("eval_loss" in entry for entry in history)
+
+
+def test_an_epoch_without_a_step_ends_training(write_rollout, caplog):
+    """Instead of going round for ever; the reason is said."""
+    import logging
+
+    logging.getLogger("app").propagate = True
+
+    assert 0 == run(write_rollout(effective_batch_size=500))[0]
+    assert "an epoch had no whole step" in caplog.text
+
+
+def test_a_mix_is_trained_in_its_shares(write_rollout, text_jsonl, tmp_path, monkeypatch):
+    """Ratios of the mix, packed after it; another draw each epoch."""
+    from adapters import rollouts
+
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(text_jsonl.read_text().splitlines(keepends=True)[:20]))
+    mix = tmp_path / "mix.yaml"
+    mix.write_text(
+        yaml.safe_dump({"sources": [{"jsonl": str(text_jsonl), "ratio": 2}, {"jsonl": str(other), "ratio": 1}]})
+    )
+    taken = []
+    plain = rollouts.RecordStream.indices
+
+    def noted(stream, shard, num_shards):
+        taken.append(plain(stream, shard, num_shards))
+        return taken[-1]
+
+    monkeypatch.setattr(rollouts.RecordStream, "indices", noted)
+    path = write_rollout({"fusion_config": str(mix)}, max_steps=12)
+    document = yaml.safe_load(path.read_text())
+    del document["custom"]["train_jsonl"]
+    path.write_text(yaml.safe_dump(document))
+    run(path)
+
+    assert len(taken) > 1
+    for indices in taken:
+        assert [30, 15] == [sum(index < 30 for index in indices), sum(index >= 30 for index in indices)]
+        assert 45 == len(set(indices))
+    assert taken[0] != taken[1]
+
+
+def test_the_reward_rises(write_rollout):
+    """The best of the model's own answers are trained, and its next answers are better."""
+    custom = {"rollout_reward": "character_overlap", "rollout_completions": 8, "rollout_max_new_tokens": 16}
+    _, _, history = run(write_rollout(custom, max_steps=40, effective_batch_size=4, learning_rate="5e-3"))
+
+    rewards = [entry["reward"] for entry in history if "reward" in entry]
+    kept = [entry["reward_kept"] for entry in history if "reward" in entry]
+    assert 40 == len(rewards)
+    assert all(best >= mean for best, mean in zip(kept, rewards, strict=True))
+    assert statistics.fmean(rewards[-10:]) > 1.15 * statistics.fmean(rewards[:10])
+
+
+def test_a_model_that_sees_answers_too(write_run, demo):
+    """Prompts with images: generation goes past the hooks of training."""
+    custom = {"train_jsonl": str(demo / "data" / "messages.jsonl"), "trainer_variant": "rollout",
+              "rollout_reward": "exact_match", "rollout_max_new_tokens": 8}  # fmt: skip
+    keys = {"max_steps": 2, "packing_mode": "dynamic", "packing_buffer": 4, "packing_min_fill_ratio": "0.4"}
+    path = write_run("qwen3_vl", custom=custom, training=keys, template={"max_length": 400})
+
+    steps, _, history = run(path)
+
+    assert 2 == steps
+    assert all(0 <= entry["reward"] <= 1 for entry in history if "reward" in entry)
+
+
+def test_two_torchrun_ranks_with_unequal_data_end_together(write_rollout, tmp_path):
+    """One rank's samples are short, the other's long: it has more packs; both run the same steps."""
+    path = tmp_path / "unequal.jsonl"
+    records = [
+        {
+            "messages": [
+                {"role": "user", "content": "say"},
+                {"role": "assistant", "content": "blue " * (3 + 20 * (n % 3 == 0))},
+            ]
+        }
+        for n in range(60)
+    ]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    run_yaml = write_rollout({"train_jsonl": str(path)}, max_steps=25, use_cpu=True)
+    ran = subprocess.run(
+        [Path(sys.executable).with_name("torchrun"), "--nproc-per-node", "2", "--master-addr", "127.0.0.1",
+         "--master-port", str(free_port()), "-m", "app.sft", run_yaml],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=Path(__file__).parents[2],
+        capture_output=True, text=True, timeout=DEADLINE_S, check=False,
+    )  # fmt: skip
+
+    assert 0 == ran.returncode, ran.stderr[-3000:]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "logging.jsonl").read_text().splitlines()]
+    assert 25 == sum("loss" in line for line in lines)
+    ends = [line for line in lines if "epoch_samples" in line]
+    assert len(ends) > 1
+    assert all(60 == line["epoch_samples"] for line in ends)
+    assert all(line["epoch_packs"] >= line["epoch_left_over_packs"] >= 0 for line in ends)
+
+
+@pytest.mark.parametrize(
+    ("custom", "training", "says"),
+    [
+        ({}, {"max_steps": -1}, "training.max_steps: is not set"),
+        ({}, {"packing": False}, "training.packing: is false"),
+        ({}, {"packing_mode": "static"}, "training.packing_mode: is static, which is Stage-1's"),
+        ({}, {"resume_from_checkpoint": "last"}, "a stream starts anew"),
+        ({"fusion_config": "mix.yaml"}, {}, "both name the data"),
+        ({"rollout_reward": "exact_match"}, {"dataloader_num_workers": 2}, "in processes without the model"),
+        ({"rollout_keep": 9}, {}, "is more than custom.rollout_completions"),
+        ({"rollout_completions": 0}, {}, "custom.rollout_completions: is 0"),
+        ({"rollout_temperature": 0}, {}, "custom.rollout_temperature"),
+        (
+            {"trainer_variant": "sft", "rollout_reward": "exact_match"},
+            {"packing_buffer": 512},
+            "is of the rollout variant",
+        ),
+        ({"rollout_reward": "kindness"}, {}, "neither one of word_overlap"),
+        ({"rollout_reward": "core.rewards:kindness"}, {}, "has no attribute 'kindness'"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(write_rollout, custom, training, says):
+    """By key."""
+    with pytest.raises(ConfigError, match=says):
+        run(write_rollout(custom, **training))
