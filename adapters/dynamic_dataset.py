@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -12,6 +13,8 @@ from adapters.packed_dataset import EncodedPack, Sample
 from core.carry import Carry, CarryOptions, Emitted, advance, finish
 from core.errors import PackplanError
 
+log = logging.getLogger(__name__)
+
 
 class SampleStream(Protocol):
     """Encoded samples, in an order of each epoch."""
@@ -19,9 +22,9 @@ class SampleStream(Protocol):
     def set_epoch(self, epoch: int, /) -> None:
         """Take the order of *epoch* from now on."""
 
-    def samples(self, shard: int, num_shards: int, /) -> Iterator[Sample]:
+    def samples(self, shard: int, num_shards: int, /) -> Iterator[tuple[str, Sample]]:
         """
-        Yield the samples of one of several shards, which no other one yields; each has its `length`.
+        Yield the samples of one of several shards, which no other one yields: its record, and its encoding with a `length`.
 
         Raises:
             PackplanError: A record cannot become a sample.
@@ -42,6 +45,12 @@ class StreamCounts:
 
     dropped: int = 0
     """Samples of underfilled packs that were let go, or left at the end, and dropped."""
+
+    packed: int = 0
+    """Packs of no long sample."""
+
+    packed_tokens: int = 0
+    """Theirs."""
 
     def __add__(self, other: StreamCounts) -> StreamCounts:
         return StreamCounts(*(a + b for a, b in zip(attrs.astuple(self), attrs.astuple(other), strict=True)))
@@ -89,10 +98,11 @@ class DynamicDataset(IterableDataset[EncodedPack | Ended | PackplanError]):
         shard, num_shards = self.rank * workers + number, self.world_size * workers
         carry, held, counts, position = Carry(), dict[int, Sample](), StreamCounts(), 0
         try:
-            for index, sample in enumerate(self.stream.samples(shard, num_shards)):
+            for index, (record, sample) in enumerate(self.stream.samples(shard, num_shards)):
                 held[index] = sample
                 carry, emitted = advance(carry, [index], [sample["length"]], options=self.options)
-                counts += _counted(emitted, 1)
+                self._log_long(emitted, record, sample["length"])
+                counts += _counted(emitted, held, came=1)
                 for pack in _taken(emitted, held):
                     yield EncodedPack(position, pack)
                     position += 1
@@ -100,20 +110,36 @@ class DynamicDataset(IterableDataset[EncodedPack | Ended | PackplanError]):
             yield error
             return
         emitted = finish(carry, options=self.options)
-        counts += _counted(emitted, 0)
+        counts += _counted(emitted, held, came=0)
         for pack in _taken(emitted, held):
             yield EncodedPack(position, pack)
             position += 1
         yield Ended(counts)
 
+    def _log_long(self, emitted: Emitted, record: str, length: int) -> None:
+        limit = self.options.packing_length
+        if emitted.single_long:
+            log.info("%s: %s tokens, where a pack holds %s: a pack of its own", record, f"{length:,}", f"{limit:,}")
+        if emitted.skipped_long:
+            log.warning(
+                "%s: %s tokens, where a pack holds %s: skipped; training.packing_allow_single_long: true trains it",
+                record,
+                f"{length:,}",
+                f"{limit:,}",
+            )
 
-def _counted(emitted: Emitted, came: int) -> StreamCounts:
+
+def _counted(emitted: Emitted, held: dict[int, Sample], *, came: int) -> StreamCounts:
+    long = set(emitted.single_long)
+    loads = [sum(held[index]["length"] for index in pack) for pack in emitted.packs if pack[0] not in long]
     return StreamCounts(
         samples=came,
         packs=len(emitted.packs),
         long=len(emitted.single_long),
         skipped=len(emitted.skipped_long),
         dropped=emitted.underfilled.num_samples if emitted.dropped else 0,
+        packed=len(loads),
+        packed_tokens=sum(loads),
     )
 
 

@@ -30,10 +30,15 @@ class RecordStream:
         """Take the order of *epoch* from now on."""
         self._epoch = epoch
 
-    def samples(self, shard: int, num_shards: int) -> Iterator[Sample]:
-        """Yield the encoded samples of a shard: every *num_shards*th of the order, from *shard* on."""
+    def samples(self, shard: int, num_shards: int) -> Iterator[tuple[str, Sample]]:
+        """Yield records and encodings of a shard's samples: every *num_shards*th of the order, from *shard* on."""
         for index in self.indices(shard, num_shards):
-            yield self.encoded.encode(index)
+            yield self.record(index), self.encoded.encode(index)
+
+    def record(self, index: int) -> str:
+        """Return the file and line of a sample."""
+        source, line = self.encoded.records.where(index)
+        return f"{source}, line {line}"
 
     def indices(self, shard: int, num_shards: int) -> list[int]:
         """Return the indices of a shard's samples."""
@@ -83,7 +88,7 @@ class RolloutStream(RecordStream):
         self._kept: list[float] = []
         self._last: Mapping[str, float] = {"reward": 0.0, "reward_kept": 0.0}
 
-    def samples(self, shard: int, num_shards: int) -> Iterator[Sample]:
+    def samples(self, shard: int, num_shards: int) -> Iterator[tuple[str, Sample]]:
         """Answer the prompts of a shard, and yield the best answers as samples."""
         for index in self.indices(shard, num_shards):
             answer = self.encoded.answer(index)
@@ -94,7 +99,7 @@ class RolloutStream(RecordStream):
             self._scores += [score for score, _ in scored]
             self._kept += [score for score, _ in best]
             for _, text in best:
-                yield self.encoded.encode(index, answer=text)
+                yield f"an answer to {self.record(index)}", self.encoded.encode(index, answer=text)
 
     def logs(self) -> Mapping[str, float]:
         """Return the mean reward of all answers, and of those that were kept, since the last call."""

@@ -88,6 +88,7 @@ class StreamTrainer(PackingTrainer):
         logs = {
             "epoch_samples": total.samples,
             "epoch_packs": total.packs,
+            "epoch_fill_mean": total.packed_tokens / max(1, total.packed) / self.packing_length,
             "epoch_long_share": total.long / max(1, total.samples),
             "epoch_long_samples": total.long,
             "epoch_skipped_share": total.skipped / max(1, total.samples),

@@ -235,6 +235,11 @@ class SwiftSamples:
         except RecordError as error:
             return error
 
+    @property
+    def mixes(self) -> bool:
+        """Whether samples are others in another epoch: not those of files."""
+        return False
+
     def answer(self, index: int) -> str:
         """Return what the last message of sample *index* says."""
         said: str = self._sample(index)[0]["messages"][-1]["content"]

@@ -15,7 +15,7 @@ from core.align import AlignedPlan, align_plan
 from core.checksum import plan_checksum
 from core.config import RunConfig
 from core.course import Bookmark, Course
-from core.errors import OutputError, RanksDisagreeError
+from core.errors import DataSetError, OutputError, RanksDisagreeError
 from core.fingerprint import Fingerprint, plan_fingerprint
 from core.lengths import IntArray
 from core.plan import RawPlan, build_raw_plan, one_sample_packs, plan_from_arrays, plan_to_arrays, refuse_longer
@@ -141,8 +141,15 @@ def plan_split(
         world_size: Ranks to align for, if not those of the group.
 
     Raises:
-        PackplanError: Whatever rank 0 finds wrong, on every rank; RanksDisagreeError if ranks hold different plans.
+        PackplanError: Whatever rank 0 finds wrong, on every rank; RanksDisagreeError if ranks hold different plans;
+            DataSetError if the source mixes its samples anew each epoch.
     """
+    if source.mixes:
+        message = (
+            f"the {name} data are mixed anew each epoch, which a static plan cannot follow: write an epoch's mix to one "
+            "JSONL (python -m app.plan materialise mix.yaml -o mix.jsonl), or set custom.trainer_variant: rollout"
+        )
+        raise DataSetError(message)
     world_size = world_size or group.world_size
 
     def build(tell: Tell) -> Arrays:

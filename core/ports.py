@@ -40,6 +40,10 @@ class Measurable(Protocol):
 class LengthSource(Measurable, Protocol):
     """Samples that can be measured one by one too, in any order, with the same result."""
 
+    @property
+    def mixes(self) -> bool:
+        """Whether its samples are others in another epoch; then no static plan holds."""
+
     def fingerprint(self) -> Fingerprint:
         """Return everything that the measurements depend on, the data aside."""
 

@@ -17,6 +17,8 @@ from core.samples import COLUMNS, IMAGE_COLUMNS, ImageFacts, ImageTable, Measure
 class ListSource:
     """Samples of given lengths, each with an image; counts what is measured."""
 
+    mixes = False
+
     def __init__(self, lengths: list[int], *, name: str = "data") -> None:
         self.lengths, self.name = lengths, name
         self.measured: list[int] = []
@@ -54,6 +56,12 @@ class ListSource:
 
     def images(self, index: int) -> tuple[ImageFacts, ...]:
         return (ImageFacts(self.image_bytes, self.widths.get(index, 28), 28, self.lengths[index]),)
+
+
+class MixingSource(ListSource):
+    """Its samples are others in another epoch."""
+
+    mixes = True
 
 
 class FailingSource(ListSource):

@@ -185,6 +185,8 @@ def _seconds_of(outcomes: Iterator[Outcome], total: int) -> tuple[float, float]:
 class _StoredSamples:
     """A source whose samples are all stored: what a warm start asks of one."""
 
+    mixes = False
+
     def __len__(self) -> int:
         return STORED
 

@@ -169,3 +169,20 @@ def test_a_gpu_that_is_not_there_is_said(capsys):
     if not torch.cuda.is_available():
         assert 2 == main(["train", "--device", "cuda"])
         assert "sees no GPU" in capsys.readouterr().err
+
+
+def test_streams_are_measured(capsys):
+    """Every distribution that is asked for; packs and drops as the carry buffer gives them."""
+    wanted = ["chat-2048", "vlm-8192"]
+
+    assert 0 == main(["stream", "--samples", "3000", "--distributions", *wanted, "--repeat", "1", "--json"])
+
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert wanted == [row["distribution"] for row in rows]
+    for row in rows:
+        lengths = DISTRIBUTIONS[row["distribution"]].lengths(3000, seed=0)
+        best = len(pack(lengths, capacity=DISTRIBUTIONS[row["distribution"]].capacity, algorithm="best_fit_decreasing"))
+        assert row["gap"] == row["packs"] / best - 1
+        assert min(row["samples_per_s"], row["argsorts"]) > 0
+    assert 0 == main(["stream", "--samples", "500", "--distributions", "zipf-8192", "--repeat", "1"])
+    assert 3 == len(capsys.readouterr().out.splitlines())

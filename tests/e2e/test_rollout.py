@@ -35,7 +35,7 @@ class Numbers:
     def samples(self, shard, num_shards):
         order = np.random.default_rng(self.epoch).permutation(len(LENGTHS))
         for index in order[shard::num_shards].tolist():
-            yield {"number": index, "length": LENGTHS[index]}
+            yield f"line {index}", {"number": index, "length": LENGTHS[index]}
 
 
 def items_of(epoch: int, *, world_size: int, workers: int, **options) -> list:
@@ -67,7 +67,9 @@ def test_every_sample_goes_to_one_rank_and_one_worker(world_size, workers):
     assert all(sum(sample["length"] for sample in pack) <= 100 or len(pack) == 1 for pack in packs)
     counts = sum((item.counts for item in items if isinstance(item, Ended)), StreamCounts())
     num_long = sum(length >= 100 for length in LENGTHS)
-    assert StreamCounts(samples=300, packs=len(packs), long=num_long) == counts
+    loads = [sum(s["length"] for s in pack) for pack in packs if len(pack) > 1 or pack[0]["length"] < 100]
+    expected = {"long": num_long, "packed": len(loads), "packed_tokens": sum(loads)}
+    assert StreamCounts(samples=300, packs=len(packs), **expected) == counts
 
     def numbers(epoch):
         found = items_of(epoch, world_size=world_size, workers=workers, **kept)
@@ -88,6 +90,7 @@ def write_rollout(write_run, text_jsonl):
     """Return a function that writes a run of the rollout variant on text."""
 
     def write(custom: dict | None = None, name: str = "run", **training) -> Path:
+        # Some records are longer than the packs of the run named `long`.
         keys = {
             "max_steps": 6,
             "effective_batch_size": 2,
@@ -96,7 +99,7 @@ def write_rollout(write_run, text_jsonl):
             "lr_scheduler_type": "constant",
         }
         return write_run(
-            "qwen2", name=name, template={"max_length": 160}, training={**keys, **training},
+            "qwen2", name=name, template={"max_length": 50 if name == "long" else 160}, training={**keys, **training},
             custom={"train_jsonl": str(text_jsonl), "trainer_variant": "rollout", **(custom or {})},
         )  # fmt: skip
 
@@ -130,6 +133,23 @@ def test_a_stream_is_trained_epoch_after_epoch(write_rollout, text_jsonl, worker
         in_epoch = sum(step["epoch"] == number for step in logged)
         assert entry["epoch_packs"] == 2 * in_epoch + entry["epoch_left_over_packs"]
     assert any("eval_loss" in entry for entry in history)
+
+
+@pytest.mark.parametrize(("allowed", "says"), [(True, "a pack of its own"), (False, "skipped; training.packing_allow")])
+def test_long_samples_are_logged_one_by_one(write_rollout, text_jsonl, caplog, allowed, says):
+    """With their record, their length and the limit."""
+    import logging
+
+    logging.getLogger("adapters").propagate = True
+    with caplog.at_level(logging.INFO, logger="adapters"):
+        _, _, history = run(write_rollout(max_steps=20, packing_allow_single_long=allowed, packing_buffer=2,
+                                          packing_drop_last=False, name="long"))  # fmt: skip
+    lines = [line for line in caplog.messages if says in line]
+    num_long = next(entry for entry in history if "epoch_samples" in entry)
+
+    assert num_long["epoch_long_samples" if allowed else "epoch_skipped_samples"] > 0
+    assert len(lines) >= num_long["epoch_long_samples" if allowed else "epoch_skipped_samples"]
+    assert all(f"{text_jsonl}, line " in line and "where a pack holds 50" in line for line in lines)
 
 
 def test_an_epoch_without_a_step_ends_training(write_rollout, caplog):

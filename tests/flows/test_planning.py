@@ -26,6 +26,7 @@ from tests.fakes import (
     ListSource,
     MemoryLengthStore,
     MemoryPlanStore,
+    MixingSource,
     OrderedSource,
     RestlessSource,
     ScriptedGroup,
@@ -257,6 +258,16 @@ def test_a_damaged_plan_is_never_used():
     """The error goes through."""
     with pytest.raises(CorruptArtefactError, match="torn"):
         Desk(plans=TornPlanStore()).plan()
+
+
+def test_a_source_that_mixes_is_refused_with_the_way_out():
+    """It says so itself, whatever its class is called; nothing is measured."""
+    source = MixingSource(LENGTHS)
+
+    with pytest.raises(DataSetError, match=r"app\.plan materialise"):
+        Desk(source).plan()
+
+    assert not source.measured
 
 
 def test_ranks_that_disagree_stop_the_run():
