@@ -62,6 +62,8 @@ def training_arguments(
         "disable_tqdm": not sys.stderr.isatty(),
         "logging_nan_inf_filter": False,  # would log another loss in place of one that is not a number
     }
+    if config.custom.rollout_reward is not None:
+        defaults["dataloader_num_workers"] = 0  # a worker would answer prompts with the weights of its start
     fixed = {
         "output_dir": training.output_dir,
         "per_device_train_batch_size": per_device_train_batch_size,

@@ -248,6 +248,22 @@ def test_two_torchrun_ranks_with_unequal_data_end_together(write_rollout, tmp_pa
     assert all(line["epoch_packs"] >= line["epoch_left_over_packs"] >= 0 for line in ends)
 
 
+def test_prompts_are_answered_where_the_model_is(write_rollout):
+    """Without a word on loader workers, of which ms-swift starts one."""
+    from app import wiring
+
+    path = write_rollout({"rollout_reward": "exact_match"})
+    document = yaml.safe_load(path.read_text())
+    del document["training"]["dataloader_num_workers"]
+    path.write_text(yaml.safe_dump(document))
+    config = wiring.read_config(path)
+
+    from app.preparing import batch_of
+
+    batch = batch_of(config, world_size=1)
+    assert 0 == wiring.open_arguments(config, batch.size, batch.accumulation).dataloader_num_workers
+
+
 @pytest.mark.parametrize(
     ("custom", "training", "says"),
     [
