@@ -103,8 +103,17 @@ def test_the_buffer_stays_bounded(stream):
         before = carry.indices.size
         carry, _ = advance(carry, [index], [length], options=options)
         assert carry.indices.size < options.packing_buffer
+        assert sorted(carry.indices.tolist()) == carry.indices.tolist()
         packed = length < options.packing_length and before + 1 == options.packing_buffer
         assert not packed or carry.indices.size <= options.packing_buffer // 2
+
+
+@pytest.mark.parametrize(("length", "full"), [(54, False), (55, True), (56, True)])
+def test_the_ratio_is_the_decimal_that_was_written(length, full):
+    """55 of 100 is 0.55, whatever a float would say."""
+    options = CarryOptions(packing_length=100, packing_buffer=1, min_fill_ratio=0.55)
+
+    assert full == bool(len(advance(Carry(), [0], [length], options=options)[1].packs))
 
 
 def test_samples_that_can_never_fill_are_let_go_and_counted():
