@@ -74,16 +74,16 @@ class StreamTrainer(PackingTrainer):
         return window, self._get_num_items_in_batch(window, device)
 
     def _run_epoch(self, *, epoch: int, **options: Any) -> None:
-        self._left_over, self._epoch, before = 0, epoch, self.state.global_step
+        self._left_over, self._epoch = 0, epoch
         self._since = time.perf_counter()
         super()._run_epoch(epoch=epoch, **options)
         if self.state.global_step == self.state.max_steps:
             return
         counts: StreamCounts = self.callback_handler.train_dataloader.counts
-        numbers = torch.tensor([*attrs.astuple(counts), self._left_over, int(self.state.global_step == before)])
+        numbers = torch.tensor([*attrs.astuple(counts), self._left_over])
         if self.group.world_size > 1:
             torch.distributed.all_reduce(numbers)
-        *summed, left_over, idle = numbers.tolist()
+        *summed, left_over = numbers.tolist()
         total = StreamCounts(*summed)
         logs = {
             "epoch_samples": total.samples,
@@ -97,8 +97,6 @@ class StreamTrainer(PackingTrainer):
             "epoch_left_over_packs": left_over,
         }
         Trainer.log(self, {name: float(value) for name, value in logs.items()})
-        # An epoch without a step would be followed by another one, for ever.
-        self.control.should_training_stop |= bool(idle)
 
     def training_step(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
         """Train on one pack, and note its samples' lengths."""

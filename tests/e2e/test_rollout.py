@@ -85,6 +85,36 @@ def test_every_sample_goes_to_one_rank_and_one_worker(world_size, workers):
     assert 300 == trained + counts.skipped + counts.dropped
 
 
+def test_what_was_emitted_is_not_held():
+    """A stream of any length needs the memory of its buffer."""
+    import weakref
+
+    from adapters.dynamic_dataset import DynamicDataset
+    from core.carry import CarryOptions
+
+    class Sample(dict):
+        pass
+
+    living: weakref.WeakSet = weakref.WeakSet()
+
+    class Counted(Numbers):
+        def samples(self, shard, num_shards):
+            for record, sample in super().samples(shard, num_shards):
+                kept = Sample(sample)
+                # A set asks for a hash, which a dict has not.
+                living.add(Token(kept))
+                yield record, kept
+
+    class Token:
+        def __init__(self, sample):
+            sample["token"] = self
+
+    dataset = DynamicDataset(Counted(), CarryOptions(packing_length=100, packing_buffer=16), rank=0, world_size=1)
+    most = max(len(living) for _ in dataset)
+
+    assert most <= 2 * 16 + 1
+
+
 @pytest.fixture
 def write_rollout(write_run, text_jsonl):
     """Return a function that writes a run of the rollout variant on text."""
@@ -114,8 +144,18 @@ def run(path):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_stream_is_trained_epoch_after_epoch(write_rollout, text_jsonl, workers):
-    """Packs of the data as they are; evaluation unpacked; each epoch says what became of its samples."""
+def test_a_stream_is_trained_epoch_after_epoch(write_rollout, text_jsonl, monkeypatch, workers):
+    """Packs of the data as they are, in an order of each epoch; evaluation unpacked; epochs say what became of samples."""
+    from adapters.stream_trainer import StreamTrainer
+
+    trained: dict[float, list] = {}
+    step = StreamTrainer.training_step
+
+    def noted(trainer, model, inputs, *arguments, **options):
+        trained.setdefault(trainer._epoch, []).append(inputs["sample_lengths"])
+        return step(trainer, model, inputs, *arguments, **options)
+
+    monkeypatch.setattr(StreamTrainer, "training_step", noted)
     path = write_rollout({"val_jsonl": str(text_jsonl)}, dataloader_num_workers=workers, max_steps=14,
                          eval_strategy="epoch", packing_min_fill_ratio="0.5")  # fmt: skip
     steps, terminated, history = run(path)
@@ -133,6 +173,7 @@ def test_a_stream_is_trained_epoch_after_epoch(write_rollout, text_jsonl, worker
         in_epoch = sum(step["epoch"] == number for step in logged)
         assert entry["epoch_packs"] == 2 * in_epoch + entry["epoch_left_over_packs"]
     assert any("eval_loss" in entry for entry in history)
+    assert trained[0] != trained[1]
 
 
 @pytest.mark.parametrize(("allowed", "says"), [(True, "a pack of its own"), (False, "skipped; training.packing_allow")])
