@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -12,7 +13,8 @@ import attrs
 import torch
 
 from adapters.packed_dataset import Sample
-from adapters.swift_samples import IGNORED_LABEL, SwiftSamples
+from adapters.swift_samples import SwiftSamples
+from core.errors import ConfigError
 from core.lengths import IntArray
 from core.rewards import Reward
 
@@ -94,7 +96,7 @@ class RolloutStream(RecordStream):
             answer = self.encoded.answer(index)
             # What says nothing cannot be learned from.
             completions = [text for text in self._completions(index) if text.strip()]
-            scored = [(self._reward(text, answer), text) for text in completions]
+            scored = [(self._score(index, text, answer), text) for text in completions]
             best = sorted(scored, key=lambda pair: -pair[0])[: self._sampling.keep]
             self._scores += [score for score, _ in scored]
             self._kept += [score for score, _ in best]
@@ -108,16 +110,28 @@ class RolloutStream(RecordStream):
             self._scores, self._kept = [], []
         return self._last
 
+    def _score(self, index: int, completion: str, answer: str) -> float:
+        """Score an answer; ConfigError if the reward fails, or gives no finite number."""
+        try:
+            score = float(self._reward(completion, answer))
+        except Exception as error:
+            reason = f"fails on an answer to {self.record(index)}: {type(error).__name__}: {error}"
+            raise ConfigError.of("custom.rollout_reward", reason) from error
+        if not math.isfinite(score):
+            reason = f"gives {score} for an answer to {self.record(index)}, and no finite number"
+            raise ConfigError.of("custom.rollout_reward", reason)
+        return score
+
     def _completions(self, index: int) -> list[str]:
-        encoded = self.encoded.encode(index)
-        length = next(place for place, label in enumerate(encoded["labels"]) if label != IGNORED_LABEL)
-        inputs = {"input_ids": torch.tensor(encoded["input_ids"][:length])[None]}
+        encoded = self.encoded.prompt(index)
+        length = len(encoded["input_ids"])
+        inputs = {"input_ids": torch.tensor(encoded["input_ids"])[None]}
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
         for key in ("pixel_values", "image_grid_thw"):
             if encoded.get(key) is not None:
                 inputs[key] = torch.as_tensor(encoded[key])
         if encoded.get("mm_token_type_ids") is not None:
-            inputs["mm_token_type_ids"] = torch.as_tensor(encoded["mm_token_type_ids"]).view(1, -1)[:, :length]
+            inputs["mm_token_type_ids"] = torch.as_tensor(encoded["mm_token_type_ids"]).view(1, -1)
         template, sampling = self.encoded.template, self._sampling
         was_training = self._model.training
         self._model.eval()

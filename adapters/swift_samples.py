@@ -245,6 +245,19 @@ class SwiftSamples:
         said: str = self._sample(index)[0]["messages"][-1]["content"]
         return said
 
+    def prompt(self, index: int) -> dict[str, Any]:
+        """Encode sample *index* without its last message, for the model to answer; RecordError if nothing comes before."""
+        sample, images = self._sample(index)
+        before = sample["messages"][:-1]
+        if not any(message["role"] == "user" for message in before):
+            raise self._fault(index, "the record has no question before its last message")
+        mode = self.template.mode
+        self.template.set_mode("transformers")
+        try:
+            return self._encode(index, {**sample, "messages": before, "images": images})
+        finally:
+            self.template.set_mode(mode)
+
     def encode(self, index: int, *, answer: str | None = None) -> dict[str, Any]:
         """
         Encode sample *index* as the template does; RecordError if it cannot become a sample.

@@ -116,7 +116,7 @@ def _merged(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise ConfigError(source, (Fault("", f"is no valid YAML: {' '.join(str(error).split())}"),)) from None
     if not isinstance(document, dict):
-        raise ConfigError(source, (Fault("", f"has to hold sections ({', '.join(SECTIONS)}), but holds none"),))
+        raise ConfigError(source, (Fault("", "has to hold sections, or keys and their values, but holds none"),))
     base = document.pop("extends", None)
     if base is None:
         return document

@@ -12,8 +12,8 @@ import numpy as np
 from adapters import artefacts
 from adapters.jsonl_records import JsonlRecords, rebased
 from adapters.yaml_config import load_mix
-from core.errors import ConfigError, Fault
-from core.fusion import Mix, Schedule, mix_faults, schedule
+from core.errors import ConfigError, OutputError
+from core.fusion import Mix, Schedule, mix_faults, schedule, share_faults
 
 log = logging.getLogger(__name__)
 
@@ -22,18 +22,11 @@ def open_mix(path: str) -> tuple[Mix, list[JsonlRecords]]:
     """Read a mix and its sources; ConfigError with all that is wrong with them."""
     mix = load_mix(path)
     records = [JsonlRecords((source.jsonl,)) for source in mix.sources]
-    faults = list(mix_faults(mix, [len(one) for one in records]))
+    sizes = [len(one) for one in records]
+    faults = list(mix_faults(mix, sizes)) or list(share_faults(mix, sizes))
     if faults:
         raise ConfigError(path, tuple(faults))
     return mix, records
-
-
-def scheduled(path: str, mix: Mix, records: list[JsonlRecords], *, seed: int, epoch: int) -> Schedule:
-    """Return the samples of an epoch; ConfigError if a source is too small for its share."""
-    try:
-        return schedule(mix, [len(one) for one in records], seed=seed, epoch=epoch)
-    except ValueError as error:
-        raise ConfigError(path, (Fault("sources", str(error)),)) from None
 
 
 def materialise(path: str, output: Path, *, seed: int, epoch: int) -> None:
@@ -53,10 +46,17 @@ def materialise(path: str, output: Path, *, seed: int, epoch: int) -> None:
         PackplanError: Something is wrong with the mix or its records, or the file cannot be written.
     """
     mix, records = open_mix(path)
-    drawn = scheduled(path, mix, records, seed=seed, epoch=epoch)
-    with artefacts.writing(output.parent):
+    if output.is_dir() or any(output.resolve() == Path(source.jsonl).resolve() for source in mix.sources):
+        reason = "is a folder" if output.is_dir() else "is one of the sources, which would be lost"
+        raise ConfigError.of("--output", f"{output} {reason}: name another file")
+    drawn = schedule(mix, [len(one) for one in records], seed=seed, epoch=epoch)
+    try:
         output.parent.mkdir(parents=True, exist_ok=True)
-    artefacts.write_chunks(output, _lines(records, drawn, output.parent))
+        artefacts.write_chunks(output, _lines(records, drawn, output.parent))
+    except OSError as error:
+        raise ConfigError.of("--output", f"{output} cannot be written: {error.strerror or error}") from error
+    except OutputError as error:
+        raise ConfigError.of("--output", f"{output} cannot be written: {error.reason}") from error
     for source, count in zip(mix.sources, np.bincount(drawn.source, minlength=len(records)).tolist(), strict=True):
         log.info("%s: %s of %s samples from %s", output, f"{count:,}", f"{len(drawn):,}", source.jsonl)
 

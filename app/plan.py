@@ -43,6 +43,7 @@ def build(config: RunConfig, group: RankGroup, *, splits: list[str], world_size:
     Raises:
         PackplanError: Something the user can mend, or something stored that is damaged.
     """
+    wiring.require_static(config)
     training = config.training
     timeout_s = training.packing_wait_timeout_s
     samples = _chosen(wiring.open_samples(config, measuring_ranks=wiring.local_ranks()), splits)

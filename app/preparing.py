@@ -52,6 +52,7 @@ def prepare(config: RunConfig, group: RankGroup) -> Prepared:
     Raises:
         PackplanError: Something the user can mend, or something stored that is damaged.
     """
+    wiring.require_static(config)
     training = config.training
     checkpoint = None
     if training.resume_from_checkpoint is not None:

@@ -11,11 +11,12 @@ from adapters.packing_trainer import history, was_terminated
 from adapters.rollouts import Order, Sampling
 from app import wiring
 from app.describe import describe
-from app.materialise import open_mix, scheduled
+from app.materialise import open_mix
 from app.planning import Knobs, plan_split, usable_folders
 from app.preparing import batch_of
 from core.config import RunConfig
-from core.errors import ConfigError
+from core.errors import ConfigError, DataSetError
+from core.fusion import schedule
 from core.lengths import IntArray
 from core.ports import RankGroup
 from core.rewards import REWARDS, Reward
@@ -61,14 +62,16 @@ def run(config: RunConfig, group: RankGroup) -> tuple[int, bool, list[dict[str, 
             group.world_size,
         )
     trainer.train()
-    if trainer.state.global_step < training.max_steps and not was_terminated(trainer) and group.rank == 0:
-        log.warning(
-            "training ended after %d of %d steps: an epoch had no whole step on all ranks; lower "
-            "training.effective_batch_size or training.packing_min_fill_ratio, or add data",
-            trainer.state.global_step,
-            training.max_steps,
+    steps, terminated = trainer.state.global_step, was_terminated(trainer)
+    if terminated and group.rank == 0:
+        log.warning("SIGTERM: saved the weights at step %d of %d; a stream starts anew", steps, training.max_steps)
+    if steps < training.max_steps and not terminated:
+        message = (
+            f"training ended after {steps} of {training.max_steps} steps: an epoch had no whole step on all ranks; lower "
+            "training.effective_batch_size or training.packing_min_fill_ratio, or add data"
         )
-    return trainer.state.global_step, was_terminated(trainer), [dict(entry) for entry in history(trainer)]
+        raise DataSetError(message)
+    return steps, terminated, [dict(entry) for entry in history(trainer)]
 
 
 def _order(config: RunConfig) -> tuple[Order, tuple[str, ...]]:
@@ -78,14 +81,14 @@ def _order(config: RunConfig) -> tuple[Order, tuple[str, ...]]:
         total = wiring.count_records(custom.train_jsonl)
         return (lambda epoch: shuffled(total, seed=(seed, epoch))), custom.train_jsonl
     mix, records = open_mix(custom.fusion_config)
-    firsts = np.cumsum([0, *map(len, records)])
+    sizes = [len(one) for one in records]
+    firsts = np.cumsum([0, *sizes])
 
     def mixed(epoch: int) -> IntArray:
-        drawn = scheduled(str(custom.fusion_config), mix, records, seed=seed, epoch=epoch)
+        drawn = schedule(mix, sizes, seed=seed, epoch=epoch)
         indices: IntArray = firsts[drawn.source] + drawn.index
         return indices
 
-    mixed(0)  # a source that is too small is found before anything is loaded
     return mixed, tuple(source.jsonl for source in mix.sources)
 
 
@@ -107,7 +110,11 @@ def reward_of(name: str) -> Reward:
     module, _, function = name.partition(":")
     try:
         found: Reward = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        reason = f"is {name}: neither one of {', '.join(REWARDS)}, nor a function as module:function ({error})"
-        raise ConfigError.of("custom.rollout_reward", reason) from None
-    return found
+    except Exception as error:  # noqa: BLE001  # whatever the user's own module raises
+        why = f"{type(error).__name__}: {error}"
+    else:
+        if callable(found):
+            return found
+        why = "no function"
+    reason = f"is {name}: neither one of {', '.join(REWARDS)}, nor a function as module:function ({why})"
+    raise ConfigError.of("custom.rollout_reward", reason)

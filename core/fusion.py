@@ -80,6 +80,25 @@ def mix_faults(mix: Mix, sizes: Sequence[int]) -> Iterator[Fault]:
         yield Fault("samples_per_epoch", f"is {mix.samples_per_epoch}, but has to be at least 1")
 
 
+def share_faults(mix: Mix, sizes: Sequence[int]) -> Iterator[Fault]:
+    """Yield what is wrong with the shares of a mix that has no other faults: no source may fall out, or run out."""
+    counted, wanted = sum(source.count or 0 for source in mix.sources), mix.samples_per_epoch
+    if wanted is not None and wanted < counted:
+        yield Fault("samples_per_epoch", f"is {wanted}, but the counts alone are {counted}: raise it")
+    elif wanted is not None and wanted != counted and all(source.count for source in mix.sources):
+        yield Fault(
+            "samples_per_epoch", f"is {wanted}, but the counts are {counted}, and no source has a ratio: remove it"
+        )
+    for number, (source, size, quota) in enumerate(zip(mix.sources, sizes, quotas(mix, sizes), strict=True)):
+        path = f"sources[{number}]"
+        if not quota:
+            yield Fault(
+                path, f"({source.jsonl}) has a share of no sample in an epoch: raise its ratio, or samples_per_epoch"
+            )
+        elif quota > size and not source.replacement:
+            yield Fault(path, f"({source.jsonl}) has {size} samples, but its share is {quota}: set replacement: true")
+
+
 def quotas(mix: Mix, sizes: Sequence[int]) -> list[int]:
     """
     Return how many samples of each source an epoch has.
@@ -89,12 +108,9 @@ def quotas(mix: Mix, sizes: Sequence[int]) -> list[int]:
     the first source to run out allows, or, if all of them are drawn with replacement, as their samples together.
 
     Args:
-        mix: Without faults.
+        mix: Without `mix_faults`.
 
         sizes: Samples of each source.
-
-    Raises:
-        ValueError: A source without replacement has fewer samples than its share.
 
     >>> quotas(Mix(sources=(Source(jsonl="a", ratio=Decimal(3)), Source(jsonl="b", ratio=Decimal(1)))), [300, 70])
     [210, 70]
@@ -109,10 +125,6 @@ def quotas(mix: Mix, sizes: Sequence[int]) -> list[int]:
     by_remainder = sorted(range(len(sources)), key=lambda number: wanted[number] - exact[number])
     for number in by_remainder[: total - sum(wanted) if whole else 0]:
         wanted[number] += 1
-    for source, size, quota in zip(sources, sizes, wanted, strict=True):
-        if quota > size and not source.replacement:
-            message = f"{source.jsonl} has {size} samples, but its share of an epoch is {quota}: set replacement: true"
-            raise ValueError(message)
     return [quota + count for quota, count in zip(wanted, counts, strict=True)]
 
 
@@ -121,7 +133,7 @@ def schedule(mix: Mix, sizes: Sequence[int], *, seed: int, epoch: int) -> Schedu
     Return the samples of an epoch, in order.
 
     Args:
-        mix: Without faults.
+        mix: Without `mix_faults` and `share_faults`.
 
         sizes: Samples of each source.
 

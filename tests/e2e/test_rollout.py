@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import yaml
 
-from core.errors import ConfigError
+from core.errors import ConfigError, DataSetError
 from tests.e2e.conftest import DEADLINE_S
 from tests.network import free_port
 
@@ -193,14 +193,57 @@ def test_long_samples_are_logged_one_by_one(write_rollout, text_jsonl, caplog, a
     assert all(f"{text_jsonl}, line " in line and "where a pack holds 50" in line for line in lines)
 
 
-def test_an_epoch_without_a_step_ends_training(write_rollout, caplog):
-    """Instead of going round for ever; the reason is said."""
-    import logging
+def test_an_epoch_without_a_step_ends_training(write_rollout):
+    """Instead of going round for ever; the reason is said, and the status tells."""
+    with pytest.raises(DataSetError, match="after 0 of 6 steps: an epoch had no whole step"):
+        run(write_rollout(effective_batch_size=500))
 
-    logging.getLogger("app").propagate = True
 
-    assert 0 == run(write_rollout(effective_batch_size=500))[0]
-    assert "an epoch had no whole step" in caplog.text
+def test_the_last_message_is_what_is_answered(write_rollout, tmp_path):
+    """Of several turns, all before it are the prompt, word for word as in training."""
+    from app import wiring
+
+    path = tmp_path / "turns.jsonl"
+    turns = [("user", "first"), ("assistant", "red"), ("user", "second"), ("assistant", "blue")]
+    path.write_text(json.dumps({"messages": [{"role": role, "content": said} for role, said in turns]}) + "\n")
+    samples = wiring.open_samples(wiring.read_config(write_rollout({"train_jsonl": str(path)})))["train"]
+
+    prompt, whole = samples.prompt(0)["input_ids"], samples.encode(0)["input_ids"]
+
+    assert whole[: len(prompt)] == prompt
+    assert samples.template.tokenizer.decode(prompt).endswith(
+        "<|im_start|>user\nsecond<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert "blue" == samples.answer(0)
+    assert samples.template.tokenizer.decode(samples.encode(0, answer="green")["input_ids"]).count("red") == 1
+
+
+REWARDS = """
+number = 5
+def boom(completion, answer): raise KeyError("gone")
+def nothing(completion, answer): return None
+def nan(completion, answer): return float("nan")
+def one(completion): return 1.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("number", "no function"),
+        ("boom", r"fails on an answer to .*line \d+: KeyError"),
+        ("nothing", "fails on an answer to .*TypeError"),
+        ("nan", "gives nan for an answer to"),
+        ("one", "fails on an answer to .*positional argument"),
+    ],
+)
+def test_a_reward_of_ones_own_that_fails_is_named(write_rollout, tmp_path, monkeypatch, name, says):
+    """With the record, and as the user's to mend."""
+    (tmp_path / "my_rewards.py").write_text(REWARDS)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    with pytest.raises(ConfigError, match=f"custom.rollout_reward.*{says}"):
+        run(write_rollout({"rollout_reward": f"my_rewards:{name}", "rollout_max_new_tokens": 4}))
 
 
 def test_a_mix_is_trained_in_its_shares(write_rollout, text_jsonl, tmp_path, monkeypatch):
@@ -287,6 +330,18 @@ def test_two_torchrun_ranks_with_unequal_data_end_together(write_rollout, tmp_pa
     assert len(ends) > 1
     assert all(60 == line["epoch_samples"] for line in ends)
     assert all(line["epoch_packs"] >= line["epoch_left_over_packs"] >= 0 for line in ends)
+
+
+def test_what_needs_a_plan_refuses_a_stream(write_rollout, capsys):
+    """`app.plan build` and `app.check`; the records can be looked through all the same."""
+    from app import check, plan
+
+    path = str(write_rollout())
+
+    for main, arguments in ((plan.main, ["build", path]), (check.main, [path])):
+        assert 2 == main(arguments)
+        assert "there is no plan" in capsys.readouterr().err
+    assert 0 == plan.main(["build", path, "--list-failures"])
 
 
 def test_prompts_are_answered_where_the_model_is(write_rollout):

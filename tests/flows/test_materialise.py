@@ -61,7 +61,7 @@ def test_the_file_holds_the_scheduled_records_with_their_images(write_mix, tmp_p
         ([{"of": "a"}], {}, r"sources\[0\].*either a ratio or a count"),
         ([{"of": "a", "ratio": 1, "wieght": 2}], {}, "wieght"),
         ([{"of": "b", "count": 13}], {}, "has 12 samples: lower it, or set replacement: true"),
-        ([{"of": "a", "ratio": 1}, {"of": "b", "ratio": 1}], {"samples_per_epoch": 40}, "its share of an epoch is 20"),
+        ([{"of": "a", "ratio": 1}, {"of": "b", "ratio": 1}], {"samples_per_epoch": 40}, "but its share is 20"),
         ([], {}, "name at least one"),
         ([{"of": "a", "ratio": "often"}], {}, "has to be a number"),
     ],
@@ -72,6 +72,21 @@ def test_what_is_wrong_with_a_mix_is_said(write_mix, tmp_path, sources, more, sa
         materialise(write_mix(*sources, **more), tmp_path / "mix.jsonl", seed=0, epoch=0)
 
     assert not (tmp_path / "mix.jsonl").exists()
+
+
+def test_a_source_is_never_overwritten(write_mix, tmp_path):
+    """Nor a folder taken for a file."""
+    path = write_mix({"of": "a", "ratio": 1})
+    before = (tmp_path / "a" / "data.jsonl").read_bytes()
+
+    with pytest.raises(ConfigError, match="is one of the sources"):
+        materialise(path, tmp_path / "b" / ".." / "a" / "data.jsonl", seed=0, epoch=0)
+    with pytest.raises(ConfigError, match="is a folder"):
+        materialise(path, tmp_path, seed=0, epoch=0)
+    with pytest.raises(ConfigError, match=r"--output: .*cannot be written"):
+        materialise(path, tmp_path / "a" / "data.jsonl" / "mix.jsonl", seed=0, epoch=0)
+
+    assert before == (tmp_path / "a" / "data.jsonl").read_bytes()
 
 
 def test_a_source_that_is_not_there_is_named(write_mix, tmp_path):

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from core.fusion import Mix, Source, mix_faults, quotas, schedule
+from core.fusion import Mix, Source, mix_faults, quotas, schedule, share_faults
 
 ratios = st.sampled_from(["0.1", "0.25", "1", "3", "0.7", "0.05"]).map(Decimal)
 
@@ -36,11 +36,12 @@ def test_ratios_are_exact_to_within_one_sample(mix):
     """Counts are exact; a source that is too small for its share is named."""
     (mix, sizes), sources, samples_per_epoch = mix, mix[0].sources, mix[0].samples_per_epoch
     assert not list(mix_faults(mix, sizes))
-    try:
-        wanted = quotas(mix, sizes)
-    except ValueError as error:
-        event("a source is too small")
-        assert any(source.jsonl in str(error) and not source.replacement for source in sources)  # noqa: PT017
+    wanted = quotas(mix, sizes)
+    too_small = [q > n and not s.replacement for s, n, q in zip(sources, sizes, wanted, strict=True)]
+    faults = {fault.path for fault in share_faults(mix, sizes)}
+    event(f"a source is too small: {any(too_small)}")
+    assert {f"sources[{n}]" for n, q in enumerate(wanted) if not q or too_small[n]} == faults - {"samples_per_epoch"}
+    if any(too_small):
         return
 
     whole = sum(Fraction(source.ratio) for source in sources if source.ratio is not None)
@@ -109,6 +110,23 @@ def test_what_is_wrong_with_a_source_is_said(source, size, says):
 
     assert fault.path.startswith("sources[0]")
     assert says in str(fault)
+
+
+@pytest.mark.parametrize(
+    ("count", "ratio", "total", "says"),
+    [
+        (50, Decimal(1), 20, "samples_per_epoch: is 20, but the counts alone are 50"),
+        (50, None, 1000, "samples_per_epoch: is 1000, but the counts are 50, and no source has a ratio"),
+        (50, Decimal(1), 50, r"sources[0]: (a) has a share of no sample"),
+        (5, Decimal(1), 500, r"sources[0]: (a) has 100 samples, but its share is 495"),
+    ],
+)
+def test_no_source_falls_out_or_runs_out_in_silence(count, ratio, total, says):
+    """Each case is a fault, with both numbers."""
+    sources = [Source(jsonl="a", ratio=ratio)] if ratio else []
+    mix = Mix(sources=(*sources, Source(jsonl="b", count=count)), samples_per_epoch=total)
+
+    assert says in "; ".join(map(str, share_faults(mix, [100] * len(mix.sources))))
 
 
 def test_a_mix_needs_sources_and_samples():
