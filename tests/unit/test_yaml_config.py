@@ -17,7 +17,7 @@ from core.errors import ConfigError
 
 FIELDS: dict[str, Any] = {
     "learning_rate": float, "logging_steps": float, "report_to": None | str | list[str], "lr_scheduler_type": str,
-    "bf16": bool, "dataloader_num_workers": int | None, "deepspeed": dict | str | None, "packing_length": int,
+    "bf16": bool, "data_seed": int | None, "dataloader_num_workers": int | None, "deepspeed": dict | str | None, "packing_length": int,
 }  # fmt: skip
 
 
@@ -135,6 +135,12 @@ def test_faults_of_values_are_reported_at_once():
 def test_keys_that_mean_nothing_here_are_refused_with_what_to_do(key):
     """By name, even where the trainer knows them."""
     assert REFUSED_TRAINING_KEYS[key] == faults_of(minimal(**{key: 1}))[f"training.{key}"]
+
+
+@pytest.mark.parametrize("seed", [-1, None])
+def test_the_order_needs_a_seed(seed):
+    """From 0; without one it is that of the run."""
+    assert "has to be at least 0" in faults_of(minimal(data_seed=seed))["training.data_seed"]
 
 
 def test_a_buffer_is_refused_in_static_mode_only():
