@@ -150,9 +150,8 @@ class PackComparison:
         inputs = {"input_ids": torch.tensor(sample["input_ids"])[None], "attention_mask": torch.ones(1, length).long()}
         for key in _MEDIA:
             if sample.get(key) is not None:
-                value = torch.as_tensor(
-                    sample[key]
-                ).clone()  # ms-swift makes them for inference: no gradient would pass
+                # ms-swift makes them for inference: without a copy, no gradient would pass.
+                value = torch.as_tensor(sample[key]).clone()
                 inputs[key] = value.view(1, length) if key == "mm_token_type_ids" else value
         return {key: value.to(device) for key, value in inputs.items()}
 

@@ -77,8 +77,8 @@ class StreamTrainer(PackingTrainer):
         self._left_over, self._epoch = 0, epoch
         self._since = time.perf_counter()
         super()._run_epoch(epoch=epoch, **options)
-        if self.state.global_step == self.state.max_steps:
-            return
+        if not self.control.should_epoch_stop:
+            return  # the steps ended, or SIGTERM came, before the stream: its counts are not whole
         counts: StreamCounts = self.callback_handler.train_dataloader.counts
         numbers = torch.tensor([*attrs.astuple(counts), self._left_over])
         if self.group.world_size > 1:
@@ -113,6 +113,12 @@ class StreamTrainer(PackingTrainer):
             # Nobody knows how much of the epoch is over: the trainer's share of it is a guess.
             self.state.epoch = float(self._epoch)
         super().log(logs, *arguments, **options)
+
+    def _maybe_log_save_evaluate(self, *arguments: Any, **options: Any) -> None:
+        start = time.perf_counter()
+        super()._maybe_log_save_evaluate(*arguments, **options)
+        # Evaluating and saving are no training; a window that was read in between began then.
+        self._since += time.perf_counter() - max(start, self._since)
 
     def _window(self) -> dict[str, float]:
         tokens = [sum(lengths) for lengths in self._lengths]
