@@ -8,6 +8,8 @@ Everything that this project raises on purpose.
     │   ├── DataSetError           a data set as a whole
     │   ├── InvalidLengthError     a length no packer can place: index and value
     │   ├── TooFewSamplesError     more packs are wanted than there are samples
+    │   ├── OverBudgetError        a sequence of an RL batch is wider than a microbatch may be
+    │   ├── UnevenShardsError      the workers do not divide an RL batch
     │   ├── EmptyPlanError         no pack remains
     │   ├── SampleTooLongError     a sample over the limit, where the template is to raise
     │   ├── PlanTooShortError      fewer packs than ranks, and the remainder is to be dropped
@@ -132,6 +134,40 @@ class TooFewSamplesError(UserError):
             f"{self.num_samples:,} samples cannot fill {self.num_packs:,} packs (min_bin_count {self.min_bin_count:,}, "
             f"bin_count_multiple {self.bin_count_multiple:,}), for no pack is empty: ask for at most "
             f"{self.num_samples:,} packs, or give more samples"
+        )
+
+
+@attrs.define(eq=False)
+class OverBudgetError(UserError):
+    """A sequence of an RL batch is wider than a microbatch may be."""
+
+    index: int
+    length: int
+    padded: int
+    max_tokens: int
+    num_over: int
+    widest: int
+
+    def __str__(self) -> str:
+        rounded = f", {self.padded:,} when padded," if self.padded != self.length else ""
+        others = f"; {self.num_over:,} sequences are too wide" if self.num_over > 1 else ""
+        return (
+            f"sequence {self.index} has {self.length:,} tokens{rounded} but a microbatch holds {self.max_tokens:,} "
+            f"(max_tokens_per_microbatch){others}: raise train_mb_tokens and logprob_mb_tokens to at least {self.widest:,}"
+        )
+
+
+@attrs.define(eq=False)
+class UnevenShardsError(UserError):
+    """The workers do not divide an RL batch."""
+
+    num_sequences: int
+    num_shards: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_sequences:,} sequences of a batch cannot be divided evenly over {self.num_shards:,} workers: make "
+            "the batch a multiple of the workers, allow uneven shards, or use packing or dynamic batching, which fill up"
         )
 
 
