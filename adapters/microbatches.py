@@ -12,11 +12,13 @@ from types import MappingProxyType
 from typing import Any
 
 import attrs
+import numpy as np
 import torch
 from torch import Tensor
 
+from core.context_parallel import PackedLayout, cu_seqlens
 from core.errors import DataSetError
-from core.shard import ShardChunk, Sharding
+from core.shard import Mode, ShardChunk, Sharding
 
 Field = Tensor | list[Any]
 
@@ -147,7 +149,7 @@ class BatchedData:
         for chunks in sharding:
             weights = torch.cat([torch.as_tensor(chunk.weights) for chunk in chunks]).to(torch.float32)
             mine = self.select(torch.cat([torch.as_tensor(chunk.indices) for chunk in chunks]))
-            held.append(ShardedData(mine.with_fields(**{WEIGHTS: weights}), chunks))
+            held.append(ShardedData(mine.with_fields(**{WEIGHTS: weights}), sharding.mode, sharding.multiple, chunks))
         return held
 
 
@@ -170,103 +172,116 @@ class ShardedData:
 
     data: BatchedData
 
+    mode: Mode
+
+    multiple: int
+    """Each sequence of a packed row is padded to a multiple of it."""
+
     chunks: tuple[ShardChunk, ...]
 
-    def microbatches(self, number: int) -> Iterator[tuple[BatchedData, int]]:
-        """Yield the microbatches of a chunk, each with its width; padded ones are as wide as that, packed ones are not packed yet."""
-        first = sum(len(chunk.indices) for chunk in self.chunks[:number])
-        chunk = self.chunks[number]
-        for (start, stop), width in zip(chunk.boundaries, chunk.widths.tolist(), strict=True):
-            yield self.data.slice(first + start, first + stop), width
+    def microbatches(self, chunk: int, *, row_length: int | None = None) -> Iterator[Microbatch]:
+        """
+        Yield the microbatches of a chunk, packed or padded as the batch was sharded.
 
-    def padded(self, number: int) -> Iterator[BatchedData]:
-        """Yield the padded microbatches of a chunk, every field that runs along the sequence cut to their width."""
-        for microbatch, width in self.microbatches(number):
-            yield microbatch.truncate(width)
+        Args:
+            chunk: Its number.
 
-    def packed(self, number: int, *, multiple: int, row_length: int | None = None) -> Iterator[PackedRow]:
-        """Yield the packed rows of a chunk; see `pack_row`."""
-        for microbatch, _ in self.microbatches(number):
-            yield pack_row(microbatch, multiple=multiple, row_length=row_length)
+            row_length: Positions of every packed row; see `pack_row`.
+        """
+        first = sum(len(earlier.indices) for earlier in self.chunks[:chunk])
+        cut = self.chunks[chunk]
+        for (start, stop), width in zip(cut.boundaries, cut.widths.tolist(), strict=True):
+            held = self.data.slice(first + start, first + stop)
+            if self.mode == "packed":
+                yield pack_row(held, multiple=self.multiple, row_length=row_length)
+            else:
+                yield pad_rows(held.truncate(width))
 
 
 @attrs.frozen(eq=False)
-class PackedRow:
-    """A microbatch as one row."""
+class Microbatch:
+    """What one forward pass sees: one packed row, or a padded row for each sequence."""
 
     input_ids: Tensor
-    """Shape (1, row); padding is 0."""
+    """Shape (rows, width); padding is 0."""
 
-    position_ids: Tensor
-    """They restart with each sequence; shape (1, row)."""
-
-    cu_seqlens: Tensor
-    """Tokens before each sequence, and in all, without padding; int32, shape (num_sequences + 1,)."""
-
-    cu_seqlens_padded: Tensor
-    """Positions before each sequence, and in all; int32, shape (num_sequences + 1,)."""
+    layout: PackedLayout
+    """Where the sequences lie in all rows together, one row after the other."""
 
     data: BatchedData
-    """The sequences as they were, unpacked."""
+    """The sequences, unpacked."""
 
     @property
-    def max_seqlen(self) -> int:
-        """Positions of the longest sequence, as variable-length attention wants it."""
-        return int(self.cu_seqlens_padded.diff().max())
+    def position_ids(self) -> Tensor:
+        """They restart with each sequence; shape (rows, width)."""
+        return torch.as_tensor(self.layout.position_ids, device=self.input_ids.device).view(self.input_ids.shape)
+
+    @property
+    def attention_mask(self) -> Tensor | None:
+        """Which positions of padded rows hold tokens; None for a packed row, which is told apart by its position ids."""
+        if len(self.input_ids) == 1:
+            return None
+        return torch.as_tensor(self.layout.is_token, device=self.input_ids.device).view(self.input_ids.shape)
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        """Tokens before each sequence, and in all; int32, shape (num_sequences + 1,)."""
+        return torch.tensor(self.layout.cu_seqlens, dtype=torch.int32)
+
+    @property
+    def cu_seqlens_padded(self) -> Tensor:
+        """Positions before each sequence, and in all; int32, shape (num_sequences + 1,)."""
+        return torch.tensor(self.layout.cu_seqlens_padded, dtype=torch.int32)
 
     def unpacked(self, values: Tensor) -> Tensor:
         """
-        Return values of the row, sequence by sequence, padded with 0 to the batch's width.
+        Return values of all positions sequence by sequence, padded with 0 to the width of `data`.
 
         Args:
-            values: Shape (row, …).
+            values: Shape (rows * width, …).
         """
-        starts, lengths = self.cu_seqlens_padded[:-1], self.data.lengths
-        batch = values.new_zeros((len(lengths), self.data.width, *values.shape[1:]))
-        for number, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
-            batch[number, :length] = values[start : start + length]
+        token = torch.as_tensor(self.layout.is_token)
+        batch = values.new_zeros((len(self.data), self.data.width, *values.shape[1:]))
+        sequence, position = (torch.as_tensor(of)[token] for of in (self.layout.sequence, self.layout.position_ids))
+        batch[sequence, position] = values[token.to(values.device)]
         return batch
 
 
-def pack_row(batch: BatchedData, *, multiple: int, row_length: int | None = None) -> PackedRow:
+def pad_rows(batch: BatchedData) -> Microbatch:
+    """Return a batch as it is, a row for each sequence."""
+    starts = np.arange(len(batch) + 1) * batch.width
+    return Microbatch(batch.tensor("input_ids"), PackedLayout([0, *batch.lengths.cumsum(0).tolist()], starts), batch)
+
+
+def pack_row(batch: BatchedData, *, multiple: int, row_length: int | None = None) -> Microbatch:
     """
     Put the sequences of a batch into one row.
 
     Args:
-        batch: What becomes a row.
+        batch: What becomes a row; at least one sequence.
 
         multiple: Each sequence is padded to a multiple of it.
 
-        row_length: Positions that the row is padded to, behind its last sequence: stages of a pipeline exchange buffers of one shape.
+        row_length: Positions that the row is padded to, behind its last sequence: stages of a pipeline exchange buffers
+            of one shape.
 
     Raises:
         DataSetError: The sequences need more than *row_length* positions.
     """
-    lengths = batch.lengths
-    padded = (lengths + multiple - 1) // multiple * multiple
-    total = int(padded.sum())
+    lengths = batch.lengths.tolist()
+    ends = cu_seqlens(lengths, pad_to_multiple_of=multiple)
     if row_length is not None:
-        if total > row_length:
-            message = f"sequences of {total:,} positions do not fit a row of {row_length:,}: raise the row length"
+        if ends[-1] > row_length:
+            message = f"sequences of {ends[-1]:,} positions do not fit a row of {row_length:,}: raise the row length"
             raise DataSetError(message)
-        padded[-1] += row_length - total
-    ends = padded.cumsum(0)
-    starts = ends - padded
-    row = int(ends[-1])
+        ends[-1] = row_length
+    layout = PackedLayout(cu_seqlens(lengths), ends)
     source = batch.tensor("input_ids")
-    positions = torch.arange(row) - torch.repeat_interleave(starts, padded)
-    owner = torch.repeat_interleave(torch.arange(len(lengths)), padded)
-    real = positions < lengths[owner]
-    ids = source.new_zeros(row)
-    ids[real.to(ids.device)] = source[owner[real].to(ids.device), positions[real].to(ids.device)]
-    zero = torch.zeros(1, dtype=torch.int64)
-    return PackedRow(
-        input_ids=ids[None],
-        position_ids=positions.to(ids.device)[None],
-        cu_seqlens=torch.cat([zero, lengths.cumsum(0)]).to(torch.int32),
-        cu_seqlens_padded=torch.cat([zero, ends]).to(torch.int32),
-        data=batch,
-    )
+    ids = source.new_zeros(layout.num_positions)
+    token = torch.as_tensor(layout.is_token)
+    sequence, position = (torch.as_tensor(of)[token] for of in (layout.sequence, layout.position_ids))
+    ids[token.to(ids.device)] = source[sequence.to(ids.device), position.to(ids.device)]
+    return Microbatch(ids[None], layout, batch)
 
 
 def _tensor(fields: Mapping[str, Field], name: str) -> Tensor:

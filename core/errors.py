@@ -22,7 +22,8 @@ Everything that this project raises on purpose.
     │   ├── OutputError            the output folder cannot be used
     │   ├── LockedError            another job writes the same folder
     │   ├── RankZeroError          rank 0 failed, died, or was too slow, while this rank waited for its plan
-    │   └── RankGoneError          another rank said nothing in time
+    │   ├── RankGoneError          another rank said nothing in time
+    │   └── WorkerError            a worker of reinforcement learning raised or died
     └── VerificationError          something stored or shared is not what it claims: exit status 3
         ├── CorruptArtefactError   a file differs from its digest
         ├── CoverageError          other packs were consumed than were planned
@@ -391,6 +392,18 @@ class RankZeroError(UserError):
 
     def __str__(self) -> str:
         return self.reason
+
+
+@attrs.define(eq=False)
+class WorkerError(UserError):
+    """A worker of reinforcement learning raised or died."""
+
+    worker: int
+    method: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"worker {self.worker} failed in {self.method}: {self.reason}"
 
 
 @attrs.define(eq=False)

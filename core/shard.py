@@ -94,6 +94,9 @@ class Sharding:
     capacity: int
     """Positions that a microbatch may compute."""
 
+    multiple: int
+    """Sequences of a packed row, and widths of padded ones, are padded to a multiple of it."""
+
     @property
     def order(self) -> IntArray:
         """Sequence in each slot: `batch[order]` is what the workers hold, one after the other; shape (num_slots,)."""
@@ -204,7 +207,9 @@ def shard_packed(
             labels, done = _turned(labels, costs[items], done, num // shards)
         ordered = _ordered(labels, items, costs, num // shards, by_size=microbatch_order == "largest_first")
         parts.append(_Part(items + chunk.start, ordered, num // shards))
-    return _sharding("packed", array, padded, parts, shards=shards, capacity=capacity)
+    return _sharding(
+        "packed", array, padded, parts, shards=shards, capacity=capacity, multiple=sequence_length_pad_multiple
+    )
 
 
 def shard_dynamic(
@@ -258,7 +263,7 @@ def shard_dynamic(
         widths = rows[np.flatnonzero(np.diff(numbers, append=numbers[-1] + 1))]
         labels = np.tile(np.arange(shards) * widths.size, rows.size) + np.repeat(numbers, shards)
         parts.append(_Part(ascending + chunk.start, labels, widths.size, widths))
-    return _sharding("dynamic", array, padded, parts, shards=shards, capacity=capacity)
+    return _sharding("dynamic", array, padded, parts, shards=shards, capacity=capacity, multiple=sequence_length_round)
 
 
 def shard_plain(
@@ -311,7 +316,7 @@ def shard_plain(
             labels.append(rank * num + np.arange(items[-1].size) * num // items[-1].size)
         widths = np.full(num, costs.max())
         parts.append(_Part(np.concatenate(items) + chunk.start, np.concatenate(labels), num, widths))
-    return _sharding("plain", array, padded, parts, shards=shards, capacity=None)
+    return _sharding("plain", array, padded, parts, shards=shards, capacity=None, multiple=sequence_length_round)
 
 
 @attrs.frozen(eq=False)
@@ -492,7 +497,14 @@ def _numbers(rows: Sequence[int], capacity: int) -> IntArray:
 
 
 def _sharding(
-    mode: Mode, lengths: IntArray, padded: IntArray, parts: Sequence[_Part], *, shards: int, capacity: int | None
+    mode: Mode,
+    lengths: IntArray,
+    padded: IntArray,
+    parts: Sequence[_Part],
+    *,
+    shards: int,
+    capacity: int | None,
+    multiple: int,
 ) -> Sharding:
     """Put the chunks together, worker by worker."""
     total = sum(part.num for part in parts)
@@ -526,4 +538,5 @@ def _sharding(
         positions=positions,
         works=works,
         capacity=int(positions.max()) if capacity is None else capacity,
+        multiple=multiple,
     )
