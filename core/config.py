@@ -302,7 +302,11 @@ class GrpoConfig:
     """Scores an answer against the record's own: a name in `core.rewards.REWARDS`, or `module:function`."""
 
     loss: str = "clipped"
-    """`clipped`, the policy-gradient loss of PPO and GRPO, or `module:function`: a loss over the logits of one sequence."""
+    """`clipped`, the policy-gradient loss of PPO and GRPO, or `module:function`: a loss over the logits of a sequence (see
+    `adapters.sequence_loss.SequenceLoss`)."""
+
+    normalisation: Literal["token", "sequence"] = "token"
+    """What weighs the same in the clipped loss: every token of an answer, or every answer."""
 
     ratio_clip_min: float = 0.2
     """How far below 1 the ratio of new to old probability counts."""
@@ -343,7 +347,7 @@ class RunConfig:
 
 
 RL_TRAINER_KEYS = frozenset({"learning_rate", "weight_decay", "max_grad_norm", "use_cpu", "ddp_timeout"})
-"""Keys of `training.trainer` that `app.rl` reads."""
+"""Keys of `TrainingConfig.trainer` that `app.rl` reads."""
 
 REFUSED_TRAINING_KEYS = MappingProxyType(
     {
@@ -504,11 +508,33 @@ def rl_faults(config: RunConfig) -> Iterator[Fault]:
     for name in ("ratio_clip_min", "ratio_clip_max", "kl_coefficient"):
         if not 0 <= getattr(grpo, name) < float("inf"):
             yield Fault(f"grpo.{name}", f"is {getattr(grpo, name)}, but has to be at least 0")
+    if grpo.loss != "clipped" and policy.context_parallel_size > 1:
+        yield Fault("grpo.loss", "is of your own, which needs whole sequences: set policy.context_parallel_size: 1")
     for path, value in _sizes(policy):
         if value < 1:
             yield Fault(f"policy.{path}", f"is {value}, but has to be at least 1")
             return
     yield from _policy_faults(policy)
+    yield from _budget_faults(config)
+
+
+def _budget_faults(config: RunConfig) -> Iterator[Fault]:
+    """Yield which budgets do not hold a sequence of the greatest length."""
+    if not (config.template.max_length or config.global_max_length or config.model.max_model_len):
+        return
+    for name, mode in (
+        ("sequence_packing", config.policy.sequence_packing),
+        ("dynamic_batching", config.policy.dynamic_batching),
+    ):
+        widest = -(-config.packing_length // mode.sequence_length_round) * mode.sequence_length_round
+        for key in ("train_mb_tokens", "logprob_mb_tokens"):
+            budget = getattr(mode, key)
+            if mode.enabled and budget is not None and budget < widest:
+                reason = (
+                    f"is {budget:,}, but a sequence may take {widest:,} (template.max_length, in multiples of "
+                    f"sequence_length_round): raise it, or lower template.max_length"
+                )
+                yield Fault(f"policy.{name}.{key}", reason)
 
 
 def _sizes(policy: PolicyConfig) -> Iterator[tuple[str, int]]:

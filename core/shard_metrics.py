@@ -26,6 +26,9 @@ class ShardMetrics:
     computed_tokens: int
     """Positions that the microbatches compute, padding and filler included."""
 
+    padded_tokens: int
+    """Positions if every sequence were padded to the longest of its chunk."""
+
     works: IntArray
     """Attention work of each worker in each microbatch; shape (num_shards, microbatches of a worker)."""
 
@@ -36,6 +39,11 @@ class ShardMetrics:
     def useful_share(self) -> float:
         """Tokens of sequences over positions computed."""
         return self.packing.num_tokens / self.computed_tokens
+
+    @property
+    def computed_share(self) -> float:
+        """Positions computed over those of padding every sequence to the longest of its chunk."""
+        return self.computed_tokens / self.padded_tokens
 
     @property
     def step_imbalance(self) -> tuple[float, ...]:
@@ -56,6 +64,7 @@ class ShardMetrics:
             "balance": self.packing.balance,
             "efficiency": self.packing.efficiency,
             "useful_share": self.useful_share,
+            "computed_share": self.computed_share,
             "work_imbalance": self.work_imbalance,
             "step_imbalance": fmean(self.step_imbalance),
             "microbatches": float(self.works.shape[1]),
@@ -75,7 +84,9 @@ def chunk_metrics(sharding: Sharding) -> tuple[ShardMetrics, ...]:
     """
     slots = sharding.slots
     real = np.add.reduceat(sharding.lengths[slots.indices] * sharding.weights, slots.offsets[:-1])
-    filler = np.add.reduceat(1 - sharding.weights, slots.offsets[:-1])
+    sequences = np.add.reduceat(sharding.weights, slots.offsets[:-1])
+    filler = slots.sizes() - sequences
+    longest = np.maximum.reduceat(sharding.lengths[slots.indices], slots.offsets[:-1])
     ends = np.cumsum(sharding.num_microbatches)
     measured = []
     for end, num in zip(ends.tolist(), sharding.num_microbatches, strict=True):
@@ -90,6 +101,8 @@ def chunk_metrics(sharding: Sharding) -> tuple[ShardMetrics, ...]:
                 ),
                 num_filler=int(fillers.sum()),
                 computed_tokens=int(positions.sum()),
+                padded_tokens=int(sharding.by_worker(sequences)[:, end - num : end].sum())
+                * int(sharding.by_worker(longest)[:, end - num : end].max()),
                 works=works,
                 chunks=(works,),
             )
@@ -103,6 +116,7 @@ def pooled(chunks: Sequence[ShardMetrics]) -> ShardMetrics:
         packing=aggregate(chunk.packing for chunk in chunks),
         num_filler=sum(chunk.num_filler for chunk in chunks),
         computed_tokens=sum(chunk.computed_tokens for chunk in chunks),
+        padded_tokens=sum(chunk.padded_tokens for chunk in chunks),
         works=np.concatenate([chunk.works for chunk in chunks], axis=1),
         chunks=tuple(works for chunk in chunks for works in chunk.chunks),
     )

@@ -278,6 +278,8 @@ def test_metrics_count_what_the_microbatches_hold(case):
         assert tokens == measured.packing.num_tokens
         assert sum(map(sum, computed)) == measured.computed_tokens
         assert tokens / sum(map(sum, computed)) == measured.useful_share
+        held = lengths[first : first + case["batch_size"]]
+        assert sum(map(sum, computed)) / (len(held) * max(held)) == measured.computed_share
         assert tokens / (num * case["shards"] * sharding.capacity) == pytest.approx(measured.packing.utilisation)
         assert works == measured.works.tolist()
         assert sum((part.weights == 0).sum() for part in parts) == measured.num_filler
