@@ -15,6 +15,7 @@ Everything that this project raises on purpose.
     │   ├── PlanTooShortError      fewer packs than ranks, and the remainder is to be dropped
     │   ├── BatchSizeError         an effective batch that the ranks cannot realise
     │   ├── IsolationError         an attention backend that is not known to keep samples apart
+    │   ├── WholeBatchLossError    a loss that cannot be computed part by part
     │   ├── StaleLengthsError      stored lengths were measured from other inputs
     │   ├── PlanChangedError       a checkpoint was trained from another plan
     │   ├── ChangedImageError      an image is not the one that was measured
@@ -265,6 +266,20 @@ class IsolationError(UserError):
         return (
             f"model.attn_impl {self.attn_impl} is not established to keep the samples of a pack apart for "
             f"{self.model_type}{self.detail}: {ways}set training.packing: false"
+        )
+
+
+@attrs.define(eq=False)
+class WholeBatchLossError(UserError):
+    """A loss compares sequences that packing and dynamic batching compute apart."""
+
+    loss: str
+
+    def __str__(self) -> str:
+        return (
+            f"the loss {self.loss} compares sequences with each other, so it needs the whole batch at once; sequence packing "
+            "and dynamic batching compute it part by part. Set policy.sequence_packing.enabled: false and "
+            "policy.dynamic_batching.enabled: false, or, if its parts add up, give it needs_whole_batch = False"
         )
 
 
