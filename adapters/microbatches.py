@@ -147,8 +147,8 @@ class BatchedData:
         """Return what each worker holds, with its weights."""
         held = []
         for chunks in sharding:
-            weights = torch.cat([torch.as_tensor(chunk.weights) for chunk in chunks]).to(torch.float32)
-            mine = self.select(torch.cat([torch.as_tensor(chunk.indices) for chunk in chunks]))
+            weights = torch.cat([torch.tensor(chunk.weights) for chunk in chunks]).to(torch.float32)
+            mine = self.select(torch.cat([torch.tensor(chunk.indices) for chunk in chunks]))
             held.append(ShardedData(mine.with_fields(**{WEIGHTS: weights}), sharding.mode, sharding.multiple, chunks))
         return held
 

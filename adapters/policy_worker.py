@@ -76,7 +76,9 @@ class PolicyWorker:
         self._group: dist.ProcessGroup | None = None
         if size > 1:
             # Every rank takes part in making every group.
-            groups = [dist.new_group(list(range(first, first + size))) for first in range(0, dist.get_world_size(), size)]
+            groups = [
+                dist.new_group(list(range(first, first + size))) for first in range(0, dist.get_world_size(), size)
+            ]
             self._group = groups[rank // size]
 
     @torch.no_grad()
@@ -178,7 +180,7 @@ class PolicyWorker:
                     num_tokens=tokens,
                     **own,
                 )
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]  # torch's own
                 parts.append({"loss": loss.detach(), **metrics})
             self._sum_gradients()
             norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._settings.max_grad_norm)
@@ -221,7 +223,9 @@ class PolicyWorker:
         try:
             score = float(self._reward(text, answer))
         except Exception as error:
-            raise ConfigError.of("grpo.reward", f"fails on an answer to {record}: {type(error).__name__}: {error}") from error
+            raise ConfigError.of(
+                "grpo.reward", f"fails on an answer to {record}: {type(error).__name__}: {error}"
+            ) from error
         if not math.isfinite(score):
             raise ConfigError.of("grpo.reward", f"gives {score} for an answer to {record}, and no finite number")
         return score
@@ -241,7 +245,8 @@ class PolicyWorker:
             inputs = {} if mask is None else {"attention_mask": mask.to(model.device)}
             positions = microbatch.position_ids.to(model.device)
             logits = model(input_ids=ids, position_ids=positions, use_cache=False, **inputs).logits
-        return logits.reshape(1, -1, logits.shape[-1]) / self._settings.temperature
+        scaled: Tensor = logits.reshape(1, -1, logits.shape[-1]) / self._settings.temperature
+        return scaled
 
     def _sum_gradients(self) -> None:
         for parameter in self._parameters:

@@ -7,6 +7,7 @@ since the others may wait for it in a collective.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +31,7 @@ class _Actor:
 
     def meeting_point(self) -> tuple[str, int]:
         """Return an address and a free port of this worker's machine."""
-        address = ray.util.get_node_ip_address()
+        address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         with socket.socket() as listener:
             listener.bind((address, 0))
             port: int = listener.getsockname()[1]
@@ -71,8 +72,10 @@ class RayWorkers:
             WorkerError: A worker cannot be started or built.
         """
         self.num_workers = num_workers
-        here = {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": num_workers, "include_dashboard": False}
-        ray.init(ignore_reinit_error=True, log_to_driver=False, logging_level="ERROR", **here)
+        here: dict[str, Any] = (
+            {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": num_workers, "include_dashboard": False}
+        )
+        ray.init(ignore_reinit_error=True, log_to_driver=False, logging_level=logging.ERROR, **here)
         actor: Any = ray.remote(_Actor).options(num_cpus=1, num_gpus=gpus_each)
         self._actors: list[Any] = [actor.remote() for _ in range(num_workers)]
         try:

@@ -42,54 +42,6 @@ from core.shuffling import shuffled
 log = logging.getLogger("app.rl")
 
 
-@attrs.frozen
-class Cut:
-    """How batches of one phase become microbatches; see `core.shard`."""
-
-    config: RunConfig
-
-    shards: int
-    """Data-parallel workers."""
-
-    batch_size: int
-    """Sequences of an optimizer step."""
-
-    training: bool
-    """Whether gradients are computed, or log-probabilities alone."""
-
-    def __call__(self, lengths: NDArray[np.int64]) -> Sharding:
-        """Shard sequences of these lengths as `policy.` says."""
-        policy = self.config.policy
-        packing, dynamic = policy.sequence_packing, policy.dynamic_batching
-        if packing.enabled:
-            return shard_packed(
-                lengths,
-                shards=self.shards,
-                batch_size=self.batch_size,
-                max_tokens_per_microbatch=self._tokens(packing.train_mb_tokens, packing.logprob_mb_tokens),
-                sequence_length_pad_multiple=packing.sequence_length_round,
-                algorithm=packing.algorithm,
-                assignment=packing.assignment,
-                microbatch_order=packing.microbatch_order,
-                seed=self.config.training.seed,
-            )
-        if dynamic.enabled:
-            return shard_dynamic(
-                lengths,
-                shards=self.shards,
-                batch_size=self.batch_size,
-                max_tokens_per_microbatch=self._tokens(dynamic.train_mb_tokens, dynamic.logprob_mb_tokens),
-                sequence_length_round=dynamic.sequence_length_round,
-            )
-        size = self._tokens(policy.train_micro_batch_size, policy.logprob_batch_size)
-        return shard_plain(
-            lengths, shards=self.shards, batch_size=self.batch_size, micro_batch_size=size, allow_uneven=True
-        )
-
-    def _tokens(self, training: int, logprob: int | None) -> int:
-        return training if self.training or logprob is None else logprob
-
-
 @attrs.frozen(eq=False)
 class Rollouts:
     """Answers to prompts; those to one prompt are next to each other."""
@@ -141,6 +93,52 @@ def run(config: RunConfig, workers: Workers, samples: SwiftSamples) -> list[dict
     return history
 
 
+def cut(
+    config: RunConfig, lengths: NDArray[np.int64], *, shards: int, batch_size: int | None = None, training: bool
+) -> Sharding:
+    """
+    Cut a batch into microbatches as `policy.` says.
+
+    Args:
+        config: The run.
+
+        lengths: Tokens of each sequence.
+
+        shards: Data-parallel workers.
+
+        batch_size: Sequences of an optimizer step; None: all.
+
+        training: Whether gradients are computed, or log-probabilities alone.
+    """
+    policy = config.policy
+    packing, dynamic = policy.sequence_packing, policy.dynamic_batching
+    workers: dict[str, Any] = {"shards": shards, "batch_size": batch_size or len(lengths)}
+
+    def of_phase(train: int, logprob: int | None) -> int:
+        return train if training or logprob is None else logprob
+
+    if packing.enabled:
+        return shard_packed(
+            lengths,
+            **workers,
+            max_tokens_per_microbatch=of_phase(packing.train_mb_tokens, packing.logprob_mb_tokens),
+            sequence_length_pad_multiple=packing.sequence_length_round,
+            algorithm=packing.algorithm,
+            assignment=packing.assignment,
+            microbatch_order=packing.microbatch_order,
+            seed=config.training.seed,
+        )
+    if dynamic.enabled:
+        return shard_dynamic(
+            lengths,
+            **workers,
+            max_tokens_per_microbatch=of_phase(dynamic.train_mb_tokens, dynamic.logprob_mb_tokens),
+            sequence_length_round=dynamic.sequence_length_round,
+        )
+    size = of_phase(policy.train_micro_batch_size, policy.logprob_batch_size)
+    return shard_plain(lengths, **workers, micro_batch_size=size, allow_uneven=True)
+
+
 def run_on_all(workers: Workers, method: str, shards: list[Any], config: RunConfig, **options: Any) -> list[Arrays]:
     """Call a method on all workers, those that share rows with the same shard; return one result for each shard."""
     size = config.policy.context_parallel_size
@@ -158,19 +156,20 @@ def _step(
     batch, rewards = rollouts.batch, rollouts.rewards
     lengths = batch.lengths.numpy()
     batch_size = config.policy.train_global_batch_size or len(batch)
-    logprob = Cut(config, shards, len(batch), training=False)(lengths)
+    logprob = cut(config, lengths, shards=shards, training=False)
     fields = {"old_log_probabilities": _log_probabilities(config, workers, batch, logprob)}
     if config.grpo.kl_coefficient:
         fields["reference_log_probabilities"] = _log_probabilities(config, workers, batch, logprob, of_reference=True)
     advantages = group_advantages(rewards, group_size=config.grpo.num_generations_per_prompt)
     batch = batch.with_fields(**fields, advantages=torch.as_tensor(advantages, dtype=torch.float32))
     scored = time.perf_counter()
-    cut = Cut(config, shards, batch_size, training=True)(lengths)
+    sharding = cut(config, lengths, shards=shards, batch_size=batch_size, training=True)
     counts = [
-        normalisers(batch.tensor("token_mask")[start : start + batch_size]) for start in range(0, len(batch), batch_size)
+        normalisers(batch.tensor("token_mask")[start : start + batch_size])
+        for start in range(0, len(batch), batch_size)
     ]
     trained = run_on_all(
-        workers, "train", batch.shard(cut), config,
+        workers, "train", batch.shard(sharding), config,
         num_sequences=[sequences for sequences, _ in counts], num_tokens=[tokens for _, tokens in counts],
     )[0]  # fmt: skip
     ended = time.perf_counter()
@@ -179,7 +178,7 @@ def _step(
         "reward_deviation": float(rewards.std()),
         "answer_tokens": float(batch.tensor("token_mask").sum() / len(batch)),
         **{name: fmean(values.tolist()) for name, values in trained.items()},
-        "train": _figures(cut),
+        "train": _figures(sharding),
         "logprob": _figures(logprob),
         "generate_s": answered - started,
         "logprob_s": scored - answered,
@@ -203,23 +202,23 @@ def _roll_out(
     config: RunConfig, workers: Workers, samples: SwiftSamples, prompts: NDArray[np.int64], *, shards: int, step: int
 ) -> Rollouts:
     """Answer prompts on the workers, and put prompts and answers together."""
-    grpo, pad = config.grpo, samples.template.tokenizer.pad_token_id
+    pad = samples.template.tokenizer.pad_token_id
     encoded = [_prompt(config, samples, int(index)) for index in prompts]
     asked = BatchedData.of(
         {
             "input_ids": _padded(encoded, pad),
             "answers": [samples.answer(int(index)) for index in prompts],
-            "records": [samples.records.describe(int(index)) for index in prompts],
+            "records": ["{}, line {}".format(*samples.records.where(int(index))) for index in prompts],
         },
         lengths=[len(ids) for ids in encoded],
     )
-    cut = shard_plain(
+    sharding = shard_plain(
         asked.lengths.numpy(), shards=shards, batch_size=len(asked),
         micro_batch_size=config.policy.generation_batch_size, allow_uneven=True,
     )  # fmt: skip
-    results = run_on_all(workers, "generate", asked.shard(cut), config, seed=[config.training.seed, step])
+    results = run_on_all(workers, "generate", asked.shard(sharding), config, seed=[config.training.seed, step])
     said, ends, rewards = (
-        np.concatenate([result[name] for result in results])[cut.restore]
+        np.concatenate([result[name] for result in results])[sharding.restore]
         for name in ("completions", "completion_lengths", "rewards")
     )
     ids, masks = [], []
@@ -227,7 +226,6 @@ def _roll_out(
         for answer, length in zip(answers, lengths, strict=True):
             ids.append(prompt + answer[:length].tolist())
             masks.append([0.0] * len(prompt) + [1.0] * int(length))
-    assert len(ids) == len(prompts) * grpo.num_generations_per_prompt  # noqa: S101  # as many as were asked for
     batch = BatchedData.of(
         {"input_ids": _padded(ids, pad), "token_mask": _padded(masks, 0)}, lengths=[len(one) for one in ids]
     )
@@ -249,22 +247,20 @@ def _prompt(config: RunConfig, samples: SwiftSamples, index: int) -> list[int]:
 
 
 def _padded(rows: list[Any], value: float) -> torch.Tensor:
-    return torch.nn.utils.rnn.pad_sequence(
-        [torch.tensor(row) for row in rows], batch_first=True, padding_value=value
-    )
+    return torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=value)
 
 
 def _log_probabilities(
-    config: RunConfig, workers: Workers, batch: BatchedData, cut: Sharding, **options: bool
+    config: RunConfig, workers: Workers, batch: BatchedData, sharding: Sharding, **options: bool
 ) -> torch.Tensor:
     """Return every token's log-probability, in the order of the batch; shape of `input_ids`."""
-    results = run_on_all(workers, "log_probabilities", batch.shard(cut), config, **options)
-    return torch.as_tensor(np.concatenate([result["log_probabilities"] for result in results])[cut.restore])
+    results = run_on_all(workers, "log_probabilities", batch.shard(sharding), config, **options)
+    return torch.as_tensor(np.concatenate([result["log_probabilities"] for result in results])[sharding.restore])
 
 
-def _figures(cut: Sharding) -> dict[str, Any]:
+def _figures(sharding: Sharding) -> dict[str, Any]:
     """Return what a phase computed: pooled over its chunks, chunk by chunk, and microbatch by microbatch."""
-    chunks = chunk_metrics(cut)
+    chunks = chunk_metrics(sharding)
     together = pooled(chunks)
     return {
         **together.logs(),

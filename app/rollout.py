@@ -15,7 +15,7 @@ from app.materialise import open_mix
 from app.planning import Knobs, plan_split, usable_folders
 from app.preparing import batch_of
 from core.config import RunConfig
-from core.errors import ConfigError, DataSetError
+from core.errors import DataSetError
 from core.fusion import schedule
 from core.lengths import IntArray
 from core.ports import RankGroup

@@ -349,7 +349,7 @@ def open_workers(config: RunConfig, path: str, samples: SwiftSamples, *, ray_wor
         if find_spec("ray") is None:
             reason = "is not installed: install packplan with its extra rl, or start the workers with torchrun"
             raise ConfigError("--ray-workers", (Fault("ray", reason),))
-        from adapters.ray_workers import RayWorkers
+        from adapters.ray_workers import RayWorkers  # noqa: PLC0415  # an extra
 
         gpus = 0.0 if runs_on_cpu(config.training.trainer) or not torch.cuda.is_available() else 1.0
         ray = RayWorkers(partial(build_ray_worker, path), num_workers=ray_workers, gpus_each=gpus)

@@ -492,11 +492,23 @@ def _sampling_faults(custom: CustomConfig) -> Iterator[Fault]:
 
 def rl_faults(config: RunConfig) -> Iterator[Fault]:
     """Yield what is wrong with a run of reinforcement learning, beyond `faults`."""
-    policy, grpo, training = config.policy, config.grpo, config.training
-    for name in sorted(set(training.trainer) - RL_TRAINER_KEYS):
+    policy, grpo = config.policy, config.grpo
+    for name in sorted(set(config.training.trainer) - RL_TRAINER_KEYS):
         yield Fault(
             f"training.{name}", f"is not used by app.rl, which takes {', '.join(sorted(RL_TRAINER_KEYS))}: remove it"
         )
+    yield from _grpo_faults(grpo)
+    if grpo.loss != "clipped" and policy.context_parallel_size > 1:
+        yield Fault("grpo.loss", "is of your own, which needs whole sequences: set policy.context_parallel_size: 1")
+    for path, value in _sizes(policy):
+        if value < 1:
+            yield Fault(f"policy.{path}", f"is {value}, but has to be at least 1")
+            return
+    yield from _policy_faults(policy)
+    yield from _budget_faults(config)
+
+
+def _grpo_faults(grpo: GrpoConfig) -> Iterator[Fault]:
     for name in ("num_steps", "num_prompts_per_step", "max_new_tokens"):
         if getattr(grpo, name) < 1:
             yield Fault(f"grpo.{name}", f"is {getattr(grpo, name)}, but has to be at least 1")
@@ -508,14 +520,6 @@ def rl_faults(config: RunConfig) -> Iterator[Fault]:
     for name in ("ratio_clip_min", "ratio_clip_max", "kl_coefficient"):
         if not 0 <= getattr(grpo, name) < float("inf"):
             yield Fault(f"grpo.{name}", f"is {getattr(grpo, name)}, but has to be at least 0")
-    if grpo.loss != "clipped" and policy.context_parallel_size > 1:
-        yield Fault("grpo.loss", "is of your own, which needs whole sequences: set policy.context_parallel_size: 1")
-    for path, value in _sizes(policy):
-        if value < 1:
-            yield Fault(f"policy.{path}", f"is {value}, but has to be at least 1")
-            return
-    yield from _policy_faults(policy)
-    yield from _budget_faults(config)
 
 
 def _budget_faults(config: RunConfig) -> Iterator[Fault]:

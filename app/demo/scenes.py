@@ -67,6 +67,18 @@ def write_data(folder: Path, *, seed: int, num_train: int, num_val: int) -> None
         _write_lines(folder / f"{split}.jsonl", [dense for dense, _ in records])
         if split == "train":
             _write_lines(folder / "messages.jsonl", [messages for _, messages in records])
+    _write_lines(folder / "repeat.jsonl", [_to_repeat(random.Random(f"{seed} repeat {n}")) for n in range(num_train)])  # noqa: S311
+
+
+def _to_repeat(rng: random.Random) -> dict[str, Any]:
+    """Return a task of text whose answer can be verified: to repeat some words."""
+    words = [rng.choice([*COLOURS, *SHAPES]) for _ in range(1 + min(int(rng.expovariate(0.25)), 15))]
+    return {
+        "messages": [
+            {"role": "user", "content": f"Repeat: {' '.join(words)}"},
+            {"role": "assistant", "content": " ".join(words)},
+        ]
+    }
 
 
 def corpus(folder: Path) -> Iterator[str]:
