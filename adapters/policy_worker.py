@@ -136,7 +136,7 @@ class PolicyWorker:
                 logits = self._logits(model, microbatch, layout)
                 has_target = torch.as_tensor(layout.targets >= 0)
                 following = torch.as_tensor(np.maximum(layout.targets, 0))
-                targets = microbatch.input_ids.view(-1)[following].masked_fill(~has_target, -1)
+                targets = microbatch.input_ids.reshape(-1)[following].masked_fill(~has_target, -1)
                 own = targets[torch.as_tensor(layout.positions(self._cp_rank))].to(logits.device)
                 predicted = token_log_probabilities(logits[0], own)
                 if layout.cp_size > 1:

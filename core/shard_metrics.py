@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from statistics import fmean
 
 import attrs
 import numpy as np
@@ -66,7 +65,7 @@ class ShardMetrics:
             "useful_share": self.useful_share,
             "computed_share": self.computed_share,
             "work_imbalance": self.work_imbalance,
-            "step_imbalance": fmean(self.step_imbalance),
+            "step_imbalance": float(np.mean(self.step_imbalance)),
             "microbatches": float(self.works.shape[1]),
             "filler": float(self.num_filler),
             "computed_tokens": float(self.computed_tokens),

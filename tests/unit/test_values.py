@@ -16,6 +16,8 @@ from core.packers import pack
 from core.samples import COLUMNS, Measurement, column, from_row, to_row
 
 EXAMPLES = {
+    "padded": 96, "max_tokens": 95, "num_over": 2, "widest": 128, "num_sequences": 3, "num_shards": 2, "worker": 1,
+    "method": "train",
     "checkpoint": "runs/first/checkpoint-2",
     "checks": ("logits", "gradients"),
     "missing": (3, 4),

@@ -1,0 +1,88 @@
+"""
+Runs reinforcement learning as one rank: `app.rl`'s own phases on rollouts that are given, or the whole command.
+
+It is imported once by a process that ranks fork from.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from adapters.microbatches import BatchedData
+from adapters.rank_workers import RankWorkers
+from adapters.sequence_loss import normalisers
+from app import rl, wiring
+
+LENGTHS = [9, 41, 5, 30, 2, 17, 64, 8, 12, 25, 33]
+"""Tokens of the rollouts; neither the ranks nor the microbatches divide their number."""
+
+
+def rollouts(vocabulary: int) -> BatchedData:
+    """Return sequences with answers, advantages, and log-probabilities that the policy has moved away from."""
+    drawn = torch.Generator().manual_seed(3)
+    width = max(LENGTHS)
+    inside = torch.arange(width) < torch.tensor(LENGTHS)[:, None]
+    ids = torch.randint(20, vocabulary, inside.shape, generator=drawn) * inside
+    answer = torch.arange(width) >= torch.tensor([length // 3 for length in LENGTHS])[:, None]
+    return BatchedData.of(
+        {
+            "input_ids": ids,
+            "token_mask": (inside & answer).float(),
+            "advantages": torch.randn(len(LENGTHS), generator=drawn),
+            "noise": 0.5 * torch.randn(inside.shape, generator=drawn),
+        },
+        lengths=LENGTHS,
+    )
+
+
+def phases(path: str, batch_size: int | None = None) -> dict:
+    """Compute log-probabilities and an update of rollouts that are given, as `app.rl` does."""
+    config = wiring.read_config(path, rl=True)
+    with wiring.joined_ranks(config.training.trainer) as group:
+        samples = wiring.open_samples(config)["train"]
+        worker = wiring.open_policy(config, group, samples)
+        workers = RankWorkers(worker, group)
+        shards = group.world_size // config.policy.context_parallel_size
+        batch = rollouts(len(samples.template.tokenizer))
+        lengths = batch.lengths.numpy()
+        cut = rl.cut(config, lengths, shards=shards, training=False)
+        old = rl._log_probabilities(config, workers, batch, cut)
+        batch = batch.with_fields(
+            old_log_probabilities=old + batch.tensor("noise"), reference_log_probabilities=old - batch.tensor("noise")
+        )
+        sequences, tokens = normalisers(batch.tensor("token_mask"))
+        sharding = rl.cut(config, lengths, shards=shards, training=True)
+        trained = rl.run_on_all(
+            workers, "train", batch.shard(sharding), config, num_sequences=[sequences], num_tokens=[tokens]
+        )
+        gradients = {name: p.grad.clone() for name, p in worker._model.named_parameters()}
+        return {
+            "old": old,
+            "trained": {name: torch.tensor(np.array([one[name] for one in trained])) for name in trained[0]},
+            "gradients": gradients,
+            "share": sharding.positions.sum() / (len(LENGTHS) * max(LENGTHS)),
+            "rank": group.rank,
+        }
+
+
+def forked(rank: int, world_size: int, port: int, cases: dict[str, str], out: str) -> None:
+    """Run the phases of several YAMLs, one after the other; rank 0 keeps what came out, by the names of the cases."""
+    torch.set_num_threads(1)
+    log = os.open(Path(out) / f"rl{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    for number, (name, path) in enumerate(cases.items()):
+        os.environ.update(
+            RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+            LOCAL_RANK=str(rank), TORCHELASTIC_RESTART_COUNT=str(number),
+        )  # fmt: skip
+        found = phases(path)
+        if rank == 0:
+            torch.save(
+                {key: value for key, value in found.items() if key in {"old", "trained", "gradients"}},
+                Path(out) / f"{name}.pt",
+            )

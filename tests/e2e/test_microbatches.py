@@ -1,0 +1,148 @@
+"""A batch as tensors: nothing is lost or mixed on the way into microbatches and back."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from adapters.microbatches import WEIGHTS, BatchedData, concatenate, pack_row
+from core.errors import DataSetError
+from core.shard import shard_dynamic, shard_packed, shard_plain
+
+MODES = ("packed", "dynamic", "plain")
+
+
+def batch_of(lengths):
+    """Return a batch whose token t of sequence s is 1000 * s + t + 1, with fields of each kind."""
+    width = max(lengths) + 2
+    ids = torch.zeros((len(lengths), width), dtype=torch.int64)
+    for number, length in enumerate(lengths):
+        ids[number, :length] = 1000 * number + torch.arange(1, length + 1)
+    return BatchedData.of(
+        {
+            "input_ids": ids,
+            "values": ids.double() / 2,
+            "features": ids[..., None].expand(-1, -1, 3) * torch.tensor([1, 2, 3]),
+            "rewards": torch.arange(len(lengths), dtype=torch.float32),
+            "pixel_values": [torch.full((number, 2), number) for number in range(len(lengths))],
+        },
+        lengths=lengths,
+    )
+
+
+def cut(mode, lengths, shards, chunk, multiple):
+    """Shard lengths in a mode."""
+    workers = {"shards": shards, "batch_size": chunk}
+    budget = {"max_tokens_per_microbatch": 3 * (max(lengths) + multiple)}
+    if mode == "packed":
+        return shard_packed(lengths, **workers, **budget, sequence_length_pad_multiple=multiple)
+    if mode == "dynamic":
+        return shard_dynamic(lengths, **workers, **budget, sequence_length_round=multiple)
+    return shard_plain(lengths, **workers, allow_uneven=True, micro_batch_size=2, sequence_length_round=multiple)
+
+
+cases = {
+    "mode": st.sampled_from(MODES),
+    "lengths": st.lists(st.integers(1, 20), min_size=1, max_size=20),
+    "shards": st.integers(1, 3),
+    "chunk": st.integers(1, 24),
+    "multiple": st.sampled_from([1, 4]),
+}
+
+
+@settings(max_examples=60)
+@given(**cases)
+def test_microbatches_hold_every_token_where_it_belongs(mode, lengths, shards, chunk, multiple):
+    """In place and position; what a forward pass computes per token comes back sequence by sequence, and in order."""
+    batch = batch_of(lengths)
+    sharding = cut(mode, lengths, shards, chunk, multiple)
+
+    returned = []
+    for worker in batch.shard(sharding):
+        for number in range(len(worker.chunks)):
+            widths = worker.chunks[number].widths.tolist()
+            for microbatch, width in zip(worker.microbatches(number), widths, strict=True):
+                assert (1 if mode == "packed" else len(microbatch.data), width) == tuple(microbatch.input_ids.shape)
+                flat, positions = microbatch.input_ids.reshape(-1), microbatch.position_ids.reshape(-1)
+                token = torch.as_tensor(microbatch.layout.is_token)
+                assert torch.equal(positions[token], flat[token] % 1000 - 1)
+                assert not flat[~token].any()
+                assert microbatch.data.lengths.tolist() == microbatch.cu_seqlens.diff().tolist()
+                starts = microbatch.cu_seqlens_padded[:-1].tolist()
+                assert flat[starts].tolist() == microbatch.data.tensor("input_ids")[:, 0].tolist()
+                computed = microbatch.unpacked(flat.double() / 2)
+                expected = microbatch.data.tensor("values")
+                assert torch.equal(expected[:, : computed.shape[1]], computed)
+                for place, own in enumerate(microbatch.data["pixel_values"]):
+                    assert (own == int(microbatch.data.tensor("rewards")[place])).all()
+                returned.append(microbatch.data)
+    together = concatenate(returned).select(torch.tensor(sharding.restore)).truncate(batch.width)
+    for name in ("input_ids", "values", "features", "rewards"):
+        assert torch.equal(batch.tensor(name), together.tensor(name))
+    assert sharding.weights.tolist() == torch.cat([part.tensor(WEIGHTS) for part in returned]).tolist()
+
+
+@settings(max_examples=40)
+@given(lengths=cases["lengths"], start=st.integers(0, 19), size=st.integers(0, 20), width=st.integers(1, 25))
+def test_slicing_and_truncating_are_what_they_say(lengths, start, size, width):
+    """A slice is those sequences; truncation cuts or fills every field that runs along the sequence, and no other."""
+    batch = batch_of(lengths)
+
+    part = batch.slice(start, start + size)
+    narrow = batch.truncate(width)
+
+    assert len(part) == len(range(len(lengths))[start : start + size])
+    assert torch.equal(
+        batch.select(range(len(lengths))[start : start + size]).tensor("features"), part.tensor("features")
+    )
+    assert {width} == {narrow.tensor(name).shape[1] for name in ("input_ids", "values", "features")}
+    assert torch.equal(batch.tensor("rewards"), narrow.tensor("rewards"))
+    kept = min(width, batch.width)
+    assert torch.equal(batch.tensor("features")[:, :kept], narrow.tensor("features")[:, :kept])
+    assert not narrow.tensor("features")[:, kept:].any()
+
+
+def test_a_field_of_another_dimension_is_declared():
+    """Position ids of four rows run along their third dimension; a field that only happens to be as wide is left alone."""
+    fields = {
+        "input_ids": torch.ones((2, 4), dtype=torch.int64),
+        "mrope": torch.arange(2 * 3 * 4).view(2, 3, 4),
+        "scores": torch.arange(8).view(2, 4),
+    }
+    batch = BatchedData.of(fields, lengths=[4, 2], sequence_dims={"input_ids": 1, "mrope": 2})
+
+    narrow = batch.truncate(2)
+
+    assert torch.equal(fields["mrope"][:, :, :2], narrow.tensor("mrope"))
+    assert torch.equal(fields["scores"], narrow.tensor("scores"))
+
+
+@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6), more=st.integers(0, 9))
+def test_rows_of_one_length_are_padded_behind_the_last_sequence(lengths, more):
+    """As stages of a pipeline exchange them; what does not fit is refused."""
+    batch = batch_of(lengths)
+    needed = sum(-(-length // 2) * 2 for length in lengths)
+
+    row = pack_row(batch, multiple=2, row_length=needed + more)
+
+    assert needed + more == row.input_ids.shape[1] == int(row.cu_seqlens_padded[-1])
+    plain = pack_row(batch, multiple=2)
+    assert plain.cu_seqlens_padded[:-1].tolist() == row.cu_seqlens_padded[:-1].tolist()
+    assert torch.equal(plain.input_ids, row.input_ids[:, :needed])
+    assert not row.input_ids[:, needed:].any()
+    with pytest.raises(DataSetError, match="do not fit a row of"):
+        pack_row(batch, multiple=2, row_length=needed - 1)
+
+
+def test_a_batch_that_is_none_is_refused():
+    """Fields of other sizes; sequences longer than the batch is wide; a list where a tensor is needed."""
+    ids = torch.ones((2, 4), dtype=torch.int64)
+    with pytest.raises(DataSetError, match="field rewards has 3 entries, but the batch has 2 sequences"):
+        BatchedData.of({"input_ids": ids, "rewards": torch.ones(3)}, lengths=[1, 2])
+    with pytest.raises(DataSetError, match="a sequence has 5 tokens, but the batch is 4 wide"):
+        BatchedData.of({"input_ids": ids}, lengths=[1, 5])
+    with pytest.raises(DataSetError, match="field texts is a list"):
+        BatchedData.of({"input_ids": ids, "texts": ["a", "b"]}, lengths=np.array([1, 2])).tensor("texts")

@@ -1,0 +1,269 @@
+"""Reinforcement learning gives the same in every mode, on any ranks and any engine; and the reward rises."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from core.errors import ConfigError, RecordError, WholeBatchLossError
+from tests.e2e.alone import relative
+from tests.e2e.conftest import DEADLINE_S
+from tests.network import free_port
+
+pytestmark = pytest.mark.slow
+
+TIMES = {"generate_s", "logprob_s", "train_s"}
+
+PACKED = {
+    "sequence_packing": {"enabled": True, "train_mb_tokens": 80, "logprob_mb_tokens": 120, "sequence_length_round": 1}
+}
+
+MODES = {
+    "packed": PACKED,
+    "dynamic": {"dynamic_batching": {"enabled": True, "train_mb_tokens": 128, "sequence_length_round": 8}},
+    "plain": {"train_micro_batch_size": 3},
+}
+
+
+@pytest.fixture
+def write_rl(demo, tmp_path):
+    """Return a function that writes a run over the words to repeat."""
+
+    def write(name="rl", *, policy=None, grpo=None, **training):
+        path = tmp_path / f"{name}.yaml"
+        sections = {
+            "model": {"model": str(demo / "models" / "qwen2")},
+            "template": {"max_length": 64},
+            "custom": {"train_jsonl": str(demo / "data" / "repeat.jsonl")},
+            "training": {"output_dir": str(tmp_path / name), "use_cpu": True, "learning_rate": 1e-2, **training},
+            "policy": policy or {},
+            "grpo": {
+                "num_steps": 2, "num_prompts_per_step": 4, "num_generations_per_prompt": 4, "max_new_tokens": 8,
+                "reward": "character_overlap", **(grpo or {}),
+            },
+        }  # fmt: skip
+        path.write_text(yaml.safe_dump(sections))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def write_phases(write_rl):
+    """Return a function that writes a run of one update on rollouts that are given, which leaves the weights."""
+
+    def write(name, policy, **grpo):
+        keys = {"kl_coefficient": 0.1, "ratio_clip_max": 0.3, "temperature": 0.7, "normalisation": "sequence", **grpo}
+        return write_rl(name, policy=policy, grpo=keys, learning_rate=0.0, max_grad_norm=1e9)
+
+    return write
+
+
+def logged(folder: Path) -> list[dict]:
+    """Return what a run logged."""
+    return [json.loads(line) for line in (folder / "rl.jsonl").read_text().splitlines()]
+
+
+def one_by_one(demo) -> dict:
+    """Compute the update sequence by sequence, with the plain model and the loss as its papers write it."""
+    from transformers import AutoModelForCausalLM
+
+    from tests.e2e.rl_rank import LENGTHS, rollouts
+
+    model = AutoModelForCausalLM.from_pretrained(demo / "models" / "qwen2")
+    batch = rollouts(model.config.vocab_size)
+    old = torch.zeros(len(LENGTHS), max(LENGTHS))
+    total = torch.zeros((), dtype=torch.float64)
+    counted = [number for number in range(len(LENGTHS)) if batch.tensor("token_mask")[number, 1:].sum()]
+    for number, length in enumerate(LENGTHS):
+        ids = batch.tensor("input_ids")[number, :length]
+        now = (
+            (model(input_ids=ids[None], use_cache=False).logits[0] / 0.7)
+            .log_softmax(-1)[:-1]
+            .gather(1, ids[1:, None])[:, 0]
+        )
+        old[number, 1:length] = now.detach()
+        noise = batch.tensor("noise")[number, 1:length]
+        ratio = (now - (now.detach() + noise)).exp()
+        advantage = batch.tensor("advantages")[number]
+        surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.3) * advantage)
+        away = (now.detach() - noise) - now
+        loss = -surrogate + 0.1 * (away.exp() - away - 1)
+        mask = batch.tensor("token_mask")[number, 1:length]
+        if number in counted:
+            total = total + (loss * mask).double().sum() / mask.sum() / len(counted)
+    total.backward()
+    return {"old": old, "loss": total.detach(), "gradients": {name: p.grad for name, p in model.named_parameters()}}
+
+
+def far(found, expected) -> float:
+    """Return the largest relative difference of log-probabilities, loss and gradients."""
+    loss = float((found["trained"]["loss"] / expected["loss"] - 1).abs().max())
+    return max(
+        loss, relative({"": found["old"]}, {"": expected["old"]}), relative(found["gradients"], expected["gradients"])
+    )
+
+
+def test_all_modes_give_what_the_sequences_give_one_by_one(write_phases, demo):
+    """Log-probabilities, loss and gradients of the same rollouts, within 1e-5; packing computes least."""
+    from tests.e2e.rl_rank import phases
+
+    expected = one_by_one(demo)
+    found = {mode: phases(str(write_phases(mode, policy))) for mode, policy in MODES.items()}
+
+    assert all(far(each, expected) < 1e-5 for each in found.values()), {m: far(f, expected) for m, f in found.items()}
+    assert found["packed"]["share"] < found["dynamic"]["share"] < found["plain"]["share"]
+    assert found["packed"]["share"] < 0.36
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_together_give_what_one_gives(write_phases, demo, forkserver, tmp_path, world_size):
+    """Data-parallel in every mode; rows shared by two ranks, and by two of four."""
+    from tests.e2e import rl_rank
+
+    shared = {
+        "sequence_packing": {**PACKED["sequence_packing"], "sequence_length_round": 4},
+        "context_parallel_size": 2,
+    }
+    cases = {"shared": str(write_phases("shared", shared))}
+    if world_size == 2:
+        cases |= {mode: str(write_phases(mode, policy)) for mode, policy in MODES.items()}
+    port = free_port()
+    ranks = [
+        forkserver.Process(target=rl_rank.forked, args=(rank, world_size, port, cases, str(tmp_path)))
+        for rank in range(world_size)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(DEADLINE_S)
+        if rank.is_alive():
+            rank.kill()
+    assert [0] * world_size == [rank.exitcode for rank in ranks], (tmp_path / "rl0.log").read_text()[-3000:]
+
+    expected = one_by_one(demo)
+    for name in cases:
+        assert far(torch.load(tmp_path / f"{name}.pt", weights_only=True), expected) < 1e-5, name
+
+
+def test_the_reward_rises(write_rl, tmp_path, capsys):
+    """From one step to the next, by the command; what is logged says how much packing computed."""
+    from app import rl
+
+    packing = {"sequence_packing": {"enabled": True, "train_mb_tokens": 512}}
+    grpo = {"num_steps": 24, "num_prompts_per_step": 8, "num_generations_per_prompt": 8, "max_new_tokens": 12}
+
+    assert 0 == rl.main([str(write_rl(policy=packing, grpo=grpo))])
+
+    entries = logged(tmp_path / "rl")
+    rewards = [entry["reward"] for entry in entries]
+    assert list(range(1, 25)) == [entry["step"] for entry in entries]
+    assert statistics.fmean(rewards[-6:]) > 1.25 * statistics.fmean(rewards[:6])
+    assert all(0 < entry["train"]["computed_share"] < 1 for entry in entries)
+    assert all(entry["train"]["utilisation"] <= 1 and len(entry["train"]["chunks"]) == 1 for entry in entries)
+    assert "step 24/24: reward" in capsys.readouterr().err
+    assert (tmp_path / "rl" / "policy" / "model.safetensors").is_file()
+
+
+def test_torchrun_and_ray_give_the_same(write_rl, tmp_path):
+    """The same rollouts, losses and figures from two ranks of torchrun and from two actors."""
+    grpo = {"num_steps": 1, "kl_coefficient": 0.01}
+    started = {
+        "torchrun": [Path(sys.executable).with_name("torchrun"), "--nproc-per-node", "2", "--master-addr", "127.0.0.1",
+                     "--master-port", str(free_port()), "-m", "app.rl", write_rl("torchrun", policy=PACKED, grpo=grpo)],
+        "ray": [sys.executable, "-m", "app.rl", write_rl("ray", policy=PACKED, grpo=grpo), "--ray-workers", "2"],
+    }  # fmt: skip
+    for name, command in started.items():
+        ran = subprocess.run(
+            command, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=Path(__file__).parents[2],
+            capture_output=True, text=True, timeout=DEADLINE_S, check=False,
+        )  # fmt: skip
+        assert 0 == ran.returncode, (name, ran.stderr[-3000:])
+
+    ours, theirs = (logged(tmp_path / name) for name in started)
+    assert 1 == len(ours)
+    assert TIMES <= set(ours[0])
+    assert [{k: v for k, v in entry.items() if k not in TIMES} for entry in ours] == [
+        {k: v for k, v in entry.items() if k not in TIMES} for entry in theirs
+    ]
+
+
+OWN_LOSSES = """
+import torch
+
+def cross_entropy(logits, data, *, num_sequences, num_tokens):
+    wanted = data["input_ids"][:, 1:]
+    each = torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), wanted, reduction="none")
+    loss = (each * data["token_mask"][:, 1:]).sum() / num_tokens
+    return loss, {"worst_max": each.max()}
+
+def dpo_loss(logits, data, *, num_sequences, num_tokens):
+    return logits.sum(), {}
+"""
+
+
+def test_a_loss_of_ones_own_runs_unchanged(write_phases, tmp_path, monkeypatch):
+    """It knows one sequence at a time; each mode gives the same loss, gradients and greatest metric; DPO is refused by name."""
+    from app import rl
+    from tests.e2e.rl_rank import phases
+
+    (tmp_path / "my_losses.py").write_text(OWN_LOSSES)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = [
+        phases(str(write_phases(f"own {mode}", MODES[mode], loss="my_losses:cross_entropy")))
+        for mode in ("packed", "plain")
+    ]
+
+    for name in ("loss", "worst_max"):
+        assert found[0]["trained"][name].item() == pytest.approx(found[1]["trained"][name].item(), rel=1e-5)
+    assert relative(found[0]["gradients"], found[1]["gradients"]) < 1e-5
+    for mode in ("packed", "dynamic"):
+        path = write_phases(f"dpo {mode}", MODES[mode], loss="my_losses:dpo_loss")
+        with pytest.raises(WholeBatchLossError, match="the loss dpo_loss compares sequences"):
+            phases(str(path))
+        assert 2 == rl.main([str(path)])
+
+
+@pytest.mark.parametrize(
+    ("policy", "grpo", "says"),
+    [
+        ({"tensor_parallel_size": 2}, {}, "policy.tensor_parallel_size: is for engines of your own"),
+        ({"compile": True}, {}, "policy.compile: is for engines of your own"),
+        ({"sequence_packing": {"enabled": True, "sequence_length_round": 4}, "context_parallel_size": 2}, {}, "does not divide 1 workers"),
+        ({}, {"reward": "kindness"}, "grpo.reward: is kindness: neither one of"),
+        ({}, {"max_new_tokens": 63}, "repeat.jsonl, line .*: the prompt has .* tokens, and an answer may have 63"),
+    ],
+)  # fmt: skip
+def test_what_cannot_run_is_refused(write_rl, capsys, policy, grpo, says):
+    """With exit status 2, and what to do."""
+    import re
+
+    from app import rl
+
+    assert 2 == rl.main([str(write_rl(policy=policy, grpo=grpo))])
+    assert re.search(says, capsys.readouterr().err)
+
+
+def test_only_models_of_text_are_trained(write_rl, demo, capsys):
+    """And packing needs an attention that keeps sequences apart."""
+    from app import rl
+
+    path = write_rl(policy=PACKED)
+    document = yaml.safe_load(path.read_text())
+    document["model"] = {"model": str(demo / "models" / "qwen2_5_vl")}
+    path.write_text(yaml.safe_dump(document))
+    assert 2 == rl.main([str(path)])
+    assert "app.rl trains models of text" in capsys.readouterr().err
+
+    document["model"] = {"model": str(demo / "models" / "qwen2"), "attn_impl": "paged|sdpa"}
+    path.write_text(yaml.safe_dump(document))
+    assert 2 == rl.main([str(path)])
+    assert "not established to keep the samples of a pack apart" in capsys.readouterr().err

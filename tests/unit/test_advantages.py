@@ -1,0 +1,25 @@
+"""How answers to one prompt compare."""
+
+from __future__ import annotations
+
+import statistics
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from core.advantages import group_advantages
+
+
+@given(st.integers(2, 6), st.lists(st.lists(st.integers(0, 9), min_size=6, max_size=6), min_size=1, max_size=5))
+def test_answers_are_compared_with_those_to_their_prompt(size, groups):
+    """Distance from the group's mean in standard deviations; nothing where all score the same."""
+    groups = [group[:size] for group in groups]
+
+    found = group_advantages(np.array(groups, dtype=np.float64).ravel(), group_size=size).reshape(-1, size)
+
+    for rewards, advantages in zip(groups, found, strict=True):
+        spread = statistics.pstdev(rewards)
+        expected = [(reward - statistics.fmean(rewards)) / spread if spread else 0.0 for reward in rewards]
+        assert expected == pytest.approx(advantages.tolist(), abs=1e-4)
