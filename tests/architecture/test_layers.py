@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 CORE_MAY_IMPORT = {
-    "__future__", "attrs", "bisect", "collections", "contextlib", "core", "decimal", "fractions", "hashlib", "heapq", "itertools", "json",
+    "__future__", "attrs", "bisect", "collections", "contextlib", "core", "decimal", "fractions", "functools", "hashlib", "heapq", "itertools", "json",
     "math", "numbers", "numpy", "scipy", "types", "typing",
 }  # fmt: skip
 """Pure arithmetic and values; of scipy, its linear programming alone."""
