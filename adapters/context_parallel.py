@@ -30,10 +30,12 @@ ATTENTION = "packplan_context_parallel"
 class _Share:
     """What attention has to know of a rank's part."""
 
-    layout: PackedLayout
     group: dist.ProcessGroup | None
     blocks: list[list[int]]
     """See `PackedLayout.blocks`."""
+
+    restore: torch.Tensor
+    """See `PackedLayout.restore`; where the model is, so that no layer copies it there."""
 
 
 @contextmanager
@@ -59,7 +61,7 @@ def context_parallel(model: Any, *, layout: PackedLayout, group: dist.ProcessGro
         message = f"the layout is for {layout.cp_size} ranks, but the group has {dist.get_world_size(group)}"
         raise ValueError(message)
     rank = dist.get_rank(group)
-    share = _Share(layout, group, layout.blocks(rank).tolist())
+    share = _Share(group, layout.blocks(rank).tolist(), torch.as_tensor(layout.restore, device=model.device))
     position_ids = torch.as_tensor(layout.position_ids[layout.positions(rank)], device=model.device)[None]
 
     def give(_: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -96,13 +98,14 @@ def gather_row(
     Returns:
         The tensor with num_positions entries along *dim*, in the order of the row.
     """
-    expected = layout.num_positions // layout.cp_size
+    return _gathered(part, torch.as_tensor(layout.restore, device=part.device), group, dim)
+
+
+def _gathered(part: torch.Tensor, restore: torch.Tensor, group: dist.ProcessGroup | None, dim: int) -> torch.Tensor:
+    expected = len(restore) // dist.get_world_size(group)
     if part.shape[dim] != expected:
-        message = (
-            f"a rank's part has {expected} of {layout.num_positions} positions, but this one has {part.shape[dim]}"
-        )
+        message = f"a rank's part has {expected} of {len(restore)} positions, but this one has {part.shape[dim]}"
         raise ValueError(message)
-    restore = torch.as_tensor(layout.restore, device=part.device)
     concatenated: torch.Tensor = _AllGather.apply(part.movedim(dim, 0), group)  # type: ignore[no-untyped-call]
     return concatenated[restore].movedim(0, dim)
 
@@ -151,7 +154,7 @@ def _attend(
         message = "context parallelism computes causal attention without a sliding window, a mask or earlier keys"
         raise ValueError(message)
     # One collective for both.
-    both = gather_row(torch.cat([key, value], dim=1), layout=cp_share.layout, group=cp_share.group, dim=2)
+    both = _gathered(torch.cat([key, value], dim=1), cp_share.restore, cp_share.group, dim=2)
     keys, values = torch.split(both, key.shape[1], dim=1)
     outputs, done = [], 0
     for begin, start, stop in cp_share.blocks:

@@ -66,7 +66,9 @@ def load(folder: str, dtype: str = "float32") -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).train()
 
 
-def share(folder: str, *, fault: str = "", dtype: str = "float32", checkpointing: bool = False) -> dict[str, object]:
+def share(
+    folder: str, *, fault: str = "", dtype: str = "float32", checkpointing: bool = False, give_positions: bool = True
+) -> dict[str, object]:
     """Run a model on this rank's part, forward and backward; return logits, loss and gradients of all ranks together."""
     model = load(folder, dtype)
     if checkpointing:
@@ -77,10 +79,11 @@ def share(folder: str, *, fault: str = "", dtype: str = "float32", checkpointing
     row[layout.is_token] = torch.cat(sequences())
     positions = layout.positions(dist.get_rank())
     targets = torch.where(torch.as_tensor(layout.targets) < 0, -1, row[layout.targets])
+    inputs = {"input_ids": row[None, positions]}
+    if give_positions:
+        inputs["position_ids"] = torch.as_tensor(layout.position_ids[positions])[None]
     with context_parallel(model, layout=layout):
-        logits = model(
-            input_ids=row[None, positions], position_ids=torch.as_tensor(layout.position_ids[positions])[None]
-        ).logits
+        logits = model(**inputs).logits
         loss = token_loss(logits[0], targets[positions])
         loss.backward()
     assert plain == model.config._attn_implementation

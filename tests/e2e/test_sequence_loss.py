@@ -136,6 +136,24 @@ def test_every_way_gives_the_loss_of_the_sequences_alone(batch, loss):
         assert_near(gradient, found if found.shape == logits.shape else unpack(found, layout, logits.shape))
 
 
+@given(batches(), st.sampled_from(LOSSES))
+def test_padding_never_counts(batch, loss):
+    """Whatever a mask says of positions beyond a sequence's end, and of a first token, which nothing predicts."""
+    logits, fields, layout = batch
+    layout = PackedLayout(layout.cu_seqlens, layout.cu_seqlens_padded)
+    row = pack(logits, layout, padding=100.0)
+    given = {"layout": layout, "num_sequences": 3, "num_tokens": 7}
+    inside = torch.arange(fields["token_mask"].shape[1]) < torch.as_tensor(layout.lengths.copy())[:, None]
+    careless = fields["token_mask"].masked_fill(~inside, 1)
+    careless[:, 0] = 1
+
+    expected = run(FusedLoss(loss), row, fields, **given)
+    found = run(FusedLoss(loss), row, {**fields, "token_mask": careless}, **given)
+
+    assert expected[:2] == found[:2]
+    assert torch.equal(expected[2], found[2])
+
+
 @given(batches())
 def test_an_ordinary_loss_runs_unchanged(batch):
     """One that knows nothing of packing, one sequence at a time, without its padding; other fields are cut to it."""

@@ -171,7 +171,7 @@ def test_what_cannot_be_cut_is_refused(call, says):
 
 def test_a_layout_stays_as_it_is():
     """Its arrays are read-only copies."""
-    ends = [0, 8]
+    ends = np.array([0, 8])
     layout = PackedLayout(ends, ends)
     ends[1] = 4
 

@@ -80,8 +80,9 @@ def differences(found, expected) -> dict[str, float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_logits_and_gradients_are_those_of_each_sequence_alone(shared, models, world_size):
-    """Both models, also with gradient checkpointing; each rank has the same causal work; bfloat16 as near as it is alone."""
+    """Both models, also with gradient checkpointing, and without position ids; each rank has the same causal work; bfloat16 as near as it is alone."""
     cases = {model: {"folder": str(models / model)} for model in MODELS}
+    cases["qwen2"]["give_positions"] = False
     cases["checkpointing"] = {"folder": str(models / "qwen3"), "checkpointing": True}
     cases["bfloat16"] = {"folder": str(models / "qwen2"), "dtype": "bfloat16"}
 
