@@ -14,7 +14,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -73,18 +73,17 @@ def run(config: RunConfig, workers: Workers, samples: SwiftSamples) -> list[dict
     Raises:
         PackplanError: Something the user can mend; WorkerError, if a worker dies.
     """
-    shards, left_over = divmod(workers.num_workers, config.policy.context_parallel_size)
-    if left_over or not shards:
-        reason = f"is {config.policy.context_parallel_size}, which does not divide {workers.num_workers} workers"
-        raise ConfigError.of("policy.context_parallel_size", f"{reason}: start a multiple of it")
+    shards = workers.num_workers // config.policy.context_parallel_size
     is_first = os.environ.get("RANK", "0") == "0"
     folder = Path(config.training.output_dir)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
+    prompts = _encoded_prompts(config, samples, shown=is_first)
     history = []
     steps = tqdm(range(config.grpo.num_steps), desc="steps", disable=not (is_first and sys.stderr.isatty()))
-    for step, prompts in zip(steps, _prompts(config, samples), strict=False):
-        history.append({"step": step + 1, **_step(config, workers, samples, prompts, shards=shards, step=step)})
+    for step, drawn in zip(steps, _drawn(config, len(prompts)), strict=False):
+        asked = _asked(samples, prompts, drawn)
+        history.append({"step": step + 1, **_step(config, workers, asked, shards=shards, step=step)})
         if is_first:
             _log(history[-1], folder / "rl.jsonl", config.grpo.num_steps)
     run_on_all(workers, "save", [str(folder / "policy")] * shards, config)
@@ -146,12 +145,10 @@ def run_on_all(workers: Workers, method: str, shards: list[Any], config: RunConf
     return workers.run_all_workers_sharded_data(method, held, **options)[::size]
 
 
-def _step(
-    config: RunConfig, workers: Workers, samples: SwiftSamples, prompts: NDArray[np.int64], *, shards: int, step: int
-) -> dict[str, Any]:
+def _step(config: RunConfig, workers: Workers, asked: BatchedData, *, shards: int, step: int) -> dict[str, Any]:
     """Answer prompts, learn from the answers, and return the step's figures."""
     started = time.perf_counter()
-    rollouts = _roll_out(config, workers, samples, prompts, shards=shards, step=step)
+    rollouts = _roll_out(config, workers, asked, shards=shards, step=step)
     answered = time.perf_counter()
     batch, rewards = rollouts.batch, rollouts.rewards
     lengths = batch.lengths.numpy()
@@ -186,32 +183,51 @@ def _step(
     }
 
 
-def _prompts(config: RunConfig, samples: SwiftSamples) -> Iterator[NDArray[np.int64]]:
-    """Yield the records of each step, in another order each epoch; what an epoch leaves over comes first in the next."""
+def _encoded_prompts(config: RunConfig, samples: SwiftSamples, *, shown: bool) -> list[list[int]]:
+    """Encode all prompts; RecordError if one leaves no room for an answer."""
+    room = config.packing_length - config.grpo.max_new_tokens
+    prompts = []
+    bar = tqdm(range(len(samples)), desc="prompts", leave=False, disable=not (shown and sys.stderr.isatty()))
+    for index in bar:
+        prompts.append(list(samples.prompt(index)["input_ids"]))
+        if len(prompts[-1]) > room:
+            source, line = samples.records.where(index)
+            reason = (
+                f"the prompt has {len(prompts[-1]):,} tokens, and an answer may have {config.grpo.max_new_tokens:,} "
+                f"(grpo.max_new_tokens), but a sequence holds {config.packing_length:,} (template.max_length): raise that, "
+                "or leave the record out"
+            )
+            raise RecordError(source, line, reason)
+    return prompts
+
+
+def _drawn(config: RunConfig, num_prompts: int) -> Iterator[NDArray[np.int64]]:
+    """Yield the prompts of each step, in another order each epoch; what an epoch leaves over comes first in the next."""
     size, epoch = config.grpo.num_prompts_per_step, 0
     waiting = np.zeros(0, dtype=np.int64)
     while True:
         while waiting.size < size:
-            waiting = np.concatenate([waiting, shuffled(len(samples), seed=[config.training.seed, epoch])])
+            waiting = np.concatenate([waiting, shuffled(num_prompts, seed=[config.training.seed, epoch])])
             epoch += 1
         yield waiting[:size]
         waiting = waiting[size:]
 
 
-def _roll_out(
-    config: RunConfig, workers: Workers, samples: SwiftSamples, prompts: NDArray[np.int64], *, shards: int, step: int
-) -> Rollouts:
-    """Answer prompts on the workers, and put prompts and answers together."""
-    pad = samples.template.tokenizer.pad_token_id
-    encoded = [_prompt(config, samples, int(index)) for index in prompts]
-    asked = BatchedData.of(
+def _asked(samples: SwiftSamples, prompts: Sequence[Sequence[int]], drawn: NDArray[np.int64]) -> BatchedData:
+    """Return the drawn prompts as a batch, with their records' own answers."""
+    indices = drawn.tolist()
+    return BatchedData.of(
         {
-            "input_ids": _padded(encoded, pad),
-            "answers": [samples.answer(int(index)) for index in prompts],
-            "records": ["{}, line {}".format(*samples.records.where(int(index))) for index in prompts],
+            "input_ids": _padded([prompts[index] for index in indices]),
+            "answers": [samples.answer(index) for index in indices],
+            "records": ["{}, line {}".format(*samples.records.where(index)) for index in indices],
         },
-        lengths=[len(ids) for ids in encoded],
+        lengths=[len(prompts[index]) for index in indices],
     )
+
+
+def _roll_out(config: RunConfig, workers: Workers, asked: BatchedData, *, shards: int, step: int) -> Rollouts:
+    """Answer prompts on the workers, and put prompts and answers together."""
     sharding = shard_plain(
         asked.lengths.numpy(), shards=shards, batch_size=len(asked),
         micro_batch_size=config.policy.generation_batch_size, allow_uneven=True,
@@ -222,32 +238,17 @@ def _roll_out(
         for name in ("completions", "completion_lengths", "rewards")
     )
     ids, masks = [], []
-    for prompt, answers, lengths in zip(encoded, said, ends, strict=True):
-        for answer, length in zip(answers, lengths, strict=True):
-            ids.append(prompt + answer[:length].tolist())
-            masks.append([0.0] * len(prompt) + [1.0] * int(length))
-    batch = BatchedData.of(
-        {"input_ids": _padded(ids, pad), "token_mask": _padded(masks, 0)}, lengths=[len(one) for one in ids]
-    )
+    for place, length in enumerate(asked.lengths.tolist()):
+        prompt = asked.tensor("input_ids")[place, :length].tolist()
+        for answer, end in zip(said[place], ends[place].tolist(), strict=True):
+            ids.append(prompt + answer[:end].tolist())
+            masks.append([0.0] * length + [1.0] * end)
+    batch = BatchedData.of({"input_ids": _padded(ids), "token_mask": _padded(masks)}, lengths=[len(row) for row in ids])
     return Rollouts(batch, rewards.ravel())
 
 
-def _prompt(config: RunConfig, samples: SwiftSamples, index: int) -> list[int]:
-    """Encode a prompt; RecordError if it leaves no room for an answer."""
-    ids: list[int] = list(samples.prompt(index)["input_ids"])
-    if len(ids) + config.grpo.max_new_tokens > config.packing_length:
-        source, line = samples.records.where(index)
-        reason = (
-            f"the prompt has {len(ids):,} tokens, and an answer may have {config.grpo.max_new_tokens:,} "
-            f"(grpo.max_new_tokens), but a sequence holds {config.packing_length:,} (template.max_length): raise that, or "
-            "leave the record out"
-        )
-        raise RecordError(source, line, reason)
-    return ids
-
-
-def _padded(rows: list[Any], value: float) -> torch.Tensor:
-    return torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=value)
+def _padded(rows: Sequence[Sequence[float]]) -> torch.Tensor:
+    return torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
 
 
 def _log_probabilities(

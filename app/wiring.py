@@ -287,7 +287,10 @@ def build_trainer(
 
 
 def open_policy(config: RunConfig, group: RankGroup, samples: SwiftSamples) -> PolicyWorker:
-    """Load the policy of a run of reinforcement learning, for one worker."""
+    """Load the policy of a run of reinforcement learning, for one worker; ConfigError if the workers cannot share rows."""
+    if group.world_size % config.policy.context_parallel_size:
+        reason = f"is {config.policy.context_parallel_size}, which does not divide {group.world_size} workers: start a multiple"
+        raise ConfigError.of("policy.context_parallel_size", reason)
     grpo, trainer, policy = config.grpo, config.training.trainer, config.policy
     cuda = torch.cuda.is_available() and not runs_on_cpu(trainer)
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")

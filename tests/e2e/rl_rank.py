@@ -39,7 +39,7 @@ def rollouts(vocabulary: int) -> BatchedData:
     )
 
 
-def phases(path: str, batch_size: int | None = None) -> dict:
+def phases(path: str) -> dict:
     """Compute log-probabilities and an update of rollouts that are given, as `app.rl` does."""
     config = wiring.read_config(path, rl=True)
     with wiring.joined_ranks(config.training.trainer) as group:
@@ -59,30 +59,26 @@ def phases(path: str, batch_size: int | None = None) -> dict:
         trained = rl.run_on_all(
             workers, "train", batch.shard(sharding), config, num_sequences=[sequences], num_tokens=[tokens]
         )
-        gradients = {name: p.grad.clone() for name, p in worker._model.named_parameters()}
         return {
             "old": old,
             "trained": {name: torch.tensor(np.array([one[name] for one in trained])) for name in trained[0]},
-            "gradients": gradients,
+            "gradients": {name: p.grad for name, p in worker._model.named_parameters()},
             "share": sharding.positions.sum() / (len(LENGTHS) * max(LENGTHS)),
-            "rank": group.rank,
         }
 
 
-def forked(rank: int, world_size: int, port: int, cases: dict[str, str], out: str) -> None:
-    """Run the phases of several YAMLs, one after the other; rank 0 keeps what came out, by the names of the cases."""
+def forked(rank: int, world_size: int, cases: dict[str, tuple[str, int]], out: str) -> None:
+    """Run the phases of several YAMLs, each on a port of its own; rank 0 keeps what came out, by the names of the cases."""
     torch.set_num_threads(1)
     log = os.open(Path(out) / f"rl{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    for number, (name, path) in enumerate(cases.items()):
+    for name, (path, port) in cases.items():
         os.environ.update(
             RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-            LOCAL_RANK=str(rank), TORCHELASTIC_RESTART_COUNT=str(number),
+            LOCAL_RANK=str(rank),
         )  # fmt: skip
         found = phases(path)
         if rank == 0:
-            torch.save(
-                {key: value for key, value in found.items() if key in {"old", "trained", "gradients"}},
-                Path(out) / f"{name}.pt",
-            )
+            kept = {key: value for key, value in found.items() if key in {"old", "trained", "gradients"}}
+            torch.save(kept, Path(out) / f"{name}.pt")

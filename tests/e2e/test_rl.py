@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 
-from core.errors import ConfigError, RecordError, WholeBatchLossError
+from core.errors import WholeBatchLossError
 from tests.e2e.alone import relative
 from tests.e2e.conftest import DEADLINE_S
 from tests.network import free_port
@@ -37,11 +37,11 @@ MODES = {
 def write_rl(demo, tmp_path):
     """Return a function that writes a run over the words to repeat."""
 
-    def write(name="rl", *, policy=None, grpo=None, **training):
+    def write(name="rl", *, policy=None, grpo=None, max_length=128, **training):
         path = tmp_path / f"{name}.yaml"
         sections = {
             "model": {"model": str(demo / "models" / "qwen2")},
-            "template": {"max_length": 64},
+            "template": {"max_length": max_length},
             "custom": {"train_jsonl": str(demo / "data" / "repeat.jsonl")},
             "training": {"output_dir": str(tmp_path / name), "use_cpu": True, "learning_rate": 1e-2, **training},
             "policy": policy or {},
@@ -62,7 +62,7 @@ def write_phases(write_rl):
 
     def write(name, policy, **grpo):
         keys = {"kl_coefficient": 0.1, "ratio_clip_max": 0.3, "temperature": 0.7, "normalisation": "sequence", **grpo}
-        return write_rl(name, policy=policy, grpo=keys, learning_rate=0.0, max_grad_norm=1e9)
+        return write_rl(name, policy=policy, grpo=keys, max_length=64, learning_rate=0.0, max_grad_norm=1e9)
 
     return write
 
@@ -136,9 +136,9 @@ def test_ranks_together_give_what_one_gives(write_phases, demo, forkserver, tmp_
     cases = {"shared": str(write_phases("shared", shared))}
     if world_size == 2:
         cases |= {mode: str(write_phases(mode, policy)) for mode, policy in MODES.items()}
-    port = free_port()
+    cases = {name: (path, free_port()) for name, path in cases.items()}
     ranks = [
-        forkserver.Process(target=rl_rank.forked, args=(rank, world_size, port, cases, str(tmp_path)))
+        forkserver.Process(target=rl_rank.forked, args=(rank, world_size, cases, str(tmp_path)))
         for rank in range(world_size)
     ]
     for rank in ranks:
@@ -147,7 +147,7 @@ def test_ranks_together_give_what_one_gives(write_phases, demo, forkserver, tmp_
         rank.join(DEADLINE_S)
         if rank.is_alive():
             rank.kill()
-    assert [0] * world_size == [rank.exitcode for rank in ranks], (tmp_path / "rl0.log").read_text()[-3000:]
+    assert [0] * world_size == [rank.exitcode for rank in ranks], (tmp_path / "rl1.log").read_text()[-3000:]
 
     expected = one_by_one(demo)
     for name in cases:
@@ -175,11 +175,14 @@ def test_the_reward_rises(write_rl, tmp_path, capsys):
 
 def test_torchrun_and_ray_give_the_same(write_rl, tmp_path):
     """The same rollouts, losses and figures from two ranks of torchrun and from two actors."""
-    grpo = {"num_steps": 1, "kl_coefficient": 0.01}
+    grpo, policy = (
+        {"num_steps": 1, "kl_coefficient": 0.01},
+        {"sequence_packing": {"enabled": True, "train_mb_tokens": 200}},
+    )
     started = {
         "torchrun": [Path(sys.executable).with_name("torchrun"), "--nproc-per-node", "2", "--master-addr", "127.0.0.1",
-                     "--master-port", str(free_port()), "-m", "app.rl", write_rl("torchrun", policy=PACKED, grpo=grpo)],
-        "ray": [sys.executable, "-m", "app.rl", write_rl("ray", policy=PACKED, grpo=grpo), "--ray-workers", "2"],
+                     "--master-port", str(free_port()), "-m", "app.rl", write_rl("torchrun", policy=policy, grpo=grpo)],
+        "ray": [sys.executable, "-m", "app.rl", write_rl("ray", policy=policy, grpo=grpo), "--ray-workers", "2"],
     }  # fmt: skip
     for name, command in started.items():
         ran = subprocess.run(
@@ -239,7 +242,7 @@ def test_a_loss_of_ones_own_runs_unchanged(write_phases, tmp_path, monkeypatch):
         ({"compile": True}, {}, "policy.compile: is for engines of your own"),
         ({"sequence_packing": {"enabled": True, "sequence_length_round": 4}, "context_parallel_size": 2}, {}, "does not divide 1 workers"),
         ({}, {"reward": "kindness"}, "grpo.reward: is kindness: neither one of"),
-        ({}, {"max_new_tokens": 63}, "repeat.jsonl, line .*: the prompt has .* tokens, and an answer may have 63"),
+        ({}, {"max_new_tokens": 120}, "repeat.jsonl, line 1: the prompt has .* tokens, and an answer may have 120"),
     ],
 )  # fmt: skip
 def test_what_cannot_run_is_refused(write_rl, capsys, policy, grpo, says):
@@ -256,7 +259,7 @@ def test_only_models_of_text_are_trained(write_rl, demo, capsys):
     """And packing needs an attention that keeps sequences apart."""
     from app import rl
 
-    path = write_rl(policy=PACKED)
+    path = write_rl(policy={"sequence_packing": {"enabled": True}})
     document = yaml.safe_load(path.read_text())
     document["model"] = {"model": str(demo / "models" / "qwen2_5_vl")}
     path.write_text(yaml.safe_dump(document))
