@@ -58,6 +58,10 @@ class OneRank:
         """Return the flag."""
         return flag
 
+    def gather_arrays(self, arrays: Arrays) -> tuple[Arrays, ...]:
+        """Return the arrays alone."""
+        return (arrays,)
+
     def settle(self) -> None:
         """Do nothing: nobody waits."""
 
@@ -100,15 +104,9 @@ class TorchGroup:
         """Return on every rank what rank 0 builds; see `core.ports.RankGroup`."""
         self._calls += 1
         key = f"built/{self._calls}"
-        if self.rank == 0:
-            arrays = self._build(build, key)
-        else:
-            arrays = {
-                name: np.empty(shape, dtype=np.dtype(dtype)) for name, dtype, shape in self._awaited(key, timeout_s)
-            }
+        arrays = self._build(build, key) if self.rank == 0 else _like(self._awaited(key, timeout_s))
         for array in arrays.values():
-            if array.size:
-                self._broadcast(array)
+            self._broadcast(array, src=0)
         return arrays
 
     def gather(self, value: str, *, timeout_s: float | None = None) -> tuple[str, ...]:
@@ -125,6 +123,17 @@ class TorchGroup:
         dist.all_reduce(flags, dist.ReduceOp.MAX)
         return bool(flags.item())
 
+    def gather_arrays(self, arrays: Arrays) -> tuple[Arrays, ...]:
+        """Return the arrays of every rank, by rank; see `core.ports.RankGroup`."""
+        mine = {name: np.array(array, order="C") for name, array in arrays.items()}
+        gathered = []
+        for rank, answer in enumerate(self.gather(_described(mine))):
+            theirs = mine if rank == self.rank else _like(json.loads(answer))
+            for array in theirs.values():
+                self._broadcast(array, src=rank)
+            gathered.append(theirs)
+        return tuple(gathered)
+
     def settle(self) -> None:
         """Stop the heart: from here on, collectives tell who is gone."""
         if self._heart:
@@ -138,12 +147,14 @@ class TorchGroup:
         # Threads of its transports that outlive the interpreter may abort the process.
         dist.destroy_process_group()
 
-    def _broadcast(self, array: NDArray[Any]) -> None:
+    def _broadcast(self, array: NDArray[Any], *, src: int) -> None:
+        if not array.size:
+            return
         try:
             for chunk in torch.split(torch.from_numpy(array).view(-1), CHUNK_BYTES // array.itemsize):
-                dist.broadcast(chunk, src=0)
+                dist.broadcast(chunk, src=src)
         except RuntimeError as error:
-            raise RankGoneError(f"another rank is gone, so rank {self.rank} cannot share the plan: {error}") from None
+            raise RankGoneError(f"another rank is gone, so rank {self.rank} cannot go on: {error}") from None
 
     def _build(self, build: Callable[[Tell], Arrays], key: str) -> Arrays:
         try:
@@ -154,8 +165,7 @@ class TorchGroup:
             self._store.set(key, json.dumps({"failed": reason}))
             self._let_others_read(key)
             raise
-        built = [(name, array.dtype.str, array.shape) for name, array in arrays.items()]
-        self._store.set(key, json.dumps({"built": built}))
+        self._store.set(key, f'{{"built": {_described(arrays)}}}')
         return arrays
 
     def _let_others_read(self, key: str) -> None:
@@ -194,6 +204,16 @@ class TorchGroup:
         if watch.answers is None:
             raise error(f"rank 0 is gone, so rank {self.rank} cannot go on: {watch.lost}")
         return watch.answers
+
+
+def _described(arrays: Arrays) -> str:
+    """Return names, types and shapes, as JSON."""
+    return json.dumps([(name, array.dtype.str, array.shape) for name, array in arrays.items()])
+
+
+def _like(described: list[tuple[str, str, list[int]]]) -> dict[str, NDArray[Any]]:
+    """Return empty arrays of names, types and shapes."""
+    return {name: np.empty(shape, dtype=np.dtype(dtype)) for name, dtype, shape in described}
 
 
 def _agree_on_launch(store: Store, rank: int, world_size: int, timeout_s: float) -> str:

@@ -16,14 +16,16 @@ import cattrs
 import yaml
 from cattrs.errors import ClassValidationError, ForbiddenExtraKeysError, IterableValidationError
 
-from core.config import REFUSED_TRAINING_KEYS, RunConfig, TrainingConfig, faults
+from core.config import REFUSED_TRAINING_KEYS, RunConfig, TrainingConfig, faults, rl_faults
 from core.errors import ConfigError, Fault
 from core.fusion import Mix
 
 SECTIONS = ("model", "template", "custom", "training")
 
+RL_SECTIONS = ("policy", "grpo")
 
-def load_config(path: str | Path, trainer_fields: Mapping[str, Any]) -> RunConfig:
+
+def load_config(path: str | Path, trainer_fields: Mapping[str, Any], *, rl: bool = False) -> RunConfig:
     """
     Read a run's YAML, and those that it extends.
 
@@ -32,17 +34,21 @@ def load_config(path: str | Path, trainer_fields: Mapping[str, Any]) -> RunConfi
 
         trainer_fields: Settings that `training.` passes to the trainer, with their types.
 
+        rl: Whether the run is one of reinforcement learning; others have no `policy:` and no `grpo:`.
+
     Raises:
         ConfigError: All faults of the configuration.
     """
-    return parse_config(_merged(Path(path), ()), str(path), trainer_fields)
+    return parse_config(_merged(Path(path), ()), str(path), trainer_fields, rl=rl)
 
 
-def parse_config(document: Mapping[str, Any], source: str, trainer_fields: Mapping[str, Any]) -> RunConfig:
+def parse_config(
+    document: Mapping[str, Any], source: str, trainer_fields: Mapping[str, Any], *, rl: bool = False
+) -> RunConfig:
     """Build a configuration from a parsed document; ConfigError with all its faults."""
     found: list[Fault] = []
     sections: dict[str, dict[str, Any]] = {}
-    for name in SECTIONS:
+    for name in SECTIONS + RL_SECTIONS:
         value = document.get(name)
         if value is not None and not isinstance(value, dict):
             found.append(Fault(name, f"is {value!r}, but has to be a section of keys"))
@@ -55,16 +61,22 @@ def parse_config(document: Mapping[str, Any], source: str, trainer_fields: Mappi
     training["trainer"] = checked
 
     config: RunConfig | None = None
-    others = {key: value for key, value in document.items() if key not in SECTIONS}
-    if "policy" in others:
-        found.append(Fault("policy", "cuts RL batches, which this command does not: remove the section"))
-        del others["policy"]
+    others = {key: value for key, value in document.items() if key not in sections}
+    if not rl:
+        found += [
+            Fault(
+                name, "is of reinforcement learning (python -m app.rl), which this command is not: remove the section"
+            )
+            for name in RL_SECTIONS
+            if name in document
+        ]
     try:
         config = _CONVERTER.structure({**others, **sections}, RunConfig)
     except ClassValidationError as error:
         found += _faults(error, "")
     else:
         found += faults(config)
+        found += rl_faults(config) if rl else ()
     if found or config is None:
         raise ConfigError(source, tuple(found))
     return config

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 
 import numpy as np
@@ -11,6 +10,7 @@ from adapters.packing_trainer import history, was_terminated
 from adapters.rollouts import Order, Sampling
 from app import wiring
 from app.describe import describe
+from app.functions import named_function
 from app.materialise import open_mix
 from app.planning import Knobs, plan_split, usable_folders
 from app.preparing import batch_of
@@ -100,21 +100,4 @@ def _rollout(config: RunConfig) -> tuple[Reward, Sampling] | None:
     sampling = Sampling(
         custom.rollout_completions, custom.rollout_keep, custom.rollout_max_new_tokens, custom.rollout_temperature
     )
-    return reward_of(custom.rollout_reward), sampling
-
-
-def reward_of(name: str) -> Reward:
-    """Return a reward by its name, or a function of the user's own by `module:function`."""
-    if name in REWARDS:
-        return REWARDS[name]
-    module, _, function = name.partition(":")
-    try:
-        found: Reward = getattr(importlib.import_module(module), function)
-    except Exception as error:  # noqa: BLE001  # whatever the user's own module raises
-        why = f"{type(error).__name__}: {error}"
-    else:
-        if callable(found):
-            return found
-        why = "no function"
-    reason = f"is {name}: neither one of {', '.join(REWARDS)}, nor a function as module:function ({why})"
-    raise ConfigError.of("custom.rollout_reward", reason)
+    return named_function(custom.rollout_reward, REWARDS, key="custom.rollout_reward"), sampling

@@ -6,12 +6,14 @@ import contextlib
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import attrs
 import numpy as np
+import torch
 
 from adapters import artefacts
 from adapters.dummy_media import always_see
@@ -21,7 +23,11 @@ from adapters.jsonl_records import JsonlRecords
 from adapters.length_store import DiskLengthStore
 from adapters.packed_dataset import PackedDataset
 from adapters.plan_store import DiskPlanStore
+from adapters.policy_loss import ClippedPolicyLoss
+from adapters.policy_worker import PolicySettings, PolicyWorker
+from adapters.rank_workers import RankWorkers
 from adapters.rollouts import Order, RecordStream, RolloutStream, Sampling
+from adapters.sequence_loss import FusedLoss, PackedLoss
 from adapters.stream_trainer import StreamTrainer
 from adapters.swift_arguments import TrainingArguments, runs_on_cpu, shards_weights, trainer_fields, training_arguments
 from adapters.swift_model import open_model
@@ -30,22 +36,23 @@ from adapters.swift_template import config_model_type, open_template
 from adapters.swift_trainer import PackTrainer
 from adapters.torch_group import OneRank, TorchGroup
 from adapters.yaml_config import load_config
+from app.functions import named_function
 from app.planning import PlannedSplit, Stores, bookmark_of
 from core.batch import Accumulation
 from core.carry import CarryOptions
 from core.config import RunConfig
 from core.course import Course
-from core.errors import ConfigError
+from core.errors import ConfigError, Fault
 from core.isolation import check_isolation
-from core.ports import RankGroup
-from core.rewards import Reward
+from core.ports import RankGroup, Workers
+from core.rewards import REWARDS, Reward
 from core.samples import column
 from core.telemetry import PackFacts
 
 
-def read_config(path: str | Path) -> RunConfig:
-    """Read a run's YAML; ConfigError with all its faults."""
-    return load_config(path, trainer_fields())
+def read_config(path: str | Path, *, rl: bool = False) -> RunConfig:
+    """Read a run's YAML, perhaps one of reinforcement learning; ConfigError with all its faults."""
+    return load_config(path, trainer_fields(), rl=rl)
 
 
 @contextlib.contextmanager
@@ -277,3 +284,79 @@ def build_trainer(
         train_dataset=data["train"],
         eval_dataset=data.get("eval"),
     )
+
+
+def open_policy(config: RunConfig, group: RankGroup, samples: SwiftSamples) -> PolicyWorker:
+    """Load the policy of a run of reinforcement learning, for one worker."""
+    grpo, trainer, policy = config.grpo, config.training.trainer, config.policy
+    cuda = torch.cuda.is_available() and not runs_on_cpu(trainer)
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    model = open_model(config.model, config.training, device=device)
+    reference = None
+    if grpo.kl_coefficient:
+        reference = open_model(config.model, config.training, device=device).eval().requires_grad_(requires_grad=False)
+    loss: FusedLoss | PackedLoss
+    if grpo.loss == "clipped":
+        loss = FusedLoss(
+            ClippedPolicyLoss(grpo.ratio_clip_min, grpo.ratio_clip_max, grpo.kl_coefficient, grpo.normalisation)
+        )
+    else:
+        loss = PackedLoss(named_function(grpo.loss, {}, key="grpo.loss"))
+    return PolicyWorker(
+        model,
+        reference=reference,
+        tokenizer=samples.template.tokenizer,
+        reward=named_function(grpo.reward, REWARDS, key="grpo.reward"),
+        loss=loss,
+        rank=group.rank,
+        settings=PolicySettings(
+            temperature=grpo.temperature,
+            max_new_tokens=grpo.max_new_tokens,
+            num_generations=grpo.num_generations_per_prompt,
+            learning_rate=float(trainer.get("learning_rate", 1e-6)),
+            weight_decay=float(trainer.get("weight_decay", 0.0)),
+            max_grad_norm=float(trainer.get("max_grad_norm", 1.0)),
+            context_parallel_size=policy.context_parallel_size,
+        ),
+    )
+
+
+def build_ray_worker(path: str) -> PolicyWorker:
+    """Build one worker of a run in its own process, whose environment says which rank it is."""
+    config = read_config(path, rl=True)
+    trainer = config.training.trainer
+    group: RankGroup = OneRank()
+    if int(os.environ["WORLD_SIZE"]) > 1:
+        group = TorchGroup(use_cpu=runs_on_cpu(trainer), timeout_s=float(trainer.get("ddp_timeout", 1800)))
+    return open_policy(config, group, open_samples(config)["train"])
+
+
+@contextlib.contextmanager
+def open_workers(config: RunConfig, path: str, samples: SwiftSamples, *, ray_workers: int) -> Iterator[Workers]:
+    """
+    Start the workers of a run, and end them.
+
+    Args:
+        config: The run.
+
+        path: Of its YAML, which workers in other processes read themselves.
+
+        samples: Of `train`.
+
+        ray_workers: Ray actors to start; 0: the ranks that torchrun's environment describes, or this process.
+    """
+    if ray_workers:
+        if find_spec("ray") is None:
+            reason = "is not installed: install packplan with its extra rl, or start the workers with torchrun"
+            raise ConfigError("--ray-workers", (Fault("ray", reason),))
+        from adapters.ray_workers import RayWorkers
+
+        gpus = 0.0 if runs_on_cpu(config.training.trainer) or not torch.cuda.is_available() else 1.0
+        ray = RayWorkers(partial(build_ray_worker, path), num_workers=ray_workers, gpus_each=gpus)
+        try:
+            yield ray
+        finally:
+            ray.close()
+        return
+    with joined_ranks(config.training.trainer) as group:
+        yield RankWorkers(open_policy(config, group, samples), group)

@@ -8,11 +8,14 @@ Everything that this project raises on purpose.
     │   ├── DataSetError           a data set as a whole
     │   ├── InvalidLengthError     a length no packer can place: index and value
     │   ├── TooFewSamplesError     more packs are wanted than there are samples
+    │   ├── OverBudgetError        a sequence of an RL batch is wider than a microbatch may be
+    │   ├── UnevenShardsError      the workers do not divide an RL batch
     │   ├── EmptyPlanError         no pack remains
     │   ├── SampleTooLongError     a sample over the limit, where the template is to raise
     │   ├── PlanTooShortError      fewer packs than ranks, and the remainder is to be dropped
     │   ├── BatchSizeError         an effective batch that the ranks cannot realise
     │   ├── IsolationError         an attention backend that is not known to keep samples apart
+    │   ├── WholeBatchLossError    a loss that cannot be computed part by part
     │   ├── StaleLengthsError      stored lengths were measured from other inputs
     │   ├── PlanChangedError       a checkpoint was trained from another plan
     │   ├── ChangedImageError      an image is not the one that was measured
@@ -20,7 +23,8 @@ Everything that this project raises on purpose.
     │   ├── OutputError            the output folder cannot be used
     │   ├── LockedError            another job writes the same folder
     │   ├── RankZeroError          rank 0 failed, died, or was too slow, while this rank waited for its plan
-    │   └── RankGoneError          another rank said nothing in time
+    │   ├── RankGoneError          another rank said nothing in time
+    │   └── WorkerError            a worker of reinforcement learning raised or died
     └── VerificationError          something stored or shared is not what it claims: exit status 3
         ├── CorruptArtefactError   a file differs from its digest
         ├── CoverageError          other packs were consumed than were planned
@@ -136,6 +140,40 @@ class TooFewSamplesError(UserError):
 
 
 @attrs.define(eq=False)
+class OverBudgetError(UserError):
+    """A sequence of an RL batch is wider than a microbatch may be."""
+
+    index: int
+    length: int
+    padded: int
+    max_tokens: int
+    num_over: int
+    widest: int
+
+    def __str__(self) -> str:
+        rounded = f", {self.padded:,} when padded," if self.padded != self.length else ""
+        others = f"; {self.num_over:,} sequences are too wide" if self.num_over > 1 else ""
+        return (
+            f"sequence {self.index} has {self.length:,} tokens{rounded} but a microbatch holds {self.max_tokens:,} "
+            f"(max_tokens_per_microbatch){others}: raise train_mb_tokens and logprob_mb_tokens to at least {self.widest:,}"
+        )
+
+
+@attrs.define(eq=False)
+class UnevenShardsError(UserError):
+    """The workers do not divide an RL batch."""
+
+    num_sequences: int
+    num_shards: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_sequences:,} sequences of a batch cannot be divided evenly over {self.num_shards:,} workers: make "
+            "the batch a multiple of the workers, allow uneven shards, or use packing or dynamic batching, which fill up"
+        )
+
+
+@attrs.define(eq=False)
 class EmptyPlanError(UserError):
     """No pack remains, so there is nothing to train on."""
 
@@ -228,6 +266,20 @@ class IsolationError(UserError):
         return (
             f"model.attn_impl {self.attn_impl} is not established to keep the samples of a pack apart for "
             f"{self.model_type}{self.detail}: {ways}set training.packing: false"
+        )
+
+
+@attrs.define(eq=False)
+class WholeBatchLossError(UserError):
+    """A loss compares sequences that packing and dynamic batching compute apart."""
+
+    loss: str
+
+    def __str__(self) -> str:
+        return (
+            f"the loss {self.loss} compares sequences with each other, so it needs the whole batch at once; sequence packing "
+            "and dynamic batching compute it part by part. Set policy.sequence_packing.enabled: false and "
+            "policy.dynamic_batching.enabled: false, or, if its parts add up, give it needs_whole_batch = False"
         )
 
 
@@ -355,6 +407,18 @@ class RankZeroError(UserError):
 
     def __str__(self) -> str:
         return self.reason
+
+
+@attrs.define(eq=False)
+class WorkerError(UserError):
+    """A worker of reinforcement learning raised or died."""
+
+    worker: int
+    method: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"worker {self.worker} failed in {self.method}: {self.reason}"
 
 
 @attrs.define(eq=False)

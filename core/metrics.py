@@ -10,7 +10,7 @@ import attrs
 import numpy as np
 
 from core.bounds import lower_bound
-from core.lengths import Lengths, as_lengths, positive
+from core.lengths import IntArray, Lengths, as_lengths, positive
 from core.packs import Packs
 
 
@@ -93,17 +93,31 @@ def packing_metrics(
         message = f"sample {int(packs.indices.max())} is in a pack, but there are {array.size} lengths"
         raise ValueError(message)
     loads = packs.loads(array)
-    different, times = np.unique(loads, return_counts=True)
-    counted = list(zip(different.tolist(), times.tolist(), strict=True))
-    num_tokens = int(loads.sum())
     if bound is None:
         packed = array[packs.indices]
         fitting = packed[packed <= capacity]
         bound = packed.size - fitting.size + lower_bound(fitting, capacity=capacity, known=len(packs))
+    return metrics_of_loads(loads, capacity=capacity, bound=positive("bound", bound))
+
+
+def metrics_of_loads(loads: IntArray, *, capacity: int, bound: int) -> PackingMetrics:
+    """
+    Measure packs by what they hold.
+
+    Args:
+        loads: Tokens in each pack; at least one pack.
+
+        capacity: Tokens a pack may hold, >= 1.
+
+        bound: Lower bound on the number of packs.
+    """
+    different, times = np.unique(loads, return_counts=True)
+    counted = list(zip(different.tolist(), times.tolist(), strict=True))
+    num_tokens = int(loads.sum())
     return PackingMetrics(
-        num_packs=len(packs),
+        num_packs=loads.size,
         num_tokens=num_tokens,
-        lower_bound=positive("bound", bound),
+        lower_bound=bound,
         full_packs=-(-num_tokens // capacity),
         fill=Fraction(num_tokens, capacity),
         fill_squared=Fraction(sum(load**2 * times for load, times in counted), capacity**2),

@@ -201,3 +201,32 @@ class RankGroup(Protocol):
 
     def any(self, flag: bool, /) -> bool:  # noqa: FBT001  # one positional truth, as in the builtin
         """Return whether any rank's flag is set."""
+
+    def gather_arrays(self, arrays: Arrays, /) -> tuple[Arrays, ...]:
+        """Return the arrays of every rank, by rank; their shapes may differ. RankGoneError if another rank is gone."""
+
+
+class Workers(Protocol):
+    """Processes that hold the model and compute parts of an RL batch together, one data-parallel worker each."""
+
+    @property
+    def num_workers(self) -> int:
+        """How many there are."""
+
+    def run_all_workers_sharded_data(self, method: str, shards: Sequence[Any], /, **options: Any) -> list[Arrays]:
+        """
+        Call a method of every worker, each with its own shard, and return the results by worker.
+
+        Args:
+            method: Its name; it takes a shard and the options.
+
+            shards: One for each worker, in their order.
+
+            options: The same for all.
+
+        Raises:
+            WorkerError: A worker raised or died; the others are ended, for they may wait for it.
+        """
+
+    def close(self) -> None:
+        """End the workers."""

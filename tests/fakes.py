@@ -234,6 +234,9 @@ class ScriptedGroup:
     def gather(self, value: str, *, timeout_s: float | None = None) -> tuple[str, ...]:
         return tuple(value if rank == self.rank else self._others(value) for rank in range(self.world_size))
 
+    def gather_arrays(self, arrays):
+        return (arrays,) * self.world_size
+
     def settle(self) -> None:
         """Nobody waits."""
 

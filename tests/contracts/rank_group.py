@@ -50,6 +50,12 @@ def main(scene: str, out: str) -> None:
         note(
             arrays=shown,
             gathered=group.gather(f"from {group.rank}", timeout_s=0),
+            arrays_of_ranks=[
+                {name: [array.tolist(), str(array.dtype)] for name, array in theirs.items()}
+                for theirs in group.gather_arrays(
+                    {"own": np.full((group.rank + 1, 2), group.rank, dtype=np.float32), "none": np.zeros((0, 3))}
+                )
+            ],
             any=[group.any(group.rank == 1), group.any(False)],  # noqa: FBT003
         )
     except PackplanError as error:

@@ -107,6 +107,9 @@ def test_a_later_launch_on_the_same_store_takes_nothing_from_an_earlier_one(play
 
     first, second = play("builds", **agent)
     assert ["from 0", "from 1"] == first["gathered"] == second["gathered"]
+    own = [[[[0.0, 0.0]], "float32"], [[[1.0, 1.0]] * 2, "float32"]]
+    assert [{"own": of_rank, "none": [[], "float64"]} for of_rank in own] == first["arrays_of_ranks"]
+    assert first["arrays_of_ranks"] == second["arrays_of_ranks"]
 
 
 def test_rank_zeros_failure_is_told_in_its_own_words_within_seconds(play):

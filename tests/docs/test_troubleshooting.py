@@ -26,11 +26,14 @@ EXAMPLES = (
     errors.DataSetError("data/train.jsonl holds no record"),
     errors.InvalidLengthError(3, -1, "a length is at least 1 token"),
     errors.TooFewSamplesError(5, 8, 1, 8),
+    errors.OverBudgetError(7, 530, 576, 512, 3, 640),
+    errors.UnevenShardsError(30, 8),
     errors.EmptyPlanError(4, 3, 1, 1024),
     errors.SampleTooLongError(18342, 5120, 4096, 37, 52000, 7168),
     errors.PlanTooShortError(3, 4),
     errors.BatchSizeError(30, 8, 1),
     errors.IsolationError("qwen2_5_vl", "flex_attention", ("sdpa", "eager")),
+    errors.WholeBatchLossError("dpo_loss"),
     errors.StaleLengthsError("runs/first/static_packing/train", (OTHER,)),
     errors.PlanChangedError("runs/first/checkpoint-40", (Difference("plan", "ad441f64dbd8", "8bc83601250a"),)),
     errors.ChangedImageError(12, 0, (Difference("num_bytes", 40213, 51877),)),
@@ -39,6 +42,7 @@ EXAMPLES = (
     errors.LockedError("runs/first/static_packing/train", "process 4711 on node3", 7200.0),
     errors.RankZeroError("rank 0 failed: data/train.jsonl, line 17: is not UTF-8 text"),
     errors.RankGoneError("waited more than 1,800 s for the other ranks"),
+    errors.WorkerError(2, "train", "its process ended"),
     errors.CorruptArtefactError(
         "runs/first/static_packing/train/lengths.bin", "its content does not match the manifest's digest"
     ),

@@ -186,3 +186,21 @@ def test_streams_are_measured(capsys):
         assert min(row["samples_per_s"], row["argsorts"]) > 0
     assert 0 == main(["stream", "--samples", "500", "--distributions", "zipf-8192", "--repeat", "1"])
     assert 3 == len(capsys.readouterr().out.splitlines())
+
+
+def test_losses_are_measured_both_ways(capsys):
+    """In a loop and fused, on the same row: near each other, the fused one keeps no copy of the logits."""
+    wanted = ["loss", "--vocabulary", "64", "96", "--sequences", "5", "--length", "7", "--repeat", "2"]
+
+    assert 0 == main([*wanted, "--json"])
+
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [(64, 5, 7), (96, 5, 7)] == [(row["vocabulary"], row["num_sequences"], row["length"]) for row in rows]
+    for row in rows:
+        assert min(row["loop_ms"], row["fused_ms"], row["ratio"]) > 0
+        assert max(row["loss_difference"], row["gradient_difference"]) < 1e-5
+        assert 0 < row["fused_kept_bytes"] < row["loop_kept_bytes"]
+    assert 0 == main(wanted)
+    lines = capsys.readouterr().out.splitlines()
+    assert 4 == len(lines)
+    assert 1 == len(set(map(len, lines)))

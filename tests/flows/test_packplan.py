@@ -68,8 +68,6 @@ def test_arguments_and_exit_status_pass_through(monkeypatch, status):
 def test_every_command_has_a_module(name):
     """Of the same name."""
     module, _ = COMMANDS[name]
-    if name == "rl" and find_spec("app.rl") is None:
-        pytest.skip("app.rl is not here")
 
     assert f"app.{name}" == module.removesuffix(".__main__")
     assert find_spec(module) is not None
@@ -82,7 +80,7 @@ def test_the_package_installs_the_command():
     assert {"packplan": "app.__main__:main"} == scripts
 
 
-@pytest.mark.parametrize("name", ["sft", "check", "bench", "demo"])
+@pytest.mark.parametrize("name", ["sft", "check", "rl", "bench", "demo"])
 def test_help_calls_a_command_as_it_was_started(capsys, monkeypatch, name):
     """By `packplan`, or as a module."""
     monkeypatch.setattr(sys, "argv", ["/usr/local/bin/packplan", name])

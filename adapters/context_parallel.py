@@ -1,0 +1,174 @@
+"""
+Attention of a rank that holds a part of a packed row: its own queries, everybody's keys and values.
+
+Rules: the layout travels as an argument of the model's forward pass, and nothing global knows it; every rank of the group runs the same
+layers in the same order, forward and backward; a parameter's gradients are summed over the group by whoever trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
+
+import attrs
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812  # its usual name
+from torch.nn.attention.bias import causal_lower_right
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from core.context_parallel import PackedLayout
+
+ATTENTION = "packplan_context_parallel"
+"""Its name among transformers' attention functions; none of its mask functions has it, so no mask is built."""
+
+
+@attrs.frozen(eq=False)
+class _Share:
+    """What attention has to know of a rank's part."""
+
+    layout: PackedLayout
+    group: dist.ProcessGroup | None
+    blocks: list[list[int]]
+    """See `PackedLayout.blocks`."""
+
+
+@contextmanager
+def context_parallel(model: Any, *, layout: PackedLayout, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """
+    Let a model take this rank's part of a packed row, as `input_ids` of shape (1, num_positions / cp_size).
+
+    Its logits are those of the part. Position ids are the layout's, unless they are given. With gradient checkpointing
+    the backward pass belongs inside too, for it runs the layers again.
+
+    Args:
+        model: One of transformers', whose layers attend to everything before them.
+
+        layout: The whole row, the same on every rank.
+
+        group: The ranks that share the row; all of them by default.
+
+    Raises:
+        ValueError: The layout is for another number of ranks. Inside: the part has another size, a mask or keys of
+            earlier calls are given, or a layer has a sliding window.
+    """
+    if layout.cp_size != dist.get_world_size(group):
+        message = f"the layout is for {layout.cp_size} ranks, but the group has {dist.get_world_size(group)}"
+        raise ValueError(message)
+    rank = dist.get_rank(group)
+    share = _Share(layout, group, layout.blocks(rank).tolist())
+    position_ids = torch.as_tensor(layout.position_ids[layout.positions(rank)], device=model.device)[None]
+
+    def give(_: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if options.get("attention_mask") is not None:
+            message = "an attention_mask is given, but the layout says what is padding"
+            raise ValueError(message)
+        return arguments, {"position_ids": position_ids, "use_cache": False, **options, "cp_share": share}
+
+    plain = model.config._attn_implementation  # noqa: SLF001  # no public question
+    hook = model.register_forward_pre_hook(give, with_kwargs=True)
+    model.set_attn_implementation(ATTENTION)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(plain)
+        hook.remove()
+
+
+def gather_row(
+    part: torch.Tensor, *, layout: PackedLayout, group: dist.ProcessGroup | None = None, dim: int = 1
+) -> torch.Tensor:
+    """
+    Return the whole row of the ranks' parts; differentiable: a part's gradient is the sum of what all ranks ask of it.
+
+    Args:
+        part: Any tensor with num_positions / cp_size entries along *dim*, the same shape on every rank.
+
+        layout: The whole row.
+
+        group: The ranks that share it; all of them by default.
+
+        dim: Where the positions are.
+
+    Returns:
+        The tensor with num_positions entries along *dim*, in the order of the row.
+    """
+    expected = layout.num_positions // layout.cp_size
+    if part.shape[dim] != expected:
+        message = (
+            f"a rank's part has {expected} of {layout.num_positions} positions, but this one has {part.shape[dim]}"
+        )
+        raise ValueError(message)
+    restore = torch.as_tensor(layout.restore, device=part.device)
+    concatenated: torch.Tensor = _AllGather.apply(part.movedim(dim, 0), group)  # type: ignore[no-untyped-call]
+    return concatenated[restore].movedim(0, dim)
+
+
+class _AllGather(torch.autograd.Function):
+    """Concatenates the ranks' tensors along their first dimension."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+        ctx.group = group
+        whole = part.new_empty(part.shape[0] * dist.get_world_size(group), *part.shape[1:])
+        dist.all_gather_single(whole, part.contiguous(), group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (whole,) = gradients
+        part = whole.new_empty(whole.shape[0] // dist.get_world_size(ctx.group), *whole.shape[1:])
+        dist.reduce_scatter_single(part, whole.contiguous(), group=ctx.group)
+        return part, None
+
+
+def _attend(
+    module: torch.nn.Module,  # noqa: ARG001  # transformers passes it
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    cp_share: _Share | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """
+    Attend from a rank's queries to the keys of their own sequences, up to themselves.
+
+    Query, key and value are those of the part, of shape (1, heads, part, size); heads of the query may share a key.
+    Returns the output, of shape (1, part, heads, size), and no weights.
+    """
+    if cp_share is None:
+        message = f"the model attends by {ATTENTION}, but runs outside of `context_parallel`"
+        raise ValueError(message)
+    if sliding_window is not None or attention_mask is not None or key.shape[2] != query.shape[2]:
+        message = "context parallelism computes causal attention without a sliding window, a mask or earlier keys"
+        raise ValueError(message)
+    # One collective for both.
+    both = gather_row(torch.cat([key, value], dim=1), layout=cp_share.layout, group=cp_share.group, dim=2)
+    keys, values = torch.split(both, key.shape[1], dim=1)
+    outputs, done = [], 0
+    for begin, start, stop in cp_share.blocks:
+        size = stop - start
+        outputs.append(
+            F.scaled_dot_product_attention(
+                query[:, :, done : done + size],
+                keys[:, :, begin:stop],
+                values[:, :, begin:stop],
+                attn_mask=causal_lower_right(size, stop - begin),
+                dropout_p=dropout,
+                scale=scaling,
+                enable_gqa=True,
+            )
+        )
+        done += size
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attend)

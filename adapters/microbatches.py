@@ -1,0 +1,301 @@
+"""
+A batch of sequences as tensors, and its microbatches: packed rows, or padded batches of the width that they need.
+
+Rules: every field has one entry per sequence, along the first dimension of a tensor or in a list (images, texts). Tensors
+that run along the sequence are right-padded to one width; which dimension that is, is found once, where the batch is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+from torch import Tensor
+
+from core.context_parallel import PackedLayout, cu_seqlens
+from core.errors import DataSetError
+from core.shard import Mode, ShardChunk, Sharding
+
+Field = Tensor | list[Any]
+
+WEIGHTS = "weights"
+"""Field of a shard: 1, or 0 for filler; float32, shape (batch,)."""
+
+
+@attrs.frozen(eq=False)
+class BatchedData:
+    """
+    Sequences of unequal length.
+
+    >>> batch = BatchedData.of({"input_ids": torch.tensor([[5, 6, 0], [7, 8, 9]])}, lengths=[2, 3])
+    >>> batch.select([1, 0])["input_ids"].tolist(), batch.select([0]).truncate(2)["input_ids"].tolist()
+    ([[7, 8, 9], [5, 6, 0]], [[5, 6]])
+    """
+
+    fields: Mapping[str, Field]
+
+    lengths: Tensor
+    """Tokens of each sequence; int64, shape (batch,)."""
+
+    sequence_dims: Mapping[str, int]
+    """Of each field that runs along the sequence, the dimension that does."""
+
+    @classmethod
+    def of(
+        cls,
+        fields: Mapping[str, Field],
+        *,
+        lengths: Sequence[int] | Tensor,
+        sequence_dims: Mapping[str, int] | None = None,
+    ) -> BatchedData:
+        """
+        Build a batch.
+
+        Args:
+            fields: Tensors of shape (batch, …), and lists of `batch` entries; `input_ids` is (batch, width).
+
+            lengths: Tokens of each sequence.
+
+            sequence_dims: Dimensions that run along the sequence, by field; None: the second, wherever it is as long as that of
+                `input_ids`.
+
+        Raises:
+            DataSetError: A field has another number of entries, or a sequence is longer than the batch is wide.
+        """
+        lengths = torch.as_tensor(lengths, dtype=torch.int64)
+        for name, field in fields.items():
+            if len(field) != len(lengths):
+                message = f"field {name} has {len(field):,} entries, but the batch has {len(lengths):,} sequences"
+                raise DataSetError(message)
+        if sequence_dims is None:
+            width = _tensor(fields, "input_ids").shape[1]
+            sequence_dims = {
+                name: 1
+                for name, field in fields.items()
+                if isinstance(field, Tensor) and field.ndim > 1 and field.shape[1] == width
+            }
+        batch = cls(MappingProxyType(dict(fields)), lengths, MappingProxyType(dict(sequence_dims)))
+        if len(lengths) and int(lengths.max()) > batch.width:
+            message = f"a sequence has {int(lengths.max()):,} tokens, but the batch is {batch.width:,} wide"
+            raise DataSetError(message)
+        return batch
+
+    @property
+    def width(self) -> int:
+        """Positions of each sequence, padding included."""
+        return self.tensor("input_ids").shape[self.sequence_dims["input_ids"]]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, name: str) -> Field:
+        return self.fields[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.fields
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a field that is a tensor."""
+        return _tensor(self.fields, name)
+
+    def with_fields(self, **fields: Field) -> BatchedData:
+        """Return the batch with more fields, of one entry per sequence; tensors as wide as the batch run along it."""
+        added = {
+            name: 1
+            for name, field in fields.items()
+            if isinstance(field, Tensor) and field.ndim > 1 and field.shape[1] == self.width
+        }
+        return BatchedData.of(
+            {**self.fields, **fields}, lengths=self.lengths, sequence_dims={**self.sequence_dims, **added}
+        )
+
+    def select(self, indices: Sequence[int] | Tensor) -> BatchedData:
+        """Return the sequences at *indices*, in that order; an index may repeat."""
+        places = torch.as_tensor(indices, dtype=torch.int64)
+        listed = places.tolist()
+        fields = {
+            name: field[places.to(field.device)] if isinstance(field, Tensor) else [field[place] for place in listed]
+            for name, field in self.fields.items()
+        }
+        return BatchedData(fields, self.lengths[places], self.sequence_dims)
+
+    def slice(self, start: int, stop: int) -> BatchedData:
+        """Return sequences *start* to *stop* - 1, without a copy."""
+        fields = {name: field[start:stop] for name, field in self.fields.items()}
+        return BatchedData(fields, self.lengths[start:stop], self.sequence_dims)
+
+    def truncate(self, width: int) -> BatchedData:
+        """Return the batch *width* positions wide, in every field that runs along the sequence: padding is cut, or added as 0."""
+        fields = {
+            name: _fitted(field, self.sequence_dims[name], width)
+            if isinstance(field, Tensor) and name in self.sequence_dims
+            else field
+            for name, field in self.fields.items()
+        }
+        return BatchedData(fields, self.lengths, self.sequence_dims)
+
+    def to(self, device: torch.device) -> BatchedData:
+        """Return the batch with its tensors on a device; lengths stay, since they steer the work."""
+        fields = {name: field.to(device) if isinstance(field, Tensor) else field for name, field in self.fields.items()}
+        return BatchedData(fields, self.lengths, self.sequence_dims)
+
+    def shard(self, sharding: Sharding) -> list[ShardedData]:
+        """Return what each worker holds, with its weights."""
+        held = []
+        for chunks in sharding:
+            weights = torch.cat([torch.as_tensor(chunk.weights) for chunk in chunks]).to(torch.float32)
+            mine = self.select(torch.cat([torch.as_tensor(chunk.indices) for chunk in chunks]))
+            held.append(ShardedData(mine.with_fields(**{WEIGHTS: weights}), sharding.mode, sharding.multiple, chunks))
+        return held
+
+
+def concatenate(batches: Sequence[BatchedData]) -> BatchedData:
+    """Return the sequences of all batches, at least one, with the same fields; padded with 0 to the widest."""
+    width = max(batch.width for batch in batches)
+    wide = [batch.truncate(width) for batch in batches]
+    fields: dict[str, Field] = {}
+    for name, field in wide[0].fields.items():
+        if isinstance(field, Tensor):
+            fields[name] = torch.cat([batch.tensor(name) for batch in wide])
+        else:
+            fields[name] = [entry for batch in wide for entry in batch[name]]
+    return BatchedData(fields, torch.cat([batch.lengths for batch in wide]), wide[0].sequence_dims)
+
+
+@attrs.frozen(eq=False)
+class ShardedData:
+    """What one worker holds of a batch: the sequences of all its slots, and how they are cut."""
+
+    data: BatchedData
+
+    mode: Mode
+
+    multiple: int
+    """Each sequence of a packed row is padded to a multiple of it."""
+
+    chunks: tuple[ShardChunk, ...]
+
+    def microbatches(self, chunk: int, *, row_length: int | None = None) -> Iterator[Microbatch]:
+        """
+        Yield the microbatches of a chunk, packed or padded as the batch was sharded.
+
+        Args:
+            chunk: Its number.
+
+            row_length: Positions of every packed row; see `pack_row`.
+        """
+        first = sum(len(earlier.indices) for earlier in self.chunks[:chunk])
+        cut = self.chunks[chunk]
+        for (start, stop), width in zip(cut.boundaries, cut.widths.tolist(), strict=True):
+            held = self.data.slice(first + start, first + stop)
+            if self.mode == "packed":
+                yield pack_row(held, multiple=self.multiple, row_length=row_length)
+            else:
+                yield pad_rows(held.truncate(width))
+
+
+@attrs.frozen(eq=False)
+class Microbatch:
+    """What one forward pass sees: one packed row, or a padded row for each sequence."""
+
+    input_ids: Tensor
+    """Shape (rows, width); padding is 0."""
+
+    layout: PackedLayout
+    """Where the sequences lie in all rows together, one row after the other."""
+
+    data: BatchedData
+    """The sequences, unpacked."""
+
+    @property
+    def position_ids(self) -> Tensor:
+        """They restart with each sequence; shape (rows, width)."""
+        return torch.as_tensor(self.layout.position_ids, device=self.input_ids.device).view(self.input_ids.shape)
+
+    @property
+    def attention_mask(self) -> Tensor | None:
+        """Which positions of padded rows hold tokens; None for a packed row, which is told apart by its position ids."""
+        if len(self.input_ids) == 1:
+            return None
+        return torch.as_tensor(self.layout.is_token, device=self.input_ids.device).view(self.input_ids.shape)
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        """Tokens before each sequence, and in all; int32, shape (num_sequences + 1,)."""
+        return torch.tensor(self.layout.cu_seqlens, dtype=torch.int32)
+
+    @property
+    def cu_seqlens_padded(self) -> Tensor:
+        """Positions before each sequence, and in all; int32, shape (num_sequences + 1,)."""
+        return torch.tensor(self.layout.cu_seqlens_padded, dtype=torch.int32)
+
+    def unpacked(self, values: Tensor) -> Tensor:
+        """
+        Return values of all positions sequence by sequence, padded with 0 to the width of `data`.
+
+        Args:
+            values: Shape (rows * width, …).
+        """
+        token = torch.as_tensor(self.layout.is_token)
+        batch = values.new_zeros((len(self.data), self.data.width, *values.shape[1:]))
+        sequence, position = (torch.as_tensor(of)[token] for of in (self.layout.sequence, self.layout.position_ids))
+        batch[sequence, position] = values[token.to(values.device)]
+        return batch
+
+
+def pad_rows(batch: BatchedData) -> Microbatch:
+    """Return a batch as it is, a row for each sequence."""
+    starts = np.arange(len(batch) + 1) * batch.width
+    return Microbatch(batch.tensor("input_ids"), PackedLayout([0, *batch.lengths.cumsum(0).tolist()], starts), batch)
+
+
+def pack_row(batch: BatchedData, *, multiple: int, row_length: int | None = None) -> Microbatch:
+    """
+    Put the sequences of a batch into one row.
+
+    Args:
+        batch: What becomes a row; at least one sequence.
+
+        multiple: Each sequence is padded to a multiple of it.
+
+        row_length: Positions that the row is padded to, behind its last sequence: stages of a pipeline exchange buffers
+            of one shape.
+
+    Raises:
+        DataSetError: The sequences need more than *row_length* positions.
+    """
+    lengths = batch.lengths.tolist()
+    ends = cu_seqlens(lengths, pad_to_multiple_of=multiple)
+    if row_length is not None:
+        if ends[-1] > row_length:
+            message = f"sequences of {ends[-1]:,} positions do not fit a row of {row_length:,}: raise the row length"
+            raise DataSetError(message)
+        ends[-1] = row_length
+    layout = PackedLayout(cu_seqlens(lengths), ends)
+    source = batch.tensor("input_ids")
+    ids = source.new_zeros(layout.num_positions)
+    token = torch.as_tensor(layout.is_token)
+    sequence, position = (torch.as_tensor(of)[token] for of in (layout.sequence, layout.position_ids))
+    ids[token.to(ids.device)] = source[sequence.to(ids.device), position.to(ids.device)]
+    return Microbatch(ids[None], layout, batch)
+
+
+def _tensor(fields: Mapping[str, Field], name: str) -> Tensor:
+    field = fields[name]
+    if not isinstance(field, Tensor):
+        message = f"field {name} is a list, where a tensor is needed"
+        raise DataSetError(message)
+    return field
+
+
+def _fitted(field: Tensor, dim: int, width: int) -> Tensor:
+    have = field.shape[dim]
+    if width <= have:
+        return field.narrow(dim, 0, width)
+    shape = list(field.shape)
+    shape[dim] = width - have
+    return torch.cat([field, field.new_zeros(shape)], dim=dim)

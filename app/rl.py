@@ -1,0 +1,314 @@
+"""
+Reinforcement learning with verifiable rewards (GRPO), each phase computed in sharded microbatches.
+
+Each step draws prompts, answers each several times, scores the answers, and trains the policy towards those that beat the others
+to their prompt. Answers differ in length: `policy.sequence_packing` or `policy.dynamic_batching` say how they become
+microbatches. Workers are the ranks of torchrun, this process, or Ray actors (--ray-workers).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from adapters.artefacts import writing
+from adapters.microbatches import BatchedData
+from adapters.sequence_loss import normalisers
+from adapters.swift_samples import SwiftSamples
+from app import wiring
+from app.command import positive_number, program, run_command
+from core.advantages import group_advantages
+from core.config import RunConfig
+from core.errors import ConfigError, RecordError
+from core.ports import Arrays, Workers
+from core.shard import Sharding, shard_dynamic, shard_packed, shard_plain
+from core.shard_metrics import chunk_metrics, pooled
+from core.shuffling import shuffled
+
+log = logging.getLogger("app.rl")
+
+
+@attrs.frozen
+class Cut:
+    """How batches of one phase become microbatches; see `core.shard`."""
+
+    config: RunConfig
+
+    shards: int
+    """Data-parallel workers."""
+
+    batch_size: int
+    """Sequences of an optimizer step."""
+
+    training: bool
+    """Whether gradients are computed, or log-probabilities alone."""
+
+    def __call__(self, lengths: NDArray[np.int64]) -> Sharding:
+        """Shard sequences of these lengths as `policy.` says."""
+        policy = self.config.policy
+        packing, dynamic = policy.sequence_packing, policy.dynamic_batching
+        if packing.enabled:
+            return shard_packed(
+                lengths,
+                shards=self.shards,
+                batch_size=self.batch_size,
+                max_tokens_per_microbatch=self._tokens(packing.train_mb_tokens, packing.logprob_mb_tokens),
+                sequence_length_pad_multiple=packing.sequence_length_round,
+                algorithm=packing.algorithm,
+                assignment=packing.assignment,
+                microbatch_order=packing.microbatch_order,
+                seed=self.config.training.seed,
+            )
+        if dynamic.enabled:
+            return shard_dynamic(
+                lengths,
+                shards=self.shards,
+                batch_size=self.batch_size,
+                max_tokens_per_microbatch=self._tokens(dynamic.train_mb_tokens, dynamic.logprob_mb_tokens),
+                sequence_length_round=dynamic.sequence_length_round,
+            )
+        size = self._tokens(policy.train_micro_batch_size, policy.logprob_batch_size)
+        return shard_plain(
+            lengths, shards=self.shards, batch_size=self.batch_size, micro_batch_size=size, allow_uneven=True
+        )
+
+    def _tokens(self, training: int, logprob: int | None) -> int:
+        return training if self.training or logprob is None else logprob
+
+
+@attrs.frozen(eq=False)
+class Rollouts:
+    """Answers to prompts; those to one prompt are next to each other."""
+
+    batch: BatchedData
+    """Prompt and answer of each as `input_ids`; `token_mask` is 1 on the answer."""
+
+    rewards: NDArray[np.float64]
+    """Shape (num_answers,)."""
+
+
+def require_runnable(config: RunConfig) -> None:
+    """Refuse what this command's own engine does not run, and a packed attention that might mix sequences."""
+    policy = config.policy
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if getattr(policy, name) > 1:
+            reason = "is for engines of your own, which cut batches with core.shard; app.rl runs 1: set it to 1"
+            raise ConfigError.of(f"policy.{name}", reason)
+    if policy.compile:
+        raise ConfigError.of("policy.compile", "is for engines of your own; app.rl does not compile: remove it")
+    if policy.sequence_packing.enabled:
+        wiring.require_isolation(config)
+
+
+def run(config: RunConfig, workers: Workers, samples: SwiftSamples) -> list[dict[str, Any]]:
+    """
+    Train a policy; return what was logged of each step.
+
+    Raises:
+        PackplanError: Something the user can mend; WorkerError, if a worker dies.
+    """
+    shards, left_over = divmod(workers.num_workers, config.policy.context_parallel_size)
+    if left_over or not shards:
+        reason = f"is {config.policy.context_parallel_size}, which does not divide {workers.num_workers} workers"
+        raise ConfigError.of("policy.context_parallel_size", f"{reason}: start a multiple of it")
+    is_first = os.environ.get("RANK", "0") == "0"
+    folder = Path(config.training.output_dir)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    history = []
+    steps = tqdm(range(config.grpo.num_steps), desc="steps", disable=not (is_first and sys.stderr.isatty()))
+    for step, prompts in zip(steps, _prompts(config, samples), strict=False):
+        history.append({"step": step + 1, **_step(config, workers, samples, prompts, shards=shards, step=step)})
+        if is_first:
+            _log(history[-1], folder / "rl.jsonl", config.grpo.num_steps)
+    run_on_all(workers, "save", [str(folder / "policy")] * shards, config)
+    if is_first:
+        log.info("the policy is in %s, what was logged in %s", folder / "policy", folder / "rl.jsonl")
+    return history
+
+
+def run_on_all(workers: Workers, method: str, shards: list[Any], config: RunConfig, **options: Any) -> list[Arrays]:
+    """Call a method on all workers, those that share rows with the same shard; return one result for each shard."""
+    size = config.policy.context_parallel_size
+    held = [shard for shard in shards for _ in range(size)]
+    return workers.run_all_workers_sharded_data(method, held, **options)[::size]
+
+
+def _step(
+    config: RunConfig, workers: Workers, samples: SwiftSamples, prompts: NDArray[np.int64], *, shards: int, step: int
+) -> dict[str, Any]:
+    """Answer prompts, learn from the answers, and return the step's figures."""
+    started = time.perf_counter()
+    rollouts = _roll_out(config, workers, samples, prompts, shards=shards, step=step)
+    answered = time.perf_counter()
+    batch, rewards = rollouts.batch, rollouts.rewards
+    lengths = batch.lengths.numpy()
+    batch_size = config.policy.train_global_batch_size or len(batch)
+    logprob = Cut(config, shards, len(batch), training=False)(lengths)
+    fields = {"old_log_probabilities": _log_probabilities(config, workers, batch, logprob)}
+    if config.grpo.kl_coefficient:
+        fields["reference_log_probabilities"] = _log_probabilities(config, workers, batch, logprob, of_reference=True)
+    advantages = group_advantages(rewards, group_size=config.grpo.num_generations_per_prompt)
+    batch = batch.with_fields(**fields, advantages=torch.as_tensor(advantages, dtype=torch.float32))
+    scored = time.perf_counter()
+    cut = Cut(config, shards, batch_size, training=True)(lengths)
+    counts = [
+        normalisers(batch.tensor("token_mask")[start : start + batch_size])
+        for start in range(0, len(batch), batch_size)
+    ]
+    trained = run_on_all(
+        workers, "train", batch.shard(cut), config,
+        num_sequences=[sequences for sequences, _ in counts], num_tokens=[tokens for _, tokens in counts],
+    )[0]  # fmt: skip
+    ended = time.perf_counter()
+    return {
+        "reward": float(rewards.mean()),
+        "reward_deviation": float(rewards.std()),
+        "answer_tokens": float(batch.tensor("token_mask").sum() / len(batch)),
+        **{name: fmean(values.tolist()) for name, values in trained.items()},
+        "train": _figures(cut),
+        "logprob": _figures(logprob),
+        "generate_s": answered - started,
+        "logprob_s": scored - answered,
+        "train_s": ended - scored,
+    }
+
+
+def _prompts(config: RunConfig, samples: SwiftSamples) -> Iterator[NDArray[np.int64]]:
+    """Yield the records of each step, in another order each epoch; what an epoch leaves over comes first in the next."""
+    size, epoch = config.grpo.num_prompts_per_step, 0
+    waiting = np.zeros(0, dtype=np.int64)
+    while True:
+        while waiting.size < size:
+            waiting = np.concatenate([waiting, shuffled(len(samples), seed=[config.training.seed, epoch])])
+            epoch += 1
+        yield waiting[:size]
+        waiting = waiting[size:]
+
+
+def _roll_out(
+    config: RunConfig, workers: Workers, samples: SwiftSamples, prompts: NDArray[np.int64], *, shards: int, step: int
+) -> Rollouts:
+    """Answer prompts on the workers, and put prompts and answers together."""
+    grpo, pad = config.grpo, samples.template.tokenizer.pad_token_id
+    encoded = [_prompt(config, samples, int(index)) for index in prompts]
+    asked = BatchedData.of(
+        {
+            "input_ids": _padded(encoded, pad),
+            "answers": [samples.answer(int(index)) for index in prompts],
+            "records": [samples.records.describe(int(index)) for index in prompts],
+        },
+        lengths=[len(ids) for ids in encoded],
+    )
+    cut = shard_plain(
+        asked.lengths.numpy(), shards=shards, batch_size=len(asked),
+        micro_batch_size=config.policy.generation_batch_size, allow_uneven=True,
+    )  # fmt: skip
+    results = run_on_all(workers, "generate", asked.shard(cut), config, seed=[config.training.seed, step])
+    said, ends, rewards = (
+        np.concatenate([result[name] for result in results])[cut.restore]
+        for name in ("completions", "completion_lengths", "rewards")
+    )
+    ids, masks = [], []
+    for prompt, answers, lengths in zip(encoded, said, ends, strict=True):
+        for answer, length in zip(answers, lengths, strict=True):
+            ids.append(prompt + answer[:length].tolist())
+            masks.append([0.0] * len(prompt) + [1.0] * int(length))
+    assert len(ids) == len(prompts) * grpo.num_generations_per_prompt  # noqa: S101  # as many as were asked for
+    batch = BatchedData.of(
+        {"input_ids": _padded(ids, pad), "token_mask": _padded(masks, 0)}, lengths=[len(one) for one in ids]
+    )
+    return Rollouts(batch, rewards.ravel())
+
+
+def _prompt(config: RunConfig, samples: SwiftSamples, index: int) -> list[int]:
+    """Encode a prompt; RecordError if it leaves no room for an answer."""
+    ids: list[int] = list(samples.prompt(index)["input_ids"])
+    if len(ids) + config.grpo.max_new_tokens > config.packing_length:
+        source, line = samples.records.where(index)
+        reason = (
+            f"the prompt has {len(ids):,} tokens, and an answer may have {config.grpo.max_new_tokens:,} "
+            f"(grpo.max_new_tokens), but a sequence holds {config.packing_length:,} (template.max_length): raise that, or "
+            "leave the record out"
+        )
+        raise RecordError(source, line, reason)
+    return ids
+
+
+def _padded(rows: list[Any], value: float) -> torch.Tensor:
+    return torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=value)
+
+
+def _log_probabilities(
+    config: RunConfig, workers: Workers, batch: BatchedData, cut: Sharding, **options: bool
+) -> torch.Tensor:
+    """Return every token's log-probability, in the order of the batch; shape of `input_ids`."""
+    results = run_on_all(workers, "log_probabilities", batch.shard(cut), config, **options)
+    return torch.as_tensor(np.concatenate([result["log_probabilities"] for result in results])[cut.restore])
+
+
+def _figures(cut: Sharding) -> dict[str, Any]:
+    """Return what a phase computed: pooled over its chunks, chunk by chunk, and microbatch by microbatch."""
+    chunks = chunk_metrics(cut)
+    together = pooled(chunks)
+    return {
+        **together.logs(),
+        "microbatch_imbalance": together.step_imbalance,
+        "chunks": [dict(chunk.logs()) for chunk in chunks],
+    }
+
+
+def _log(entry: Mapping[str, Any], file: Path, num_steps: int) -> None:
+    """Write a step's figures to a file, and the most telling ones to the terminal."""
+    with writing(file), file.open("a", encoding="utf-8") as lines:
+        lines.write(json.dumps(entry) + "\n")
+    trained = entry["train"]
+    tqdm.write(
+        f"step {entry['step']}/{num_steps}: reward {entry['reward']:.3f}, loss {entry['loss']:+.4f}, "
+        f"{entry['answer_tokens']:.1f} tokens an answer; computed {trained['computed_share']:.0%} of what padding would, "
+        f"utilisation {trained['utilisation']:.3f}, work imbalance {trained['work_imbalance']:.3f}",
+        file=sys.stderr,
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    parser = argparse.ArgumentParser(
+        prog=program("rl"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config", metavar="run.yaml", help="the run; see docs/rl.md")
+    parser.add_argument(
+        "--ray-workers", type=positive_number, default=0, metavar="N",
+        help="start N Ray actors as workers (extra: rl), on the cluster of RAY_ADDRESS or on this machine",
+    )  # fmt: skip
+    parser.add_argument("--verbose", action="store_true", help="also show what ms-swift and transformers log")
+    options = parser.parse_args(arguments)
+
+    def command() -> None:
+        config = wiring.read_config(options.config, rl=True)
+        require_runnable(config)
+        samples = wiring.open_samples(config)["train"]
+        if samples.sees_images:
+            raise ConfigError.of("model.model", "reads images, but app.rl trains models of text: name one of these")
+        with wiring.open_workers(config, options.config, samples, ray_workers=options.ray_workers) as workers:
+            run(config, workers, samples)
+
+    return run_command(command, verbose=options.verbose)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,29 @@
+"""How much better an answer is than the others to its prompt."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+EPSILON = 1e-6
+"""Added to the deviation: where all answers score the same, nothing is learned from them."""
+
+
+def group_advantages(rewards: NDArray[np.float64], *, group_size: int) -> NDArray[np.float64]:
+    """
+    Return each reward's distance from the mean of its group, over the group's standard deviation.
+
+    Group-relative advantages of GRPO (Shao et al., "DeepSeekMath", 2024).
+
+    Args:
+        rewards: Of all answers, those to the same prompt next to each other; shape (num_groups * group_size,).
+
+        group_size: Answers to each prompt.
+
+    >>> group_advantages(np.array([0.0, 2.0, 5.0, 5.0]), group_size=2).round(3).tolist()
+    [-1.0, 1.0, 0.0, 0.0]
+    """
+    groups = rewards.reshape(-1, group_size)
+    mean, deviation = groups.mean(axis=1, keepdims=True), groups.std(axis=1, keepdims=True)
+    advantages: NDArray[np.float64] = ((groups - mean) / (deviation + EPSILON)).ravel()
+    return advantages

@@ -1,0 +1,108 @@
+"""One rank of a group that shares a packed row, and layouts with something wrong planted in them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from adapters.context_parallel import context_parallel, gather_row
+from core.context_parallel import PackedLayout
+
+LENGTHS = [13, 1, 30, 8, 2]
+"""Ragged, one of a single token, one that two ranks share without padding."""
+
+
+class LeakyLayout(PackedLayout):
+    """Queries see the sequences before their own."""
+
+    def blocks(self, cp_rank):
+        return super().blocks(cp_rank) * [0, 1, 1]
+
+
+class LateTargetsLayout(PackedLayout):
+    """Targets are rolled inside each rank's part."""
+
+    @property
+    def targets(self):
+        targets = np.full(self.num_positions, -1)
+        for rank in range(self.cp_size):
+            own = self.positions(rank)
+            follows = (self.sequence[own[:-1]] == self.sequence[own[1:]]) & self.is_token[own[1:]]
+            targets[own[:-1]] = np.where(follows, own[1:], -1)
+        return targets
+
+
+class UnrestoredLayout(PackedLayout):
+    """The ranks' parts stay one after the other."""
+
+    @property
+    def restore(self):
+        return np.arange(self.num_positions)
+
+
+LAYOUTS = {"": PackedLayout, "leak": LeakyLayout, "late targets": LateTargetsLayout, "unrestored": UnrestoredLayout}
+
+
+def sequences() -> list[torch.Tensor]:
+    """Return the tokens of each sequence."""
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(0, 250, (length,), generator=generator) for length in LENGTHS]
+
+
+def token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the sum over the tokens that have a target; -1 is none."""
+    return torch.nn.functional.cross_entropy(logits.float(), targets, ignore_index=-1, reduction="sum")
+
+
+def load(folder: str, dtype: str = "float32") -> torch.nn.Module:
+    """Return a model to train."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).train()
+
+
+def share(folder: str, *, fault: str = "", dtype: str = "float32", checkpointing: bool = False) -> dict[str, object]:
+    """Run a model on this rank's part, forward and backward; return logits, loss and gradients of all ranks together."""
+    model = load(folder, dtype)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    plain = model.config._attn_implementation
+    layout = LAYOUTS[fault].of(LENGTHS, cp_size=dist.get_world_size())
+    row = torch.full((layout.num_positions,), 7)
+    row[layout.is_token] = torch.cat(sequences())
+    positions = layout.positions(dist.get_rank())
+    targets = torch.where(torch.as_tensor(layout.targets) < 0, -1, row[layout.targets])
+    with context_parallel(model, layout=layout):
+        logits = model(
+            input_ids=row[None, positions], position_ids=torch.as_tensor(layout.position_ids[positions])[None]
+        ).logits
+        loss = token_loss(logits[0], targets[positions])
+        loss.backward()
+    assert plain == model.config._attn_implementation
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+    loss = loss.detach()
+    dist.all_reduce(loss)
+    return {
+        "logits": gather_row(logits.detach(), layout=layout)[0, layout.is_token],
+        "loss": loss,
+        "gradients": {name: p.grad for name, p in model.named_parameters()},
+        "work": layout.causal_work(),
+    }
+
+
+def forked(rank: int, world_size: int, port: int, out: str, cases: dict[str, dict]) -> None:
+    """Be one rank in a process forked from one that has imported the stack; rank 0 keeps each case's results."""
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo")
+    for name, options in cases.items():
+        result = share(**options)
+        if rank == 0:
+            torch.save(result, Path(out, f"{name}.pt"))
+    dist.destroy_process_group()

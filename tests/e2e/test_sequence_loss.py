@@ -1,0 +1,316 @@
+"""A loss on packed logits is the loss of the sequences alone, whichever way it runs."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import event, given
+from hypothesis import strategies as st
+
+from adapters import sequence_loss
+from adapters.policy_loss import ClippedPolicyLoss
+from adapters.sequence_loss import (
+    NO_TARGET,
+    FusedLoss,
+    PackedLoss,
+    combined,
+    normalisers,
+    refuse_whole_batch,
+    token_log_probabilities,
+)
+from app.bench.loss_cost import plain_policy_loss
+from core.context_parallel import PackedLayout
+from core.errors import WholeBatchLossError
+
+VOCABULARY = 11
+
+LOSSES = [
+    ClippedPolicyLoss(),
+    ClippedPolicyLoss(clip_low=0.1, clip_high=0.4, kl_weight=0.3, normalisation="sequence"),
+    ClippedPolicyLoss(kl_weight=0.1),
+]
+
+
+@st.composite
+def batches(draw) -> tuple[torch.Tensor, dict, PackedLayout]:
+    """Logits and fields of a padded batch, and a layout of its sequences; what padding holds is not a number."""
+    lengths = draw(st.lists(st.integers(1, 9), min_size=1, max_size=5))
+    layout = PackedLayout.of(lengths, cp_size=draw(st.integers(1, 3)), tp_size=draw(st.integers(1, 2)))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    shape = (len(lengths), max(lengths) + draw(st.integers(0, 2)))
+    inside = torch.arange(shape[1]) < torch.tensor(lengths)[:, None]
+    counts = torch.rand(shape, generator=generator) < draw(st.sampled_from([0.0, 0.5, 1.0]))
+    fields = {
+        "input_ids": torch.randint(0, VOCABULARY, shape, generator=generator),
+        "token_mask": (inside & counts).float(),
+        "advantages": torch.randn(len(lengths), generator=generator),
+        "old_log_probabilities": -1 - 3 * torch.rand(shape, generator=generator),
+        "reference_log_probabilities": -1 - 3 * torch.rand(shape, generator=generator),
+        "names": [f"sequence {number}" for number in range(len(lengths))],
+    }
+    for name in ("old_log_probabilities", "reference_log_probabilities"):
+        fields[name] = fields[name].masked_fill(~inside, torch.nan)
+    logits = 2 * torch.randn(*shape, VOCABULARY, generator=generator)
+    event(f"a sequence of one token: {1 in lengths}")
+    event(f"a sequence without a token that counts: {0 in fields['token_mask'][:, 1:].sum(1)}")
+    return logits, fields, layout
+
+
+def pack(batch: torch.Tensor, layout: PackedLayout, padding: float) -> torch.Tensor:
+    """Return the row of a batch of logits."""
+    row = torch.full((1, layout.num_positions, VOCABULARY), padding)
+    row[0, layout.is_token] = batch[layout.sequence[layout.is_token], layout.position_ids[layout.is_token]]
+    return row
+
+
+def unpack(row: torch.Tensor, layout: PackedLayout, shape: torch.Size) -> torch.Tensor:
+    """Return the batch of a row of gradients; padding in the row has to have none."""
+    assert not row[0, ~layout.is_token].any()
+    batch = torch.zeros(shape)
+    batch[layout.sequence[layout.is_token], layout.position_ids[layout.is_token]] = row[0, layout.is_token]
+    return batch
+
+
+def run(loss, logits, *args, **options):
+    """Return loss, metrics and the logits' gradient."""
+    logits = logits.clone().requires_grad_()
+    value, metrics = loss(logits, *args, **options)
+    (gradient,) = torch.autograd.grad(value, logits)
+    return float(value.detach()), {name: float(metric) for name, metric in metrics.items()}, gradient
+
+
+def reference(logits, fields, loss: ClippedPolicyLoss) -> torch.Tensor:
+    """Return the loss in float64, token by token, from its definition."""
+    rows = []
+    for b, mask in enumerate(fields["token_mask"].tolist()):
+        tokens = []
+        for t in range(1, len(mask)):
+            if mask[t]:
+                p = torch.log_softmax(logits[b, t - 1].double(), -1)[fields["input_ids"][b, t]]
+                ratio, advantage = (p - fields["old_log_probabilities"][b, t]).exp(), fields["advantages"][b].double()
+                limited = ratio.clamp(1 - loss.clip_low, 1 + loss.clip_high)
+                away = fields["reference_log_probabilities"][b, t] - p
+                kl = loss.kl_weight * (away.exp() - away - 1)
+                tokens.append(kl - torch.minimum(ratio * advantage, limited * advantage))
+        rows.append(tokens)
+    if loss.normalisation == "token":
+        return sum(map(sum, rows)) / max(1, sum(map(len, rows)))
+    return sum(sum(tokens) / len(tokens) for tokens in rows if tokens) / max(1, sum(map(bool, rows)))
+
+
+def assert_near(expected: torch.Tensor, found: torch.Tensor) -> None:
+    """Within 1e-5 of the expected norm."""
+    assert (found.double() - expected.double()).norm() <= 1e-5 * expected.double().norm() + 1e-12
+
+
+@given(batches(), st.sampled_from(LOSSES))
+def test_every_way_gives_the_loss_of_the_sequences_alone(batch, loss):
+    """Fused, in a loop, padded, and over the parts of ranks: value, metrics and gradients; padding has no gradient."""
+    logits, fields, layout = batch
+    num_sequences, num_tokens = normalisers(fields["token_mask"])
+    given = {"num_sequences": num_sequences, "num_tokens": num_tokens}
+    exact = logits.clone().requires_grad_()
+    expected = torch.as_tensor(reference(exact, fields, loss)) + 0 * exact.sum()
+    (gradient,) = torch.autograd.grad(expected, exact)
+    expected = float(expected.detach())
+    row = pack(logits, layout, padding=100.0)
+
+    padded = run(FusedLoss(loss), logits, fields, **given)
+    fused = run(FusedLoss(loss), row, fields, layout=PackedLayout(layout.cu_seqlens, layout.cu_seqlens_padded), **given)
+    loop = run(PackedLoss(FusedLoss(loss)), row, fields, layout=layout, **given)
+    parts = [
+        run(FusedLoss(loss), row[:, layout.positions(rank)], fields, layout=layout, cp_rank=rank, **given)
+        for rank in range(layout.cp_size)
+    ]
+    shared = (
+        sum(part[0] for part in parts),
+        {name: float(value) for name, value in combined([part[1] for part in parts]).items()},
+        torch.cat([part[2] for part in parts], dim=1)[:, layout.restore],
+    )
+
+    for value, metrics, found in (padded, fused, loop, shared):
+        assert expected == pytest.approx(value, rel=1e-5, abs=1e-9)
+        assert padded[1] == pytest.approx(metrics, rel=1e-5, abs=1e-9)
+        assert_near(gradient, found if found.shape == logits.shape else unpack(found, layout, logits.shape))
+
+
+@given(batches())
+def test_an_ordinary_loss_runs_unchanged(batch):
+    """One that knows nothing of packing, one sequence at a time, without its padding; other fields are cut to it."""
+    logits, fields, layout = batch
+    num_sequences, num_tokens = normalisers(fields["token_mask"])
+    given = {"num_sequences": num_sequences, "num_tokens": max(1, num_tokens)}
+    fields["old_log_probabilities"] = fields["old_log_probabilities"].nan_to_num(-1)
+    seen = []
+
+    def noting(logits, data, **options):
+        seen.append((logits.shape[1], data["input_ids"].shape, data["advantages"].shape, data["names"]))
+        return plain_policy_loss(logits, data, **options)
+
+    expected = run(plain_policy_loss, logits, fields, **given)
+    found = run(PackedLoss(noting), pack(logits, layout, padding=100.0), fields, layout=layout, **given)
+
+    assert expected[0] == pytest.approx(found[0], rel=1e-5, abs=1e-7)
+    assert expected[1] == pytest.approx(found[1], rel=1e-5, abs=1e-7)
+    assert_near(expected[2], unpack(found[2], layout, logits.shape))
+    lengths = layout.lengths.tolist()
+    assert seen == [(n, (1, n), (1,), [f"sequence {number}"]) for number, n in enumerate(lengths)]
+
+
+def test_losses_of_microbatches_add_up():
+    """With normalisers of the global batch, wherever it is cut."""
+    generator = torch.Generator().manual_seed(1)
+    fields = {
+        "input_ids": torch.randint(0, VOCABULARY, (4, 6), generator=generator),
+        "token_mask": torch.tensor([[0, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0], [0, 0, 1, 0, 0, 0], [1, 1, 1, 0, 0, 0]]),
+        "advantages": torch.randn(4, generator=generator),
+        "old_log_probabilities": -torch.rand(4, 6, generator=generator),
+        "reference_log_probabilities": -torch.rand(4, 6, generator=generator),
+    }
+    logits = torch.randn(4, 6, VOCABULARY, generator=generator)
+    num_sequences, num_tokens = normalisers(fields["token_mask"])
+    assert (3, 8.0) == (num_sequences, num_tokens)
+    for loss in LOSSES:
+        ours = partial(FusedLoss(loss), num_sequences=num_sequences, num_tokens=num_tokens)
+        whole, metrics = ours(logits, fields)
+
+        parts = [
+            ours(logits[at], {name: field[at] for name, field in fields.items()}) for at in (slice(1), slice(1, 4))
+        ]
+
+        assert float(whole) == pytest.approx(float(sum(value for value, _ in parts)), rel=1e-9)
+        together = combined([found for _, found in parts])
+        assert metrics.keys() == together.keys()
+        assert [*map(float, metrics.values())] == pytest.approx([*map(float, together.values())], rel=1e-9)
+
+
+def test_metrics_combine_as_their_names_say():
+    """The least, the greatest, or the sum; one that is missing somewhere is that of the others."""
+    parts = [{"kl": 1.0, "ratio_min": torch.tensor(0.5), "ratio_max": 2}, {"kl": 3, "ratio_min": 0.7, "ratio_max": 4.0}]
+
+    assert {"kl": 4, "ratio_min": 0.5, "ratio_max": 4, "rare": 7} == combined([*parts, {"rare": 7}])
+    assert {} == combined([])
+
+
+def test_without_a_token_that_counts_there_is_no_loss():
+    """Nor a gradient; extremes are those of nothing."""
+    fields = {
+        "input_ids": torch.ones(1, 3).long(),
+        "token_mask": torch.tensor([[1.0, 0, 0]]),
+        "advantages": torch.ones(1),
+    }
+    fields["old_log_probabilities"] = torch.full((1, 3), -torch.inf)
+    value, metrics, gradient = run(
+        FusedLoss(ClippedPolicyLoss()), torch.ones(1, 3, 5), fields, num_sequences=0, num_tokens=0
+    )
+
+    assert 0 == value == metrics["ratio"]
+    assert (torch.inf, -torch.inf) == (metrics["ratio_min"], metrics["ratio_max"])
+    assert not gradient.any()
+
+
+@pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
+def test_log_probabilities_are_computed_block_by_block(monkeypatch, dtype, near):
+    """As log-softmax gives them, also in a last block that is not full; rows without a target have none."""
+    monkeypatch.setattr(sequence_loss, "_CPU_BLOCK", 3 * 50)
+    generator = torch.Generator().manual_seed(0)
+    logits = (5 * torch.randn(10, 50, generator=generator)).to(dtype).requires_grad_()
+    targets = torch.randint(0, 50, (10,), generator=generator)
+    targets[4] = NO_TARGET
+    outer = torch.randn(10, generator=generator)
+    expected = torch.log_softmax(logits.float(), -1).gather(1, targets.clamp(min=0)[:, None])[:, 0] * (targets >= 0)
+    (gradient,) = torch.autograd.grad((expected * outer).sum(), logits)
+
+    found = token_log_probabilities(logits, targets)
+    (mine,) = torch.autograd.grad((found * outer).sum(), logits)
+
+    assert (torch.float32, dtype) == (found.dtype, mine.dtype)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert (mine.float() - gradient.float()).norm() <= near * gradient.float().norm()
+    assert not mine[4].any()
+
+
+def test_no_second_copy_of_the_logits_is_kept():
+    """Between forward and backward: the logits themselves, and a few numbers of each row."""
+    kept = {}
+    logits = torch.randn(64, 1000, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), t), lambda t: t):
+        token_log_probabilities(logits, torch.zeros(64, dtype=torch.long))
+
+    assert logits.data_ptr() in kept
+    assert sum(tensor.nbytes for tensor in kept.values()) < logits.nbytes + 64 * 16
+
+
+def test_a_ratio_beyond_its_limit_is_not_pushed_further():
+    """By hand: what is good is not made more likely above 1 + clip_high, what is bad not less likely below 1 - clip_low."""
+    loss = ClippedPolicyLoss(clip_low=0.1, clip_high=0.3)
+    ratios = torch.tensor([1.2, 1.4, 0.85, 1.4, 0.95])
+    log_probabilities = ratios.log().requires_grad_()
+    advantages = torch.tensor([2.0, 2.0, -2.0, -2.0, -2.0])
+
+    losses, metrics = loss(
+        log_probabilities, {"advantages": advantages, "old_log_probabilities": torch.zeros_like(ratios)}
+    )
+    (gradient,) = torch.autograd.grad(losses.sum(), log_probabilities)
+
+    assert [-2.4, -2.6, 1.8, 2.8, 1.9] == pytest.approx(losses.tolist())
+    assert [-2.4, 0, 0, 2.8, 1.9] == pytest.approx(gradient.tolist())
+    assert [0, 1, 1, 0, 0] == metrics["clipped"].tolist()
+
+
+class DPOLoss:
+    """Named so, and callable."""
+
+    def __call__(self, logits, data, **_):
+        return logits.sum(), {}
+
+
+class SimPOLoss(DPOLoss):
+    pass
+
+
+class PairedLoss(DPOLoss):
+    needs_whole_batch = True
+
+
+class PreferenceFreeLoss(DPOLoss):
+    needs_whole_batch = False
+
+
+def kto_loss(logits, data, **_):
+    return logits.sum(), {}
+
+
+@pytest.mark.parametrize("loss", [DPOLoss(), SimPOLoss(), PairedLoss(), kto_loss, partial(kto_loss, scale=2)])
+def test_losses_that_compare_sequences_are_refused_by_name(loss):
+    """Whichever way they would run, with the keys that turn both modes off."""
+    for refuse in (PackedLoss, FusedLoss, refuse_whole_batch):
+        with pytest.raises(WholeBatchLossError, match=r"sequence_packing\.enabled: false.*dynamic_batching") as caught:
+            refuse(loss)
+        assert caught.value.loss in {"DPOLoss", "SimPOLoss", "PairedLoss", "kto_loss"}
+
+
+@pytest.mark.parametrize("loss", [PreferenceFreeLoss(), ClippedPolicyLoss(), plain_policy_loss, lambda: None])
+def test_other_losses_are_not(loss):
+    """Nor one that says that its parts add up."""
+    refuse_whole_batch(loss)
+
+
+def test_what_does_not_fit_is_refused():
+    """A field that is missing, logits of another row, limits below 0, an unknown normalisation."""
+    fields = {"input_ids": torch.ones(1, 3).long(), "token_mask": torch.ones(1, 3), "advantages": torch.ones(1)}
+    given = {"num_sequences": 1, "num_tokens": 2}
+    with pytest.raises(ValueError, match="needs old_log_probabilities, but the data have input_ids, token_mask, adv"):
+        FusedLoss(ClippedPolicyLoss())(torch.ones(1, 3, 5), fields, **given)
+    layout = PackedLayout.of([3], cp_size=2)
+    for loss in (FusedLoss(ClippedPolicyLoss()), PackedLoss(plain_policy_loss)):
+        with pytest.raises(
+            ValueError, match=r"layout has \d positions in 1 row, but the logits have the shape \(1, 3, 5\)"
+        ):
+            loss(torch.ones(1, 3, 5), fields, layout=layout, **given)
+    with pytest.raises(ValueError, match="clip_low is -1"):
+        ClippedPolicyLoss(clip_low=-1)
+    with pytest.raises(ValueError, match="normalisation"):
+        ClippedPolicyLoss(normalisation="mean")
