@@ -76,9 +76,7 @@ class PolicyWorker:
         self._group: dist.ProcessGroup | None = None
         if size > 1:
             # Every rank takes part in making every group.
-            groups = [
-                dist.new_group(list(range(first, first + size))) for first in range(0, dist.get_world_size(), size)
-            ]
+            groups = [dist.new_group(list(range(first, first + size))) for first in range(0, dist.get_world_size(), size)]
             self._group = groups[rank // size]
 
     @torch.no_grad()
@@ -223,9 +221,7 @@ class PolicyWorker:
         try:
             score = float(self._reward(text, answer))
         except Exception as error:
-            raise ConfigError.of(
-                "grpo.reward", f"fails on an answer to {record}: {type(error).__name__}: {error}"
-            ) from error
+            raise ConfigError.of("grpo.reward", f"fails on an answer to {record}: {type(error).__name__}: {error}") from error
         if not math.isfinite(score):
             raise ConfigError.of("grpo.reward", f"gives {score} for an answer to {record}, and no finite number")
         return score

@@ -167,8 +167,7 @@ def _step(
     scored = time.perf_counter()
     cut = Cut(config, shards, batch_size, training=True)(lengths)
     counts = [
-        normalisers(batch.tensor("token_mask")[start : start + batch_size])
-        for start in range(0, len(batch), batch_size)
+        normalisers(batch.tensor("token_mask")[start : start + batch_size]) for start in range(0, len(batch), batch_size)
     ]
     trained = run_on_all(
         workers, "train", batch.shard(cut), config,
@@ -250,7 +249,9 @@ def _prompt(config: RunConfig, samples: SwiftSamples, index: int) -> list[int]:
 
 
 def _padded(rows: list[Any], value: float) -> torch.Tensor:
-    return torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=value)
+    return torch.nn.utils.rnn.pad_sequence(
+        [torch.tensor(row) for row in rows], batch_first=True, padding_value=value
+    )
 
 
 def _log_probabilities(
