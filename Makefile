@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 test test-fast: export OMP_NUM_THREADS ?= 1
 export PYTHONUNBUFFERED = 1
 
-.PHONY: demo test test-fast lint clean
+.PHONY: demo test test-fast lint reference clean
 
 demo: $(READY)
 	@$(RUN) -m app.demo
@@ -23,6 +23,9 @@ lint: $(READY)
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
+
+reference: $(READY)
+	$(RUN) -m app.reference docs/configuration.md docs/mixing.md
 
 $(READY): constraints.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Packplan needs Python 3.11 or later")'

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from adapters.packed_equality import PackComparison
 from app import wiring
-from app.command import positive_number, run_command
+from app.command import positive_number, program, run_command
 from app.preparing import Prepared, prepare
 from core.config import RunConfig
 from core.equality import CHECKS, Finding, Verdict, choose_packs, judge, kind
@@ -181,7 +181,7 @@ def as_json(report: Report) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m app.check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=program("check"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("config", metavar="run.yaml", help="the run; see docs/configuration.md")
     parser.add_argument(

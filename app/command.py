@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from core.errors import PackplanError, VerificationError
 
@@ -30,6 +31,11 @@ def run_command(command: Callable[[], None], *, verbose: bool) -> int:
         print("interrupted: what was measured, planned and saved is kept; run again to go on", file=sys.stderr)
         return INTERRUPTED
     return 0
+
+
+def program(name: str) -> str:
+    """Return what the help of the command *name* calls it: as it was started, by `packplan` or as a module."""
+    return f"packplan {name}" if Path(sys.argv[0]).stem == "packplan" else f"python -m app.{name}"
 
 
 def positive_number(text: str) -> int:

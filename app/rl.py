@@ -30,7 +30,7 @@ from adapters.microbatches import BatchedData
 from adapters.sequence_loss import normalisers
 from adapters.swift_samples import SwiftSamples
 from app import wiring
-from app.command import positive_number, run_command
+from app.command import positive_number, program, run_command
 from core.advantages import group_advantages
 from core.config import RunConfig
 from core.errors import ConfigError, RecordError
@@ -286,7 +286,7 @@ def _log(entry: Mapping[str, Any], file: Path, num_steps: int) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m app.rl", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=program("rl"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("config", metavar="run.yaml", help="the run; see docs/rl.md")
     parser.add_argument(

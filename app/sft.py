@@ -15,7 +15,7 @@ import attrs
 
 from adapters.packing_trainer import history, was_terminated
 from app import rollout, wiring
-from app.command import run_command
+from app.command import program, run_command
 from app.planning import PlannedSplit
 from app.preparing import Prepared, prepare
 from core.config import RunConfig
@@ -72,7 +72,7 @@ def _result(config: RunConfig, prepared: Prepared) -> Result:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m app.sft", description=__doc__)
+    parser = argparse.ArgumentParser(prog=program("sft"), description=__doc__)
     parser.add_argument("config", metavar="run.yaml", help="the run; see docs/configuration.md")
     parser.add_argument("--verbose", action="store_true", help="also show what ms-swift and transformers log")
     options = parser.parse_args(arguments)

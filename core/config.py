@@ -32,13 +32,13 @@ class ModelConfig:
     """Folder of the model, its tokenizer and its processor."""
 
     model_type: str | None = None
-    """ms-swift's name of the architecture; None reads it from the model's config.json."""
+    """ms-swift's name of the architecture; unset, the model's config.json says it."""
 
     attn_impl: str = "sdpa"
     """Attention backend; packing refuses one that is not established to keep samples apart."""
 
     torch_dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Of the weights; None keeps the model's own."""
+    """Type of the weights; unset, the model's own."""
 
     trust_remote_code: bool = False
     """Run Python code that comes with the model's folder."""
@@ -52,19 +52,21 @@ class TemplateConfig:
     """`template.`: how a record becomes tokens."""
 
     template: str | None = None
-    """ms-swift's name of the chat template; None takes the model type's."""
+    """ms-swift's name of the chat template; unset, the model type's."""
 
     max_length: int | None = None
-    """Tokens of a pack: the packing length."""
+    """Tokens of a pack: the packing length; unset, `global_max_length`, else `model.max_model_len`. There is no
+    `packing_length` key."""
 
     max_pixels: int | None = None
-    """Pixels an image is scaled down to; None keeps the processor's own limit."""
+    """Pixels an image is scaled down to; unset, the processor's own limit."""
 
     system: str | None = None
-    """System prompt of records that bring none; None takes the template's."""
+    """System prompt of records that bring none; unset, the template's."""
 
     truncation_strategy: Literal["left", "right", "raise"] | None = None
-    """Cut samples above the limit at that end, or refuse them; None never cuts: they are long samples."""
+    """Cut samples above the limit at that end (cut samples are long samples, and counted), or refuse them; unset, they are
+    never cut: they are long samples."""
 
 
 @attrs.frozen(kw_only=True)
@@ -72,26 +74,28 @@ class CustomConfig:
     """`custom.`: the data, and which trainer."""
 
     train_jsonl: tuple[str, ...] = ()
-    """Data files, one record a line; relative image paths start at the folder of their file."""
+    """Data files, one record a line; relative image paths start at the folder of their file. Needed, unless `fusion_config`
+    names the data."""
 
     val_jsonl: tuple[str, ...] = ()
-    """Data files of the evaluation; none means no evaluation."""
+    """Data files of the evaluation; unset, there is none."""
 
     fusion_config: str | None = None
-    """A mix of data sets, another one each epoch (a YAML); of the rollout variant, refused by static packing."""
+    """A mix of data sets, another one each epoch (a YAML); of the rollout variant. A static plan takes what `app.plan
+    materialise` writes."""
 
     trainer_variant: Literal["sft", "rollout"] = "sft"
     """`sft` is Stage-1, from static plans; `rollout` packs while it trains."""
 
     object_field_order: Literal["desc_first", "geometry_first"] = "desc_first"
-    """Of each object of a dense caption."""
+    """Order of what is said of each object of a dense caption."""
 
     use_summary: bool = False
     """Answer dense captions with their summary."""
 
     rollout_reward: str | None = None
-    """Of the rollout variant: scores the model's own answers, the best of which are trained; a name in
-    `core.rewards.REWARDS`, or `module:function`. None trains the data as they are."""
+    """Of the rollout variant: scores the model's own answers, the best of which are trained: one of
+    `core.rewards.REWARDS`, or `module:function`. Unset, the data are trained as they are."""
 
     rollout_completions: int = 4
     """Answers to each prompt."""
@@ -103,7 +107,7 @@ class CustomConfig:
     """Tokens of an answer."""
 
     rollout_temperature: float = 1.0
-    """Of the answers; above 0."""
+    """Temperature of the answers; above 0."""
 
 
 @attrs.frozen(kw_only=True)
@@ -114,58 +118,62 @@ class TrainingConfig:
     """Folder of checkpoints, logs and plans."""
 
     packing: bool = True
-    """False trains padded batches through the same trainer."""
+    """`false` trains padded batches through the same trainer; the packing keys may stay."""
 
     packing_mode: Literal["static", "dynamic"] = "static"
     """Stage-1 is static, the rollout variant dynamic."""
 
     packing_algorithm: str = "constant_volume"
-    """A name in `core.packers.ALGORITHMS`."""
+    """How samples are put into packs: one of `core.packers.ALGORITHMS`. `certified` finds the fewest."""
 
     packing_buffer: int = PACKING_BUFFER
-    """Samples that are packed together; of dynamic packing only."""
+    """Samples that are packed together; of dynamic packing: another value is refused in static mode."""
 
     packing_min_fill_ratio: Decimal = Decimal("0.65")
     """Packs filled below this share of the packing length are dropped; compared as the decimal it is."""
 
     packing_drop_last: bool = True
-    """Whether underfilled packs are dropped."""
+    """Whether packs filled below `packing_min_fill_ratio` are dropped."""
 
     packing_allow_single_long: bool = True
-    """Give a sample of the packing length or more a pack of its own; otherwise skip it."""
+    """Give a sample of the packing length or more a pack of its own; `false` skips it."""
 
     eval_packing: bool | None = None
-    """Whether evaluation is packed: in Stage-1 unless false, in the rollout variant if true; without `packing` never."""
+    """Whether evaluation is packed; unset, in Stage-1 and not in the rollout variant. Never without `packing`. The metric
+    is the same either way."""
 
     packing_wait_timeout_s: float = 7200.0
-    """Seconds that other ranks wait for rank 0's plan; 0 means for ever."""
+    """Seconds that other ranks wait for rank 0 to measure and plan; 0 means for ever."""
 
     packing_lengths_from: str | None = None
-    """The `output_dir` of another run, whose lengths are taken over where this run has none; it is only read."""
+    """The `output_dir` of another run, whose lengths are taken over where this run has none: a series of compared runs
+    measures once. It is only read, and has to have been measured from the same inputs."""
 
     packing_length_cache_persist_every: int | None = None
-    """Samples between two flushes of the measured lengths; None adapts to the size of the data set."""
+    """Samples between two flushes of the measured lengths; unset, it adapts to the size of the data set."""
 
     packing_length_precompute_workers: int = 8
-    """Processes that measure, never more than the machine's cores; 1 measures in the main process."""
+    """Processes that measure, at most one a core; a short rest is measured in one. 1 measures in the main process."""
 
     effective_batch_size: int | None = None
-    """Packs of one optimizer step over all ranks (samples, if not packing); None keeps what the next two imply."""
+    """Packs of one optimizer step over all ranks (samples, if not packing), which the ranks have to divide; unset, what the
+    next two imply."""
 
     per_device_train_batch_size: int = 1
-    """Packing forces it to 1 and keeps the effective batch."""
+    """Batch of a rank. Packing forces it to 1, with a warning, and keeps the packs of a step by accumulation."""
 
     gradient_accumulation_steps: int | None = None
-    """Batches of a rank in one optimizer step; None means 1."""
+    """Batches of a rank in one optimizer step; unset, 1. Overridden where `effective_batch_size` is set, or packing forces the
+    batch to 1."""
 
     per_device_eval_batch_size: int = 1
-    """Samples of a padded evaluation batch."""
+    """Samples of a padded evaluation batch; packed evaluation forces it to 1."""
 
     dataloader_drop_last: bool = False
     """Drop the packs that do not fill all ranks, instead of repeating packs from the front."""
 
     num_train_epochs: float = 3.0
-    """May be fractional."""
+    """Epochs; may be fractional."""
 
     max_steps: int = -1
     """Optimizer steps in total, if positive; overrides the epochs."""
@@ -175,19 +183,22 @@ class TrainingConfig:
     of a sample of n supervised tokens weighs n ** -0.5)."""
 
     seed: int = 42
-    """Of weights, dropout and the order of packs."""
+    """Seed of weights, dropout and the order of packs, which is drawn anew each epoch."""
 
     resume_from_checkpoint: str | None = None
-    """A checkpoint's folder, or `last` for the newest one of `output_dir`."""
+    """A checkpoint's folder, or `last` for the newest whole one of `output_dir`."""
 
     tuner_type: Literal["full", "lora"] = "full"
     """Train all weights, or low-rank adapters."""
 
     lora_rank: int = 8
+    """Rank of the adapters."""
 
     lora_alpha: int = 32
+    """An adapter's output is scaled by this over its rank."""
 
     lora_dropout: float = 0.05
+    """Share of an adapter's inputs that are dropped, from 0 to below 1."""
 
     target_modules: tuple[str, ...] = ("all-linear",)
     """Modules that get an adapter."""
@@ -202,7 +213,7 @@ class TrainingConfig:
     """Keep the weights between the two."""
 
     trainer: Mapping[str, Any] = attrs.field(factory=dict, converter=_read_only)
-    """Settings of ms-swift's and transformers' training arguments."""
+    """Every other key of ms-swift's `Seq2SeqTrainingArguments`, and so of transformers, as it is, checked against its type."""
 
 
 @attrs.frozen(kw_only=True)
@@ -210,15 +221,16 @@ class SequencePackingConfig:
     """`policy.sequence_packing`: microbatches of an RL batch as packed rows."""
 
     enabled: bool = False
+    """Whether microbatches are made so."""
 
     train_mb_tokens: int = 4096
     """Tokens of a row while the policy is updated, padding included."""
 
     logprob_mb_tokens: int | None = None
-    """Tokens of a row where only log-probabilities are computed; None takes `train_mb_tokens`."""
+    """Tokens of a row where only log-probabilities are computed; unset, `train_mb_tokens`."""
 
     algorithm: str = "modified_first_fit_decreasing"
-    """A name in `core.packers.ALGORITHMS`."""
+    """How sequences are put into rows: one of `core.packers.ALGORITHMS`."""
 
     sequence_length_round: int = 1
     """Each sequence is padded to a multiple of it."""
@@ -235,12 +247,13 @@ class DynamicBatchingConfig:
     """`policy.dynamic_batching`: microbatches of an RL batch as padded batches of sequences of like length."""
 
     enabled: bool = False
+    """Whether microbatches are made so."""
 
     train_mb_tokens: int = 4096
     """Sequences times width of a microbatch while the policy is updated."""
 
     logprob_mb_tokens: int | None = None
-    """The same where only log-probabilities are computed; None takes `train_mb_tokens`."""
+    """The same where only log-probabilities are computed; unset, `train_mb_tokens`."""
 
     sequence_length_round: int = 64
     """Widths are multiples of it."""
@@ -255,13 +268,13 @@ class PolicyConfig:
     dynamic_batching: DynamicBatchingConfig = attrs.field(factory=DynamicBatchingConfig)
 
     train_global_batch_size: int | None = None
-    """Sequences of one optimizer step over all workers; None: all rollouts of a step."""
+    """Sequences of one optimizer step over all workers; unset, all rollouts of a step."""
 
     train_micro_batch_size: int = 4
     """Sequences of a padded microbatch, where neither packing nor dynamic batching is enabled."""
 
     logprob_batch_size: int | None = None
-    """The same where only log-probabilities are computed; None takes `train_micro_batch_size`."""
+    """The same where only log-probabilities are computed; unset, `train_micro_batch_size`."""
 
     generation_batch_size: int = 32
     """Prompts that a worker answers at a time."""
@@ -296,10 +309,10 @@ class GrpoConfig:
     """Tokens of an answer."""
 
     temperature: float = 1.0
-    """Of the answers; above 0."""
+    """Temperature of the answers; above 0."""
 
     reward: str = "word_overlap"
-    """Scores an answer against the record's own: a name in `core.rewards.REWARDS`, or `module:function`."""
+    """Scores an answer against the record's own: one of `core.rewards.REWARDS`, or `module:function`."""
 
     loss: str = "clipped"
     """`clipped`, the policy-gradient loss of PPO and GRPO, or `module:function`: a loss over the logits of a sequence (see

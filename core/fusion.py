@@ -40,9 +40,11 @@ class Mix:
     """Several data sets, mixed anew each epoch."""
 
     sources: tuple[Source, ...]
+    """The data sets; at least one."""
 
     samples_per_epoch: int | None = None
-    """Of all sources together; see `quotas`."""
+    """Of all sources together; unset, as many as the first source to run out allows, or, if all are drawn with
+    replacement, as their samples together."""
 
 
 @attrs.frozen(eq=False)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from core.errors import InvalidLengthError
 
 Lengths = Sequence[int] | NDArray[np.integer]
+"""A list or an array of whole numbers, or what gives one by a slice, as a column of a `datasets` data set does."""
 
 IntArray = NDArray[np.int64]
 
@@ -61,6 +62,10 @@ def _array_of(values: Sequence[int]) -> IntArray:
     if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__getitem__"):
         message = f"lengths are a list or an array of whole numbers, not {type(values).__name__}"
         raise TypeError(message)
+    if not isinstance(values, (list, tuple, range)):
+        values = _at_once(values)
+    if hasattr(values, "__array__"):
+        return np.asarray(values)
     # One pass over the types is cheap where all are plain ints; a boolean is one only to numpy.
     if not set(map(type, values)) <= {int}:
         _raise_first_bad(values)
@@ -70,6 +75,14 @@ def _array_of(values: Sequence[int]) -> IntArray:
         index = next(i for i, n in enumerate(values) if not -(2**63) <= n < 2**63)
         reason = "a length is below 2**63" if values[index] > 0 else "a length is at least 1 token"
         raise InvalidLengthError(index, values[index], reason) from None
+
+
+def _at_once(values: Sequence[int]) -> Sequence[int]:
+    """Return *values* read by one slice: item by item, a million of a lazy column take seconds."""
+    try:
+        return values[:]
+    except TypeError:  # a deque has no slices
+        return list(values)
 
 
 def _raise_where_total_overflows(lengths: IntArray) -> None:

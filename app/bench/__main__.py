@@ -6,12 +6,12 @@ import argparse
 import sys
 
 from app.bench import lengths, loss, planner, stream, training
-from app.command import run_command
+from app.command import program, run_command
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m app.bench", description=__doc__)
+    parser = argparse.ArgumentParser(prog=program("bench"), description=__doc__)
     benchmarks = parser.add_subparsers(required=True, metavar="benchmark")
     planner.add_arguments(benchmarks.add_parser("planner", help="packing algorithms", description=planner.__doc__))
     lengths.add_arguments(benchmarks.add_parser("lengths", help="measuring samples", description=lengths.__doc__))

@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 
 from app import sft, wiring
-from app.command import run_command
+from app.command import program, run_command
 from app.demo.scenes import corpus, write_data
 from app.demo.tiny_models import MODEL_TYPES, write_model
 
@@ -40,7 +40,7 @@ def train() -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m app.demo", description=__doc__)
+    parser = argparse.ArgumentParser(prog=program("demo"), description=__doc__)
     parser.add_argument("what", nargs="?", choices=["make"], help="make the models and data, and do not train")
     parser.add_argument("--folder", type=Path, default=Path("runs/demo"), help="where to write (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="decides every byte (default: %(default)s)")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import UserList, deque
 
+import datasets
 import numpy as np
 import pytest
 
@@ -66,6 +68,38 @@ def test_integers_of_any_kind_are_lengths():
     assert [1, 2] == as_lengths(np.array([1, 2], dtype=object)).tolist()
     assert [1, 2] == as_lengths(range(1, 3)).tolist()
     assert [2**62, 1, 1] == as_lengths([2**62, 1, 1]).tolist()
+
+
+@pytest.mark.parametrize("kind", [None, "numpy", "torch", "pandas", "arrow"])
+def test_a_column_of_a_data_set_is_lengths(kind):
+    """In every format that it may have, and with the index of what is no length."""
+    rows = datasets.Dataset.from_dict({"length": [3, 1, 2], "wrong": [3, 0, 2], "half": [1.0, 1.5, 2.0]})
+    rows = rows.with_format(kind)
+
+    assert [3, 1, 2] == as_lengths(rows["length"]).tolist()
+    for column, index in (("wrong", 1), ("half", 0)):
+        with pytest.raises(InvalidLengthError) as caught:
+            as_lengths(rows[column])
+        assert index == caught.value.index
+
+
+def test_a_lazy_column_is_read_at_once():
+    """By one slice, not by an item each."""
+
+    class Column(UserList):
+        def __iter__(self):
+            raise AssertionError
+
+        def __getitem__(self, item):
+            assert item == slice(None)
+            return self.data[item]
+
+    assert [3, 1] == as_lengths(Column([3, 1])).tolist()
+
+
+def test_what_has_no_slices_is_read_by_item():
+    """A deque, for one."""
+    assert [3, 1] == as_lengths(deque([3, 1])).tolist()
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

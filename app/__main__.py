@@ -1,0 +1,46 @@
+"""
+Plan packs, and train from them: `packplan COMMAND …`, or `python -m app.COMMAND …`.
+
+`packplan COMMAND --help` says more. Exit status: 0; 1 a fault in Packplan; 2 a fault in what it was given; 3 something
+failed its verification; 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib import import_module
+from types import MappingProxyType
+
+COMMANDS = MappingProxyType(
+    {
+        "sft": ("app.sft", "fine-tune a model from a static pack plan, or from a stream"),
+        "plan": ("app.plan", "measure, plan, and look at plans, before training"),
+        "check": ("app.check", "show that packed training is the same training, on your own model"),
+        "rl": ("app.rl", "train on the model's own answers, in sharded microbatches"),
+        "bench": ("app.bench.__main__", "measure what this project claims"),
+        "demo": ("app.demo.__main__", "make tiny models and a data set, and train on them"),
+    }
+)
+"""Command -> its module, which is imported when it is called, and what it does."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Hand the arguments to the command that the first one names; return its exit status."""
+    listed = "\n".join(f"  {name:<8}{does}" for name, (_, does) in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="packplan",
+        description=__doc__,
+        epilog=f"commands:\n{listed}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", choices=COMMANDS, help="one of those below")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="…", help="its own")
+    options = parser.parse_args(arguments)
+    module, _ = COMMANDS[options.command]
+    status: int = import_module(module).main(options.arguments)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

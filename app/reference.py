@@ -1,0 +1,154 @@
+"""
+Write the keys of a YAML into the pages that describe them: `python -m app.reference docs/configuration.md …`.
+
+A page says where, and of what: the tables between `<!-- keys of core.config.RunConfig -->` and `<!-- end of keys -->`
+are those of a frozen class, section by section, from its fields' types, defaults and docstrings; or of a mapping, key by key.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from decimal import Decimal
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+_MARKED = re.compile(r"(<!-- keys of ([\w.]+) -->).*?(<!-- end of keys -->)", re.DOTALL)
+
+_NAMES = re.compile(r"`(core(?:\.\w+)*\.[A-Z_]+)`")
+
+_TYPES = {str: "text", int: "whole number", float: "number", Decimal: "number", bool: "`true`, `false`"}
+
+MORE = {
+    "custom.train_jsonl": "records.md",
+    "custom.fusion_config": "mixing.md",
+    "custom.trainer_variant": "modes.md",
+    "custom.rollout_reward": "modes.md#rollouts",
+    "training.packing": "training.md#packed-or-padded",
+    "training.packing_algorithm": "planner.md#algorithms",
+    "training.packing_mode": "modes.md",
+    "training.packing_wait_timeout_s": "how-it-works.md#ranks",
+    "training.eval_packing": "training.md#evaluation",
+    "training.loss_reduction": "training.md#the-loss-of-a-step",
+    "training.resume_from_checkpoint": "training.md#resume",
+}
+"""Key -> the page, beside the one that is written, that says more."""
+
+
+def rewritten(page: str) -> str:
+    """Return *page* with every marked part written anew."""
+    return _MARKED.sub(lambda found: "\n".join([found[1], *_part(found[2]), found[3]]), page)
+
+
+def _part(name: str) -> Iterator[str]:
+    described = _named(name)
+    if isinstance(described, Mapping):
+        yield from _table(("key", "why"), [(f"`{key}`", why) for key, why in described.items()])
+    else:
+        yield from _sections(described, "")
+
+
+def _named(name: str) -> Any:
+    module, _, attribute = name.rpartition(".")
+    return getattr(import_module(module), attribute)
+
+
+def _sections(kind: type, path: str) -> Iterator[str]:
+    """Yield the tables of a class: its own keys first, then those of each section below it."""
+    said = _docstrings(kind)
+    rows, below = [], []
+    for field in attrs.fields(attrs.resolve_types(kind)):
+        plain = _without_none(field.type)
+        if attrs.has(plain):
+            below.append((plain, f"{path}{field.name}."))
+        elif typing.get_origin(plain) is Mapping:
+            rows.append(("any other", "", "", said[field.name]))
+        else:
+            rows.append(
+                (f"`{field.name}`", _type(plain), _default(field), _meaning(f"{path}{field.name}", said[field.name]))
+            )
+            if item := _item(plain):
+                below.append((item, f"{path}{field.name}[]."))
+    if path:
+        about = re.sub(r"^`[\w.]+`: ", "", inspect.getdoc(kind) or "")
+        yield from (f"## `{path}`", "", about[:1].upper() + about[1:])
+    if rows:
+        yield from _table(("key", "type", "default", "meaning"), rows)
+    for section, where in below:
+        yield from _sections(section, where)
+
+
+def _docstrings(kind: type) -> dict[str, str]:
+    """Return what stands below each field of a class, on one line."""
+    (tree,) = ast.parse(inspect.getsource(kind)).body
+    assert isinstance(tree, ast.ClassDef)  # noqa: S101  # it is the source of a class
+    said = {}
+    for field, below in zip(tree.body, tree.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr):
+            said[field.target.id] = " ".join(ast.literal_eval(below.value).split())
+    return said
+
+
+def _without_none(kind: Any) -> Any:
+    if typing.get_origin(kind) not in {types.UnionType, typing.Union}:
+        return kind
+    (inner,) = (part for part in typing.get_args(kind) if part is not type(None))
+    return inner
+
+
+def _item(kind: Any) -> Any:
+    """Return the class that a list's items have, if they have keys of their own."""
+    item: Any = next(iter(typing.get_args(kind)), None)
+    return item if attrs.has(item) else None
+
+
+def _type(kind: Any) -> str:
+    if typing.get_origin(kind) is typing.Literal:
+        return ", ".join(f"`{choice}`" for choice in typing.get_args(kind))
+    if typing.get_origin(kind) is tuple:
+        return "list" if _item(kind) else "text, or a list of texts"
+    return _TYPES[kind]
+
+
+def _default(field: Any) -> str:
+    if field.default is attrs.NOTHING:
+        return "(needed)"
+    if field.default in {None, ()}:
+        return "(unset)"
+    if isinstance(field.default, bool):
+        return f"`{str(field.default).lower()}`"
+    return f"`{', '.join(field.default) if isinstance(field.default, tuple) else field.default}`"
+
+
+def _meaning(path: str, said: str) -> str:
+    meaning = _NAMES.sub(lambda found: ", ".join(f"`{name}`" for name in _named(found[1])), said)
+    return f"{meaning} [More]({MORE[path]})" if path in MORE else meaning
+
+
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    yield ""
+    for cells in (head, ("---",) * len(head), *rows):
+        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+    yield ""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Rewrite the pages that are named."""
+    parser = argparse.ArgumentParser(
+        prog="python -m app.reference", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("pages", nargs="+", type=Path, metavar="page.md", help="what to rewrite")
+    for page in parser.parse_args(arguments).pages:
+        page.write_text(rewritten(page.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

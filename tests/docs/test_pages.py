@@ -1,0 +1,284 @@
+"""What pages say can be found: links, anchors, commands, options, tests, keys; their Python runs, their tables are current."""
+
+from __future__ import annotations
+
+import ast
+import re
+import runpy
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from adapters.length_store import DiskLengthStore
+from adapters.plan_store import DiskPlanStore
+from app.__main__ import COMMANDS
+from app.planning import Knobs, Stores, plan_split
+from app.reference import rewritten
+from tests.fakes import FreeLock, ListSource, ScriptedGroup
+
+ROOT = Path(__file__).parents[2]
+
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("ADR/*.md")])
+
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+CODE = re.compile(r"`([^`\n]+)`")
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def fences(page: Path, *languages: str) -> list[str]:
+    return [body for language, body in FENCE.findall(text_of(page)) if language in languages]
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    found: list[str] = []
+    for heading in re.findall(r"^#+ (.+)$", FENCE.sub("", text_of(page)), re.MULTILINE):
+        plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower()
+        found.append(re.sub(r"[^\w\- ]", "", plain).replace(" ", "-"))
+    return {
+        f"{name}-{found[:place].count(name)}" if name in found[:place] else name for place, name in enumerate(found)
+    }
+
+
+def broken_links(page: Path) -> list[str]:
+    prose = CODE.sub("", FENCE.sub("", text_of(page)))
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose):
+        path, _, anchor = target.partition("#")
+        if path.startswith(("http://", "https://")):
+            continue
+        other = page.parent / path if path else page
+        if not other.exists() or (anchor and anchor not in anchors(other)):
+            broken.append(target)
+    return broken
+
+
+@every_page
+def test_links_and_anchors_resolve(page):
+    """Inside the project; addresses elsewhere are not followed."""
+    assert [] == broken_links(page)
+
+
+def test_a_broken_link_is_found(tmp_path):
+    """Of either kind, and no other."""
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# A `b.` c-d, e\n[1](gone.md) [2](#gone) [3](page.md#a-b-c-d-e) [4](https://x.org/y) `[5](gone)`\n"
+        "```text\n# no heading\n[6](gone)\n```\n## A\n## A\n[7](#a-1) [8](page.md#no-heading)\n"
+    )
+
+    assert ["gone.md", "#gone", "page.md#no-heading"] == broken_links(page)
+
+
+def trees_of(module: str) -> list[ast.Module]:
+    """Return the parsed source of a module, or of all modules of a package."""
+    path = Path(find_spec(module).origin)
+    paths = path.parent.glob("*.py") if path.name == "__init__.py" else [path]
+    return [ast.parse(path.read_text(encoding="utf-8")) for path in paths]
+
+
+@cache
+def words_of(module: str) -> set[str]:
+    """Return the words that a command knows, its subcommands and options among them: its own, and its helpers'."""
+    own = trees_of(module)
+    imports = [node for tree in own for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    helpers = {f"{node.module}.{alias.name}" for node in imports if node.module == "app" for alias in node.names}
+    helpers |= {node.module for node in imports if node.module.startswith("app.")}
+    trees = own + [tree for helper in helpers for tree in trees_of(helper)]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+
+
+def wrong_commands(page: Path) -> list[str]:
+    """Return commands of ours that name no module, subcommand or option."""
+    shown = "\n".join([*fences(page, "bash"), *CODE.findall(FENCE.sub("", text_of(page)))]).replace("\\\n", " ")
+    wrong = []
+    for line in shown.splitlines():
+        found = re.search(r"(?:-m app\.|\bpackplan )(\w+)(?: (.*))?$", line.split("#")[0].strip())
+        if not found:
+            continue
+        module, rest = f"app.{found[1]}", (found[2] or "").split()
+        if ("packplan " in found[0] and found[1] not in COMMANDS) or find_spec(module) is None:
+            wrong.append(line)
+        else:
+            known = words_of(module)
+            options = {word.split("=")[0] for word in rest if re.match(r"--?[a-z]", word)}
+            subcommand = {
+                word for word in rest[:1] if module in {"app.plan", "app.bench"} and re.match(r"[a-z]+$", word)
+            }
+            wrong += [line] * (not options | subcommand <= known | {"--help"})
+    return wrong
+
+
+@every_page
+def test_commands_exist(page):
+    """With their subcommands and options."""
+    assert [] == wrong_commands(page)
+
+
+def test_a_wrong_command_is_found(tmp_path):
+    """A module, a subcommand, an option; in a block or in a line."""
+    page = tmp_path / "page.md"
+    page.write_text(
+        "`packplan trian`, `python -m app.plan build run.yaml --list-failures`, `python -m app.plan biuld run.yaml`\n"
+        "```bash\ntorchrun --nproc-per-node 4 -m app.sft run.yaml\npython -m app.gone\npackplan check x.yaml --jsn\n```\n"
+    )
+
+    assert [
+        "python -m app.gone",
+        "packplan check x.yaml --jsn",
+        "packplan trian",
+        "python -m app.plan biuld run.yaml",
+    ] == (wrong_commands(page))
+
+
+@every_page
+def test_tests_that_are_named_exist(page):
+    """Files, and functions."""
+    defined = {
+        name
+        for path in ROOT.glob("tests/**/*.py")
+        for name in re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+    for word in CODE.findall(text_of(page)):
+        if re.fullmatch(r"(tests|core|adapters|app|docs)/[\w/.-]+\.\w+", word):
+            assert (ROOT / word).exists(), word
+        if re.fullmatch(r"test_\w+", word):
+            assert word in defined, word
+
+
+def test_pages_that_the_code_names_exist():
+    """In help and messages."""
+    for package in ("core", "adapters", "app"):
+        for path in (ROOT / package).rglob("*.py"):
+            for name in re.findall(r"docs/[\w/-]+\.md", path.read_text(encoding="utf-8")):
+                assert (ROOT / name).exists(), f"{path}: {name}"
+
+
+def test_the_index_names_every_page():
+    """And the README the index."""
+    index = text_of(ROOT / "docs" / "README.md")
+
+    assert [] == [page.name for page in ROOT.glob("docs/*.md") if page.name not in index and page.name != "README.md"]
+    assert "(docs/README.md)" in text_of(ROOT / "README.md")
+
+
+@every_page
+def test_tables_of_keys_are_those_of_the_classes(page):
+    """`make reference` writes them."""
+    assert text_of(page) == rewritten(text_of(page))
+
+
+def test_every_key_is_on_the_page():
+    """One that the page would lack is found; so is a default that is another one now."""
+    page = text_of(ROOT / "docs" / "configuration.md")
+    assert "| `packing_buffer` | whole number | `512` |" in page
+
+    for stale in (page.replace("| `packing_buffer` |", "| `buffer` |"), page.replace("`512`", "`511`")):
+        assert stale != page == rewritten(stale)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if fences(page, "yaml")], ids=lambda page: page.stem)
+def test_yaml_that_is_shown_is_a_run(page):
+    """Every key is one, every value has its type; what a file that it extends brings may be missing."""
+    from adapters.yaml_config import parse_config
+    from app.wiring import trainer_fields
+
+    for shown in map(yaml.safe_load, fences(page, "yaml")):
+        data = {} if "fusion_config" in shown.get("custom", {}) else {"train_jsonl": "a"}
+        base = {"model": {"model": "m"}, "template": {"max_length": 1}, "custom": data, "training": {"output_dir": "o"}}
+        sections = {name: {**keys, **shown.pop(name, {})} for name, keys in base.items()}
+        shown.pop("extends", None)
+        assert parse_config({**shown, **sections}, page.name, trainer_fields())
+
+
+@pytest.fixture
+def planned(tmp_path, monkeypatch) -> str:
+    """Store a plan where the demo stores its own, in a scratch folder that becomes the working directory; return its checksum."""
+    folder = tmp_path / "runs" / "demo" / "run" / "static_packing" / "train"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    knobs = Knobs(
+        packing=True, packing_length=1024, algorithm="constant_volume", min_fill_ratio="0.65", drop_last=True,
+        allow_single_long=True, dataloader_drop_last=False, seed=0, refuse_longer=False,
+    )  # fmt: skip
+    lengths = np.random.default_rng(1).geometric(1 / 200, 300).tolist()
+    stores = Stores(DiskLengthStore(folder), DiskPlanStore(folder), FreeLock())
+    split = plan_split(
+        "train", knobs, source=ListSource(lengths), stores=stores, group=ScriptedGroup(), flush_every=None, timeout_s=1
+    )
+    return split.raw_checksum
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if fences(page, "python") and page.stem != "transformers-trainer"],
+    ids=lambda page: page.stem,
+)
+def test_python_that_is_shown_runs(page, planned):
+    """Block after block; what a comment says a line gives, it gives."""
+    names = {"lengths": [700, 200, 1100, 640, 5, 3000] * 4}
+    for block in fences(page, "python"):
+        exec(block, names)  # noqa: S102  # the page's own code
+        for line, value in re.findall(r"^(\w.*?)  # ([\[(\d][^:\n]*)", block, re.MULTILINE):
+            assert ast.literal_eval(value) == eval(line, names)  # noqa: S307
+
+
+def test_the_artefacts_page_names_every_file_and_key(planned):
+    """Of a plan that was really stored."""
+    import json
+
+    page = text_of(ROOT / "docs" / "artefacts.md")
+    names = {
+        "plan_ws<W>.json" if path.name.startswith("plan_ws") else path.name
+        for path in Path().rglob("*.*")
+        if path.is_file()
+    }
+    manifests = [json.loads(path.read_text()) for path in Path().rglob("*.json")]
+
+    assert 3 == len(manifests)
+    assert set() == {name for name in names if f"`{name}`" not in page}
+    assert set() == {key for manifest in manifests for key in manifest if f"`{key}`" not in page}
+
+
+def test_the_example_plans_three_kinds_of_lengths_alike(capsys, monkeypatch, planned):
+    """And the stored lengths as the run did."""
+    script = str(ROOT / "docs" / "examples" / "plan_a_list.py")
+    for arguments in ([], ["runs/demo/run/static_packing/train"]):
+        monkeypatch.setattr("sys.argv", [script, *arguments])
+        runpy.run_path(script, run_name="__main__")
+
+    said = [line.split(": ", 1) for line in capsys.readouterr().out.splitlines()]
+    assert ["a list", "a numpy array", "a column of a data set"] * 2 == [kind for kind, _ in said]
+    assert [1, 1] == [len({plan for _, plan in said[:3]}), len({plan for _, plan in said[3:]})]
+    assert said[3][1].endswith(f"checksum {planned[:12]}")
+
+
+def test_what_is_compared_was_measured():
+    """Each figure of the comparison of planners is in the table of measurements."""
+    measured = {}
+    for line in text_of(ROOT / "docs" / "planner_measured.md").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 10 and cells[1] == "1,000,000":
+            seconds, gap = cells[3], cells[7]
+            measured[cells[2], cells[0]] = seconds if seconds.startswith("over") else f"{seconds} s, +{gap}"
+    head, _, *rows = re.search(r"(\| planner .*?)\n\n", text_of(ROOT / "docs" / "comparison.md"), re.DOTALL)[
+        1
+    ].splitlines()
+    distributions = [cell.strip() for cell in head.strip("|").split("|")][1:]
+
+    assert 5 == len(rows)
+    for row in rows:
+        name, *cells = [cell.strip() for cell in row.strip("|").split("|")]
+        planner = CODE.search(name)[1]
+        assert [measured[planner, one] for one in distributions] == cells
