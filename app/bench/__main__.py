@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from app.bench import lengths, loss, planner, stream, training
+from app.bench import lengths, loss, planner, shard, stream, training
 from app.command import program, run_command
 
 
@@ -18,6 +18,7 @@ def main(arguments: list[str] | None = None) -> int:
     stream.add_arguments(benchmarks.add_parser("stream", help="dynamic packing", description=stream.__doc__))
     training.add_arguments(benchmarks.add_parser("train", help="packed against padded", description=training.__doc__))
     loss.add_arguments(benchmarks.add_parser("loss", help="losses on packed logits", description=loss.__doc__))
+    shard.add_arguments(benchmarks.add_parser("shard", help="microbatches of RL batches", description=shard.__doc__))
     options = parser.parse_args(arguments)
     return run_command(lambda: options.run(options), verbose=False)
 

@@ -191,7 +191,7 @@ def test_every_key_is_on_the_page():
 @pytest.mark.parametrize("page", [page for page in PAGES if fences(page, "yaml")], ids=lambda page: page.stem)
 def test_yaml_that_is_shown_is_a_run(page):
     """Every key is one, every value has its type; what a file that it extends brings may be missing."""
-    from adapters.yaml_config import parse_config
+    from adapters.yaml_config import RL_SECTIONS, parse_config
     from app.wiring import trainer_fields
 
     for shown in map(yaml.safe_load, fences(page, "yaml")):
@@ -199,7 +199,8 @@ def test_yaml_that_is_shown_is_a_run(page):
         base = {"model": {"model": "m"}, "template": {"max_length": 1}, "custom": data, "training": {"output_dir": "o"}}
         sections = {name: {**keys, **shown.pop(name, {})} for name, keys in base.items()}
         shown.pop("extends", None)
-        assert parse_config({**shown, **sections}, page.name, trainer_fields())
+        rl = not shown.keys().isdisjoint(RL_SECTIONS)
+        assert parse_config({**shown, **sections}, page.name, trainer_fields(), rl=rl)
 
 
 @pytest.fixture

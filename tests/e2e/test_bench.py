@@ -204,3 +204,19 @@ def test_losses_are_measured_both_ways(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert 4 == len(lines)
     assert 1 == len(set(map(len, lines)))
+
+
+def test_sharding_is_measured_in_every_mode(capsys):
+    """Packing computes less than dynamic batching, and that less than padding; balancing is even, and needs no more rows."""
+    wanted = ["shard", "--sequences", "256", "--chunk", "128", "--workers", "4", "--budget", "12000", "--batches", "3"]
+
+    assert 0 == main([*wanted, "--json"])
+
+    rows = {row["way"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    balanced, dealt = rows["packed, balanced"], rows["packed, round robin"]
+    assert balanced["computed_share"] < rows["dynamic"]["computed_share"] < rows["padded"]["computed_share"] == 1
+    assert 1 <= balanced["work_imbalance"] < dealt["work_imbalance"]
+    assert balanced["microbatches"] <= dealt["microbatches"]
+    assert 1 <= balanced["excess"] < 1.02
+    assert 0 == main(wanted)
+    assert 6 == len(capsys.readouterr().out.splitlines())

@@ -1,0 +1,118 @@
+"""
+RL batches cut into microbatches: how long it takes, how evenly the workers work, and how much less is computed than by padding.
+
+Balanced and round robin, dynamic batching and padding cut the same batches, of real lengths; time is beside one stable argsort of
+the lengths.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+
+import attrs
+import numpy as np
+
+from app.bench.distributions import DISTRIBUTIONS
+from app.bench.table import aligned
+from app.command import positive_number
+from core.lengths import IntArray
+from core.shard import Sharding, shard_dynamic, shard_packed, shard_plain
+from core.shard_metrics import chunk_metrics, pooled
+
+
+@attrs.frozen
+class Row:
+    """What a way of cutting costs and gives; medians over batches."""
+
+    way: str
+    milliseconds: float
+    argsorts: float
+    microbatches: float
+    """Of each worker."""
+
+    utilisation: float
+    computed_share: float
+    """Of what padding every sequence to the longest of its chunk would compute."""
+
+    work_imbalance: float
+    """The busiest worker's attention work over the mean."""
+
+    excess: float
+    """The same over the mean or the longest sequence's own work, whichever is more: what no cut can go below."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the command takes."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "--distribution", choices=list(DISTRIBUTIONS), default="chat-8192", metavar="NAME",
+        help=f"of {', '.join(DISTRIBUTIONS)} (default: %(default)s)",
+    )  # fmt: skip
+    numbers = {"sequences": (512, "of a batch"), "chunk": (512, "sequences of an optimizer step"), "workers": (8, ""),
+               "budget": (16384, "tokens of a microbatch"), "batches": (20, "to cut")}  # fmt: skip
+    for name, (default, what) in numbers.items():
+        parser.add_argument(
+            f"--{name}", type=positive_number, default=default, metavar="N", help=f"{what} (default: %(default)s)"
+        )
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure, then print."""
+    workers = {"shards": options.workers, "batch_size": options.chunk}
+    budget = {"max_tokens_per_microbatch": options.budget}
+    ways: dict[str, Callable[[IntArray], Sharding]] = {
+        "packed, balanced": partial(shard_packed, **workers, **budget),
+        "packed, round robin": partial(shard_packed, **workers, **budget, assignment="round_robin"),
+        "dynamic": partial(shard_dynamic, **workers, **budget, sequence_length_round=64),
+        "padded": partial(shard_plain, **workers, allow_uneven=True),
+    }
+    distribution = DISTRIBUTIONS[options.distribution]
+    batches = [distribution.lengths(options.sequences, seed=seed) for seed in range(options.batches)]
+    rows = [_measured(way, cut, batches) for way, cut in ways.items()]
+    if options.json:
+        print(json.dumps({"cores": os.cpu_count(), "rows": [attrs.asdict(row) for row in rows]}, indent=1))
+        return
+    head = ("cut", "ms", "argsorts", "microbatches", "utilisation", "computed", "work imbalance", "over the least")
+    cells = [
+        (row.way, f"{row.milliseconds:.1f}", f"{row.argsorts:.0f}", f"{row.microbatches:.0f}", f"{row.utilisation:.3f}",
+         f"{row.computed_share:.1%}", f"{row.work_imbalance:.4f}", f"{row.excess:.4f}") for row in rows
+    ]  # fmt: skip
+    print("\n".join(aligned([head, *cells], left={0})))
+
+
+def _measured(way: str, cut: Callable[[IntArray], Sharding], batches: list[IntArray]) -> Row:
+    times, sorts, excess, metrics = [], [], [], []
+    for lengths in batches:
+        start = time.perf_counter()
+        sharding = cut(lengths)
+        middle = time.perf_counter()
+        np.argsort(lengths, kind="stable")
+        times.append(middle - start)
+        sorts.append(time.perf_counter() - middle)
+        chunks = chunk_metrics(sharding)
+        metrics.append(pooled(chunks))
+        least = sum(max(float(chunk.works.sum(axis=1).mean()), _longest(sharding, n)) for n, chunk in enumerate(chunks))
+        excess.append(sum(int(chunk.works.sum(axis=1).max()) for chunk in chunks) / least)
+    return Row(
+        way=way,
+        milliseconds=1e3 * statistics.median(times),
+        argsorts=statistics.median(spent / sort for spent, sort in zip(times, sorts, strict=True)),
+        microbatches=statistics.median(one.works.shape[1] for one in metrics),
+        utilisation=statistics.median(one.packing.utilisation for one in metrics),
+        computed_share=statistics.median(one.computed_share for one in metrics),
+        work_imbalance=statistics.median(one.work_imbalance for one in metrics),
+        excess=statistics.median(excess),
+    )
+
+
+def _longest(sharding: Sharding, chunk: int) -> float:
+    """Return the attention work of a chunk's longest sequence."""
+    return float(max(int(sharding.lengths[worker[chunk].indices].max()) for worker in sharding) ** 2)
