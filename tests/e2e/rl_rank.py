@@ -56,9 +56,11 @@ def phases(path: str) -> dict:
         )
         sequences, tokens = normalisers(batch.tensor("token_mask"))
         sharding = rl.cut(config, lengths, shards=shards, training=True)
-        trained = rl.run_on_all(
-            workers, "train", batch.shard(sharding), config, num_sequences=[sequences], num_tokens=[tokens]
-        )
+        # Twice: what one update leaves is not added to the next.
+        for _ in range(2):
+            trained = rl.run_on_all(
+                workers, "train", batch.shard(sharding), config, num_sequences=[sequences], num_tokens=[tokens]
+            )
         return {
             "old": old,
             "trained": {name: torch.tensor(np.array([one[name] for one in trained])) for name in trained[0]},

@@ -154,6 +154,51 @@ def test_ranks_together_give_what_one_gives(write_phases, demo, forkserver, tmp_
         assert far(torch.load(tmp_path / f"{name}.pt", weights_only=True), expected) < 1e-5, name
 
 
+class Answering:
+    """Workers that answer prompts by a rule: answer g to a prompt of n tokens is n + g tokens of 100 n + g."""
+
+    num_workers = 2
+
+    def run_all_workers_sharded_data(self, method, shards, /, **_):
+        """Answer each shard."""
+        import numpy as np
+
+        assert method == "generate"
+        results = []
+        for shard in shards:
+            own = shard.data.lengths.numpy()[:, None] + np.array([[0, 1]])
+            tokens = shard.data.lengths.numpy()[:, None] * 100 + np.array([[0, 1]])
+            results.append({
+                "completions": np.repeat(tokens[..., None], 20, axis=2), "completion_lengths": own, "rewards": tokens / 2,
+            })  # fmt: skip
+        return results
+
+
+def test_answers_are_put_to_their_prompts_and_they_alone_are_trained(write_rl):
+    """In the prompts' order, over two workers of which one has a prompt less."""
+    from adapters.microbatches import BatchedData
+    from app import rl, wiring
+
+    config = wiring.read_config(
+        write_rl(grpo={"num_generations_per_prompt": 2}, policy={"generation_batch_size": 1}), rl=True
+    )
+    lengths = [3, 1, 4, 2, 6]
+    ids = torch.tensor([[n] * n + [0] * (6 - n) for n in lengths])
+    asked = BatchedData.of({"input_ids": ids, "answers": [""] * 5, "records": [""] * 5}, lengths=lengths)
+
+    rollouts = rl._roll_out(config, Answering(), asked, shards=2, step=0)
+
+    rows = [(n, g) for n in lengths for g in (0, 1)]
+    for place, (n, g) in enumerate(rows):
+        size = 2 * n + g
+        expected = [n] * n + [100 * n + g] * (n + g)
+        assert size == int(rollouts.batch.lengths[place])
+        assert expected == rollouts.batch.tensor("input_ids")[place, :size].tolist()
+        mask = rollouts.batch.tensor("token_mask")[place]
+        assert [0] * n + [1] * (n + g) + [0] * (len(mask) - size) == mask.tolist()
+    assert [(100 * n + g) / 2 for n, g in rows] == rollouts.rewards.tolist()
+
+
 def test_the_reward_rises(write_rl, tmp_path, capsys):
     """From one step to the next, by the command; what is logged says how much packing computed."""
     from app import rl

@@ -149,6 +149,16 @@ def test_balancing_needs_no_more_packs_than_dealing(case):
     assert all(ours <= theirs for ours, theirs in zip(balanced.num_microbatches, dealt.num_microbatches, strict=True))
 
 
+@given(st.integers(2, 5), st.integers(1, 4))
+def test_no_worker_gets_the_longest_of_every_chunk(shards, rounds):
+    """Which cannot be evened inside a chunk: who did least so far gets it, so over as many chunks as workers all do the same."""
+    lengths = [40, *[1] * (shards - 1)] * shards * rounds
+    sharding = shard_packed(lengths, shards=shards, batch_size=shards, max_tokens_per_microbatch=40)
+
+    works = sharding.by_worker(sharding.works).sum(axis=1)
+    assert 1 == len(set(works.tolist()))
+
+
 @pytest.mark.parametrize("pad", [1, 64])
 def test_workers_have_equal_attention_work(pad):
     """Real chat, batches of 512, 8 workers: the busiest within 2 % of what is possible, the median of 40 batches."""
