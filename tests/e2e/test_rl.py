@@ -199,6 +199,42 @@ def test_answers_are_put_to_their_prompts_and_they_alone_are_trained(write_rl):
     assert [(100 * n + g) / 2 for n, g in rows] == rollouts.rewards.tolist()
 
 
+def test_prompts_are_answered_from_their_end_and_answers_end_with_their_token(write_rl, monkeypatch):
+    """Padding comes before prompts of unequal length; the token that ends an answer belongs to it, what follows does not."""
+    from adapters.microbatches import BatchedData
+    from adapters.torch_group import OneRank
+    from app import wiring
+    from core.shard import shard_plain
+
+    config = wiring.read_config(write_rl(grpo={"num_generations_per_prompt": 2, "max_new_tokens": 4}), rl=True)
+    samples = wiring.open_samples(config)["train"]
+    worker = wiring.open_policy(config, OneRank(), samples)
+    end = samples.template.tokenizer.eos_token_id
+    prompts = [[30, 31, 32], [33], [34, 35]]
+    given = []
+
+    def answered(*, input_ids, attention_mask, num_return_sequences, **_):
+        given.extend(row[mask.bool()].tolist() for row, mask in zip(input_ids, attention_mask, strict=True))
+        assert (attention_mask.diff(dim=1) >= 0).all()
+        said = torch.tensor([[40, 41, 42, 43], [end, 41, end, 43], [40, end, 42, 43]] * num_return_sequences)
+        return torch.cat([input_ids.repeat_interleave(num_return_sequences, 0), said], dim=1)
+
+    monkeypatch.setattr(worker._model, "generate", answered)
+    monkeypatch.setattr(worker, "_reward", lambda text, _: len(text))
+    ids = torch.zeros((3, 3), dtype=torch.int64)
+    for row, prompt in enumerate(prompts):
+        ids[row, : len(prompt)] = torch.tensor(prompt)
+    asked = BatchedData.of({"input_ids": ids, "answers": [""] * 3, "records": [""] * 3}, lengths=[3, 1, 2])
+    (shard,) = asked.shard(shard_plain([3, 1, 2], shards=1, batch_size=3))
+
+    found = worker.generate(shard, seed=[0, 0])
+
+    assert prompts == given
+    assert [[4, 1], [2, 4], [1, 2]] == found["completion_lengths"].tolist()
+    text = [len(samples.template.tokenizer.decode(tokens)) for tokens in ([40, 41, 42, 43], [], [40])]
+    assert [[text[0], text[1]], [text[2], text[0]], [text[1], text[2]]] == found["rewards"].tolist()
+
+
 def test_the_reward_rises(write_rl, tmp_path, capsys):
     """From one step to the next, by the command; what is logged says how much packing computed."""
     from app import rl
