@@ -64,15 +64,24 @@ class BatchedData:
                 `input_ids`.
 
         Raises:
-            DataSetError: A field has another number of entries, or a sequence is longer than the batch is wide.
+            DataSetError: A field has another number of entries, a sequence is longer than the batch is wide, or
+                `input_ids` or lengths are not what they have to be.
         """
-        lengths = torch.as_tensor(lengths, dtype=torch.int64)
+        lengths = torch.as_tensor(lengths)
+        if lengths.ndim != 1 or lengths.is_floating_point() or (len(lengths) and int(lengths.min()) < 1):
+            message = "lengths of a batch are whole numbers of at least 1 token, one for each sequence"
+            raise DataSetError(message)
+        lengths = lengths.to(torch.int64)
+        ids = fields.get("input_ids")
+        if not isinstance(ids, Tensor) or ids.ndim != 2:
+            message = "a batch has input_ids, a tensor of shape (batch, width)"
+            raise DataSetError(message)
         for name, field in fields.items():
             if len(field) != len(lengths):
                 message = f"field {name} has {len(field):,} entries, but the batch has {len(lengths):,} sequences"
                 raise DataSetError(message)
         if sequence_dims is None:
-            width = _tensor(fields, "input_ids").shape[1]
+            width = ids.shape[1]
             sequence_dims = {
                 name: 1
                 for name, field in fields.items()
@@ -136,7 +145,7 @@ class BatchedData:
             else field
             for name, field in self.fields.items()
         }
-        return BatchedData(fields, self.lengths, self.sequence_dims)
+        return BatchedData(fields, self.lengths.clamp(max=width), self.sequence_dims)
 
     def to(self, device: torch.device) -> BatchedData:
         """Return the batch with its tensors on a device; lengths stay, since they steer the work."""
@@ -144,7 +153,10 @@ class BatchedData:
         return BatchedData(fields, self.lengths, self.sequence_dims)
 
     def shard(self, sharding: Sharding) -> list[ShardedData]:
-        """Return what each worker holds, with its weights."""
+        """Return what each worker holds, with its weights; DataSetError if it is another batch's sharding."""
+        if sharding.lengths.tolist() != self.lengths.tolist():
+            message = "the sharding was made for sequences of other lengths than those of this batch"
+            raise DataSetError(message)
         held = []
         for chunks in sharding:
             weights = torch.cat([torch.tensor(chunk.weights) for chunk in chunks]).to(torch.float32)

@@ -7,8 +7,10 @@ slot of the shard, or one per chunk. Dropout is off, so that before the first up
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +24,10 @@ from torch import Tensor
 
 from adapters.context_parallel import context_parallel, gather_row
 from adapters.microbatches import WEIGHTS, Microbatch, ShardedData
-from adapters.sequence_loss import FusedLoss, PackedLoss, combined, token_log_probabilities
+from adapters.sequence_loss import FusedLoss, PackedLoss, PaddedLoss, combined, token_log_probabilities
 from core.context_parallel import PackedLayout
-from core.errors import ConfigError
-from core.ports import Arrays
+from core.errors import ConfigError, NotFiniteError
+from core.ports import Arrays, RankGroup
 from core.rewards import Reward
 
 
@@ -45,7 +47,7 @@ class PolicySettings:
     weight_decay: float
 
     max_grad_norm: float
-    """Gradients of a greater norm are scaled down to it."""
+    """Gradients of a greater norm are scaled down to it; 0 leaves them."""
 
     context_parallel_size: int
     """Neighbouring ranks that share each row, and hold the same shard."""
@@ -61,8 +63,8 @@ class PolicyWorker:
         reference: Any | None,
         tokenizer: Any,
         reward: Reward,
-        loss: FusedLoss | PackedLoss,
-        rank: int,
+        loss: FusedLoss | PackedLoss | PaddedLoss,
+        group: RankGroup,
         settings: PolicySettings,
     ) -> None:
         self._model, self._reference, self._tokenizer = model.eval(), reference, tokenizer
@@ -72,14 +74,14 @@ class PolicyWorker:
             self._parameters, lr=settings.learning_rate, weight_decay=settings.weight_decay
         )
         size = settings.context_parallel_size
-        self._rank, self._cp_rank = rank, rank % size
+        self._ranks, self._rank, self._cp_rank = group, group.rank, group.rank % size
         self._group: dist.ProcessGroup | None = None
         if size > 1:
             # Every rank takes part in making every group.
             groups = [
                 dist.new_group(list(range(first, first + size))) for first in range(0, dist.get_world_size(), size)
             ]
-            self._group = groups[rank // size]
+            self._group = groups[group.rank // size]
 
     @torch.no_grad()
     def generate(self, shard: ShardedData, *, seed: Sequence[int]) -> Arrays:
@@ -143,9 +145,10 @@ class PolicyWorker:
                     predicted = gather_row(predicted, layout=layout, group=self._group, dim=0)
                 row = torch.zeros(layout.num_positions)
                 row[following[has_target]] = predicted.cpu()[has_target]
-                size = len(microbatch.data)
-                found[done : done + size, : microbatch.data.width] = microbatch.unpacked(row)
-                done += size
+                # Widths are rounded up, perhaps beyond the batch's own.
+                own_values = microbatch.unpacked(row)[:, : shard.data.width]
+                found[done : done + len(own_values), : own_values.shape[1]] = own_values
+                done += len(own_values)
         return {"log_probabilities": found.numpy()}
 
     def train(self, shard: ShardedData, *, num_sequences: Sequence[int], num_tokens: Sequence[float]) -> Arrays:
@@ -160,7 +163,10 @@ class PolicyWorker:
             num_tokens: Of each chunk, over all workers: tokens that count.
 
         Returns:
-            `loss`, `grad_norm` and the loss's metrics, of all workers together; float64, shape (chunks,).
+            `loss`, `grad_norm` and the loss's metrics as `loss/…`, of all workers together; float64, shape (chunks,).
+
+        Raises:
+            NotFiniteError: Loss or gradients are not; nothing is updated then.
         """
         rows = []
         for chunk, (sequences, tokens) in enumerate(zip(num_sequences, num_tokens, strict=True)):
@@ -181,12 +187,18 @@ class PolicyWorker:
                     **own,
                 )
                 loss.backward()  # type: ignore[no-untyped-call]  # torch's own
-                parts.append({"loss": loss.detach(), **metrics})
+                parts.append({"loss": loss.detach(), **{f"loss/{name}": value for name, value in metrics.items()}})
             self._sum_gradients()
-            norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._settings.max_grad_norm)
+            row = self._over_workers(combined(parts))
+            row["grad_norm"] = float(
+                torch.nn.utils.clip_grad_norm_(self._parameters, self._settings.max_grad_norm or math.inf)
+            )
+            for name in ("loss", "grad_norm"):
+                if not math.isfinite(row[name]):
+                    raise NotFiniteError(name, row[name])
             self._optimizer.step()
-            rows.append({**self._over_workers(combined(parts)), "grad_norm": float(norm)})
-        return {name: np.array([row[name] for row in rows]) for name in rows[0]}
+            rows.append(row)
+        return {name: np.array([row.get(name, math.nan) for row in rows]) for name in dict.fromkeys(chain(*rows))}
 
     def save(self, folder: str) -> Arrays:
         """Write the policy and its tokenizer to a folder, on the first worker alone."""
@@ -257,11 +269,6 @@ class PolicyWorker:
 
     def _over_workers(self, metrics: dict[str, Tensor]) -> dict[str, float]:
         """Return metrics of all workers together: the least, the greatest, or the sum, as their names say."""
-        found = {}
-        for name, value in metrics.items():
-            total = value.double().to(self._model.device)
-            if dist.is_initialized():
-                ends = {"_min": dist.ReduceOp.MIN, "_max": dist.ReduceOp.MAX}
-                dist.all_reduce(total, ends.get(name[-4:], dist.ReduceOp.SUM))
-            found[name] = float(total)
-        return found
+        # By name, for a loss need not give the same ones, or in the same order, on every worker.
+        said = self._ranks.gather(json.dumps({name: float(value) for name, value in metrics.items()}))
+        return {name: float(value) for name, value in combined([json.loads(one) for one in said]).items()}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
-from core.errors import PackplanError, WorkerError
+import torch.distributed as dist
+
+from core.errors import PackplanError, RankGoneError, WorkerError
 from core.ports import Arrays, RankGroup
 
 
@@ -28,6 +31,9 @@ class RankWorkers:
         except PackplanError:
             raise
         except Exception as error:
+            if dist.is_initialized() and re.search("gloo|nccl", f"{type(error)} {error}", re.IGNORECASE):
+                message = f"another rank is gone, so rank {rank} cannot go on with {method}: {error}"
+                raise RankGoneError(message) from error
             raise WorkerError(rank, method, f"{type(error).__name__}: {error}") from error
         return list(self._group.gather_arrays(result))
 

@@ -75,14 +75,16 @@ class RayWorkers:
         here: dict[str, Any] = (
             {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": num_workers, "include_dashboard": False}
         )
-        ray.init(ignore_reinit_error=True, log_to_driver=False, logging_level=logging.ERROR, **here)
-        actor: Any = ray.remote(_Actor).options(num_cpus=1, num_gpus=gpus_each)
-        self._actors: list[Any] = [actor.remote() for _ in range(num_workers)]
+        self._actors: list[Any] = []
         try:
-            address, port = ray.get(self._actors[0].meeting_point.remote(), timeout=START_S)
-        except RayError as error:
-            self.close()
-            raise WorkerError(0, "start", _reason(error)) from None
+            ray.init(ignore_reinit_error=True, log_to_driver=False, logging_level=logging.ERROR, **here)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise WorkerError(0, "start", f"Ray cannot be reached: {error}") from None
+        actor: Any = ray.remote(_Actor).options(num_cpus=1, num_gpus=gpus_each)
+        self._actors = [actor.remote() for _ in range(num_workers)]
+        # All of them have to stand, or those that do would wait in their group for those that do not.
+        points = self._collect("start", [actor.meeting_point.remote() for actor in self._actors], timeout_s=START_S)
+        address, port = points[0]
         meeting = {"MASTER_ADDR": address, "MASTER_PORT": str(port), "WORLD_SIZE": str(num_workers), "LOCAL_RANK": "0"}
         self.process_ids: list[int] = self._collect(
             "build",
@@ -101,13 +103,21 @@ class RayWorkers:
         self._actors = []
         ray.shutdown()
 
-    def _collect(self, method: str, calls: Sequence[Any]) -> list[Any]:
+    def _collect(self, method: str, calls: Sequence[Any], *, timeout_s: float | None = None) -> list[Any]:
         """Return the results, by worker; the first failure ends all workers."""
         rank_of = {call: rank for rank, call in enumerate(calls)}
         results: list[Any] = [None] * len(calls)
         left = list(calls)
         while left:
-            (done,), left = ray.wait(left, num_returns=1)
+            ready, left = ray.wait(left, num_returns=1, timeout=timeout_s)
+            if not ready:
+                self.close()
+                reason = (
+                    f"not done after {timeout_s:,.0f} s: the cluster may lack a free CPU, or GPU, for each of the "
+                    f"{self.num_workers:,} workers"
+                )
+                raise WorkerError(rank_of[left[0]], method, reason)
+            (done,) = ready
             try:
                 results[rank_of[done]] = ray.get(done)
             except RayError as error:

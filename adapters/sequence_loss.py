@@ -88,7 +88,7 @@ def refuse_whole_batch(loss: object) -> None:
     """
     while isinstance(loss, partial):
         loss = loss.func
-    name = getattr(loss, "__name__", type(loss).__name__)
+    name = _name_of(loss)
     words = [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
     named_so = not _PREFERENCES.isdisjoint([*words, *map("".join, pairwise(words))])
     if getattr(loss, "needs_whole_batch", named_so):
@@ -140,10 +140,44 @@ class PackedLoss:
         losses, metrics = [], []
         for number, (part, length) in enumerate(zip(parts[::2], lengths, strict=True)):
             own = {name: _of_one(value, number, length, width) for name, value in data.items()}
-            loss, found = self.loss(part, own, num_sequences=num_sequences, num_tokens=num_tokens)
+            loss, found = _returned(self.loss, part, own, num_sequences=num_sequences, num_tokens=num_tokens)
             losses.append(loss.double())
             metrics.append(found)
         return torch.stack(losses).sum(), combined(metrics)
+
+
+@attrs.frozen
+class PaddedLoss:
+    """Runs an ordinary loss on a padded batch as a whole, also one that compares its sequences with each other."""
+
+    loss: SequenceLoss
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        data: Mapping[str, Any],
+        *,
+        layout: PackedLayout,
+        num_sequences: float,
+        num_tokens: float,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """
+        Return the loss, float64, and its metrics.
+
+        Args:
+            logits: Of all rows, one after the other; shape (1, num_sequences * width, vocabulary).
+
+            data: Fields of the sequences, padded to one width.
+
+            layout: Where the sequences lie.
+
+            num_sequences: See `SequenceLoss`.
+
+            num_tokens: See `SequenceLoss`.
+        """
+        rows = logits.view(layout.lengths.size, -1, logits.shape[-1])
+        loss, metrics = _returned(self.loss, rows, data, num_sequences=num_sequences, num_tokens=num_tokens)
+        return loss.double(), combined([metrics])
 
 
 @attrs.frozen
@@ -315,6 +349,23 @@ class _LogProbabilities(torch.autograd.Function):
 def _blocks(logits: torch.Tensor) -> list[slice]:
     size = max(1, (_CPU_BLOCK if logits.device.type == "cpu" else _DEVICE_BLOCK) // logits.shape[1])
     return [slice(start, start + size) for start in range(0, logits.shape[0], size)]
+
+
+def _returned(
+    loss: SequenceLoss, logits: torch.Tensor, data: Mapping[str, Any], **normalisers: float
+) -> tuple[torch.Tensor, Metrics]:
+    """Return what a loss returns; TypeError if that is not a scalar and metrics."""
+    match loss(logits, data, num_sequences=normalisers["num_sequences"], num_tokens=normalisers["num_tokens"]):
+        case (torch.Tensor(ndim=0) as found, Mapping() as metrics):
+            return found, metrics
+        case other:
+            message = f"the loss {_name_of(loss)} returned {type(other).__name__}, but has to return a scalar tensor and metrics"
+            raise TypeError(message)
+
+
+def _name_of(loss: object) -> str:
+    name: str = getattr(loss, "__name__", type(loss).__name__)
+    return name
 
 
 def _check_size(logits: torch.Tensor, num_positions: int) -> None:

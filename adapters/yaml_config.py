@@ -15,6 +15,7 @@ import attrs
 import cattrs
 import yaml
 from cattrs.errors import ClassValidationError, ForbiddenExtraKeysError, IterableValidationError
+from cattrs.gen import make_dict_structure_fn
 
 from core.config import REFUSED_TRAINING_KEYS, RunConfig, TrainingConfig, faults, rl_faults
 from core.errors import ConfigError, Fault
@@ -218,7 +219,20 @@ def _converter() -> cattrs.Converter:
         lambda value, kind: None if value is None else converter.structure(value, _without_none(kind)),
     )
     converter.register_structure_hook_func(lambda kind: _origin(kind) is Mapping, lambda value, _: value)
+    converter.register_structure_hook_factory(attrs.has, lambda cls: _section_hook(cls, converter))
     return converter
+
+
+def _section_hook(cls: Any, converter: cattrs.Converter) -> Any:
+    """Return what structures a section: of keys, and of nothing else."""
+    plain = make_dict_structure_fn(cls, converter, _cattrs_forbid_extra_keys=True, _cattrs_detailed_validation=True)
+
+    def structure(value: object, kind: Any) -> Any:
+        if not isinstance(value, Mapping):
+            _refuse(value, "a section of keys")
+        return plain(value, kind)
+
+    return structure
 
 
 def _without_none(kind: Any) -> Any:

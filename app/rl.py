@@ -11,7 +11,9 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,6 +44,10 @@ from core.shuffling import shuffled
 log = logging.getLogger("app.rl")
 
 
+LOG, POLICY = "rl.jsonl", "policy"
+"""In the output folder: a line for each step, and the policy at the end."""
+
+
 @attrs.frozen(eq=False)
 class Rollouts:
     """Answers to prompts; those to one prompt are next to each other."""
@@ -51,6 +57,11 @@ class Rollouts:
 
     rewards: NDArray[np.float64]
     """Shape (num_answers,)."""
+
+
+def is_first_rank() -> bool:
+    """Return whether this process is torchrun's first, or the only one: it logs."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def require_runnable(config: RunConfig) -> None:
@@ -66,6 +77,27 @@ def require_runnable(config: RunConfig) -> None:
         wiring.require_isolation(config)
 
 
+def make_room(folder: Path, *, overwrite: bool) -> None:
+    """
+    Make the folder of a run that holds nothing of an earlier one.
+
+    Raises:
+        ConfigError: It does, and that is not to be overwritten.
+
+        OutputError: It cannot be written.
+    """
+    left = [path for path in (folder / LOG, folder / POLICY) if path.exists()]
+    if left and not overwrite:
+        names = " and ".join(path.name for path in left)
+        reason = f"is {folder}, which holds {names} of an earlier run: name another folder, or start with --overwrite"
+        raise ConfigError.of("training.output_dir", reason)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / LOG).unlink(missing_ok=True)
+        if (folder / POLICY).exists():
+            shutil.rmtree(folder / POLICY)
+
+
 def run(config: RunConfig, workers: Workers, samples: SwiftSamples) -> list[dict[str, Any]]:
     """
     Train a policy; return what was logged of each step.
@@ -74,10 +106,8 @@ def run(config: RunConfig, workers: Workers, samples: SwiftSamples) -> list[dict
         PackplanError: Something the user can mend; WorkerError, if a worker dies.
     """
     shards = workers.num_workers // config.policy.context_parallel_size
-    is_first = os.environ.get("RANK", "0") == "0"
+    is_first = is_first_rank()
     folder = Path(config.training.output_dir)
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
     prompts = _encoded_prompts(config, samples, shown=is_first)
     history = []
     steps = tqdm(range(config.grpo.num_steps), desc="steps", disable=not (is_first and sys.stderr.isatty()))
@@ -85,10 +115,10 @@ def run(config: RunConfig, workers: Workers, samples: SwiftSamples) -> list[dict
         asked = _asked(samples, prompts, drawn)
         history.append({"step": step + 1, **_step(config, workers, asked, shards=shards, step=step)})
         if is_first:
-            _log(history[-1], folder / "rl.jsonl", config.grpo.num_steps)
-    run_on_all(workers, "save", [str(folder / "policy")] * shards, config)
+            _log(history[-1], folder / LOG, config.grpo.num_steps)
+    run_on_all(workers, "save", [str(folder / POLICY)] * shards, config)
     if is_first:
-        log.info("the policy is in %s, what was logged in %s", folder / "policy", folder / "rl.jsonl")
+        log.info("the policy is in %s, what was logged in %s", folder / POLICY, folder / LOG)
     return history
 
 
@@ -271,9 +301,12 @@ def _figures(sharding: Sharding) -> dict[str, Any]:
 
 
 def _log(entry: Mapping[str, Any], file: Path, num_steps: int) -> None:
-    """Write a step's figures to a file, and the most telling ones to the terminal."""
+    """Write a step's figures to a file, those that are no number as null, and the most telling ones to the terminal."""
+    said = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in entry.items()
+    }
     with writing(file), file.open("a", encoding="utf-8") as lines:
-        lines.write(json.dumps(entry) + "\n")
+        lines.write(json.dumps(said) + "\n")
     trained = entry["train"]
     tqdm.write(
         f"step {entry['step']}/{num_steps}: reward {entry['reward']:.3f}, loss {entry['loss']:+.4f}, "
@@ -293,12 +326,17 @@ def main(arguments: list[str] | None = None) -> int:
         "--ray-workers", type=positive_number, default=0, metavar="N",
         help="start N Ray actors as workers (extra: rl), on the cluster of RAY_ADDRESS or on this machine",
     )  # fmt: skip
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace what an earlier run left in training.output_dir"
+    )
     parser.add_argument("--verbose", action="store_true", help="also show what ms-swift and transformers log")
     options = parser.parse_args(arguments)
 
     def command() -> None:
         config = wiring.read_config(options.config, rl=True)
         require_runnable(config)
+        if is_first_rank():
+            make_room(Path(config.training.output_dir), overwrite=options.overwrite)
         samples = wiring.open_samples(config)["train"]
         if samples.sees_images:
             raise ConfigError.of("model.model", "reads images, but app.rl trains models of text: name one of these")

@@ -27,7 +27,7 @@ from adapters.policy_loss import ClippedPolicyLoss
 from adapters.policy_worker import PolicySettings, PolicyWorker
 from adapters.rank_workers import RankWorkers
 from adapters.rollouts import Order, RecordStream, RolloutStream, Sampling
-from adapters.sequence_loss import FusedLoss, PackedLoss
+from adapters.sequence_loss import FusedLoss, PackedLoss, PaddedLoss
 from adapters.stream_trainer import StreamTrainer
 from adapters.swift_arguments import TrainingArguments, runs_on_cpu, shards_weights, trainer_fields, training_arguments
 from adapters.swift_model import open_model
@@ -298,20 +298,22 @@ def open_policy(config: RunConfig, group: RankGroup, samples: SwiftSamples) -> P
     reference = None
     if grpo.kl_coefficient:
         reference = open_model(config.model, config.training, device=device).eval().requires_grad_(requires_grad=False)
-    loss: FusedLoss | PackedLoss
+    loss: FusedLoss | PackedLoss | PaddedLoss
     if grpo.loss == "clipped":
         loss = FusedLoss(
             ClippedPolicyLoss(grpo.ratio_clip_min, grpo.ratio_clip_max, grpo.kl_coefficient, grpo.normalisation)
         )
     else:
-        loss = PackedLoss(named_function(grpo.loss, {}, key="grpo.loss"))
+        own = named_function(grpo.loss, dict[str, Any](clipped=ClippedPolicyLoss), key="grpo.loss")
+        in_parts = policy.sequence_packing.enabled or policy.dynamic_batching.enabled
+        loss = PackedLoss(own) if in_parts else PaddedLoss(own)
     return PolicyWorker(
         model,
         reference=reference,
         tokenizer=samples.template.tokenizer,
         reward=named_function(grpo.reward, REWARDS, key="grpo.reward"),
         loss=loss,
-        rank=group.rank,
+        group=group,
         settings=PolicySettings(
             temperature=grpo.temperature,
             max_new_tokens=grpo.max_new_tokens,

@@ -359,6 +359,17 @@ class RunConfig:
         return self.training.packing and (self.custom.trainer_variant == "sft" if asked is None else asked)
 
 
+RL_KEYS = MappingProxyType(
+    {
+        "training": frozenset(
+            {"output_dir", "seed", "tuner_type", "lora_rank", "lora_alpha", "lora_dropout", "target_modules",
+             "freeze_llm", "freeze_vit", "freeze_aligner", "trainer"}
+        ),
+        "custom": frozenset({"train_jsonl", "object_field_order", "use_summary"}),
+    }
+)  # fmt: skip
+"""Keys of these sections that `app.rl` reads."""
+
 RL_TRAINER_KEYS = frozenset({"learning_rate", "weight_decay", "max_grad_norm", "use_cpu", "ddp_timeout"})
 """Keys of `TrainingConfig.trainer` that `app.rl` reads."""
 
@@ -506,6 +517,15 @@ def _sampling_faults(custom: CustomConfig) -> Iterator[Fault]:
 def rl_faults(config: RunConfig) -> Iterator[Fault]:
     """Yield what is wrong with a run of reinforcement learning, beyond `faults`."""
     policy, grpo = config.policy, config.grpo
+    for section, used in RL_KEYS.items():
+        values = getattr(config, section)
+        for field in attrs.fields(type(values)):
+            if field.name not in used and getattr(values, field.name) != field.default:
+                yield Fault(f"{section}.{field.name}", "is not used by app.rl: remove it")
+    for name in ("learning_rate", "weight_decay", "max_grad_norm"):
+        value = config.training.trainer.get(name, 0)
+        if not 0 <= value < float("inf"):
+            yield Fault(f"training.{name}", f"is {value}, but has to be at least 0")
     for name in sorted(set(config.training.trainer) - RL_TRAINER_KEYS):
         yield Fault(
             f"training.{name}", f"is not used by app.rl, which takes {', '.join(sorted(RL_TRAINER_KEYS))}: remove it"
@@ -513,10 +533,10 @@ def rl_faults(config: RunConfig) -> Iterator[Fault]:
     yield from _grpo_faults(grpo)
     if grpo.loss != "clipped" and policy.context_parallel_size > 1:
         yield Fault("grpo.loss", "is of your own, which needs whole sequences: set policy.context_parallel_size: 1")
-    for path, value in _sizes(policy):
-        if value < 1:
-            yield Fault(f"policy.{path}", f"is {value}, but has to be at least 1")
-            return
+    small = [Fault(f"policy.{path}", f"is {n}, but has to be at least 1") for path, n in _sizes(policy) if n < 1]
+    yield from small
+    if small:
+        return
     yield from _policy_faults(policy)
     yield from _budget_faults(config)
 

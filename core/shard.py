@@ -17,7 +17,7 @@ from typing import Literal
 import attrs
 import numpy as np
 
-from core.errors import OverBudgetError, TooFewSamplesError, UnevenShardsError
+from core.errors import DataSetError, InvalidLengthError, OverBudgetError, UnevenShardsError
 from core.lengths import IntArray, Lengths, as_lengths, positive
 from core.packers import pack
 from core.packers.bin_count import with_bin_count
@@ -181,18 +181,21 @@ def shard_packed(
     Raises:
         OverBudgetError: A sequence does not fit a row.
 
-        TooFewSamplesError: There is no sequence, or there are too few and `when_short` is `error`.
+        DataSetError: There is no sequence, or there are too few and `when_short` is `error`.
 
     >>> sharding = shard_packed([900, 850, 1000, 950], shards=2, batch_size=4, max_tokens_per_microbatch=1024)
     >>> [chunk.microbatches for worker in sharding for chunk in worker]
     [[[1], [2]], [[0], [3]]]
     """
     capacity = positive("max_tokens_per_microbatch", max_tokens_per_microbatch)
-    rounds_of = positive("shards", shards) * positive("microbatch_multiple", microbatch_multiple)
+    shards = positive("shards", shards)
+    rounds_of = shards * positive("microbatch_multiple", microbatch_multiple)
+    _one_of("assignment", assignment, ("balanced", "round_robin"))
+    _one_of("microbatch_order", microbatch_order, ("packer", "largest_first"))
     array, padded = _padded(lengths, sequence_length_pad_multiple, capacity)
     done = np.zeros(shards, dtype=np.int64)
     parts = []
-    for chunk in _chunks(array.size, shards, batch_size):
+    for chunk in _chunks(array.size, batch_size):
         costs = padded[chunk.start : chunk.stop]
         packs = pack(costs, capacity=capacity, algorithm=algorithm, seed=seed)
         if assignment == "balanced":
@@ -208,7 +211,7 @@ def shard_packed(
         ordered = _ordered(labels, items, costs, num // shards, by_size=microbatch_order == "largest_first")
         parts.append(_Part(items + chunk.start, ordered, num // shards))
     return _sharding(
-        "packed", array, padded, parts, shards=shards, capacity=capacity, multiple=sequence_length_pad_multiple
+        "packed", array, padded, parts, shards=shards, capacity=capacity, multiple=int(sequence_length_pad_multiple)
     )
 
 
@@ -243,7 +246,7 @@ def shard_dynamic(
     Raises:
         OverBudgetError: A sequence alone is wider than the budget.
 
-        TooFewSamplesError: There is no sequence, or the workers do not divide them and `when_short` is `error`.
+        DataSetError: There is no sequence, or the workers do not divide them and `when_short` is `error`.
 
     >>> sharding = shard_dynamic([2, 8, 4, 16, 28, 32, 2, 32], shards=2, batch_size=8, max_tokens_per_microbatch=32,
     ...     sequence_length_round=4)
@@ -251,9 +254,10 @@ def shard_dynamic(
     [([[0, 2], [2, 3], [3, 4]], [8, 28, 32]), ([[0, 2], [2, 3], [3, 4]], [8, 28, 32])]
     """
     capacity = positive("max_tokens_per_microbatch", max_tokens_per_microbatch)
+    shards = positive("shards", shards)
     array, padded = _padded(lengths, sequence_length_round, capacity)
     parts = []
-    for chunk in _chunks(array.size, shards, batch_size):
+    for chunk in _chunks(array.size, batch_size):
         costs = padded[chunk.start : chunk.stop]
         items = _filled(costs, _up(costs.size, shards), when_short)
         ascending = items[np.argsort(array[chunk.start : chunk.stop][items], kind="stable")]
@@ -263,7 +267,9 @@ def shard_dynamic(
         widths = rows[np.flatnonzero(np.diff(numbers, append=numbers[-1] + 1))]
         labels = np.tile(np.arange(shards) * widths.size, rows.size) + np.repeat(numbers, shards)
         parts.append(_Part(ascending + chunk.start, labels, widths.size, widths))
-    return _sharding("dynamic", array, padded, parts, shards=shards, capacity=capacity, multiple=sequence_length_round)
+    return _sharding(
+        "dynamic", array, padded, parts, shards=shards, capacity=capacity, multiple=int(sequence_length_round)
+    )
 
 
 def shard_plain(
@@ -295,14 +301,15 @@ def shard_plain(
     Raises:
         UnevenShardsError: The workers do not divide a chunk, and that is not allowed.
 
-        TooFewSamplesError: There is no sequence.
+        DataSetError: There is no sequence.
 
     >>> [chunk.microbatches for worker in shard_plain([5, 5, 5, 5], shards=2, batch_size=4) for chunk in worker]
     [[[0, 1]], [[2, 3]]]
     """
+    shards = positive("shards", shards)
     array, padded = _padded(lengths, sequence_length_round, None)
     parts = []
-    for chunk in _chunks(array.size, shards, batch_size):
+    for chunk in _chunks(array.size, batch_size):
         costs = padded[chunk.start : chunk.stop]
         if costs.size % shards and not allow_uneven:
             raise UnevenShardsError(costs.size, shards)
@@ -316,7 +323,7 @@ def shard_plain(
             labels.append(rank * num + np.arange(items[-1].size) * num // items[-1].size)
         widths = np.full(num, costs.max())
         parts.append(_Part(np.concatenate(items) + chunk.start, np.concatenate(labels), num, widths))
-    return _sharding("plain", array, padded, parts, shards=shards, capacity=None, multiple=sequence_length_round)
+    return _sharding("plain", array, padded, parts, shards=shards, capacity=None, multiple=int(sequence_length_round))
 
 
 @attrs.frozen(eq=False)
@@ -336,6 +343,12 @@ class _Part:
     """Positions of each row of a padded microbatch, the same for all workers; shape (num,)."""
 
 
+def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        message = f"{name} is {value!r}, but has to be one of {', '.join(choices)}"
+        raise ValueError(message)
+
+
 def _up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
@@ -344,6 +357,10 @@ def _padded(lengths: Lengths, multiple: int, capacity: int | None) -> tuple[IntA
     """Return lengths, and lengths rounded up; OverBudgetError if one is over *capacity* then."""
     array = as_lengths(lengths)
     multiple = positive("the pad multiple", multiple)
+    if array.size and array.size * _up(int(array.max()), multiple) ** 2 >= 2**63:
+        index = int(array.argmax())
+        reason = "the attention work of the batch, a sum of squares, would pass 64 bits"
+        raise InvalidLengthError(index, int(array[index]), reason)
     padded = -(-array // multiple) * multiple
     if capacity is not None and array.size and int(padded.max()) > capacity:
         over = np.flatnonzero(padded > capacity)
@@ -352,19 +369,24 @@ def _padded(lengths: Lengths, multiple: int, capacity: int | None) -> tuple[IntA
     return array, padded
 
 
-def _chunks(num: int, shards: int, batch_size: int) -> Iterator[range]:
-    positive("shards", shards)
+def _chunks(num: int, batch_size: int) -> Iterator[range]:
     batch_size = positive("batch_size", batch_size)
     if not num:
-        raise TooFewSamplesError(0, shards, 1, shards)
+        message = "the batch has no sequence, so there is nothing to cut: give at least one"
+        raise DataSetError(message)
     return (range(start, min(start + batch_size, num)) for start in range(0, num, batch_size))
 
 
 def _filled(costs: IntArray, wanted: int, when_short: Literal["fill", "error"]) -> IntArray:
     """Return the sequences of a chunk, and the shortest again until there are *wanted*; shape (>= wanted,)."""
     short = max(0, wanted - costs.size)
+    _one_of("when_short", when_short, ("fill", "error"))
     if short and when_short == "error":
-        raise TooFewSamplesError(costs.size, wanted, 1, wanted)
+        message = (
+            f"{costs.size:,} sequences cannot give {wanted:,} microbatches or workers one each: use fewer workers, give more "
+            "sequences, or fill up with weight 0 (when_short='fill')"
+        )
+        raise DataSetError(message)
     return np.concatenate([np.arange(costs.size), np.full(short, costs.argmin())])
 
 

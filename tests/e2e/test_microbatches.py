@@ -146,3 +146,11 @@ def test_a_batch_that_is_none_is_refused():
         BatchedData.of({"input_ids": ids}, lengths=[1, 5])
     with pytest.raises(DataSetError, match="field texts is a list"):
         BatchedData.of({"input_ids": ids, "texts": ["a", "b"]}, lengths=np.array([1, 2])).tensor("texts")
+    for lengths in ([1.0, 2.0], [0, 2], [[1], [2]]):
+        with pytest.raises(DataSetError, match="whole numbers of at least 1 token"):
+            BatchedData.of({"input_ids": ids}, lengths=lengths)
+    for fields in ({}, {"input_ids": [1, 2]}, {"input_ids": ids[0]}):
+        with pytest.raises(DataSetError, match="a batch has input_ids"):
+            BatchedData.of(fields, lengths=[1, 2])
+    with pytest.raises(DataSetError, match="made for sequences of other lengths"):
+        BatchedData.of({"input_ids": ids}, lengths=[1, 2]).shard(shard_plain([1, 2, 2], shards=1, batch_size=3))

@@ -10,7 +10,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from app.bench.distributions import DISTRIBUTIONS
-from core.errors import OverBudgetError, TooFewSamplesError, UnevenShardsError
+from core.errors import DataSetError, InvalidLengthError, OverBudgetError, UnevenShardsError
 from core.packers import ALGORITHMS
 from core.shard import shard_dynamic, shard_packed, shard_plain
 from core.shard_metrics import chunk_metrics, pooled
@@ -222,7 +222,7 @@ def test_fewer_sequences_than_workers_starve_nobody():
         sharding = shard([9, 3], shards=4, batch_size=8, **budget)
         assert [0, 1, 1, 1] == sorted(chunk.indices.tolist()[0] for (chunk,) in sharding)
         assert [0, 0, 1, 1] == sorted(sharding.weights.tolist())
-        with pytest.raises(TooFewSamplesError, match="2 samples cannot fill 4"):
+        with pytest.raises(DataSetError, match="2 sequences cannot give 4 microbatches"):
             shard([9, 3], shards=4, batch_size=8, **budget, when_short="error")
     assert 1 == shard_plain([9, 3], shards=3, batch_size=8, allow_uneven=True).num_filler
 
@@ -244,14 +244,29 @@ def test_a_sequence_over_the_budget_is_named(shard):
 def test_what_cannot_be_sharded_is_refused():
     """No sequence; plain shards that are not even, unless allowed."""
     for shard in (shard_packed, shard_dynamic):
-        with pytest.raises(TooFewSamplesError):
+        with pytest.raises(DataSetError, match="no sequence"):
             shard([], shards=1, batch_size=1, max_tokens_per_microbatch=1)
-    with pytest.raises(TooFewSamplesError):
+    with pytest.raises(DataSetError, match="no sequence"):
         shard_plain([], shards=1, batch_size=1)
     with pytest.raises(UnevenShardsError, match="3 sequences of a batch cannot be divided evenly over 2 workers"):
         shard_plain([1, 1, 1], shards=2, batch_size=3)
     with pytest.raises(ValueError, match="shards is 0"):
         shard_plain([1], shards=0, batch_size=1)
+    for option in ("assignment", "microbatch_order", "when_short"):
+        with pytest.raises(ValueError, match=f"{option} is 'zzz', but has to be one of"):
+            shard_packed([1], shards=1, batch_size=1, max_tokens_per_microbatch=1, **{option: "zzz"})
+    with pytest.raises(InvalidLengthError, match="a sum of squares, would pass 64 bits"):
+        shard_plain([4 * 10**9, 1], shards=1, batch_size=2)
+
+
+def test_small_numbers_of_numpy_are_numbers():
+    """Workers, chunks and budgets that do not overflow their own type."""
+    small = {"shards": np.uint8(2), "batch_size": np.uint8(4), "max_tokens_per_microbatch": np.uint8(250)}
+    for shard in (shard_packed, shard_dynamic):
+        assert (
+            shard([200, 90, 150, 7], shards=2, batch_size=4, max_tokens_per_microbatch=250).slots
+            == shard(np.array([200, 90, 150, 7], dtype=np.uint8), **small).slots
+        )
 
 
 @given(batches())

@@ -66,6 +66,9 @@ def test_rows_are_multiples_of_what_shares_them():
         ({"sequence_packing": {"enabled": "no"}}, {}, "policy.sequence_packing.enabled: is 'no', but has to be true or false"),
         ({"sequence_pakcing": {}}, {}, "policy.sequence_pakcing: is no known key: did you mean sequence_packing"),
         ({**PACKING, "sequence_packing": {"enabled": True, "sequence_length_round": 4}, "context_parallel_size": 2}, {"loss": "m:f"}, "grpo.loss: is of your own"),
+        ({"sequence_packing": None}, {}, "policy.sequence_packing: is None, but has to be a section of keys"),
+        ({"dynamic_batching": True}, {}, "policy.dynamic_batching: is True, but has to be a section of keys"),
+        ({"train_micro_batch_size": 0, "generation_batch_size": -1}, {}, "policy.generation_batch_size: is -1"),
         ({}, {"num_steps": 0}, "grpo.num_steps: is 0, but has to be at least 1"),
         ({}, {"num_generations_per_prompt": 1}, "grpo.num_generations_per_prompt: is 1, but answers are compared"),
         ({}, {"temperature": 0}, "grpo.temperature: is 0.0, but has to be above 0"),
@@ -84,5 +87,11 @@ def test_settings_that_are_not_used_are_refused():
         ConfigError, match=r"training.warmup_steps: is not used by app.rl, which takes ddp_timeout, learn"
     ):
         parsed(training={"warmup_steps": 3})
+    for key, value in (("effective_batch_size", 4), ("resume_from_checkpoint", "last"), ("max_steps", 1)):
+        with pytest.raises(ConfigError, match=f"training.{key}: is not used by app.rl"):
+            parsed(training={key: value})
+    for value in (-1, float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match=r"training.learning_rate: is .*, but has to be at least 0"):
+            parsed(training={"learning_rate": value})
     with pytest.raises(ConfigError, match=r"1 fault.*\n.*template.max_length: is not set"):
         parsed(PACKING, template={})

@@ -17,7 +17,7 @@ from core.samples import COLUMNS, Measurement, column, from_row, to_row
 
 EXAMPLES = {
     "padded": 96, "max_tokens": 95, "num_over": 2, "widest": 128, "num_sequences": 3, "num_shards": 2, "worker": 1,
-    "method": "train",
+    "method": "train", "number": float("inf"),
     "checkpoint": "runs/first/checkpoint-2",
     "checks": ("logits", "gradients"),
     "missing": (3, 4),
