@@ -78,25 +78,30 @@ def sweep(folder: Path) -> None:
 
 def write_manifest(path: Path, content: Mapping[str, Any]) -> None:
     """Publish *content* as readable JSON that carries its own digest."""
-    text = json.dumps({**content, _DIGEST: _own_digest(content)}, indent=2, ensure_ascii=False)
-    write_bytes(path, f"{text}\n".encode())
+    write_bytes(path, _as_text(content))
 
 
 def read_manifest(path: Path, schema: str) -> dict[str, Any] | None:
     """Return a manifest's content, or None if there is none; CorruptArtefactError if it is not what was written."""
     try:
-        content = json.loads(path.read_bytes())
+        text = path.read_bytes()
+        content = json.loads(text)
         found = content.pop(_DIGEST)
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise CorruptArtefactError(str(path), "it is no manifest of this project") from None
-    if found != _own_digest(content):
+    # Two texts may say the same, but only one was written.
+    if found != _own_digest(content) or text != _as_text(content):
         raise CorruptArtefactError(str(path), "its content does not match its own digest")
     if content.get("schema") != schema:
         reason = f"it has the schema {content.get('schema')!r}, but this version reads {schema!r}"
         raise CorruptArtefactError(str(path), reason)
     return dict(content)
+
+
+def _as_text(content: Mapping[str, Any]) -> bytes:
+    return f"{json.dumps({**content, _DIGEST: _own_digest(content)}, indent=2, ensure_ascii=False)}\n".encode()
 
 
 def _own_digest(content: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from adapters import artefacts
 from core.errors import ConfigError, CorruptArtefactError, Difference, StaleLengthsError
 from core.fingerprint import Fingerprint
-from core.ports import Stored
+from core.ports import Stored, StoredLengths
 from core.samples import COLUMNS, IMAGE_COLUMNS, ImageTable, Table
 
 log = logging.getLogger(__name__)
@@ -139,8 +139,32 @@ class DiskLengthStore:
             differences += (Difference(f"data.sha256 of the first {measured:,}", manifest["data_sha256"], current),)
         if differences:
             raise StaleLengthsError(str(self.folder), differences)
-        table, images = self._samples.resume(manifest["samples"]), self._images.resume(manifest["images"])
-        return Stored(table, images, manifest["measured_in_full"], manifest["probe"])
+        return self._rows(manifest)
+
+    def look(self) -> StoredLengths | None:
+        """Verify and return what is stored, whatever it was measured from, writing nothing; None if nothing is."""
+        self._forget()
+        manifest = artefacts.read_manifest(self._manifest, SCHEMA)
+        if manifest is None:
+            return None
+        key, rows = Fingerprint(manifest["fingerprint"]), self._rows(manifest)
+        return StoredLengths(key, manifest["num_samples"], manifest["data_sha256"], rows, self.digest())
+
+    def damage(self) -> Iterator[CorruptArtefactError]:
+        """Yield every file that is not what was written."""
+        self._forget()
+        try:
+            manifest = artefacts.read_manifest(self._manifest, SCHEMA)
+        except CorruptArtefactError as error:
+            yield error
+            return
+        if manifest is None:
+            return
+        for column, name in ((self._samples, "samples"), (self._images, "images")):
+            try:
+                column.resume(manifest[name])
+            except CorruptArtefactError as error:
+                yield error
 
     def append(
         self,
@@ -182,6 +206,11 @@ class DiskLengthStore:
     def digest(self) -> str:
         """Return the SHA-256 hex digest of the rows of all samples."""
         return self._samples.digest()
+
+    def _rows(self, manifest: Mapping[str, Any]) -> Stored:
+        """Return the rows that a manifest names; CorruptArtefactError if they are not what was written."""
+        table, images = self._samples.resume(manifest["samples"]), self._images.resume(manifest["images"])
+        return Stored(table, images, manifest["measured_in_full"], manifest["probe"])
 
     def _forget(self) -> None:
         self._samples.start()

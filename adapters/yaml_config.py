@@ -23,14 +23,19 @@ from core.fusion import Mix
 SECTIONS = ("model", "template", "custom", "training")
 
 
-def load_config(path: str | Path, trainer_fields: Mapping[str, Any]) -> RunConfig:
+PLANNED_WITH: Mapping[str, Any] = types.MappingProxyType({"data_seed": int, "train_dataloader_shuffle": bool})
+"""Settings of the trainer that decide what training consumes, with their types."""
+
+
+def load_config(path: str | Path, trainer_fields: Mapping[str, Any] | None) -> RunConfig:
     """
     Read a run's YAML, and those that it extends.
 
     Args:
         path: The YAML; a relative `extends:` starts at its folder, all other relative paths at the working directory.
 
-        trainer_fields: Settings that `training.` passes to the trainer, with their types.
+        trainer_fields: Settings that `training.` passes to the trainer, with their types. None is for those who only
+            look at plans, and have not loaded ms-swift: what is not of this project is taken as it is.
 
     Raises:
         ConfigError: All faults of the configuration.
@@ -38,7 +43,7 @@ def load_config(path: str | Path, trainer_fields: Mapping[str, Any]) -> RunConfi
     return parse_config(_merged(Path(path), ()), str(path), trainer_fields)
 
 
-def parse_config(document: Mapping[str, Any], source: str, trainer_fields: Mapping[str, Any]) -> RunConfig:
+def parse_config(document: Mapping[str, Any], source: str, trainer_fields: Mapping[str, Any] | None) -> RunConfig:
     """Build a configuration from a parsed document; ConfigError with all its faults."""
     found: list[Fault] = []
     sections: dict[str, dict[str, Any]] = {}
@@ -50,6 +55,8 @@ def parse_config(document: Mapping[str, Any], source: str, trainer_fields: Mappi
     training = sections["training"]
     own = {field.name for field in attrs.fields(TrainingConfig)} - {"trainer"}
     passed = {key: training.pop(key) for key in list(training) if key not in own}
+    if trainer_fields is None:
+        trainer_fields = {**dict.fromkeys(passed, Any), **PLANNED_WITH}
     checked, key_faults = _trainer_keys(passed, trainer_fields, own)
     found += key_faults
     training["trainer"] = checked

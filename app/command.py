@@ -8,18 +8,34 @@ import os
 import sys
 from collections.abc import Callable
 
+from app import progress
 from core.errors import PackplanError, VerificationError
 
 USER_ERROR, VERIFICATION_FAILED, INTERRUPTED = 2, 3, 130
 
 
-def run_command(command: Callable[[], None], *, verbose: bool) -> int:
+def add_logging_options(parser: argparse.ArgumentParser) -> None:
+    """Declare --quiet and --verbose, which every command that loads ms-swift takes."""
+    add_quiet_option(parser)
+    parser.add_argument("--verbose", action="store_true", help="also show what ms-swift and transformers log")
+
+
+def add_quiet_option(parser: argparse.ArgumentParser) -> None:
+    """Declare --quiet."""
+    parser.add_argument(
+        "--quiet", action="store_true", help="show neither progress nor notes, only warnings and errors"
+    )
+
+
+def run_command(command: Callable[[], None], *, verbose: bool, quiet: bool = False) -> int:
     """
     Run *command*; return 0, 2 for the user's fault, 3 for a failed verification, 130 for Ctrl-C.
 
     Any other exception is our own fault, and keeps its traceback.
     """
-    _set_up_logging(verbose=verbose)
+    if quiet:
+        progress.hide()
+    _set_up_logging(verbose=verbose, quiet=quiet)
     try:
         command()
     except PackplanError as error:
@@ -40,8 +56,16 @@ def positive_number(text: str) -> int:
     return int(text)
 
 
-def _set_up_logging(*, verbose: bool) -> None:
-    """Log to standard error: all of ours on rank 0, warnings of other ranks and of the libraries."""
+def whole_number(text: str) -> int:
+    """Read a whole number of at least 0, for argparse."""
+    if not text.isdecimal():
+        message = f"is {text}, but has to be a whole number of at least 0"
+        raise argparse.ArgumentTypeError(message)
+    return int(text)
+
+
+def _set_up_logging(*, verbose: bool, quiet: bool) -> None:
+    """Log to standard error: all of ours on rank 0, warnings of other ranks, of the libraries, and in quiet."""
     rank = int(os.environ.get("RANK", "0"))
     handler = logging.StreamHandler()
     prefix = "packplan" if rank == 0 else f"packplan rank {rank}"
@@ -49,7 +73,7 @@ def _set_up_logging(*, verbose: bool) -> None:
     for name in ("app", "adapters"):
         logger = logging.getLogger(name)
         logger.handlers = [handler]
-        logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+        logger.setLevel(logging.INFO if rank == 0 and not quiet else logging.WARNING)
         logger.propagate = False
     if not verbose:
         for name in ("swift", "transformers", "accelerate"):

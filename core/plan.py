@@ -83,6 +83,7 @@ def build_raw_plan(
     drop_last: bool = True,
     allow_single_long: bool = True,
     seed: int = 0,
+    quick_bound: bool = False,
 ) -> RawPlan:
     """
     Plan which samples train together.
@@ -101,6 +102,9 @@ def build_raw_plan(
         allow_single_long: Give each long sample a pack of its own; otherwise skip it.
 
         seed: For algorithms that draw: `first_fit_shuffle`.
+
+        quick_bound: Take a lower bound that is found at once, though a stronger one may be known: for plans that are
+            only compared. The packs are the same.
 
     Raises:
         InvalidLengthError: A length is not a positive whole number.
@@ -138,7 +142,8 @@ def build_raw_plan(
         dropped_tokens=_tokens(array[dropped.indices]),
         skipped_tokens=0 if allow_single_long else _tokens(array[long]),
         long_tokens=_tokens(array[single.indices]),
-        lower_bound=lower_bound(array[short], capacity=packing_length, known=len(grouped)) + len(single),
+        lower_bound=len(single)
+        + lower_bound(array[short], capacity=packing_length, known=len(grouped), quick=quick_bound),
     )
 
 

@@ -74,6 +74,38 @@ class Stored:
     """How these samples were found to encode the same each time; None if they were not, yet."""
 
 
+@attrs.frozen
+class StoredLengths:
+    """What a store of lengths holds, whatever it was measured from."""
+
+    key: Fingerprint
+    """What the measurements depend on, the data aside."""
+
+    num_samples: int
+    """Of the data, when they were last measured; `rows` may hold fewer."""
+
+    data_digest: str
+    """Of the data of the rows."""
+
+    rows: Stored
+
+    digest: str
+    """Of the rows of all samples: what plans depend on."""
+
+
+@attrs.frozen
+class StoredPlan:
+    """What a store of plans holds, whatever it was planned from."""
+
+    key: Fingerprint
+    """What the plan depends on."""
+
+    plan: RawPlan
+
+    world_sizes: tuple[int, ...]
+    """For which it was aligned, ascending."""
+
+
 class LengthStore(Protocol):
     """Keeps measurements between runs, and while a run measures."""
 
