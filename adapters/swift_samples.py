@@ -213,10 +213,10 @@ class SwiftSamples:
         )
         return list(loader)
 
-    def images(self, index: int) -> tuple[ImageFacts, ...]:
-        """Return what the image files of sample *index* are now; RecordError if one cannot be read."""
+    def images(self, index: int, *, decode: bool = False) -> tuple[ImageFacts, ...]:
+        """Return what the image files of sample *index* are now; see `core.ports`."""
         try:
-            return tuple(image_facts(image) for image in self._sample(index)[1])
+            return tuple(image_facts(image, decode=decode) for image in self._sample(index)[1])
         except ValueError as error:
             raise self._fault(index, str(error)) from None
 

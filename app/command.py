@@ -64,6 +64,11 @@ def whole_number(text: str) -> int:
     return int(text)
 
 
+def positive_numbers(text: str) -> list[int]:
+    """Read several whole numbers of at least 1, with commas between them, for argparse."""
+    return sorted({positive_number(part.strip()) for part in text.split(",")})
+
+
 def _set_up_logging(*, verbose: bool, quiet: bool) -> None:
     """Log to standard error: all of ours on rank 0, warnings of other ranks, of the libraries, and in quiet."""
     rank = int(os.environ.get("RANK", "0"))
@@ -78,3 +83,6 @@ def _set_up_logging(*, verbose: bool, quiet: bool) -> None:
     if not verbose:
         for name in ("swift", "transformers", "accelerate"):
             logging.getLogger(name).setLevel(logging.ERROR)
+        # Those that are not yet loaded set their own level then, from these.
+        os.environ.setdefault("LOG_LEVEL", "ERROR")
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -33,7 +33,7 @@ class Explainer:
             records = wiring_light.open_records(paths)
         except DataSetError:
             return cls(seen, None)
-        return cls(seen, records if len(records) == seen.stored.lengths.num_samples else None)
+        return cls(seen, records if len(records) == seen.stored.lengths.origin.num_samples else None)
 
     def sample(self, sample: int) -> dict[str, Any]:
         """Return where a sample is, and when it is trained; DataSetError if there is none of that number."""

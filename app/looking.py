@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-import numpy as np
 
 from app import wiring_light
 from app.course import batch_of, course_of, evaluation_of
@@ -21,9 +20,7 @@ from core.config import RunConfig
 from core.course import Course
 from core.errors import ConfigError, NotBuiltError
 from core.fingerprint import Fingerprint, configured_inputs
-from core.lengths import IntArray
 from core.ports import StoredLengths, StoredPlan
-from core.samples import column
 from core.summary import CourseSummary, PlanSummary, summarise, summarise_course
 
 
@@ -37,18 +34,13 @@ class StoredSplit:
     plan: StoredPlan
 
     @property
-    def tokens(self) -> IntArray:
-        """Of each sample; shape (num_samples,)."""
-        return column(self.lengths.rows.table, "length").astype(np.int64)
-
-    @property
     def packed(self) -> bool:
         """Whether samples share packs."""
         return bool(self.plan.key.inputs["packing"])
 
     def summary(self) -> PlanSummary:
         """Return the plan in numbers."""
-        return summarise(self.plan.plan, self.tokens, packed=self.packed)
+        return summarise(self.plan.plan, self.lengths.tokens, packed=self.packed)
 
 
 @attrs.frozen(eq=False)
@@ -87,10 +79,8 @@ def open_lengths(folder: Path) -> StoredLengths:
     if lengths is None:
         raise NotBuiltError(str(folder), "holds no lengths")
     measured = len(lengths.rows.table)
-    if measured < lengths.num_samples:
-        reason = (
-            f"holds the lengths of {measured:,} of {lengths.num_samples:,} samples, since measuring was interrupted"
-        )
+    if measured < lengths.origin.num_samples:
+        reason = f"holds the lengths of {measured:,} of {lengths.origin.num_samples:,} samples, since measuring was interrupted"
         raise NotBuiltError(str(folder), reason)
     return lengths
 
@@ -132,7 +122,7 @@ def look(config: RunConfig, split: str, *, world_size: int | None) -> Look:
     aligned = align_plan(raw, world_size=world_size, dataloader_drop_last=knobs.dataloader_drop_last)
     planned = PlannedSplit(
         split, stored.lengths.rows.table, raw, aligned, plan_checksum(raw.packs), plan_checksum(aligned.packs),
-        stored.lengths.data_digest,
+        stored.lengths.origin.data_digest,
     )  # fmt: skip
     course = split_course(config, split, num_packs=len(raw.packs), world_size=world_size)
     return Look(
@@ -140,7 +130,7 @@ def look(config: RunConfig, split: str, *, world_size: int | None) -> Look:
         planned=planned,
         course=course,
         plan_summary=stored.summary(),
-        course_summary=summarise_course(raw, stored.tokens, course, packed=stored.packed),
+        course_summary=summarise_course(raw, stored.lengths.tokens, course, packed=stored.packed),
         warnings=tuple(_warnings(config, stored, planned, course, world_size=world_size)),
     )
 
@@ -152,14 +142,19 @@ def split_course(config: RunConfig, split: str, *, num_packs: int, world_size: i
     return course_of(config, batch_of(config, world_size=world_size), num_packs=num_packs, world_size=world_size)
 
 
+def stale_inputs(config: RunConfig, lengths: StoredLengths) -> Iterator[str]:
+    """Yield what the configuration alone shows that the stored lengths do not fit; `verify` finds the rest."""
+    inputs = lengths.origin.key.inputs
+    asked = configured_inputs(config.template, config.custom, packing_length=config.packing_length)
+    for difference in Fingerprint({key: inputs.get(key) for key in asked}).differences(Fingerprint(asked)):
+        yield f"the stored lengths are of another configuration, and training refuses them: {difference}"
+
+
 def _warnings(
     config: RunConfig, stored: StoredSplit, planned: PlannedSplit, course: Course, *, world_size: int
 ) -> Iterator[str]:
     knobs = Knobs.of(config, planned.name)
-    inputs = stored.lengths.key.inputs
-    asked = configured_inputs(config.template, config.custom, packing_length=config.packing_length)
-    for difference in Fingerprint({key: inputs.get(key) for key in asked}).differences(Fingerprint(asked)):
-        yield f"{planned.name}: the stored lengths are of another configuration, and training refuses them: {difference}"
+    yield from (f"{planned.name}: {line}" for line in stale_inputs(config, stored.lengths))
     for difference in stored.plan.key.differences(knobs.fingerprint(stored.lengths.digest)):
         yield f"{planned.name}: this is the stored plan, but training would plan anew: {difference}"
     if stored.lengths.rows.probe is None:
@@ -190,10 +185,10 @@ def as_document(seen: Look) -> dict[str, Any]:
             "raw_plan": planned.raw_checksum,
             "aligned_plan": planned.checksum,
             "lengths": stored.lengths.digest,
-            "data": stored.lengths.data_digest,
+            "data": stored.lengths.origin.data_digest,
         },
         "fingerprints": {
-            "lengths": {"sha256": stored.lengths.key.digest, "inputs": dict(stored.lengths.key.inputs)},
+            "lengths": {"sha256": stored.lengths.origin.key.digest, "inputs": dict(stored.lengths.origin.key.inputs)},
             "plan": {"sha256": stored.plan.key.digest, "inputs": dict(stored.plan.key.inputs)},
         },
         "aligned_for": list(stored.plan.world_sizes),

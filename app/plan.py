@@ -9,11 +9,14 @@ from __future__ import annotations
 import argparse
 
 from app.command import add_logging_options, run_command
-from app.plans import build, materialise, show
+from app.plans import build, diff, materialise, show, verify, whatif
 
 COMMANDS = {
     "build": (build, "measure and plan"),
     "show": (show, "figures of what is stored"),
+    "whatif": (whatif, "the same figures for other packing lengths and ranks"),
+    "verify": (verify, "check that what is stored is what training would use"),
+    "diff": (diff, "compare two runs"),
     "materialise": (materialise, "write a mix of data sets as one file"),
 }
 

@@ -20,7 +20,7 @@ from adapters.yaml_config import load_config
 from app.planning import Stores
 from core.config import RunConfig
 from core.errors import CorruptArtefactError
-from core.ports import StoredLengths, StoredPlan
+from core.ports import Origin, StoredLengths, StoredPlan
 
 
 def read_config(path: str | Path) -> RunConfig:
@@ -39,6 +39,11 @@ def open_stores(config: RunConfig, split: str) -> Stores:
     other = config.training.packing_lengths_from
     lengths = DiskLengthStore(folder, lengths_from=split_folder(other, split) if other else None)
     return Stores(lengths, DiskPlanStore(folder), FolderLock(folder))
+
+
+def stored_origin(folder: Path) -> Origin | None:
+    """Return what the lengths in a split's folder are of, as their manifest says; CorruptArtefactError if it is damaged."""
+    return DiskLengthStore(folder).origin()
 
 
 def stored_lengths(folder: Path) -> StoredLengths | None:

@@ -123,7 +123,7 @@ def build_raw_plan(
     grouped = Packs(grouped.offsets, short[grouped.indices])
     keep = np.ones(len(grouped), dtype=bool)
     if drop_last:
-        keep = grouped.loads(array) >= _min_load(min_fill_ratio, packing_length)
+        keep = grouped.loads(array) >= min_load(min_fill_ratio, packing_length)
     kept, dropped = grouped.take(np.flatnonzero(keep)), grouped.take(np.flatnonzero(~keep))
 
     single = Packs(np.arange(long.size + 1), long) if allow_single_long else Packs.from_lists([])
@@ -237,7 +237,7 @@ def _tokens(lengths: IntArray) -> int:
     return int(lengths.sum())
 
 
-def _min_load(ratio: float | str | Decimal, packing_length: int) -> int:
+def min_load(ratio: float | str | Decimal, packing_length: int) -> int:
     """Return the fewest whole tokens that reach the decimal the user wrote: 55 of 100 at 0.55."""
     exact = Fraction(Decimal(str(ratio)))
     if not 0 <= exact <= 1:

@@ -196,7 +196,7 @@ class _StoredSamples:
     def data_digest(self, count: int) -> str:
         return str(count)
 
-    def images(self, index: int) -> tuple[ImageFacts, ...]:
+    def images(self, index: int, *, decode: bool = False) -> tuple[ImageFacts, ...]:  # noqa: ARG002  # it has no files
         return (ImageFacts(index, 28, 28, index),)
 
 

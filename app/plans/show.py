@@ -68,7 +68,7 @@ def _print(seen: Look) -> None:
     console.print(table)
     for name, digest in as_document(seen)["checksums"].items():
         console.print(f"{name} {digest}", markup=False, soft_wrap=True)
-    for name, key in (("lengths", seen.stored.lengths.key), ("plan", seen.stored.plan.key)):
+    for name, key in (("lengths", seen.stored.lengths.origin.key), ("plan", seen.stored.plan.key)):
         console.print(f"fingerprint of the {name} {key.digest}", markup=False, soft_wrap=True)
 
 
