@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 
 from app.command import add_logging_options, run_command
-from app.plans import build, diff, materialise, show, verify, whatif
+from app.plans import build, diff, materialise, report, show, verify, whatif
 
 COMMANDS = {
     "build": (build, "measure and plan"),
@@ -17,6 +17,7 @@ COMMANDS = {
     "whatif": (whatif, "the same figures for other packing lengths and ranks"),
     "verify": (verify, "check that what is stored is what training would use"),
     "diff": (diff, "compare two runs"),
+    "report": (report, "one page to look at"),
     "materialise": (materialise, "write a mix of data sets as one file"),
 }
 

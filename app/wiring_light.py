@@ -19,7 +19,7 @@ from adapters.plan_store import DiskPlanStore
 from adapters.yaml_config import load_config
 from app.planning import Stores
 from core.config import RunConfig
-from core.errors import CorruptArtefactError
+from core.errors import ConfigError, CorruptArtefactError, OutputError
 from core.ports import Origin, StoredLengths, StoredPlan
 
 
@@ -65,6 +65,14 @@ def damage(folder: Path) -> Iterator[CorruptArtefactError]:
 def open_records(paths: tuple[str, ...]) -> JsonlRecords:
     """Open data files; DataSetError if one cannot be read."""
     return JsonlRecords(paths)
+
+
+def write_page(path: Path, page: str) -> None:
+    """Publish a page; ConfigError if it cannot be written."""
+    try:
+        artefacts.write_bytes(path, page.encode())
+    except OutputError as error:
+        raise ConfigError.of("--output", f"{path} cannot be written: {error.reason}") from error
 
 
 def open_slice(config: RunConfig, split: str, start: int, stop: int) -> tuple[DiskLengthStore, FolderLock]:

@@ -95,8 +95,8 @@ class EpochLedger:
     def of(cls, facts: PackFacts, course: Course, epoch: int) -> EpochLedger:
         """Open the ledger of *epoch*."""
         before = course.consumed(epoch)
-        count = course.num_batches(epoch) * course.batch_size * course.world_size
-        order = course.order(epoch)[:count]
+        order = course.order(epoch)
+        order = order[: course.batches_of(order.size) * course.batch_size * course.world_size]
         _, places = np.unique(np.concatenate([before, order]), return_index=True)
         first = np.zeros(before.size + order.size, dtype=np.int64)
         first[places] = 1
