@@ -129,7 +129,9 @@ def read_array(folder: Path, entry: Mapping[str, Any]) -> NDArray[Any]:
 
 def map_array(path: Path, dtype: np.dtype[Any], size: int) -> tuple[NDArray[Any], Any]:
     """Return the first *size* elements of a file, memory-mapped, and the running SHA-256 of their bytes."""
-    found = path.stat().st_size if path.is_file() else 0
+    if not path.is_file():
+        raise CorruptArtefactError(str(path), "it is missing")
+    found = path.stat().st_size
     if found < size * dtype.itemsize:
         raise CorruptArtefactError(str(path), f"it has {found:,} bytes instead of {size * dtype.itemsize:,}")
     array = np.memmap(path, dtype=dtype, mode="r", shape=(size,)) if size else np.zeros(0, dtype=dtype)
