@@ -4,81 +4,32 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 import sys
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 
 import attrs
-import numpy as np
 import pytest
 import yaml
 
 from app import plan as command
 from app.course import batch_of, course_of
-from app.planning import Knobs
-from app.wiring_light import open_stores, read_config, split_folder
-from core.align import align_plan
+from app.wiring_light import read_config, split_folder
 from core.checksum import plan_checksum
 from core.differences import plan_difference
-from core.fingerprint import Fingerprint, configured_inputs
 from core.plan import build_raw_plan
-from core.samples import COLUMNS, IMAGE_COLUMNS
 from core.summary import summarise, summarise_course
+from tests.stored import LENGTHS, store_run
 
 ROOT = Path(__file__).parents[2]
-
-LENGTHS = [60, 20, 50, 30, 40, 40, 80, 7, 33, 12, 51, 29] * 5
 
 
 @pytest.fixture
 def store(tmp_path):
-    """Return a function that writes a run's YAML and what building it would store, without data and model."""
-
-    def write(
-        name="run", *, lengths=LENGTHS, world_sizes=(2,), eval_lengths=None, measured=None, probe=True, **overlay
-    ) -> Path:
-        sections = {
-            "model": {"model": "none"},
-            "template": {"max_length": 80},
-            "custom": {"train_jsonl": str(tmp_path / "data.jsonl")},
-            "training": {"output_dir": str(tmp_path / name), "effective_batch_size": 4, "learning_rate": "1e-5"},
-        }
-        for section, keys in overlay.items():
-            sections[section] |= keys
-        if eval_lengths:
-            sections["custom"]["val_jsonl"] = str(tmp_path / "val.jsonl")
-        path = tmp_path / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(sections))
-        config = read_config(path)
-        for split, of in (("train", lengths), ("eval", eval_lengths)):
-            if of:
-                shutil.rmtree(split_folder(config.training.output_dir, split), ignore_errors=True)
-                _store(config, split, of, world_sizes, measured=measured or len(of), probe=probe)
-        return path
-
-    return write
-
-
-def _store(config, split, lengths, world_sizes, *, measured, probe):
-    stores, knobs = open_stores(config, split), Knobs.of(config, split)
-    inputs = configured_inputs(config.template, config.custom, packing_length=config.packing_length)
-    rows = np.zeros((measured, len(COLUMNS)), dtype=np.int32)
-    rows[:, 0] = lengths[:measured]
-    rows[0, 2:4] = 1, 4
-    images = np.array([[1000, 28, 56, 7]], dtype=np.int64).reshape(-1, len(IMAGE_COLUMNS))
-    with stores.lock.held(timeout_s=1, tell=lambda _: None):
-        stores.lengths.resume(Fingerprint(inputs), len(lengths), str)
-        probed = {"samples": [0]} if probe else None
-        stores.lengths.append(rows, images, f"data {lengths}", in_full=False, probe=probed)
-        if measured < len(lengths):
-            return
-        raw, key = knobs.plan(np.array(lengths)), knobs.fingerprint(stores.lengths.digest())
-        stores.plans.save(key, raw)
-        for world_size in world_sizes:
-            aligned = align_plan(raw, world_size=world_size, dataloader_drop_last=knobs.dataloader_drop_last)
-            stores.plans.save_aligned(key, aligned, drop_last=knobs.dataloader_drop_last)
+    """Return a function that writes a run's YAML and what building it would store; see `tests.stored`."""
+    return partial(store_run, tmp_path)
 
 
 @pytest.fixture

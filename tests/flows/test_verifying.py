@@ -139,7 +139,8 @@ def test_another_plan_under_the_same_name_is_found(tmp_path):
     others = [[0, 1], [2, 3]] if [0, 1] not in plan.packs else [[0, 2], [1, 3]]
     store_plan(tmp_path, attrs.evolve(plan, packs=Packs.from_lists(others)))
 
-    (finding,) = found(tmp_path, ListSource(lengths))
+    aligned, finding = found(tmp_path, ListSource(lengths))
+    assert "plan_ws1.json" in aligned
     assert "planned again from the stored lengths, it is another one" in finding
 
 
