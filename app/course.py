@@ -7,6 +7,7 @@ import attrs
 from core.batch import Accumulation, resolve_accumulation
 from core.config import RunConfig
 from core.course import Course
+from core.errors import ConfigError
 
 
 @attrs.frozen
@@ -17,6 +18,13 @@ class Batch:
     """Of one rank: packs, or samples if not packing."""
 
     accumulation: Accumulation
+
+
+def require_static(config: RunConfig) -> None:
+    """Refuse a run that has no static plan."""
+    if config.custom.trainer_variant != "sft":
+        reason = "is rollout, whose packs come as samples come: there is no plan; set it to sft for what needs one"
+        raise ConfigError.of("custom.trainer_variant", reason)
 
 
 def batch_of(config: RunConfig, *, world_size: int) -> Batch:

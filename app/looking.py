@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 
 from app import wiring_light
-from app.course import batch_of, course_of, evaluation_of
+from app.course import batch_of, course_of, evaluation_of, require_static
 from app.describe import describe
 from app.planning import Knobs, PlannedSplit
 from core.align import align_plan
@@ -57,9 +57,7 @@ class Look:
 
 def splits_of(config: RunConfig, split: str | None) -> list[str]:
     """Return the splits of a run that are asked for, by default all; ConfigError if it lacks the one."""
-    if config.custom.trainer_variant != "sft":
-        reason = "is rollout, whose packs come as samples come: there is no plan; set it to sft for what needs one"
-        raise ConfigError.of("custom.trainer_variant", reason)
+    require_static(config)
     having = ["train", *(["eval"] if config.custom.val_jsonl else [])]
     if split is not None and split not in having:
         raise ConfigError.of("custom.val_jsonl", "is not set, so there is no eval split")

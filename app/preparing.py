@@ -12,7 +12,7 @@ from adapters.checkpoints import find_checkpoint, read_bookmark
 from adapters.swift_samples import SwiftSamples
 from adapters.swift_trainer import PackTrainer
 from app import wiring, wiring_light
-from app.course import Batch, batch_of, course_of
+from app.course import Batch, batch_of, course_of, require_static
 from app.describe import describe
 from app.planning import Knobs, PlannedSplit, bookmark_of, plan_split, usable_folders
 from core.batch import partial_window
@@ -43,7 +43,7 @@ def prepare(config: RunConfig, group: RankGroup) -> Prepared:
     Raises:
         PackplanError: Something the user can mend, or something stored that is damaged.
     """
-    wiring.require_static(config)
+    require_static(config)
     training = config.training
     checkpoint = None
     if training.resume_from_checkpoint is not None:

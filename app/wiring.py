@@ -73,13 +73,6 @@ def require_isolation(config: RunConfig) -> None:
         )
 
 
-def require_static(config: RunConfig) -> None:
-    """Refuse a run that has no static plan."""
-    if config.custom.trainer_variant != "sft":
-        reason = "is rollout, whose packs come as samples come: there is no plan; set it to sft for what needs one"
-        raise ConfigError.of("custom.trainer_variant", reason)
-
-
 def model_type_of(config: RunConfig) -> str:
     """Return the `model_type` of the model's config.json."""
     return config_model_type(config.model)

@@ -15,8 +15,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TypeVar
 
 import attrs
 import numpy as np
@@ -33,6 +35,8 @@ from core.lengths import IntArray
 from core.samples import COLUMNS
 
 RANKS = 8
+
+T = TypeVar("T")
 
 DEFAULT = ("chat-8192", "detcap-8192", "vlm-4096")
 
@@ -92,7 +96,7 @@ def run(options: argparse.Namespace) -> None:
 def _measured(distribution: Distribution, folder: Path, options: argparse.Namespace) -> list[Row]:
     lengths = distribution.lengths(options.samples, seed=0)
     config, knobs = store(folder, lengths, packing_length=distribution.capacity)
-    planning = _seconds(lambda: knobs.plan(lengths), options.repeat)
+    planning, _ = _timed(lambda: knobs.plan(lengths), options.repeat)
     page, capacity = folder / "plan.html", distribution.capacity
     longer = ",".join(str(capacity * part // 4) for part in (3, 4, 5, 6, 7, 8))
     commands = {
@@ -103,21 +107,23 @@ def _measured(distribution: Distribution, folder: Path, options: argparse.Namesp
     }
     rows = []
     for name, words in commands.items():
-        call = [sys.executable, "-m", "app.plan", *map(str, words)]
-        printed = subprocess.run(call, check=True, capture_output=True).stdout
-        seconds = _seconds(lambda call=call: subprocess.run(call, check=True, capture_output=True), options.repeat)  # type: ignore[misc]
-        size = page.stat().st_size if name == "report" else len(printed)
+        call = partial(
+            subprocess.run, [sys.executable, "-m", "app.plan", *map(str, words)], check=True, capture_output=True
+        )
+        seconds, ended = _timed(call, options.repeat)
+        size = page.stat().st_size if name == "report" else len(ended.stdout)
         rows.append(Row(distribution.name, name, seconds, seconds / planning, size))
     return rows
 
 
-def _seconds(call: Callable[[], object], repeat: int) -> float:
+def _timed(call: Callable[[], T], repeat: int) -> tuple[float, T]:
+    """Return the median seconds of a call, and what it returned last."""
     seconds = []
     for _ in range(repeat):
         start = time.perf_counter()
-        call()
+        returned = call()
         seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
+    return statistics.median(seconds), returned
 
 
 def store(folder: Path, lengths: IntArray, *, packing_length: int) -> tuple[Path, Knobs]:

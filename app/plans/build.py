@@ -11,6 +11,7 @@ import argparse
 from collections.abc import Mapping
 
 from app.command import positive_number
+from app.course import require_static
 from core.errors import ConfigError
 from core.ports import LengthSource
 
@@ -40,7 +41,7 @@ def run(options: argparse.Namespace) -> None:
         list_failures(_chosen(wiring.open_samples(config), splits))
         return
     with wiring.joined_ranks({"use_cpu": True}) as group:
-        wiring.require_static(config)
+        require_static(config)
         samples = _chosen(wiring.open_samples(config, measuring_ranks=wiring.local_ranks()), splits)
         build(config, group, samples=samples, world_size=options.world_size)
 
