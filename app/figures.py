@@ -44,7 +44,7 @@ def _packs(seen: Look) -> Iterator[Row]:
     yield (
         "fill",
         f"{plan.fill_mean:.4f}",
-        f"95 % of the packs reach {plan.fill_p5:.4f}, the worst has {plan.fill_worst:.4f}",
+        f"95 % of packs reach {plan.fill_p5:.4f}, the worst {plan.fill_worst:.4f}",
     )
     yield "saved against padding", f"{plan.padding_saved:.1%}", "of the positions, estimated"
 
@@ -67,5 +67,5 @@ def _epoch(seen: Look) -> Iterator[Row]:
     yield "attention work", f"{course.work_per_step:,.4g}", "a step, all ranks: sum of the squared lengths"
     yield (
         "  imbalance", f"{course.work_imbalance:.3f}",
-        f"the busiest rank over the mean; {course.worst_work_imbalance:.3f} in the worst step",
+        f"busiest rank over the mean; worst step {course.worst_work_imbalance:.3f}",
     )  # fmt: skip
