@@ -33,8 +33,7 @@ def run_command(command: Callable[[], None], *, verbose: bool, quiet: bool = Fal
 
     Any other exception is our own fault, and keeps its traceback.
     """
-    if quiet:
-        progress.hide()
+    progress.hide(hidden=quiet)
     _set_up_logging(verbose=verbose, quiet=quiet)
     try:
         command()

@@ -7,19 +7,14 @@ from typing import Any
 
 from tqdm import tqdm
 
-_hidden: list[bool] = []
+_state = {"hidden": False}
 
 
-def hide() -> None:
-    """Show no progress in this process from now on."""
-    _hidden.append(True)
-
-
-def is_hidden() -> bool:
-    """Whether the user asked for quiet."""
-    return bool(_hidden)
+def hide(*, hidden: bool) -> None:
+    """Show no progress in this process from now on, or show it again."""
+    _state["hidden"] = hidden
 
 
 def progress(items: Iterable[Any] | None = None, **options: Any) -> Any:
     """Return tqdm's bar over *items*; *options* are tqdm's. tqdm shows nothing itself where there is no terminal."""
-    return tqdm(items, disable=True if is_hidden() else None, **options)
+    return tqdm(items, disable=_state["hidden"] or None, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -16,6 +17,8 @@ from core.errors import CorruptArtefactError, NotBuiltError, RecordError
 from core.ports import LengthSource, Origin, StoredLengths, StoredPlan
 from core.samples import column, from_row, from_tables
 from core.verification import plan_faults
+
+log = logging.getLogger(__name__)
 
 
 @attrs.frozen
@@ -69,6 +72,7 @@ def verify(
     if lengths is None:
         return
     if not any(Path(error.path).name.startswith("raw_plan") for error in damage):
+        log.info("%s: checking the plan, and planning again", name)
         yield from _check_plan(folder, knobs, lengths, plan)
     yield from _check_images(name, lengths, source, decode=decode)
     yield from _check_samples(name, lengths, source, num_samples)

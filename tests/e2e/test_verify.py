@@ -161,3 +161,14 @@ def test_quiet_commands_say_nothing_but_results(run, capfd):
     said = capfd.readouterr()
     assert {"passed": True, "findings": []} == json.loads(said.out)
     assert "" == said.err
+
+
+def test_quiet_training_says_only_what_it_warns_of(write_run, capfd):
+    """Its numbers are its result; no note and no progress beside them."""
+    from app import sft
+
+    capfd.readouterr()
+    assert 0 == sft.main([str(write_run(training={"max_steps": 1})), "--quiet"])
+    said = capfd.readouterr()
+    assert "loss" in said.out
+    assert [] == [line for line in said.err.splitlines() if "the last optimizer step" not in line]
