@@ -14,8 +14,9 @@ from app import wiring_light
 from app.planning import Knobs
 from app.progress import progress
 from core.errors import CorruptArtefactError, NotBuiltError, RecordError
+from core.lengths import IntArray
 from core.ports import LengthSource, Origin, StoredLengths, StoredPlan
-from core.samples import column, from_row, from_tables
+from core.samples import ImageTable, Measured, Table, column, from_row, from_tables
 from core.verification import plan_faults
 
 log = logging.getLogger(__name__)
@@ -122,10 +123,10 @@ def _check_plan(folder: Path, knobs: Knobs, lengths: StoredLengths, stored: Stor
 def _check_images(name: str, lengths: StoredLengths, source: LengthSource, *, decode: bool) -> Iterator[Finding]:
     """Compare every image with what was stored of it."""
     table = lengths.rows.table[: len(source)]
-    indices = np.flatnonzero(column(table, "images")).tolist()
-    stored = zip(indices, from_tables(table, lengths.rows.images, indices), strict=True)
+    indices = np.flatnonzero(column(table, "images"))
     verb = "decoding" if decode else "comparing"
-    for index, measured in progress(stored, total=len(indices), desc=f"{verb} {name} images", unit=" samples"):
+    stored = _measured(table, lengths.rows.images, indices)
+    for index, measured in progress(stored, total=indices.size, desc=f"{verb} {name} images", unit=" samples"):
         try:
             found = source.images(index, decode=decode)
         except RecordError as error:
@@ -141,6 +142,13 @@ def _check_images(name: str, lengths: StoredLengths, source: LengthSource, *, de
                 yield Finding(
                     "images", f"image {number} of sample {index}", f"is not the one that was measured: {changes}"
                 )
+
+
+def _measured(table: Table, images: ImageTable, indices: IntArray) -> Iterator[tuple[int, Measured]]:
+    """Yield some samples with what is stored of them, a few thousand at a time: all at once would take a gigabyte."""
+    for start in range(0, indices.size, 4096):
+        part = indices[start : start + 4096].tolist()
+        yield from zip(part, from_tables(table, images, part), strict=True)
 
 
 def _check_samples(name: str, lengths: StoredLengths, source: LengthSource, count: int) -> Iterator[Finding]:

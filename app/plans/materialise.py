@@ -11,7 +11,7 @@ from app.materialise import materialise
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
-    parser.add_argument("mix", metavar="mix.yaml", help="sources and their shares; see docs/modes.md")
+    parser.add_argument("mix", metavar="mix.yaml", help="sources and their shares; see docs/mixing.md")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="mix.jsonl", help="what to write")
     parser.add_argument("--seed", type=whole_number, default=42, metavar="N", help="of draw and order (default: 42)")
     parser.add_argument(
