@@ -186,7 +186,7 @@ def _work(seen: Look) -> Chart:
                 starts, values, dashes, color=colour, label=f"{name} rank", marker="." if len(starts) < 30 else ""
             )
         axes.set(xlabel="step of the first epoch", ylabel="attention work", ylim=(0, None))
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
         axes.yaxis.set_major_formatter(EngFormatter(sep=""))
         axes.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1))
 

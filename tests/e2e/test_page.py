@@ -13,6 +13,8 @@ import pytest
 from app import plan
 from tests.stored import LENGTHS, store_run
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 BROWSER = ROOT / ".browser"
