@@ -71,12 +71,12 @@ def _pack_of(packs: Packs, num_samples: int) -> IntArray:
 
 
 def _unchanged(packs: Packs, others: Packs, other_pack_of: IntArray) -> NDArray[np.bool_]:
-    """Return which packs are among the others, sample by sample; shape (num_packs,)."""
+    """Return which packs with a sample in one of the others are one of them, sample by sample; shape (num_packs,)."""
     theirs = other_pack_of[packs.indices]
     lowest = np.minimum.reduceat(theirs, packs.offsets[:-1])
     highest = np.maximum.reduceat(theirs, packs.offsets[:-1])
     # All samples of a pack in one of the others, which has no more of them.
-    same: NDArray[np.bool_] = (lowest == highest) & (lowest >= 0) & (packs.sizes() == others.sizes()[lowest])
+    same: NDArray[np.bool_] = (lowest == highest) & (packs.sizes() == others.sizes()[lowest])
     return same
 
 

@@ -162,6 +162,32 @@ def test_the_score_counts_what_it_says():
     assert shorter is best_of([one(1, drop_last=False), shorter, Alternative(50, 1, problem="none")])[1]
 
 
+def test_the_score_falls_with_the_imbalance():
+    """The busiest rank has one sample of the mean length of the other's two."""
+    lengths = [90, 45, 45]
+    (one,) = what_if(
+        lengths, packing_lengths=[91], world_sizes=[2], plan=lambda n: build_raw_plan(lengths, packing_length=n),
+        course=lambda raw, w: Course(
+            num_packs=len(raw.packs), world_size=w, dataloader_drop_last=False, gradient_accumulation_steps=1,
+            num_train_epochs=1,
+        ),
+    )  # fmt: skip
+
+    assert one.course.work_imbalance == pytest.approx(8100 / ((8100 + 4050) / 2))
+    assert one.score == pytest.approx(180 / 182 * 6075 / 8100)
+
+
+def test_a_pack_at_the_ratio_is_not_underfilled():
+    """60 of 80 at 0.75: dropped, it breaks the law; kept, it does not."""
+    lengths = [60, 60]
+    plan = build_raw_plan(lengths, packing_length=80, min_fill_ratio="0.75")
+    assert [] == list(plan_faults(plan, lengths, min_fill_ratio="0.75"))
+
+    broken = attrs.evolve(plan, packs=packs([0]), dropped_packs=packs([1]))
+    found = list(plan_faults(broken, lengths, min_fill_ratio="0.75"))
+    assert "dropped pack 0 is not filled below 0.75, but was dropped" in found
+
+
 @given(plans(), st.sampled_from(["0", "0.65", "0.9"]))
 def test_plans_keep_their_laws(of, ratio):
     """Of every policy, and without packing."""
