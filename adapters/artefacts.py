@@ -78,25 +78,30 @@ def sweep(folder: Path) -> None:
 
 def write_manifest(path: Path, content: Mapping[str, Any]) -> None:
     """Publish *content* as readable JSON that carries its own digest."""
-    text = json.dumps({**content, _DIGEST: _own_digest(content)}, indent=2, ensure_ascii=False)
-    write_bytes(path, f"{text}\n".encode())
+    write_bytes(path, _as_text(content))
 
 
 def read_manifest(path: Path, schema: str) -> dict[str, Any] | None:
     """Return a manifest's content, or None if there is none; CorruptArtefactError if it is not what was written."""
     try:
-        content = json.loads(path.read_bytes())
+        text = path.read_bytes()
+        content = json.loads(text)
         found = content.pop(_DIGEST)
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise CorruptArtefactError(str(path), "it is no manifest of this project") from None
-    if found != _own_digest(content):
+    # Two texts may say the same, but only one was written.
+    if found != _own_digest(content) or text != _as_text(content):
         raise CorruptArtefactError(str(path), "its content does not match its own digest")
     if content.get("schema") != schema:
         reason = f"it has the schema {content.get('schema')!r}, but this version reads {schema!r}"
         raise CorruptArtefactError(str(path), reason)
     return dict(content)
+
+
+def _as_text(content: Mapping[str, Any]) -> bytes:
+    return f"{json.dumps({**content, _DIGEST: _own_digest(content)}, indent=2, ensure_ascii=False)}\n".encode()
 
 
 def _own_digest(content: Mapping[str, Any]) -> str:
@@ -124,7 +129,9 @@ def read_array(folder: Path, entry: Mapping[str, Any]) -> NDArray[Any]:
 
 def map_array(path: Path, dtype: np.dtype[Any], size: int) -> tuple[NDArray[Any], Any]:
     """Return the first *size* elements of a file, memory-mapped, and the running SHA-256 of their bytes."""
-    found = path.stat().st_size if path.is_file() else 0
+    if not path.is_file():
+        raise CorruptArtefactError(str(path), "it is missing")
+    found = path.stat().st_size
     if found < size * dtype.itemsize:
         raise CorruptArtefactError(str(path), f"it has {found:,} bytes instead of {size * dtype.itemsize:,}")
     array = np.memmap(path, dtype=dtype, mode="r", shape=(size,)) if size else np.zeros(0, dtype=dtype)

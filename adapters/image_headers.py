@@ -95,9 +95,19 @@ def read_size(path: str, *, decode: bool = False) -> tuple[int, int]:
     raise ValueError(reason)
 
 
-def image_facts(path: str) -> ImageFacts:
-    """Return what tells an image file from another, without decoding it; ValueError if it cannot be used, and why."""
-    width, height = read_size(path)
+def image_facts(path: str, *, decode: bool = False) -> ImageFacts:
+    """
+    Return what tells an image file from another.
+
+    Args:
+        path: Of the file.
+
+        decode: Read the pixels too, to find damage behind the header.
+
+    Raises:
+        ValueError: The image cannot be used, and why.
+    """
+    width, height = read_size(path, decode=decode)
     with Path(path).open("rb") as file:
         digest = hashlib.sha256(file.read(HEAD_BYTES)).digest()
     return ImageFacts(Path(path).stat().st_size, width, height, int.from_bytes(digest[:8], "little", signed=True))

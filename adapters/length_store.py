@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from adapters import artefacts
-from core.errors import ConfigError, CorruptArtefactError, Difference, StaleLengthsError
+from core.errors import ConfigError, CorruptArtefactError, StaleLengthsError
 from core.fingerprint import Fingerprint
-from core.ports import Stored
+from core.ports import Origin, Stored, StoredLengths
 from core.samples import COLUMNS, IMAGE_COLUMNS, ImageTable, Table
 
 log = logging.getLogger(__name__)
@@ -79,6 +79,15 @@ class _Column:
         return digest
 
 
+def _origin(manifest: Mapping[str, Any]) -> Origin:
+    return Origin(
+        Fingerprint(manifest["fingerprint"]),
+        manifest["num_samples"],
+        manifest["samples"]["rows"],
+        manifest["data_sha256"],
+    )
+
+
 class DiskLengthStore:
     """A `core.ports.LengthStore` in one folder, which perhaps starts with another run's lengths."""
 
@@ -131,16 +140,36 @@ class DiskLengthStore:
         manifest = artefacts.read_manifest(self._manifest, SCHEMA)
         if manifest is None:
             return Stored(np.zeros((0, len(COLUMNS)), np.int32), np.zeros((0, len(IMAGE_COLUMNS)), np.int64))
-        differences = Fingerprint(manifest["fingerprint"]).differences(key)
-        measured = manifest["samples"]["rows"]
-        if measured > num_samples:
-            differences += (Difference("data.records", measured, num_samples),)
-        elif (current := data_digest(measured)) != manifest["data_sha256"]:
-            differences += (Difference(f"data.sha256 of the first {measured:,}", manifest["data_sha256"], current),)
-        if differences:
+        if differences := _origin(manifest).differences(key, num_samples, data_digest):
             raise StaleLengthsError(str(self.folder), differences)
-        table, images = self._samples.resume(manifest["samples"]), self._images.resume(manifest["images"])
-        return Stored(table, images, manifest["measured_in_full"], manifest["probe"])
+        return self._rows(manifest)
+
+    def origin(self) -> Origin | None:
+        """Return what the stored rows are of, as the manifest says; None if nothing is stored."""
+        manifest = artefacts.read_manifest(self._manifest, SCHEMA)
+        return None if manifest is None else _origin(manifest)
+
+    def look(self) -> StoredLengths | None:
+        """Verify and return what is stored, whatever it was measured from, writing nothing; None if nothing is."""
+        self._forget()
+        manifest = artefacts.read_manifest(self._manifest, SCHEMA)
+        return None if manifest is None else StoredLengths(_origin(manifest), self._rows(manifest), self.digest())
+
+    def damage(self) -> Iterator[CorruptArtefactError]:
+        """Yield every file that is not what was written."""
+        self._forget()
+        try:
+            manifest = artefacts.read_manifest(self._manifest, SCHEMA)
+        except CorruptArtefactError as error:
+            yield error
+            return
+        if manifest is None:
+            return
+        for column, name in ((self._samples, "samples"), (self._images, "images")):
+            try:
+                column.resume(manifest[name])
+            except CorruptArtefactError as error:
+                yield error
 
     def append(
         self,
@@ -182,6 +211,11 @@ class DiskLengthStore:
     def digest(self) -> str:
         """Return the SHA-256 hex digest of the rows of all samples."""
         return self._samples.digest()
+
+    def _rows(self, manifest: Mapping[str, Any]) -> Stored:
+        """Return the rows that a manifest names; CorruptArtefactError if they are not what was written."""
+        table, images = self._samples.resume(manifest["samples"]), self._images.resume(manifest["images"])
+        return Stored(table, images, manifest["measured_in_full"], manifest["probe"])
 
     def _forget(self) -> None:
         self._samples.start()

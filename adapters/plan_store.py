@@ -7,15 +7,20 @@ The arrays are published first and the manifest that digests them last, so a rea
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from adapters import artefacts
-from core.align import AlignedPlan
+from core.align import AlignedPlan, align_plan
 from core.checksum import plan_checksum
-from core.errors import CorruptArtefactError
+from core.errors import CorruptArtefactError, PlanTooShortError
 from core.fingerprint import Fingerprint
 from core.plan import RawPlan, plan_from_arrays, plan_to_arrays
+from core.ports import StoredPlan
 
 log = logging.getLogger(__name__)
 
@@ -46,55 +51,130 @@ class DiskPlanStore:
         if differences := Fingerprint(manifest["fingerprint"]).differences(key):
             log.info("the stored plan does not fit: %s", "; ".join(map(str, differences)))
             return None
-        arrays = {name: artefacts.read_array(self.folder, entry) for name, entry in manifest["arrays"].items()}
+        return self._plan(manifest, self._arrays(manifest))
+
+    def look(self) -> StoredPlan | None:
+        """Verify and return what is stored, whatever it was planned from, writing nothing; None if nothing is."""
+        manifest = artefacts.read_manifest(self._manifest, SCHEMA)
+        if manifest is None:
+            return None
+        key = Fingerprint(manifest["fingerprint"])
+        aligned = (artefacts.read_manifest(path, ALIGNED_SCHEMA) for path in self._aligned_manifests())
+        sizes = [one["world_size"] for one in aligned if one and one["plan_fingerprint_sha256"] == key.digest]
+        return StoredPlan(key, self._plan(manifest, self._arrays(manifest)), tuple(sorted(sizes)))
+
+    def damage(self) -> Iterator[CorruptArtefactError]:
+        """Yield every file that is not what was written, or does not fit the others."""
+        plan, manifest = None, None
+        try:
+            manifest = artefacts.read_manifest(self._manifest, SCHEMA)
+        except CorruptArtefactError as error:
+            yield error
+        if manifest is not None:
+            broken = list(self._broken_arrays(manifest))
+            yield from broken
+            if not broken:
+                try:
+                    plan = self._plan(manifest, self._arrays(manifest))
+                except CorruptArtefactError as error:
+                    yield error
+        for path in self._aligned_manifests():
+            try:
+                aligned = artefacts.read_manifest(path, ALIGNED_SCHEMA)
+            except CorruptArtefactError as error:
+                yield error
+                continue
+            # Those of an earlier plan are left, and never taken for this one's.
+            if aligned and plan and manifest and aligned["plan_fingerprint_sha256"] == manifest["fingerprint_sha256"]:
+                yield from _misaligned(path, aligned, plan)
+
+    def save(self, key: Fingerprint, plan: RawPlan) -> None:
+        """Save so that readers see the whole plan or none of it."""
+        arrays = plan_to_arrays(plan)
+        self._manifest.unlink(missing_ok=True)
+        entries = {name: artefacts.write_array(self.folder / f"raw_plan.{name}.bin", a) for name, a in arrays.items()}
+        content = {
+            "schema": SCHEMA,
+            "fingerprint": dict(key.inputs),
+            "fingerprint_sha256": key.digest,
+            "checksum": plan_checksum(plan.packs),
+            **_counts(plan),
+            "arrays": entries,
+        }
+        artefacts.write_manifest(self._manifest, content)
+
+    def save_aligned(self, key: Fingerprint, aligned: AlignedPlan, *, drop_last: bool) -> None:
+        """Say what training at one world size consumes: counts and checksums; its packs derive from the raw plan."""
+        content = {"schema": ALIGNED_SCHEMA, "plan_fingerprint_sha256": key.digest, **_alignment(aligned, drop_last)}
+        artefacts.write_manifest(self.folder / f"plan_ws{aligned.world_size}.json", content)
+
+    def _aligned_manifests(self) -> list[Path]:
+        return sorted(self.folder.glob("plan_ws*.json"))
+
+    def _arrays(self, manifest: Mapping[str, Any]) -> dict[str, NDArray[np.int64]]:
+        return {name: artefacts.read_array(self.folder, entry) for name, entry in manifest["arrays"].items()}
+
+    def _broken_arrays(self, manifest: Mapping[str, Any]) -> Iterator[CorruptArtefactError]:
+        for entry in manifest["arrays"].values():
+            try:
+                artefacts.read_array(self.folder, entry)
+            except CorruptArtefactError as error:
+                yield error
+
+    def _plan(self, manifest: Mapping[str, Any], arrays: Mapping[str, NDArray[np.int64]]) -> RawPlan:
+        """Return the plan of a manifest; CorruptArtefactError if it is none, or not the one that the manifest names."""
         try:
             plan = plan_from_arrays(arrays)
         except (ValueError, KeyError) as error:
             raise CorruptArtefactError(str(self._manifest), f"it is no plan: {error}") from None
         if plan_checksum(plan.packs) != manifest["checksum"]:
             raise CorruptArtefactError(str(self._manifest), "its packs do not have the checksum it names")
+        if differing := [name for name, count in _counts(plan).items() if manifest.get(name) != count]:
+            raise CorruptArtefactError(str(self._manifest), f"its plan has another {', '.join(differing)}")
         return plan
 
-    def save(self, key: Fingerprint, plan: RawPlan) -> None:
-        """Save so that readers see the whole plan or none of it."""
-        arrays = plan_to_arrays(plan)
-        checksum = plan_checksum(plan.packs)
-        self._manifest.unlink(missing_ok=True)
-        entries = {name: artefacts.write_array(self.folder / f"raw_plan.{name}.bin", a) for name, a in arrays.items()}
-        artefacts.write_manifest(
-            self._manifest,
-            {
-                "schema": SCHEMA,
-                "fingerprint": dict(key.inputs),
-                "fingerprint_sha256": key.digest,
-                "checksum": checksum,
-                "num_packs": len(plan.packs),
-                "num_single_long": len(plan.single_long),
-                "num_skipped_long": len(plan.skipped_long),
-                "num_dropped_packs": len(plan.dropped_packs),
-                "num_dropped_samples": plan.dropped_samples,
-                "lower_bound": plan.lower_bound,
-                "packing_length": plan.packing_length,
-                "num_samples": plan.num_samples,
-                "num_tokens": plan.num_tokens,
-                "planned_tokens": plan.planned_tokens,
-                "dropped_tokens": plan.dropped_tokens,
-                "skipped_tokens": plan.skipped_tokens,
-                "arrays": entries,
-            },
-        )
 
-    def save_aligned(self, key: Fingerprint, aligned: AlignedPlan, *, drop_last: bool) -> None:
-        """Say what training at one world size consumes: counts and checksums; its packs derive from the raw plan."""
-        content: dict[str, Any] = {
-            "schema": ALIGNED_SCHEMA,
-            "plan_fingerprint_sha256": key.digest,
-            "checksum": plan_checksum(aligned.packs),
-            "world_size": aligned.world_size,
-            "dataloader_drop_last": drop_last,
-            "num_raw_packs": aligned.num_raw_packs,
-            "num_aligned_packs": len(aligned.packs),
-            "pad_needed": aligned.pad_needed,
-            "num_dropped": aligned.num_dropped,
-        }
-        artefacts.write_manifest(self.folder / f"plan_ws{aligned.world_size}.json", content)
+def _counts(plan: RawPlan) -> dict[str, int]:
+    """Return what a manifest says of a plan, for people."""
+    return {
+        "num_packs": len(plan.packs),
+        "num_single_long": len(plan.single_long),
+        "num_skipped_long": len(plan.skipped_long),
+        "num_dropped_packs": len(plan.dropped_packs),
+        "num_dropped_samples": plan.dropped_samples,
+        "lower_bound": plan.lower_bound,
+        "packing_length": plan.packing_length,
+        "num_samples": plan.num_samples,
+        "num_tokens": plan.num_tokens,
+        "planned_tokens": plan.planned_tokens,
+        "dropped_tokens": plan.dropped_tokens,
+        "skipped_tokens": plan.skipped_tokens,
+    }
+
+
+def _alignment(aligned: AlignedPlan, drop_last: bool) -> dict[str, Any]:  # noqa: FBT001  # two plain values
+    """Return what a manifest says of an aligned plan."""
+    return {
+        "checksum": plan_checksum(aligned.packs),
+        "world_size": aligned.world_size,
+        "dataloader_drop_last": drop_last,
+        "num_raw_packs": aligned.num_raw_packs,
+        "num_aligned_packs": len(aligned.packs),
+        "pad_needed": aligned.pad_needed,
+        "num_dropped": aligned.num_dropped,
+    }
+
+
+def _misaligned(path: Path, manifest: Mapping[str, Any], plan: RawPlan) -> Iterator[CorruptArtefactError]:
+    """Yield the error of a manifest that does not say what the plan's alignment is."""
+    drop_last = manifest["dataloader_drop_last"]
+    try:
+        aligned = align_plan(plan, world_size=manifest["world_size"], dataloader_drop_last=drop_last)
+        differing = [name for name, value in _alignment(aligned, drop_last).items() if manifest[name] != value]
+    except PlanTooShortError as error:
+        differing = [str(error)]
+    if path.name != f"plan_ws{manifest['world_size']}.json":
+        differing.append("file name")
+    if differing:
+        reason = f"it does not say what the raw plan gives: {', '.join(differing)}"
+        yield CorruptArtefactError(str(path), reason, "delete it: it is derived anew")

@@ -32,7 +32,7 @@ def open_model(model: ModelConfig, training: TrainingConfig, *, device: torch.de
     """
     model_type, _ = swift_types(model, TemplateConfig())
     if not sys.stderr.isatty():
-        transformers_logging.disable_progress_bar()
+        hide_progress_bars()
     dtype = None if model.torch_dtype is None else getattr(torch, model.torch_dtype)
     try:
         opened, _ = get_model_processor(
@@ -51,6 +51,11 @@ def open_model(model: ModelConfig, training: TrainingConfig, *, device: torch.de
     if training.tuner_type == "lora":
         opened = _with_adapters(opened, training, frozen)
     return typing.cast("torch.nn.Module", opened)
+
+
+def hide_progress_bars() -> None:
+    """Let transformers show no progress of its own in this process."""
+    transformers_logging.disable_progress_bar()
 
 
 def _frozen_parts(model: Any, training: TrainingConfig) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ from adapters.jsonl_records import JsonlRecords
 from adapters.swift_template import open_template, swift_types
 from core.config import CustomConfig, ModelConfig, TemplateConfig
 from core.errors import ContractError, RecordError
-from core.fingerprint import Fingerprint, Value
+from core.fingerprint import Fingerprint, Value, configured_inputs
 from core.records import to_messages
 from core.samples import ImageFacts, Measured, Measurement, Outcome, Table, from_row
 
@@ -126,18 +126,11 @@ class SwiftSamples:
     def fingerprint(self) -> Fingerprint:
         """Return everything that the measurements depend on, the data aside."""
         spec = self.spec
-        # Where the template cuts, the limit decides lengths; to raise, or not, decides none.
-        cut = spec.template.truncation_strategy if self.template.max_length is not None else None
         model_type, template_type = swift_types(spec.model, spec.template)
         inputs: dict[str, Value] = {
-            "custom.object_field_order": spec.custom.object_field_order,
-            "custom.use_summary": spec.custom.use_summary,
+            **configured_inputs(spec.template, spec.custom, packing_length=spec.packing_length),
             "model.model_type": model_type,
             "template.template": template_type,
-            "template.system": spec.template.system,
-            "template.max_pixels": spec.template.max_pixels,
-            "template.truncation_strategy": cut,
-            "packing_length": spec.packing_length if cut else None,
         }
         folder = Path(spec.model.model)
         for file in sorted({file for pattern in _PROCESSING_FILES for file in folder.glob(pattern)}):
@@ -220,10 +213,10 @@ class SwiftSamples:
         )
         return list(loader)
 
-    def images(self, index: int) -> tuple[ImageFacts, ...]:
-        """Return what the image files of sample *index* are now; RecordError if one cannot be read."""
+    def images(self, index: int, *, decode: bool = False) -> tuple[ImageFacts, ...]:
+        """Return what the image files of sample *index* are now; see `core.ports`."""
         try:
-            return tuple(image_facts(image) for image in self._sample(index)[1])
+            return tuple(image_facts(image, decode=decode) for image in self._sample(index)[1])
         except ValueError as error:
             raise self._fault(index, str(error)) from None
 

@@ -25,15 +25,19 @@ SECTIONS = ("model", "template", "custom", "training")
 
 RL_SECTIONS = ("policy", "grpo")
 
+PLANNED_WITH: Mapping[str, Any] = types.MappingProxyType({"data_seed": int, "train_dataloader_shuffle": bool})
+"""Settings of the trainer that decide what training consumes, with their types."""
 
-def load_config(path: str | Path, trainer_fields: Mapping[str, Any], *, rl: bool = False) -> RunConfig:
+
+def load_config(path: str | Path, trainer_fields: Mapping[str, Any] | None, *, rl: bool = False) -> RunConfig:
     """
     Read a run's YAML, and those that it extends.
 
     Args:
         path: The YAML; a relative `extends:` starts at its folder, all other relative paths at the working directory.
 
-        trainer_fields: Settings that `training.` passes to the trainer, with their types.
+        trainer_fields: Settings that `training.` passes to the trainer, with their types. None is for those who only
+            look at plans, and have not loaded ms-swift: what is not of this project is taken as it is.
 
         rl: Whether the run is one of reinforcement learning; others have no `policy:` and no `grpo:`.
 
@@ -44,7 +48,7 @@ def load_config(path: str | Path, trainer_fields: Mapping[str, Any], *, rl: bool
 
 
 def parse_config(
-    document: Mapping[str, Any], source: str, trainer_fields: Mapping[str, Any], *, rl: bool = False
+    document: Mapping[str, Any], source: str, trainer_fields: Mapping[str, Any] | None, *, rl: bool = False
 ) -> RunConfig:
     """Build a configuration from a parsed document; ConfigError with all its faults."""
     found: list[Fault] = []
@@ -57,6 +61,8 @@ def parse_config(
     training = sections["training"]
     own = {field.name for field in attrs.fields(TrainingConfig)} - {"trainer"}
     passed = {key: training.pop(key) for key in list(training) if key not in own}
+    if trainer_fields is None:
+        trainer_fields = {**dict.fromkeys(passed, Any), **PLANNED_WITH}
     checked, key_faults = _trainer_keys(passed, trainer_fields, own)
     found += key_faults
     training["trainer"] = checked

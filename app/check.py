@@ -15,21 +15,21 @@ import os
 from collections import Counter
 from collections.abc import Mapping
 from math import isfinite
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 from rich.console import Console
 from rich.table import Table
-from tqdm import tqdm
 
-from adapters.packed_equality import PackComparison
-from app import wiring
-from app.command import positive_number, program, run_command
-from app.preparing import Prepared, prepare
+from app.command import add_logging_options, positive_number, program, run_command
+from app.progress import progress
 from core.config import RunConfig
 from core.equality import CHECKS, Finding, Verdict, choose_packs, judge, kind
 from core.errors import ConfigError, UnequalError
 from core.samples import column
+
+if TYPE_CHECKING:
+    from app.preparing import Prepared
 
 log = logging.getLogger("app.check")
 
@@ -58,7 +58,7 @@ class Report:
         return all(verdict.passed for verdict in self.verdicts)
 
 
-def check(config: RunConfig, *, num_packs: int, quiet: bool = False) -> Report:
+def check(config: RunConfig, *, num_packs: int) -> Report:
     """
     Compare packs of a run's plan with their samples alone.
 
@@ -67,22 +67,26 @@ def check(config: RunConfig, *, num_packs: int, quiet: bool = False) -> Report:
 
         num_packs: How many packs, at most.
 
-        quiet: Show no progress.
-
     Raises:
         PackplanError: Something the user can mend, or something stored that is damaged.
     """
+    from app import wiring
+    from app.preparing import prepare
+
     if not config.training.packing:
         raise ConfigError.of("training.packing", "is false: nothing is packed, so there is nothing to compare")
     with wiring.joined_ranks({}) as group:
         prepared = prepare(
             attrs.evolve(config, training=attrs.evolve(config.training, resume_from_checkpoint=None)), group
         )
-        return compare(config, prepared, num_packs=num_packs, quiet=quiet)
+        return compare(config, prepared, num_packs=num_packs)
 
 
-def compare(config: RunConfig, prepared: Prepared, *, num_packs: int, quiet: bool = False) -> Report:
+def compare(config: RunConfig, prepared: Prepared, *, num_packs: int) -> Report:
     """Compare packs of a run that is ready to train; see `check`."""
+    from adapters.packed_equality import PackComparison
+    from app import wiring
+
     train, samples = prepared.planned["train"], prepared.samples["train"]
     chosen = choose_packs(train.raw.packs, train.table, count=num_packs)
     if not chosen:
@@ -90,7 +94,7 @@ def compare(config: RunConfig, prepared: Prepared, *, num_packs: int, quiet: boo
         raise ConfigError.of("template.max_length", reason)
     comparison = PackComparison(prepared.trainer, samples.encode)
     findings: list[Finding] = []
-    for pack in tqdm(chosen, desc="comparing", unit="pack", disable=True if quiet else None):
+    for pack in progress(chosen, desc="comparing", unit=" packs"):
         findings += comparison.findings(pack)
     precision, without = prepared.trainer.precision, comparison.without_gradients
     verdicts = judge(findings, precision=precision)
@@ -188,13 +192,18 @@ def main(arguments: list[str] | None = None) -> int:
         "--packs", type=positive_number, default=4, metavar="N", help="packs to compare, at most (default: %(default)s)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
-    parser.add_argument("--verbose", action="store_true", help="also show what ms-swift and transformers log")
+    add_logging_options(parser)
     options = parser.parse_args(arguments)
 
     def command() -> None:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ConfigError.of("", "app.check compares on one process: start it without torchrun")
-        report = check(wiring.read_config(options.config), num_packs=options.packs, quiet=options.json)
+        from app import wiring
+
+        config = wiring.read_config(options.config)
+        if options.quiet:
+            config = wiring.without_progress(config)
+        report = check(config, num_packs=options.packs)
         if options.json:
             print(as_json(report))
         else:
@@ -202,7 +211,7 @@ def main(arguments: list[str] | None = None) -> int:
         if not report.passed:
             raise UnequalError(tuple(verdict.check for verdict in report.verdicts if not verdict.passed))
 
-    return run_command(command, verbose=options.verbose)
+    return run_command(command, verbose=options.verbose, quiet=options.quiet)
 
 
 if __name__ == "__main__":

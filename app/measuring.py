@@ -8,8 +8,8 @@ from contextlib import closing
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
+from app.progress import progress
 from core.errors import ChangedImageError, DataSetError, RecordError
 from core.ports import LengthSource, LengthStore, Measurable, Stored, Tell
 from core.samples import (
@@ -141,7 +141,7 @@ def measure_rows(
     # Closed by name: an error that is on its way would keep the processes that measure alive, and their work.
     with (
         closing(source.measure_many(range(first, total), in_full=stored.in_full)) as outcomes,
-        tqdm(total=total, initial=first, desc=f"measuring {name}", unit=" samples", disable=None) as bar,
+        progress(total=total, initial=first, desc=f"measuring {name}", unit=" samples") as bar,
     ):
         try:
             for outcome in outcomes:
@@ -161,7 +161,7 @@ def measure_rows(
 def failures(name: str, source: LengthSource) -> Iterator[RecordError]:
     """Yield what is wrong with each record that cannot become a sample, in their order."""
     with closing(source.measure_many(range(len(source)), in_full=True)) as outcomes:
-        for outcome in tqdm(outcomes, desc=f"checking {name}", total=len(source), unit=" samples", disable=None):
+        for outcome in progress(outcomes, desc=f"checking {name}", total=len(source), unit=" samples"):
             if isinstance(outcome, RecordError):
                 yield outcome
 

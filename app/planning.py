@@ -92,8 +92,8 @@ class Knobs:
             seed=self.seed,
         )
 
-    def plan(self, lengths: IntArray) -> RawPlan:
-        """Plan the split."""
+    def plan(self, lengths: IntArray, *, quick_bound: bool = False) -> RawPlan:
+        """Plan the split; with a bound that is found at once, where plans are only compared."""
         if not self.packing:
             return one_sample_packs(
                 lengths, packing_length=self.packing_length, allow_single_long=self.allow_single_long
@@ -106,6 +106,7 @@ class Knobs:
             drop_last=self.drop_last,
             allow_single_long=self.allow_single_long,
             seed=self.seed,
+            quick_bound=quick_bound,
         )
 
 

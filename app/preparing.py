@@ -11,26 +11,17 @@ import attrs
 from adapters.checkpoints import find_checkpoint, read_bookmark
 from adapters.swift_samples import SwiftSamples
 from adapters.swift_trainer import PackTrainer
-from app import wiring
+from app import wiring, wiring_light
+from app.course import Batch, batch_of, course_of, require_static
 from app.describe import describe
 from app.planning import Knobs, PlannedSplit, bookmark_of, plan_split, usable_folders
-from core.batch import Accumulation, partial_window, resolve_accumulation
+from core.batch import partial_window
 from core.config import RunConfig
 from core.course import Bookmark, Course, Progress
 from core.errors import PlanChangedError
 from core.ports import RankGroup
 
 log = logging.getLogger(__name__)
-
-
-@attrs.frozen
-class Batch:
-    """What one optimizer step is made of."""
-
-    size: int
-    """Of one rank: packs, or samples if not packing."""
-
-    accumulation: Accumulation
 
 
 @attrs.frozen
@@ -52,7 +43,7 @@ def prepare(config: RunConfig, group: RankGroup) -> Prepared:
     Raises:
         PackplanError: Something the user can mend, or something stored that is damaged.
     """
-    wiring.require_static(config)
+    require_static(config)
     training = config.training
     checkpoint = None
     if training.resume_from_checkpoint is not None:
@@ -60,7 +51,7 @@ def prepare(config: RunConfig, group: RankGroup) -> Prepared:
     # What the settings alone can get wrong is found before hours of measuring.
     batch = batch_of(config, world_size=group.world_size)
     samples = wiring.open_samples(config)
-    folders = [wiring.split_folder(training.output_dir, split) for split in samples]
+    folders = [wiring_light.split_folder(training.output_dir, split) for split in samples]
     group.from_rank_zero(lambda _: usable_folders(folders), timeout_s=training.packing_wait_timeout_s)
     arguments = wiring.open_arguments(config, batch.size, batch.accumulation)
 
@@ -71,23 +62,13 @@ def prepare(config: RunConfig, group: RankGroup) -> Prepared:
             split,
             knobs[split],
             source=source,
-            stores=wiring.open_stores(config, split),
+            stores=wiring_light.open_stores(config, split),
             group=group,
             flush_every=training.packing_length_cache_persist_every,
             timeout_s=training.packing_wait_timeout_s,
         )
     group.settle()
-    course = Course(
-        num_packs=len(planned["train"].raw.packs),
-        world_size=group.world_size,
-        dataloader_drop_last=training.dataloader_drop_last,
-        gradient_accumulation_steps=batch.accumulation.gradient_accumulation_steps,
-        num_train_epochs=training.num_train_epochs,
-        batch_size=batch.size,
-        max_steps=training.max_steps,
-        seed=arguments.data_seed,
-        shuffle=arguments.train_dataloader_shuffle,
-    )
+    course = course_of(config, batch, num_packs=len(planned["train"].raw.packs), world_size=group.world_size)
     if checkpoint is not None:
         course = attrs.evolve(course, start=_progress_of(checkpoint, bookmark_of(planned["train"], course, config)))
     if group.rank == 0:
@@ -106,20 +87,6 @@ def _progress_of(checkpoint: Path, now: Bookmark) -> Progress:
     if differences := then.differences(now):
         raise PlanChangedError(str(checkpoint), differences)
     return then.progress
-
-
-def batch_of(config: RunConfig, *, world_size: int) -> Batch:
-    """Return the batch of a run; BatchSizeError if the ranks cannot realise it."""
-    training = config.training
-    size = 1 if training.packing else training.per_device_train_batch_size
-    accumulation = resolve_accumulation(
-        effective_batch_size=training.effective_batch_size,
-        per_device_train_batch_size=training.per_device_train_batch_size,
-        gradient_accumulation_steps=training.gradient_accumulation_steps,
-        world_size=world_size,
-        forced_batch_size=size,
-    )
-    return Batch(size, accumulation)
 
 
 def _log_course(config: RunConfig, batch: Batch, course: Course) -> None:

@@ -8,12 +8,12 @@ import numpy as np
 
 from adapters.packing_trainer import history, was_terminated
 from adapters.rollouts import Order, Sampling
-from app import wiring
+from app import wiring, wiring_light
+from app.course import batch_of
 from app.describe import describe
 from app.functions import named_function
 from app.materialise import open_mix
 from app.planning import Knobs, plan_split, usable_folders
-from app.preparing import batch_of
 from core.config import RunConfig
 from core.errors import DataSetError
 from core.fusion import schedule
@@ -37,14 +37,14 @@ def run(config: RunConfig, group: RankGroup) -> tuple[int, bool, list[dict[str, 
     batch = batch_of(config, world_size=group.world_size)
     order, paths = _order(config)
     samples = wiring.open_samples(config, train_paths=paths)
-    folders = [wiring.split_folder(training.output_dir, split) for split in samples if split == "eval"]
+    folders = [wiring_light.split_folder(training.output_dir, split) for split in samples if split == "eval"]
     group.from_rank_zero(lambda _: usable_folders(folders), timeout_s=training.packing_wait_timeout_s)
     arguments = wiring.open_arguments(config, batch.size, batch.accumulation)
     planned = None
     if "eval" in samples:
         knobs = Knobs.of(config, "eval")
         planned = plan_split(
-            "eval", knobs, source=samples["eval"], stores=wiring.open_stores(config, "eval"), group=group,
+            "eval", knobs, source=samples["eval"], stores=wiring_light.open_stores(config, "eval"), group=group,
             flush_every=training.packing_length_cache_persist_every, timeout_s=training.packing_wait_timeout_s,
         )  # fmt: skip
         if group.rank == 0:
@@ -78,7 +78,7 @@ def _order(config: RunConfig) -> tuple[Order, tuple[str, ...]]:
     """Return the order of samples in an epoch, and the data files that its indices count through."""
     custom, seed = config.custom, config.training.seed
     if custom.fusion_config is None:
-        total = wiring.count_records(custom.train_jsonl)
+        total = len(wiring_light.open_records(custom.train_jsonl))
         return (lambda epoch: shuffled(total, seed=(seed, epoch))), custom.train_jsonl
     mix, records = open_mix(custom.fusion_config)
     sizes = [len(one) for one in records]

@@ -9,18 +9,18 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from adapters.packing_trainer import history, was_terminated
-from app import rollout, wiring
-from app.command import program, run_command
+from app.command import add_logging_options, program, run_command
 from app.planning import PlannedSplit
-from app.preparing import Prepared, prepare
 from core.config import RunConfig
 from core.course import Course
 from core.ports import RankGroup
+
+if TYPE_CHECKING:
+    from app.preparing import Prepared
 
 # Not by __name__, which is __main__ when this module is the command.
 log = logging.getLogger("app.sft")
@@ -47,6 +47,9 @@ def run(config: RunConfig, group: RankGroup) -> Result:
     Raises:
         PackplanError: Something the user can mend, or something stored that is damaged.
     """
+    from app import wiring
+    from app.preparing import prepare
+
     wiring.require_isolation(config)
     prepared = prepare(config, group)
     checkpoint = prepared.checkpoint
@@ -55,6 +58,8 @@ def run(config: RunConfig, group: RankGroup) -> Result:
 
 
 def _result(config: RunConfig, prepared: Prepared) -> Result:
+    from adapters.packing_trainer import history, was_terminated
+
     trainer, course = prepared.trainer, prepared.course
     num_steps, terminated = trainer.state.global_step, was_terminated(trainer)
     total = max(course.total_steps, course.start.step)
@@ -74,18 +79,22 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
     parser = argparse.ArgumentParser(prog=program("sft"), description=__doc__)
     parser.add_argument("config", metavar="run.yaml", help="the run; see docs/configuration.md")
-    parser.add_argument("--verbose", action="store_true", help="also show what ms-swift and transformers log")
+    add_logging_options(parser)
     options = parser.parse_args(arguments)
 
     def command() -> None:
+        from app import rollout, wiring
+
         config = wiring.read_config(options.config)
+        if options.quiet:
+            config = wiring.without_progress(config)
         with wiring.joined_ranks(config.training.trainer) as group:
             if config.custom.trainer_variant == "rollout":
                 rollout.run(config, group)
             else:
                 run(config, group)
 
-    return run_command(command, verbose=options.verbose)
+    return run_command(command, verbose=options.verbose, quiet=options.quiet)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""The only place that constructs adapters."""
+"""The only place that constructs adapters that need ms-swift or torch; `wiring_light` constructs the others."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from functools import partial
 from importlib.util import find_spec
@@ -15,14 +14,9 @@ import attrs
 import numpy as np
 import torch
 
-from adapters import artefacts
 from adapters.dummy_media import always_see
 from adapters.dynamic_dataset import DynamicDataset
-from adapters.folder_lock import FolderLock
-from adapters.jsonl_records import JsonlRecords
-from adapters.length_store import DiskLengthStore
 from adapters.packed_dataset import PackedDataset
-from adapters.plan_store import DiskPlanStore
 from adapters.policy_loss import ClippedPolicyLoss
 from adapters.policy_worker import PolicySettings, PolicyWorker
 from adapters.rank_workers import RankWorkers
@@ -30,14 +24,14 @@ from adapters.rollouts import Order, RecordStream, RolloutStream, Sampling
 from adapters.sequence_loss import FusedLoss, PackedLoss, PaddedLoss
 from adapters.stream_trainer import StreamTrainer
 from adapters.swift_arguments import TrainingArguments, runs_on_cpu, shards_weights, trainer_fields, training_arguments
-from adapters.swift_model import open_model
+from adapters.swift_model import hide_progress_bars, open_model
 from adapters.swift_samples import POOL_START_S, SampleSpec, SwiftSamples
 from adapters.swift_template import config_model_type, open_template
 from adapters.swift_trainer import PackTrainer
 from adapters.torch_group import OneRank, TorchGroup
 from adapters.yaml_config import load_config
 from app.functions import named_function
-from app.planning import PlannedSplit, Stores, bookmark_of
+from app.planning import PlannedSplit, bookmark_of
 from core.batch import Accumulation
 from core.carry import CarryOptions
 from core.config import RunConfig
@@ -53,6 +47,13 @@ from core.telemetry import PackFacts
 def read_config(path: str | Path, *, rl: bool = False) -> RunConfig:
     """Read a run's YAML, perhaps one of reinforcement learning; ConfigError with all its faults."""
     return load_config(path, trainer_fields(), rl=rl)
+
+
+def without_progress(config: RunConfig) -> RunConfig:
+    """Return a run whose trainer shows no progress, and hide transformers' own in this process."""
+    hide_progress_bars()
+    trainer = {"disable_tqdm": True, **config.training.trainer}
+    return attrs.evolve(config, training=attrs.evolve(config.training, trainer=trainer))
 
 
 @contextlib.contextmanager
@@ -79,60 +80,14 @@ def require_isolation(config: RunConfig) -> None:
         )
 
 
-def require_static(config: RunConfig) -> None:
-    """Refuse a run that has no static plan."""
-    if config.custom.trainer_variant != "sft":
-        reason = "is rollout, whose packs come as samples come: there is no plan; set it to sft for what needs one"
-        raise ConfigError.of("custom.trainer_variant", reason)
-
-
 def model_type_of(config: RunConfig) -> str:
     """Return the `model_type` of the model's config.json."""
     return config_model_type(config.model)
 
 
-def split_folder(output_dir: str, split: str) -> Path:
-    """Return the folder of a split's artefacts."""
-    return Path(output_dir) / "static_packing" / split
-
-
-def open_stores(config: RunConfig, split: str) -> Stores:
-    """Return where a split's lengths and plans are kept."""
-    folder = split_folder(config.training.output_dir, split)
-    other = config.training.packing_lengths_from
-    lengths = DiskLengthStore(folder, lengths_from=split_folder(other, split) if other else None)
-    return Stores(lengths, DiskPlanStore(folder), FolderLock(folder))
-
-
-def open_slice(config: RunConfig, split: str, start: int, stop: int) -> tuple[DiskLengthStore, FolderLock]:
-    """Return where a rank that measures with others keeps its slice, and the lock of that place."""
-    folder = slices_folder(config, split) / f"{start}-{stop}"
-    return DiskLengthStore(folder), FolderLock(folder)
-
-
-def slices_folder(config: RunConfig, split: str) -> Path:
-    """Return the folder of all slices, which is of no use once they are put together."""
-    return Path(config.training.output_dir) / "static_packing" / "slices" / split
-
-
-def remove_slices(config: RunConfig, split: str) -> None:
-    """Remove the slices of ranks that measured together."""
-    folder = slices_folder(config, split)
-    with artefacts.writing(folder):
-        if folder.exists():
-            shutil.rmtree(folder)
-            with contextlib.suppress(OSError):  # the other split's are still there
-                folder.parent.rmdir()
-
-
 def local_ranks() -> int:
     """Return how many ranks share this machine's cores."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def count_records(paths: tuple[str, ...]) -> int:
-    """Return how many records data files hold; DataSetError if one cannot be read."""
-    return len(JsonlRecords(paths))
 
 
 def open_samples(
@@ -354,7 +309,7 @@ def open_workers(config: RunConfig, path: str, samples: SwiftSamples, *, ray_wor
         if find_spec("ray") is None:
             reason = "is not installed: install packplan with its extra rl, or start the workers with torchrun"
             raise ConfigError("--ray-workers", (Fault("ray", reason),))
-        from adapters.ray_workers import RayWorkers  # noqa: PLC0415  # an extra
+        from adapters.ray_workers import RayWorkers  # an extra
 
         gpus = 0.0 if runs_on_cpu(config.training.trainer) or not torch.cuda.is_available() else 1.0
         ray = RayWorkers(partial(build_ray_worker, path), num_workers=ray_workers, gpus_each=gpus)

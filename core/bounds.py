@@ -5,10 +5,11 @@ from __future__ import annotations
 from core.any_fit import fit_decreasing
 from core.lengths import Lengths, lengths_up_to, positive
 from core.patterns.certificate import certify, reduced
+from core.patterns.quick_bounds import quick_bound
 from core.runs import Runs
 
 
-def lower_bound(lengths: Lengths, *, capacity: int, known: int | None = None) -> int:
+def lower_bound(lengths: Lengths, *, capacity: int, known: int | None = None, quick: bool = False) -> int:
     """
     Return a number of packs that no packing can go below: the strongest bound that is known.
 
@@ -24,6 +25,8 @@ def lower_bound(lengths: Lengths, *, capacity: int, known: int | None = None) ->
 
         known: Packs of a packing that is known; a bound of so many ends the search.
 
+        quick: Leave the relaxation out in any case, which takes a fraction of a second.
+
     Raises:
         InvalidLengthError: A length is not a whole number from 1 to *capacity*.
 
@@ -35,5 +38,7 @@ def lower_bound(lengths: Lengths, *, capacity: int, known: int | None = None) ->
     if not runs.sizes:
         return 0
     runs, capacity = reduced(runs, capacity=capacity)
+    if quick:
+        return quick_bound(runs, capacity=capacity)
     best_fit = fit_decreasing(runs, capacity=capacity, fullest=True).num_bins
     return certify(runs, capacity=capacity, known=min(best_fit, known or best_fit)).bound

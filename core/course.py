@@ -82,7 +82,7 @@ class Course:
     @property
     def batches_per_epoch(self) -> int:
         """Batches of a rank in an epoch that these ranks train from its beginning."""
-        return self._batches(aligned_positions(self.num_packs, self.world_size, self.dataloader_drop_last).size)
+        return self.batches_of(aligned_positions(self.num_packs, self.world_size, self.dataloader_drop_last).size)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -125,17 +125,19 @@ class Course:
     def consumed(self, epoch: int) -> IntArray:
         """Return the packs that were consumed in *epoch* before `start`; shape (num_consumed,)."""
         stretches = self._stretches(epoch)
+        if not any(stretch.pack_offset for stretch in stretches):
+            return np.zeros(0, dtype=np.int64)
         return np.concatenate([o[: s.pack_offset] for o, s in zip(self._orders(epoch), stretches, strict=True)])
 
     def batches(self, epoch: int, *, rank: int) -> list[list[int]]:
         """Return the batches that *rank* has still to consume in *epoch*, each a list of packs."""
         mine = self.order(epoch)[rank :: self.world_size].tolist()
-        count = self._batches(len(mine) * self.world_size)
+        count = self.batches_of(len(mine) * self.world_size)
         return [mine[number * self.batch_size : (number + 1) * self.batch_size] for number in range(count)]
 
     def num_batches(self, epoch: int) -> int:
         """Return how many batches each rank has still to consume in *epoch*."""
-        return self._batches(self.order(epoch).size)
+        return self.batches_of(self.order(epoch).size)
 
     def num_steps(self, epoch: int) -> int:
         """Return how many optimizer steps *epoch* still takes."""
@@ -183,8 +185,8 @@ class Course:
         positions = aligned_positions(self.num_packs, stretch.world_size, stretch.dataloader_drop_last)
         return positions[shuffled(positions.size, seed=(self.seed, epoch))] if self.shuffle else positions
 
-    def _batches(self, num_packs: int) -> int:
-        """Return how many batches a rank forms of its share; the last may be smaller, or dropped."""
+    def batches_of(self, num_packs: int) -> int:
+        """Return how many batches a rank forms of its share of so many packs; the last may be smaller, or dropped."""
         mine = num_packs // self.world_size
         return mine // self.batch_size if self.dataloader_drop_last else -(-mine // self.batch_size)
 

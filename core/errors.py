@@ -20,6 +20,7 @@ Everything that this project raises on purpose.
     │   ├── PlanChangedError       a checkpoint was trained from another plan
     │   ├── ChangedImageError      an image is not the one that was measured
     │   ├── ContractError          a fetched sample is not the sample that was planned
+    │   ├── NotBuiltError          what is to be looked at is not stored
     │   ├── OutputError            the output folder cannot be used
     │   ├── LockedError            another job writes the same folder
     │   ├── RankZeroError          rank 0 failed, died, or was too slow, while this rank waited for its plan
@@ -30,6 +31,7 @@ Everything that this project raises on purpose.
         ├── CorruptArtefactError   a file differs from its digest
         ├── CoverageError          other packs were consumed than were planned
         ├── UnequalError           packed samples do not give what they give alone
+        ├── UnsoundError           artefacts or data are not what was measured and planned
         └── RanksDisagreeError     ranks hold different plans or step counts
 
 Fields are positional, so that errors survive pickling between processes.
@@ -365,6 +367,17 @@ class ContractError(UserError):
 
 
 @attrs.define(eq=False)
+class NotBuiltError(UserError):
+    """What is to be looked at is not stored."""
+
+    folder: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.folder} {self.reason}: python -m app.plan build measures and plans"
+
+
+@attrs.define(eq=False)
 class OutputError(UserError):
     """The output folder cannot be used."""
 
@@ -491,3 +504,13 @@ class UnequalError(VerificationError):
             f"packed training is not the same training: {', '.join(self.checks)} differ; do not pack with this model and "
             "attention backend (model.attn_impl: another one, or training.packing: false)"
         )
+
+
+@attrs.define(eq=False)
+class UnsoundError(VerificationError):
+    """Artefacts or data are not what was measured and planned."""
+
+    num_findings: int
+
+    def __str__(self) -> str:
+        return f"{self.num_findings:,} findings: what is stored is not what training would use"

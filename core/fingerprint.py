@@ -14,6 +14,7 @@ from collections.abc import Mapping
 
 import attrs
 
+from core.config import CustomConfig, TemplateConfig
 from core.errors import Difference
 from core.packers import ALGORITHMS
 
@@ -49,6 +50,23 @@ class Fingerprint:
         pairs = ((key, self.inputs.get(key, _ABSENT), current.inputs.get(key, _ABSENT)) for key in keys)
         # 1 == True in Python, but not in the canonical JSON.
         return tuple(Difference(key, a, b) for key, a, b in pairs if (type(a), a) != (type(b), b))
+
+
+def configured_inputs(template: TemplateConfig, custom: CustomConfig, *, packing_length: int) -> dict[str, Value]:
+    """
+    Name what of a configuration lengths depend on, as far as it can be told without opening the model.
+
+    Where the template cuts, the limit decides lengths; to raise, or not, decides none.
+    """
+    cut = template.truncation_strategy if template.truncation_strategy in {"left", "right"} else None
+    return {
+        "custom.object_field_order": custom.object_field_order,
+        "custom.use_summary": custom.use_summary,
+        "template.system": template.system,
+        "template.max_pixels": template.max_pixels,
+        "template.truncation_strategy": cut,
+        "packing_length": packing_length if cut else None,
+    }
 
 
 def plan_fingerprint(

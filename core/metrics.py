@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
-from math import sqrt
+from math import exp, lgamma, sqrt
 
 import attrs
 import numpy as np
@@ -144,3 +144,37 @@ def aggregate(calls: Iterable[PackingMetrics]) -> PackingMetrics:
         fill=sum((row.fill for row in rows), Fraction()),
         fill_squared=sum((row.fill_squared for row in rows), Fraction()),
     )
+
+
+def padded_positions(lengths: Lengths, *, batch_size: int) -> float:
+    """
+    Return how many positions padded batches take, drawn at random: the mean over all ways to draw them.
+
+    Of b samples out of n, the longest is among the k shortest with probability C(k, b) / C(n, b).
+
+    Args:
+        lengths: Tokens of each sample, >= 1; at least one.
+
+        batch_size: Samples of a batch, each padded to its longest; at most all of them share one.
+
+    >>> round(padded_positions([1, 1, 4, 4], batch_size=2), 9)  # of six pairs, one takes 2 positions and five take 8
+    14.0
+    """
+    different, times = np.unique(as_lengths(lengths), return_counts=True)
+    total = int(times.sum())
+    drawn = min(positive("batch_size", batch_size), total)
+    longest, below = 0.0, 0.0
+    for length, up_to in zip(different.tolist(), np.cumsum(times).tolist(), strict=True):
+        until = _share_of_draws(up_to, total, drawn)
+        longest += length * (until - below)
+        below = until
+    return total * longest
+
+
+def _share_of_draws(part: int, total: int, drawn: int) -> float:
+    """Return C(part, drawn) / C(total, drawn), both of which are far beyond floats."""
+    if part < drawn:
+        return 0.0
+    if part == total:
+        return 1.0
+    return exp(lgamma(part + 1) - lgamma(part - drawn + 1) - lgamma(total + 1) + lgamma(total - drawn + 1))

@@ -83,6 +83,7 @@ def build_raw_plan(
     drop_last: bool = True,
     allow_single_long: bool = True,
     seed: int = 0,
+    quick_bound: bool = False,
 ) -> RawPlan:
     """
     Plan which samples train together.
@@ -102,6 +103,9 @@ def build_raw_plan(
 
         seed: For algorithms that draw: `first_fit_shuffle`.
 
+        quick_bound: Take a lower bound that is found at once, though a stronger one may be known: for plans that are
+            only compared. The packs are the same.
+
     Raises:
         InvalidLengthError: A length is not a positive whole number.
 
@@ -119,7 +123,7 @@ def build_raw_plan(
     grouped = Packs(grouped.offsets, short[grouped.indices])
     keep = np.ones(len(grouped), dtype=bool)
     if drop_last:
-        keep = grouped.loads(array) >= _min_load(min_fill_ratio, packing_length)
+        keep = grouped.loads(array) >= min_load(min_fill_ratio, packing_length)
     kept, dropped = grouped.take(np.flatnonzero(keep)), grouped.take(np.flatnonzero(~keep))
 
     single = Packs(np.arange(long.size + 1), long) if allow_single_long else Packs.from_lists([])
@@ -138,7 +142,8 @@ def build_raw_plan(
         dropped_tokens=_tokens(array[dropped.indices]),
         skipped_tokens=0 if allow_single_long else _tokens(array[long]),
         long_tokens=_tokens(array[single.indices]),
-        lower_bound=lower_bound(array[short], capacity=packing_length, known=len(grouped)) + len(single),
+        lower_bound=len(single)
+        + lower_bound(array[short], capacity=packing_length, known=len(grouped), quick=quick_bound),
     )
 
 
@@ -232,7 +237,7 @@ def _tokens(lengths: IntArray) -> int:
     return int(lengths.sum())
 
 
-def _min_load(ratio: float | str | Decimal, packing_length: int) -> int:
+def min_load(ratio: float | str | Decimal, packing_length: int) -> int:
     """Return the fewest whole tokens that reach the decimal the user wrote: 55 of 100 at 0.55."""
     exact = Fraction(Decimal(str(ratio)))
     if not 0 <= exact <= 1:

@@ -7,12 +7,15 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import attrs
+import numpy as np
 from numpy.typing import NDArray
 
 from core.align import AlignedPlan
+from core.errors import Difference
 from core.fingerprint import Fingerprint
+from core.lengths import IntArray
 from core.plan import RawPlan
-from core.samples import ImageFacts, ImageTable, Measurement, Outcome, Table
+from core.samples import ImageFacts, ImageTable, Measurement, Outcome, Table, column
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -53,8 +56,18 @@ class LengthSource(Measurable, Protocol):
     def measure_elsewhere(self, indices: Sequence[int], /, *, epoch: int) -> list[Outcome]:
         """Encode samples in full, in the order given, in another process and as in training's epoch *epoch*."""
 
-    def images(self, index: int, /) -> tuple[ImageFacts, ...]:
-        """Return what the image files of sample *index* are now; RecordError if one cannot be read."""
+    def images(self, index: int, /, *, decode: bool = False) -> tuple[ImageFacts, ...]:
+        """
+        Return what the image files of sample *index* are now.
+
+        Args:
+            index: Of the sample.
+
+            decode: Read their pixels too, to find damage behind the headers.
+
+        Raises:
+            RecordError: One cannot be read.
+        """
 
 
 @attrs.frozen
@@ -72,6 +85,74 @@ class Stored:
 
     probe: Mapping[str, Any] | None = None
     """How these samples were found to encode the same each time; None if they were not, yet."""
+
+
+@attrs.frozen
+class Origin:
+    """What stored measurements are of."""
+
+    key: Fingerprint
+    """What they depend on, the data aside."""
+
+    num_samples: int
+    """Of the data, when they were last measured."""
+
+    num_measured: int
+    """The first so many of them."""
+
+    data_digest: str
+    """Of the data of those."""
+
+    def differences(
+        self, key: Fingerprint, num_samples: int, data_digest: Callable[[int], str]
+    ) -> tuple[Difference, ...]:
+        """
+        Return in what a source differs from what was measured, as it is now.
+
+        Args:
+            key: What its measurements depend on, the data aside.
+
+            num_samples: Of its data; more than were measured are no difference.
+
+            data_digest: Of its first so many samples.
+        """
+        differences = self.key.differences(key)
+        if self.num_measured > num_samples:
+            return (*differences, Difference("data.records", self.num_measured, num_samples))
+        if (current := data_digest(self.num_measured)) != self.data_digest:
+            where = f"data.sha256 of the first {self.num_measured:,}"
+            return (*differences, Difference(where, self.data_digest, current))
+        return differences
+
+
+@attrs.frozen
+class StoredLengths:
+    """What a store of lengths holds, whatever it was measured from."""
+
+    origin: Origin
+
+    rows: Stored
+
+    digest: str
+    """Of the rows of all samples: what plans depend on."""
+
+    @property
+    def tokens(self) -> IntArray:
+        """Of each sample; shape (num_samples,)."""
+        return column(self.rows.table, "length").astype(np.int64)
+
+
+@attrs.frozen
+class StoredPlan:
+    """What a store of plans holds, whatever it was planned from."""
+
+    key: Fingerprint
+    """What the plan depends on."""
+
+    plan: RawPlan
+
+    world_sizes: tuple[int, ...]
+    """For which it was aligned, ascending."""
 
 
 class LengthStore(Protocol):

@@ -95,8 +95,8 @@ class EpochLedger:
     def of(cls, facts: PackFacts, course: Course, epoch: int) -> EpochLedger:
         """Open the ledger of *epoch*."""
         before = course.consumed(epoch)
-        count = course.num_batches(epoch) * course.batch_size * course.world_size
-        order = course.order(epoch)[:count]
+        order = course.order(epoch)
+        order = order[: course.batches_of(order.size) * course.batch_size * course.world_size]
         _, places = np.unique(np.concatenate([before, order]), return_index=True)
         first = np.zeros(before.size + order.size, dtype=np.int64)
         first[places] = 1
@@ -114,8 +114,16 @@ class EpochLedger:
         """Return the tokens of the steps from *start* to before *stop*."""
         packs, first = self._packs(start, stop)
         useful = int((self.facts.tokens[packs] * first).sum())
-        total = sum(int(self._widths(step).sum()) for step in self._steps(start, stop))
-        return Tokens(total, useful)
+        return Tokens(int(self._widths(self._rows(packs)).sum()), useful)
+
+    def works(self, start: int, stop: int) -> IntArray:
+        """Return the attention work of each step from *start* to before *stop*, on each rank; shape (steps, world_size)."""
+        packs, _ = self._packs(start, stop)
+        rows = self._rows(packs)
+        works = self.facts.work[rows] if self.facts.packed else self._widths(rows) ** 2
+        per_step = self.packs_per_step // self.world_size
+        total: IntArray = np.add.reduceat(works, np.arange(0, len(rows), per_step), axis=0)
+        return total
 
     def statistics(self, start: int, stop: int) -> Mapping[str, float]:
         """
@@ -126,15 +134,15 @@ class EpochLedger:
         rank's, a mean over steps), and `coverage`: the share of the data set that the epoch has consumed by then.
         """
         facts, (packs, _) = self.facts, self._packs(start, stop)
-        works = [self._work(step) for step in self._steps(start, stop)]
+        works = self.works(start, stop)
         samples = int(facts.samples[packs].sum())
         fills = self._fills(packs)
         return {
             **({"fill": float(fills.mean())} if fills.size else {}),
             **({"samples_per_pack": samples / packs.size} if facts.packed else {}),
             "long_share": int(facts.long[packs].sum()) / samples,
-            "attention_work": float(np.mean([work.sum() for work in works])),
-            "attention_imbalance": float(np.mean([work.max() / work.mean() for work in works])),
+            "attention_work": float(works.sum(axis=1).mean()),
+            "attention_imbalance": float((works.max(axis=1) / works.mean(axis=1)).mean()),
             "coverage": self._coverage(stop),
         }
 
@@ -161,24 +169,18 @@ class EpochLedger:
         chosen = slice(start * self.packs_per_step, stop * self.packs_per_step)
         return self.order[chosen], self.first[chosen]
 
-    def _steps(self, start: int, stop: int) -> list[IntArray]:
-        """Return the packs of each step; shape (rows, world_size), a column per rank."""
-        return [self._packs(step, step + 1)[0].reshape(-1, self.world_size) for step in range(start, stop)]
+    def _rows(self, packs: IntArray) -> IntArray:
+        """Return packs in the order of whole steps as one row for each that a rank takes; shape (rows, world_size)."""
+        return packs.reshape(-1, self.world_size)
 
-    def _widths(self, step: IntArray) -> IntArray:
-        """Return the positions that each pack of a step takes in its batch, of the step's shape."""
-        tokens = self.facts.tokens[step]
+    def _widths(self, rows: IntArray) -> IntArray:
+        """Return the positions that each pack of some rows takes in its batch, of the rows' shape."""
+        tokens = self.facts.tokens[rows]
         if self.facts.packed:
             return tokens
-        batches = np.arange(0, len(step), self.batch_size)
+        batches = np.arange(0, len(rows), self.batch_size)
         widest = np.maximum.reduceat(tokens, batches, axis=0)
-        return np.repeat(widest, np.diff([*batches, len(step)]), axis=0)
-
-    def _work(self, step: IntArray) -> IntArray:
-        """Return each rank's attention work in a step; shape (world_size,)."""
-        works = self.facts.work[step] if self.facts.packed else self._widths(step) ** 2
-        total: IntArray = works.sum(axis=0)
-        return total
+        return np.repeat(widest, np.diff([*batches, len(rows)]), axis=0)
 
     def _fills(self, packs: IntArray) -> NDArray[np.float64]:
         """Return the fill of those packs that hold no long sample; of no pack where samples are padded."""

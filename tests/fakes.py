@@ -54,7 +54,7 @@ class ListSource:
         self.elsewhere = list(indices)
         return [Measured(self.measure(index)) for index in indices]
 
-    def images(self, index: int) -> tuple[ImageFacts, ...]:
+    def images(self, index: int, *, decode: bool = False) -> tuple[ImageFacts, ...]:
         return (ImageFacts(self.image_bytes, self.widths.get(index, 28), 28, self.lengths[index]),)
 
 

@@ -5,20 +5,26 @@ from __future__ import annotations
 import argparse
 import sys
 
-from app.bench import lengths, loss, planner, shard, stream, training
+from app.bench import lengths, looking, loss, planner, shard, stream, training
 from app.command import program, run_command
+
+BENCHMARKS = {
+    "planner": (planner, "packing algorithms"),
+    "lengths": (lengths, "measuring samples"),
+    "look": (looking, "looking at stored plans"),
+    "stream": (stream, "dynamic packing"),
+    "train": (training, "packed against padded"),
+    "shard": (shard, "microbatches of RL batches"),
+    "loss": (loss, "losses on packed logits"),
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
     parser = argparse.ArgumentParser(prog=program("bench"), description=__doc__)
     benchmarks = parser.add_subparsers(required=True, metavar="benchmark")
-    planner.add_arguments(benchmarks.add_parser("planner", help="packing algorithms", description=planner.__doc__))
-    lengths.add_arguments(benchmarks.add_parser("lengths", help="measuring samples", description=lengths.__doc__))
-    stream.add_arguments(benchmarks.add_parser("stream", help="dynamic packing", description=stream.__doc__))
-    training.add_arguments(benchmarks.add_parser("train", help="packed against padded", description=training.__doc__))
-    loss.add_arguments(benchmarks.add_parser("loss", help="losses on packed logits", description=loss.__doc__))
-    shard.add_arguments(benchmarks.add_parser("shard", help="microbatches of RL batches", description=shard.__doc__))
+    for name, (module, summary) in BENCHMARKS.items():
+        module.add_arguments(benchmarks.add_parser(name, help=summary, description=module.__doc__))
     options = parser.parse_args(arguments)
     return run_command(lambda: options.run(options), verbose=False)
 

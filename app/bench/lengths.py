@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> None:
         message = "--workers has to be at least 1"
         raise DataSetError(message)
     # Ten seconds to load, for this benchmark alone.
-    from app.bench.measuring_cost import STORED, measure_costs  # noqa: PLC0415
+    from app.bench.measuring_cost import STORED, measure_costs
 
     costs = measure_costs(options.workers)
     if options.json:

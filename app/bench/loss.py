@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Measure, then print."""
     # Seconds to load, for this benchmark alone.
-    from app.bench.loss_cost import measure_loss  # noqa: PLC0415
+    from app.bench.loss_cost import measure_loss
 
     rows = [
         measure_loss(size, num_sequences=options.sequences, length=options.length, repeat=options.repeat)

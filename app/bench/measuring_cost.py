@@ -20,7 +20,7 @@ import torch
 from PIL import Image
 from tqdm import tqdm
 
-from app import wiring
+from app import wiring, wiring_light
 from app.bench.distributions import DISTRIBUTIONS
 from app.bench.measure import Measured, measure
 from app.demo.tiny_models import write_model
@@ -116,7 +116,7 @@ def measure_costs(workers: list[int]) -> Costs:
         rows = []
         for kind, way, number in tqdm(cases, desc="measuring", leave=False, disable=None):
             rows.append(_measure(kind, way, _config(folder, _write_records(folder, kind), number)))
-        stores = wiring.open_stores(_config(folder, folder / "none", 1), "train")
+        stores = wiring_light.open_stores(_config(folder, folder / "none", 1), "train")
         return Costs(rows, _warm_start(stores), _rank_memory(stores))
 
 
@@ -196,7 +196,7 @@ class _StoredSamples:
     def data_digest(self, count: int) -> str:
         return str(count)
 
-    def images(self, index: int) -> tuple[ImageFacts, ...]:
+    def images(self, index: int, *, decode: bool = False) -> tuple[ImageFacts, ...]:  # noqa: ARG002  # it has no files
         return (ImageFacts(index, 28, 28, index),)
 
 

@@ -160,7 +160,7 @@ def preparation(name: str, lengths: IntArray, capacity: int) -> Callable[[], Cal
             PEERS[name].call(lengths[:WARM_UP], capacity)()
             return PEERS[name].call(lengths, capacity)
         if name == "certified":
-            import scipy.optimize  # noqa: F401, PLC0415  # half a second that is not its own
+            import scipy.optimize  # noqa: F401  # half a second that is not its own
         pack(lengths[:WARM_UP], capacity=capacity, algorithm=name)
         return lambda: pack(lengths, capacity=capacity, algorithm=name)
 
@@ -224,7 +224,7 @@ def _cells(row: Row) -> Iterator[str]:
 
 def draw(rows: list[Row], path: Path) -> None:
     """Draw seconds and gap against samples, a column for each distribution."""
-    from matplotlib.figure import Figure  # noqa: PLC0415  # a second to load, for this option alone
+    from matplotlib.figure import Figure  # a second to load, for this option alone
 
     names = list(dict.fromkeys(row.distribution for row in rows))
     figure = Figure(figsize=(4 * len(names), 7), layout="constrained")

@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Measure, then print."""
     # Ten seconds to load, for this benchmark alone.
-    from app.bench.training_cost import Setting, measure_overhead, measure_training  # noqa: PLC0415
+    from app.bench.training_cost import Setting, measure_overhead, measure_training
 
     shape = options.shape or ("tiny" if options.device == "cpu" else "3b")
     setting = Setting(

@@ -9,16 +9,17 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from app import sft, wiring
+from app import sft
 from app.command import program, run_command
-from app.demo.scenes import corpus, write_data
-from app.demo.tiny_models import MODEL_TYPES, write_model
 
 CONFIG = Path(__file__).parent.parent / "demo.yaml"
 
 
 def make(folder: Path, *, seed: int, num_train: int, num_val: int) -> None:
     """Write the data to `data/` and the models to `models/` under *folder*."""
+    from app.demo.scenes import corpus, write_data
+    from app.demo.tiny_models import MODEL_TYPES, write_model
+
     write_data(folder / "data", seed=seed, num_train=num_train, num_val=num_val)
     for model_type in MODEL_TYPES:
         write_model(folder / "models" / model_type, model_type, corpus(folder / "data"), seed=seed)
@@ -26,6 +27,8 @@ def make(folder: Path, *, seed: int, num_train: int, num_val: int) -> None:
 
 def train() -> None:
     """Train as `app/demo.yaml` says, and print how the loss fell."""
+    from app import wiring
+
     with wiring.joined_ranks({}) as group:
         result = sft.run(wiring.read_config(CONFIG), group)
     evaluated = [entry["eval_loss"] for entry in result.history if "eval_loss" in entry]

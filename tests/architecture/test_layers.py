@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -67,9 +68,9 @@ def test_no_pickle_and_no_unsafe_yaml():
 
 
 def test_only_wiring_constructs_adapters():
-    """Commands and planning get them handed in; classes of adapters are named in wiring alone."""
-    for path in (ROOT / "app").glob("*.py"):
-        if path.name == "wiring.py":
+    """Commands and planning get them handed in; classes of adapters are named in the two modules of wiring alone."""
+    for path in [*(ROOT / "app").glob("*.py"), *(ROOT / "app" / "plans").glob("*.py")]:
+        if path.name in {"wiring.py", "wiring_light.py"}:
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
@@ -80,3 +81,40 @@ def test_only_wiring_constructs_adapters():
                     "TorchGroup",
                     "PackTrainer",
                 }
+
+
+def programs() -> list[str]:
+    """Return every module that `python -m` runs."""
+    files = [*(ROOT / "app").glob("*.py"), *(ROOT / "app").glob("*/__main__.py")]
+    names = [path.parent.name if path.name == "__main__.py" else path.stem for path in files]
+    return [f"app.{name}" for name, path in zip(names, files, strict=True) if "def main(" in path.read_text()]
+
+
+HELP = """
+import contextlib, importlib, io, json, sys
+loaded = {}
+for words in json.loads(sys.argv[1]):
+    module = importlib.import_module(words[0] + (".__main__" if words[1] else ""))
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
+        module.main([*words[2:], "--help"])
+    heavy = [name for name in ("torch", "swift", "transformers") if name in sys.modules]
+    loaded[" ".join([words[0], *words[2:]])] = heavy or ("usage:" not in said.getvalue())
+print(json.dumps(loaded))
+"""
+
+
+def test_every_help_answers_without_torch_and_without_swift():
+    """Of each program, and of each of their commands, in a fresh process."""
+    from app.bench.__main__ import BENCHMARKS
+    from app.plan import COMMANDS
+
+    calls = [[name, name in {"app.bench", "app.demo"}] for name in sorted(programs())]
+    calls += [["app.plan", False, name] for name in COMMANDS] + [["app.bench", True, name] for name in BENCHMARKS]
+    run = subprocess.run(
+        [sys.executable, "-c", HELP, json.dumps(calls)], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+
+    loaded = json.loads(run.stdout)
+    assert {"app.sft", "app.check", "app.plan show", "app.demo", "app.bench planner"} <= set(loaded)
+    assert not any(loaded.values()), loaded

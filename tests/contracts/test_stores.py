@@ -203,7 +203,7 @@ def test_torn_files_are_never_read(tmp_path: Path):
             DiskPlanStore(tmp_path).load(KEY)
         path.write_bytes(whole)
     (tmp_path / "raw_plan.indices.bin").unlink()
-    with pytest.raises(CorruptArtefactError, match="0 bytes"):
+    with pytest.raises(CorruptArtefactError, match="is missing"):
         DiskPlanStore(tmp_path).load(KEY)
 
 
@@ -306,3 +306,120 @@ def test_a_manifest_of_another_schema_is_refused(tmp_path: Path):
 
     with pytest.raises(CorruptArtefactError, match="packplan lengths 99"):
         DiskLengthStore(tmp_path).resume(KEY, 10, DATA)
+
+
+@pytest.fixture
+def whole(tmp_path):
+    """A folder with lengths, a plan, and two alignments of it."""
+    lengths = DiskLengthStore(tmp_path)
+    lengths.resume(KEY, 10, DATA)
+    put(lengths, 0, 10, probe={"samples": [0, 9]})
+    plans = DiskPlanStore(tmp_path)
+    plans.save(KEY, PLAN)
+    for world_size in (3, 2):
+        aligned = align_plan(PLAN, world_size=world_size, dataloader_drop_last=False)
+        plans.save_aligned(KEY, aligned, drop_last=False)
+    return tmp_path
+
+
+def damage(folder) -> list[str]:
+    """Return the names of the files that are found damaged."""
+    found = [*DiskLengthStore(folder).damage(), *DiskPlanStore(folder).damage()]
+    return [Path(error.path).name for error in found]
+
+
+def test_a_look_needs_no_key(whole):
+    """What is stored comes back with what it was made from, whoever asks; nothing is written."""
+    before = {path.name: path.read_bytes() for path in whole.iterdir()}
+
+    lengths, plan = DiskLengthStore(whole).look(), DiskPlanStore(whole).look()
+
+    assert (KEY, 10, 10, DATA(10)) == (
+        lengths.origin.key, lengths.origin.num_samples, lengths.origin.num_measured, lengths.origin.data_digest
+    )  # fmt: skip
+    assert ROWS.tolist() == lengths.rows.table.tolist()
+    assert ROWS[:, 0].tolist() == lengths.tokens.tolist()
+    assert IMAGES.tolist() == lengths.rows.images.tolist()
+    assert (KEY, PLAN, (2, 3)) == (plan.key, plan.plan, plan.world_sizes)
+    assert DiskLengthStore(whole).origin() == lengths.origin
+    assert before == {path.name: path.read_bytes() for path in whole.iterdir()}
+
+
+def test_nothing_is_stored_in_an_empty_folder(tmp_path):
+    """And nothing is damaged."""
+    assert (
+        DiskLengthStore(tmp_path).look() is DiskLengthStore(tmp_path).origin() is DiskPlanStore(tmp_path).look() is None
+    )
+    assert [] == damage(tmp_path)
+
+
+def test_any_flipped_bit_of_any_artefact_is_found(whole):
+    """In every third byte of every file; that file is named, and what is whole is not."""
+    assert [] == damage(whole)
+    files = [path for path in whole.iterdir() if path.suffix in {".json", ".bin"}]
+    assert {"lengths.json", "images.bin", "raw_plan.json", "raw_plan.indices.bin", "plan_ws2.json"} < {
+        f.name for f in files
+    }
+    for path in files:
+        content = path.read_bytes()
+        for place in range(0, len(content), 3):
+            flipped = bytearray(content)
+            flipped[place] ^= 1 << place % 8  # every bit of a byte in turn
+            path.write_bytes(flipped)
+            assert path.name in damage(whole), f"{path.name}, byte {place}"
+        path.write_bytes(content)
+    assert [] == damage(whole)
+
+
+def test_a_manifest_that_was_written_anew_is_found(whole):
+    """With the same values in another layout; its digest is of the values alone."""
+    path = whole / "lengths.json"
+    path.write_text(json.dumps(json.loads(path.read_text()), indent=1))
+
+    assert ["lengths.json"] == damage(whole)
+
+
+def test_all_that_is_damaged_is_named_at_once(whole):
+    """One file does not hide another."""
+    for name in ("lengths.bin", "images.bin", "raw_plan.offsets.bin", "raw_plan.indices.bin", "plan_ws3.json"):
+        path = whole / name
+        path.write_bytes(path.read_bytes()[:-1])
+    (whole / "raw_plan.single_long.bin").unlink()
+
+    expected = ["lengths.bin", "images.bin", "raw_plan.offsets.bin", "raw_plan.indices.bin"]
+    assert [*expected, "raw_plan.single_long.bin", "plan_ws3.json"] == damage(whole)
+
+
+def test_an_alignment_that_says_something_else_than_its_plan_gives_is_found(whole):
+    """Though its digest is right: of another count, for a world size that leaves nothing, or under another name."""
+    from adapters import artefacts
+
+    content = artefacts.read_manifest(whole / "plan_ws2.json", "packplan aligned plan 1")
+    artefacts.write_manifest(whole / "plan_ws2.json", content | {"pad_needed": 7})
+    artefacts.write_manifest(whole / "plan_ws4.json", content)
+    artefacts.write_manifest(whole / "plan_ws9.json", content | {"world_size": 9, "dataloader_drop_last": True})
+
+    found = [str(error) for error in DiskPlanStore(whole).damage()]
+
+    assert 3 == len(found)
+    assert "pad_needed" in found[0]
+    assert "file name" in found[1]
+    assert "cannot feed 9 ranks" in found[2]
+
+
+def test_the_alignment_of_an_earlier_plan_is_no_damage(whole):
+    """It stays when a changed knob plans anew, and is never taken for the new plan's."""
+    DiskPlanStore(whole).save(Fingerprint({"a": 2}), PLAN)
+
+    assert [] == damage(whole)
+    assert () == DiskPlanStore(whole).look().world_sizes
+
+
+def test_a_manifest_whose_counts_are_not_its_plans_is_found(whole):
+    """Though its digest is right."""
+    from adapters import artefacts
+
+    content = artefacts.read_manifest(whole / "raw_plan.json", "packplan raw plan 1")
+    artefacts.write_manifest(whole / "raw_plan.json", content | {"num_tokens": 1})
+
+    assert ["another num_tokens" in str(error) for error in DiskPlanStore(whole).damage()] == [True]

@@ -15,7 +15,7 @@ import torch
 from adapters.microbatches import BatchedData
 from adapters.rank_workers import RankWorkers
 from adapters.sequence_loss import normalisers
-from app import rl, wiring
+from app import grpo, wiring
 
 LENGTHS = [9, 41, 5, 30, 2, 17, 61, 8, 12, 25, 33]
 """Tokens of the rollouts; neither ranks nor microbatches divide their number, nor the rounding of widths the longest."""
@@ -49,16 +49,16 @@ def phases(path: str) -> dict:
         shards = group.world_size // config.policy.context_parallel_size
         batch = rollouts(len(samples.template.tokenizer))
         lengths = batch.lengths.numpy()
-        cut = rl.cut(config, lengths, shards=shards, training=False)
-        old = rl._log_probabilities(config, workers, batch, cut)
+        cut = grpo.cut(config, lengths, shards=shards, training=False)
+        old = grpo._log_probabilities(config, workers, batch, cut)
         batch = batch.with_fields(
             old_log_probabilities=old + batch.tensor("noise"), reference_log_probabilities=old - batch.tensor("noise")
         )
         sequences, tokens = normalisers(batch.tensor("token_mask"))
-        sharding = rl.cut(config, lengths, shards=shards, training=True)
+        sharding = grpo.cut(config, lengths, shards=shards, training=True)
         # Twice: what one update leaves is not added to the next.
         for _ in range(2):
-            trained = rl.run_on_all(
+            trained = grpo.run_on_all(
                 workers, "train", batch.shard(sharding), config, num_sequences=[sequences], num_tokens=[tokens]
             )
         return {

@@ -60,7 +60,7 @@ def compared(write_run, scenes):
         prepared = prepare(config, OneRank())
         if plant is not None:
             plant(prepared.trainer)
-        report = compare(config, prepared, num_packs=num_packs, quiet=True)
+        report = compare(config, prepared, num_packs=num_packs)
         return report, {verdict.check for verdict in report.verdicts if not verdict.passed}
 
     return run

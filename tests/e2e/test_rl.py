@@ -177,7 +177,7 @@ class Answering:
 def test_answers_are_put_to_their_prompts_and_they_alone_are_trained(write_rl):
     """In the prompts' order, over two workers of which one has a prompt less."""
     from adapters.microbatches import BatchedData
-    from app import rl, wiring
+    from app import grpo, wiring
 
     config = wiring.read_config(
         write_rl(grpo={"num_generations_per_prompt": 2}, policy={"generation_batch_size": 1}), rl=True
@@ -186,7 +186,7 @@ def test_answers_are_put_to_their_prompts_and_they_alone_are_trained(write_rl):
     ids = torch.tensor([[n] * n + [0] * (6 - n) for n in lengths])
     asked = BatchedData.of({"input_ids": ids, "answers": [""] * 5, "records": [""] * 5}, lengths=lengths)
 
-    rollouts = rl._roll_out(config, Answering(), asked, shards=2, step=0)
+    rollouts = grpo._roll_out(config, Answering(), asked, shards=2, step=0)
 
     rows = [(n, g) for n in lengths for g in (0, 1)]
     for place, (n, g) in enumerate(rows):
@@ -250,7 +250,7 @@ def test_the_reward_rises(write_rl, tmp_path, capsys):
     assert statistics.fmean(rewards[-6:]) > 1.25 * statistics.fmean(rewards[:6])
     assert all(0 < entry["train"]["computed_share"] < 1 for entry in entries)
     assert all(entry["train"]["utilisation"] <= 1 and len(entry["train"]["chunks"]) == 1 for entry in entries)
-    assert "step 24/24: reward" in capsys.readouterr().err
+    assert "step 24/24, 0 s left: reward" in capsys.readouterr().err
     assert (tmp_path / "rl" / "policy" / "model.safetensors").is_file()
 
     again = str(write_rl(policy=packing, grpo={**grpo, "num_steps": 1}))

@@ -354,7 +354,7 @@ def test_prompts_are_answered_where_the_model_is(write_rollout):
     path.write_text(yaml.safe_dump(document))
     config = wiring.read_config(path)
 
-    from app.preparing import batch_of
+    from app.course import batch_of
 
     batch = batch_of(config, world_size=1)
     assert 0 == wiring.open_arguments(config, batch.size, batch.accumulation).dataloader_num_workers

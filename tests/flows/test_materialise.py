@@ -108,4 +108,5 @@ def test_a_static_run_trains_from_it(write_mix, tmp_path, capfd):
     assert 0 == main(["materialise", path, "-o", str(tmp_path / "mix.jsonl"), "--epoch", "3"])
     assert "5 of 5 samples from" in capfd.readouterr().err
     assert 5 == len((tmp_path / "mix.jsonl").read_text().splitlines())
-    assert 2 == main(["materialise", path, "-o", str(tmp_path / "mix.jsonl"), "--epoch", "-1"])
+    with pytest.raises(SystemExit, match="2"):
+        main(["materialise", path, "-o", str(tmp_path / "mix.jsonl"), "--epoch", "-1"])

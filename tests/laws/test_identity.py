@@ -15,9 +15,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from core.checksum import plan_checksum
-from core.fingerprint import Fingerprint, plan_fingerprint
+from core.config import CustomConfig, TemplateConfig
+from core.fingerprint import Fingerprint, configured_inputs, plan_fingerprint
 from core.packers import ALGORITHMS
 from core.packs import Packs
+from core.ports import Origin
 from tests.strategies import pack_lists
 
 values = st.text(max_size=5) | st.integers(-9, 9) | st.booleans() | st.none()
@@ -149,3 +151,32 @@ def test_the_golden_plan():
 
     assert "325c536d43a855584e3bcac86ea1ebab0f02ad281ddc4999d3460311bbf4469b" == plan_checksum(plan.packs)
     assert (507, 0) == (len(plan.packs), len(plan.dropped_packs))
+
+
+@given(st.sampled_from([None, "left", "right", "raise"]), st.integers(1, 99), st.integers(1, 99))
+def test_the_limit_decides_lengths_only_where_the_template_cuts(strategy, one, other):
+    """To raise is no cut; what the configuration alone decides is named as in the whole fingerprint."""
+    template, custom = TemplateConfig(truncation_strategy=strategy, system="Look."), CustomConfig()
+    inputs = [configured_inputs(template, custom, packing_length=length) for length in (one, other)]
+    cuts = strategy in {"left", "right"}
+
+    assert (inputs[0] == inputs[1]) == (one == other or not cuts)
+    assert ("Look.", strategy if cuts else None) == (
+        inputs[0]["template.system"], inputs[0]["template.truncation_strategy"]
+    )  # fmt: skip
+
+
+@given(st.integers(0, 5), st.integers(0, 8), st.booleans(), st.booleans())
+def test_an_origin_differs_in_its_key_its_rows_or_their_data(measured, now, same_key, same_data):
+    """Fewer rows than were measured, or other ones; rows behind them are no difference."""
+    origin = Origin(Fingerprint({"a": 1}), 5, measured, f"{measured} rows")
+    found = origin.differences(
+        Fingerprint({"a": 1 if same_key else 2}), now, lambda count: f"{count} rows" if same_data else "others"
+    )
+
+    keys = [] if same_key else ["a"]
+    if now < measured:
+        keys.append("data.records")
+    elif not same_data:
+        keys.append(f"data.sha256 of the first {measured}")
+    assert keys == [difference.key for difference in found]

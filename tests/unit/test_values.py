@@ -20,6 +20,7 @@ EXAMPLES = {
     "method": "train", "number": float("inf"),
     "checkpoint": "runs/first/checkpoint-2",
     "checks": ("logits", "gradients"),
+    "num_findings": 3,
     "missing": (3, 4),
     "surplus": (),
     "source": "run.yaml", "faults": (Fault("a.b", "is wrong"), Fault("", "at all")), "line": 7, "reason": "is broken",

@@ -1,0 +1,70 @@
+"""Configuration -> what an optimizer step is made of, and what training consumes when."""
+
+from __future__ import annotations
+
+import attrs
+
+from core.batch import Accumulation, resolve_accumulation
+from core.config import RunConfig
+from core.course import Course
+from core.errors import ConfigError
+
+
+@attrs.frozen
+class Batch:
+    """What one optimizer step is made of."""
+
+    size: int
+    """Of one rank: packs, or samples if not packing."""
+
+    accumulation: Accumulation
+
+
+def require_static(config: RunConfig) -> None:
+    """Refuse a run that has no static plan."""
+    if config.custom.trainer_variant != "sft":
+        reason = "is rollout, whose packs come as samples come: there is no plan; set it to sft for what needs one"
+        raise ConfigError.of("custom.trainer_variant", reason)
+
+
+def batch_of(config: RunConfig, *, world_size: int) -> Batch:
+    """Return the batch of a run; BatchSizeError if the ranks cannot realise it."""
+    training = config.training
+    size = 1 if training.packing else training.per_device_train_batch_size
+    accumulation = resolve_accumulation(
+        effective_batch_size=training.effective_batch_size,
+        per_device_train_batch_size=training.per_device_train_batch_size,
+        gradient_accumulation_steps=training.gradient_accumulation_steps,
+        world_size=world_size,
+        forced_batch_size=size,
+    )
+    return Batch(size, accumulation)
+
+
+def course_of(config: RunConfig, batch: Batch, *, num_packs: int, world_size: int) -> Course:
+    """Return the course of a run from its beginning."""
+    training = config.training
+    return Course(
+        num_packs=num_packs,
+        world_size=world_size,
+        dataloader_drop_last=training.dataloader_drop_last,
+        gradient_accumulation_steps=batch.accumulation.gradient_accumulation_steps,
+        num_train_epochs=training.num_train_epochs,
+        batch_size=batch.size,
+        max_steps=training.max_steps,
+        seed=training.trainer.get("data_seed", training.seed),
+        shuffle=training.trainer.get("train_dataloader_shuffle", True),
+    )
+
+
+def evaluation_of(config: RunConfig, *, num_packs: int, world_size: int) -> Course:
+    """Return an evaluation as the course of one epoch, whose steps are the forward passes of each rank."""
+    return Course(
+        num_packs=num_packs,
+        world_size=world_size,
+        dataloader_drop_last=False,
+        gradient_accumulation_steps=1,
+        num_train_epochs=1,
+        batch_size=1 if config.eval_packing else config.training.per_device_eval_batch_size,
+        shuffle=False,
+    )

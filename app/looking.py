@@ -1,0 +1,193 @@
+"""A split as it is stored, in numbers: opened without its data, its model, torch or ms-swift."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from app import wiring_light
+from app.course import batch_of, course_of, evaluation_of, require_static
+from app.describe import describe
+from app.planning import Knobs, PlannedSplit
+from core.align import align_plan
+from core.batch import partial_window
+from core.checksum import plan_checksum
+from core.config import RunConfig
+from core.course import Course
+from core.errors import ConfigError, NotBuiltError
+from core.fingerprint import Fingerprint, configured_inputs
+from core.ports import StoredLengths, StoredPlan
+from core.summary import CourseSummary, PlanSummary, summarise, summarise_course
+
+
+@attrs.frozen(eq=False)
+class StoredSplit:
+    """Lengths and plan of one split, which belong together."""
+
+    name: str
+    folder: Path
+    lengths: StoredLengths
+    plan: StoredPlan
+
+    @property
+    def packed(self) -> bool:
+        """Whether samples share packs."""
+        return bool(self.plan.key.inputs["packing"])
+
+    def summary(self) -> PlanSummary:
+        """Return the plan in numbers."""
+        return summarise(self.plan.plan, self.lengths.tokens, packed=self.packed)
+
+
+@attrs.frozen(eq=False)
+class Look:
+    """A split of a run, at one world size."""
+
+    stored: StoredSplit
+    planned: PlannedSplit
+    course: Course
+    plan_summary: PlanSummary
+    course_summary: CourseSummary
+    warnings: tuple[str, ...]
+
+
+def splits_of(config: RunConfig, split: str | None) -> list[str]:
+    """Return the splits of a run that are asked for, by default all; ConfigError if it lacks the one."""
+    require_static(config)
+    having = ["train", *(["eval"] if config.custom.val_jsonl else [])]
+    if split is not None and split not in having:
+        raise ConfigError.of("custom.val_jsonl", "is not set, so there is no eval split")
+    return having if split is None else [split]
+
+
+def open_lengths(folder: Path) -> StoredLengths:
+    """
+    Return the lengths in a split's folder.
+
+    Raises:
+        NotBuiltError: None are stored, or not all.
+
+        CorruptArtefactError: They are not what was written.
+    """
+    lengths = wiring_light.stored_lengths(folder)
+    if lengths is None:
+        raise NotBuiltError(str(folder), "holds no lengths")
+    measured = len(lengths.rows.table)
+    if measured < lengths.origin.num_samples:
+        reason = f"holds the lengths of {measured:,} of {lengths.origin.num_samples:,} samples, since measuring was interrupted"
+        raise NotBuiltError(str(folder), reason)
+    return lengths
+
+
+def open_split(folder: Path) -> StoredSplit:
+    """
+    Return lengths and plan in a split's folder.
+
+    Raises:
+        NotBuiltError: They are not stored, or not both of the same lengths.
+
+        CorruptArtefactError: They are not what was written.
+    """
+    lengths, plan = open_lengths(folder), wiring_light.stored_plan(folder)
+    if plan is None:
+        raise NotBuiltError(str(folder), "holds lengths, but no plan")
+    if plan.key.inputs["lengths"] != lengths.digest:
+        raise NotBuiltError(str(folder), "holds a plan of other lengths than it holds")
+    return StoredSplit(folder.name, folder, lengths, plan)
+
+
+def look(config: RunConfig, split: str, *, world_size: int | None) -> Look:
+    """
+    Open a split of a run and put it in numbers.
+
+    Args:
+        config: The run.
+
+        split: `train` or `eval`.
+
+        world_size: Ranks; None takes the most that the plan was aligned for.
+
+    Raises:
+        PackplanError: It is not stored, or damaged, or not for so many ranks.
+    """
+    stored = open_split(wiring_light.split_folder(config.training.output_dir, split))
+    world_size = world_size or max(stored.plan.world_sizes, default=1)
+    raw, knobs = stored.plan.plan, Knobs.of(config, split)
+    aligned = align_plan(raw, world_size=world_size, dataloader_drop_last=knobs.dataloader_drop_last)
+    planned = PlannedSplit(
+        split, stored.lengths.rows.table, raw, aligned, plan_checksum(raw.packs), plan_checksum(aligned.packs),
+        stored.lengths.origin.data_digest,
+    )  # fmt: skip
+    course = split_course(config, split, num_packs=len(raw.packs), world_size=world_size)
+    return Look(
+        stored=stored,
+        planned=planned,
+        course=course,
+        plan_summary=stored.summary(),
+        course_summary=summarise_course(raw, stored.lengths.tokens, course, packed=stored.packed),
+        warnings=tuple(_warnings(config, stored, planned, course, world_size=world_size)),
+    )
+
+
+def split_course(config: RunConfig, split: str, *, num_packs: int, world_size: int) -> Course:
+    """Return the course of training, or of an evaluation; BatchSizeError if the ranks cannot realise the batch."""
+    if split == "eval":
+        return evaluation_of(config, num_packs=num_packs, world_size=world_size)
+    return course_of(config, batch_of(config, world_size=world_size), num_packs=num_packs, world_size=world_size)
+
+
+def stale_inputs(config: RunConfig, lengths: StoredLengths) -> Iterator[str]:
+    """Yield what the configuration alone shows that the stored lengths do not fit; `verify` finds the rest."""
+    inputs = lengths.origin.key.inputs
+    asked = configured_inputs(config.template, config.custom, packing_length=config.packing_length)
+    for difference in Fingerprint({key: inputs.get(key) for key in asked}).differences(Fingerprint(asked)):
+        yield f"the stored lengths are of another configuration, and training refuses them: {difference}"
+
+
+def _warnings(
+    config: RunConfig, stored: StoredSplit, planned: PlannedSplit, course: Course, *, world_size: int
+) -> Iterator[str]:
+    knobs = Knobs.of(config, planned.name)
+    yield from (f"{planned.name}: {line}" for line in stale_inputs(config, stored.lengths))
+    for difference in stored.plan.key.differences(knobs.fingerprint(stored.lengths.digest)):
+        yield f"{planned.name}: this is the stored plan, but training would plan anew: {difference}"
+    if stored.lengths.rows.probe is None:
+        yield f"{planned.name}: the lengths are not yet probed: samples were not encoded twice; build does"
+    shown_as = attrs.evolve(
+        knobs,
+        packing=stored.packed,
+        min_fill_ratio=str(stored.plan.key.inputs.get("min_fill_ratio") or knobs.min_fill_ratio),
+    )
+    lines = describe(planned, shown_as, world_size=world_size)
+    yield from (line for level, line in lines if level >= logging.WARNING)
+    window = partial_window(
+        per_rank_batches=course.batches_per_epoch, gradient_accumulation_steps=course.gradient_accumulation_steps
+    )
+    if window is not None and planned.name == "train":
+        yield f"{planned.name}: {window}"
+
+
+def as_document(seen: Look) -> dict[str, Any]:
+    """Return a look for programs."""
+    stored, planned = seen.stored, seen.planned
+    return {
+        "folder": str(stored.folder),
+        "warnings": list(seen.warnings),
+        "plan": attrs.asdict(seen.plan_summary),
+        "course": attrs.asdict(seen.course_summary),
+        "checksums": {
+            "raw_plan": planned.raw_checksum,
+            "aligned_plan": planned.checksum,
+            "lengths": stored.lengths.digest,
+            "data": stored.lengths.origin.data_digest,
+        },
+        "fingerprints": {
+            "lengths": {"sha256": stored.lengths.origin.key.digest, "inputs": dict(stored.lengths.origin.key.inputs)},
+            "plan": {"sha256": stored.plan.key.digest, "inputs": dict(stored.plan.key.inputs)},
+        },
+        "aligned_for": list(stored.plan.world_sizes),
+    }

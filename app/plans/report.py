@@ -1,0 +1,70 @@
+"""
+Write one page about a plan: warnings and coverage, figures, and plots, each with its numbers as a table.
+
+The page is one HTML file that loads nothing, for light and dark screens, phones, keyboards and screen readers.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from app import wiring_light
+from app.command import positive_number
+from app.figures import figures
+from app.looking import Look, as_document, look, splits_of
+from app.progress import progress
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the command takes."""
+    parser.add_argument("config", metavar="run.yaml", help="the run; see docs/configuration.md")
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="plan.html", help="what to write")
+    parser.add_argument("--split", choices=["train", "eval"], help="only this one (default: all that the run has)")
+    parser.add_argument(
+        "--world-size", type=positive_number, metavar="N", help="ranks (default: the most that were built for)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Look, draw, and write."""
+    config = wiring_light.read_config(options.config)
+    seen = [look(config, split, world_size=options.world_size) for split in splits_of(config, options.split)]
+    # Seconds to load, which no other look at a plan needs.
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parents[1]), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    page = environment.get_template("page.html").render(
+        title=options.config,
+        folder=str(wiring_light.split_folder(config.training.output_dir, "").parent),
+        splits=[_as_variables(one) for one in progress(seen, desc="drawing", unit=" splits")],
+    )
+    wiring_light.write_page(options.output, page)
+
+
+def _as_variables(seen: Look) -> dict[str, Any]:
+    """Return what the page says of a split."""
+    from app.charts import charts
+
+    plan, course, document = seen.plan_summary, seen.course_summary, as_document(seen)
+    return {
+        "name": seen.stored.name,
+        "coverage": (
+            f"Each epoch sees {plan.planned_samples:,} of {plan.num_samples:,} samples ({plan.sample_coverage:.2%}) and "
+            f"{plan.planned_tokens:,} of {plan.num_tokens:,} tokens ({plan.token_coverage:.2%})."
+        ),
+        "warnings": seen.warnings,
+        "ranks": "1 rank" if course.world_size == 1 else f"{course.world_size:,} ranks",
+        "figures": figures(seen),
+        "charts": list(charts(seen)),
+        "digests": [
+            *document["checksums"].items(),
+            *((f"fingerprint of the {name}", one["sha256"]) for name, one in document["fingerprints"].items()),
+        ],
+        "inputs": [(name, list(one["inputs"].items())) for name, one in document["fingerprints"].items()],
+    }

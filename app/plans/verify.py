@@ -1,0 +1,59 @@
+"""
+Check that what is stored is what training would use: exit status 0, or 3 with everything that is wrong.
+
+Every artefact against its digest, the plan against the laws of plans and made again, the lengths against the data, the model
+and the configuration, every image against its size, dimensions and first 64 KiB. With --samples K, K samples are encoded again;
+with --decode, the pixels of every image are read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import attrs
+
+from app import wiring_light
+from app.command import whole_number
+from app.looking import splits_of
+from app.planning import Knobs
+from app.verifying import Finding, verify
+from core.errors import UnsoundError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the command takes."""
+    parser.add_argument("config", metavar="run.yaml", help="the run; see docs/configuration.md")
+    parser.add_argument("--split", choices=["train", "eval"], help="only this one (default: all that the run has)")
+    parser.add_argument(
+        "--samples", type=whole_number, default=0, metavar="K", help="of each split, encoded again (default: none)"
+    )
+    parser.add_argument("--decode", action="store_true", help="read the pixels of every image")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of lines")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Verify, print, and fail if anything is wrong."""
+    from app import wiring
+
+    config = wiring.read_config(options.config)
+    splits = splits_of(config, options.split)
+    samples = wiring.open_samples(config)
+    found: dict[str, list[Finding]] = {}
+    for split in splits:
+        folder = wiring_light.split_folder(config.training.output_dir, split)
+        knobs, source = Knobs.of(config, split), samples[split]
+        found[split] = list(verify(split, folder, knobs, source, num_samples=options.samples, decode=options.decode))
+    number = sum(map(len, found.values()))
+    if options.json:
+        rows = [{"split": split, **attrs.asdict(one)} for split, findings in found.items() for one in findings]
+        print(json.dumps({"passed": not number, "findings": rows}, indent=2))
+    else:
+        for split, findings in found.items():
+            for one in findings:
+                print(f"{split}: {one}")
+            if not findings:
+                print(f"{split}: nothing is wrong with {len(samples[split]):,} samples and their plan")
+    if number:
+        raise UnsoundError(number)

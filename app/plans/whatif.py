@@ -1,0 +1,138 @@
+"""
+What the plan would be with other packing lengths, on other numbers of ranks: from the stored lengths alone.
+
+For each number of ranks the best is marked: the highest coverage x fill / imbalance (planned tokens over all tokens; over
+what the packs of all ranks hold; the busiest rank's attention work over the mean rank's).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+
+import attrs
+from rich.console import Console
+from rich.table import Table
+
+from app import wiring_light
+from app.command import positive_numbers
+from app.looking import open_lengths, split_course, splits_of, stale_inputs
+from app.planning import Knobs
+from app.progress import progress
+from core.config import RunConfig
+from core.course import Course
+from core.errors import ConfigError
+from core.plan import RawPlan, refuse_longer
+from core.ports import StoredLengths
+from core.whatif import Alternative, best_of, what_if
+
+RULE = "coverage x fill / imbalance"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the command takes."""
+    parser.add_argument("config", metavar="run.yaml", help="the run; see docs/configuration.md")
+    parser.add_argument("--split", choices=["train", "eval"], default="train", help="(default: %(default)s)")
+    parser.add_argument(
+        "--max-length", type=positive_numbers, metavar="N,…", help="template.max_length (default: the run's)"
+    )
+    parser.add_argument("--world-size", type=positive_numbers, default=[1], metavar="N,…", help="ranks (default: 1)")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Plan every combination, then print."""
+    config = wiring_light.read_config(options.config)
+    (split,) = splits_of(config, options.split)
+    if not Knobs.of(config, split).packing:
+        raise ConfigError.of(
+            "training.packing", f"is false for {split}: nothing is packed, so there is nothing to vary"
+        )
+    lengths = open_lengths(wiring_light.split_folder(config.training.output_dir, split))
+    for line in stale_inputs(config, lengths):
+        print(f"warning: {split}: {line}", file=sys.stderr)
+    packing_lengths = options.max_length or [config.packing_length]
+    _refuse_other_cuts(lengths, packing_lengths)
+    alternatives = list(
+        progress(
+            _alternatives(config, split, lengths, packing_lengths, options.world_size),
+            total=len(packing_lengths) * len(options.world_size), desc="planning", unit=" combinations",
+        )
+    )  # fmt: skip
+    best = best_of(alternatives)
+    if options.json:
+        rows = [
+            {**attrs.asdict(one), "score": one.score, "best": best.get(one.world_size) is one} for one in alternatives
+        ]
+        print(json.dumps({"split": split, "rule": RULE, "alternatives": rows}, indent=2))
+    else:
+        _print(alternatives, best)
+
+
+def _refuse_other_cuts(lengths: StoredLengths, packing_lengths: list[int]) -> None:
+    """Refuse packing lengths that the samples were not cut to: their lengths would be others."""
+    cut_to = lengths.origin.key.inputs.get("packing_length")
+    if cut_to is not None and packing_lengths != [cut_to]:
+        reason = (
+            f"cuts samples to the packing length, so the stored lengths are of {cut_to:,} alone: build a run with another "
+            "template.max_length in a training.output_dir of its own, or remove the strategy"
+        )
+        raise ConfigError.of("template.truncation_strategy", reason)
+
+
+def _alternatives(
+    config: RunConfig, split: str, stored: StoredLengths, packing_lengths: list[int], world_sizes: list[int]
+) -> Iterator[Alternative]:
+    lengths = stored.tokens
+
+    def plan(packing_length: int) -> RawPlan:
+        other = attrs.evolve(config, template=attrs.evolve(config.template, max_length=packing_length))
+        knobs = Knobs.of(other, split)
+        if knobs.refuse_longer:
+            refuse_longer(lengths, limit=packing_length)
+        return knobs.plan(lengths, quick_bound=True)
+
+    def course(raw: RawPlan, world_size: int) -> Course:
+        return split_course(config, split, num_packs=len(raw.packs), world_size=world_size)
+
+    return what_if(lengths, packing_lengths=packing_lengths, world_sizes=world_sizes, plan=plan, course=course)
+
+
+def _print(alternatives: list[Alternative], best: dict[int, Alternative]) -> None:
+    console = Console(width=None if Console().is_terminal else 120, highlight=False)
+    table = Table()
+    columns = (
+        "max_length",
+        "ranks",
+        "packs",
+        "fill",
+        "long",
+        "dropped tokens",
+        "steps",
+        "work a step",
+        "imbalance",
+        "score",
+        "",
+    )
+    for name in columns:
+        table.add_column(name, justify="right" if name else "left")
+    for one in alternatives:
+        table.add_row(*_cells(one), "best" if best.get(one.world_size) is one else "")
+    console.print(table)
+    console.print(f"best, for each number of ranks: the highest {RULE}", markup=False, soft_wrap=True)
+    for problem in dict.fromkeys(one.problem for one in alternatives if one.problem):
+        console.print(f"not planned: {problem}", markup=False, soft_wrap=True)
+
+
+def _cells(one: Alternative) -> tuple[str, ...]:
+    if one.plan is None or one.course is None:
+        return f"{one.packing_length:,}", f"{one.world_size:,}", *["-"] * 8
+    plan, course = one.plan, one.course
+    return (
+        f"{one.packing_length:,}", f"{one.world_size:,}", f"{plan.num_packs:,}", f"{plan.fill_mean:.4f}",
+        f"{plan.long_samples + plan.skipped_samples:,}", f"{plan.dropped_tokens + plan.skipped_tokens:,}",
+        f"{course.total_steps:,}", f"{course.work_per_step:.3g}", f"{course.work_imbalance:.3f}", f"{one.score:.4f}",
+    )  # fmt: skip

@@ -1,0 +1,96 @@
+"""
+The only place that constructs adapters that need neither torch nor ms-swift; `wiring` constructs the others.
+
+What looks at plans imports this one alone, and answers at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from adapters import artefacts
+from adapters.folder_lock import FolderLock
+from adapters.jsonl_records import JsonlRecords
+from adapters.length_store import DiskLengthStore
+from adapters.plan_store import DiskPlanStore
+from adapters.yaml_config import load_config
+from app.planning import Stores
+from core.config import RunConfig
+from core.errors import ConfigError, CorruptArtefactError, OutputError
+from core.ports import Origin, StoredLengths, StoredPlan
+
+
+def read_config(path: str | Path) -> RunConfig:
+    """Read a run's YAML, but for the settings that are ms-swift's own; ConfigError with all its faults."""
+    return load_config(path, None)
+
+
+def split_folder(output_dir: str, split: str) -> Path:
+    """Return the folder of a split's artefacts."""
+    return Path(output_dir) / "static_packing" / split
+
+
+def open_stores(config: RunConfig, split: str) -> Stores:
+    """Return where a split's lengths and plans are kept."""
+    folder = split_folder(config.training.output_dir, split)
+    other = config.training.packing_lengths_from
+    lengths = DiskLengthStore(folder, lengths_from=split_folder(other, split) if other else None)
+    return Stores(lengths, DiskPlanStore(folder), FolderLock(folder))
+
+
+def stored_origin(folder: Path) -> Origin | None:
+    """Return what the lengths in a split's folder are of, as their manifest says; CorruptArtefactError if it is damaged."""
+    return DiskLengthStore(folder).origin()
+
+
+def stored_lengths(folder: Path) -> StoredLengths | None:
+    """Return the lengths in a split's folder, whatever they were measured from; CorruptArtefactError if damaged."""
+    return DiskLengthStore(folder).look()
+
+
+def stored_plan(folder: Path) -> StoredPlan | None:
+    """Return the plan in a split's folder, whatever it was planned from; CorruptArtefactError if damaged."""
+    return DiskPlanStore(folder).look()
+
+
+def damage(folder: Path) -> Iterator[CorruptArtefactError]:
+    """Yield every artefact in a split's folder that is not what was written."""
+    yield from DiskLengthStore(folder).damage()
+    yield from DiskPlanStore(folder).damage()
+
+
+def open_records(paths: tuple[str, ...]) -> JsonlRecords:
+    """Open data files; DataSetError if one cannot be read."""
+    return JsonlRecords(paths)
+
+
+def write_page(path: Path, page: str) -> None:
+    """Publish a page; ConfigError if it cannot be written."""
+    try:
+        artefacts.write_bytes(path, page.encode())
+    except OutputError as error:
+        raise ConfigError.of("--output", f"{path} cannot be written: {error.reason}") from error
+
+
+def open_slice(config: RunConfig, split: str, start: int, stop: int) -> tuple[DiskLengthStore, FolderLock]:
+    """Return where a rank that measures with others keeps its slice, and the lock of that place."""
+    folder = slices_folder(config, split) / f"{start}-{stop}"
+    return DiskLengthStore(folder), FolderLock(folder)
+
+
+def slices_folder(config: RunConfig, split: str) -> Path:
+    """Return the folder of all slices, which is of no use once they are put together."""
+    return Path(config.training.output_dir) / "static_packing" / "slices" / split
+
+
+def remove_slices(config: RunConfig, split: str) -> None:
+    """Remove the slices of ranks that measured together."""
+    folder = slices_folder(config, split)
+    with artefacts.writing(folder):
+        if folder.exists():
+            shutil.rmtree(folder)
+            with contextlib.suppress(OSError):  # the other split's are still there
+                folder.parent.rmdir()

@@ -1,0 +1,47 @@
+"""What show foretells is what training does."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from app import plan
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("settings", [{}, {"data_seed": 7, "train_dataloader_shuffle": False}])
+def test_training_does_what_show_foretold(write_run, execute, capfd, settings):
+    """Steps, packs, order, attention work and coverage; built without training, then trained."""
+    path = write_run(training={"effective_batch_size": 4, "num_train_epochs": 2, **settings})
+    assert 0 == plan.main(["build", str(path), "--quiet"])
+    capfd.readouterr()
+    assert 0 == plan.main(["show", str(path), "--json"])
+    shown = json.loads(capfd.readouterr().out)["splits"]["train"]
+
+    result = execute(path)
+
+    assert shown["course"]["total_steps"] == result.num_steps
+    assert shown["checksums"]["raw_plan"] == result.planned["train"].raw_checksum
+    assert shown["checksums"]["aligned_plan"] == result.planned["train"].checksum
+    assert settings.get("data_seed", 42) == result.course.seed
+    assert settings.get("train_dataloader_shuffle", True) == result.course.shuffle
+    logged = [entry for entry in result.history if "attention_work" in entry][: shown["course"]["steps_per_epoch"]]
+    works = [entry["attention_work"] for entry in logged]
+    assert shown["course"]["work_per_step"] == pytest.approx(sum(works) / len(works))
+    assert shown["plan"]["sample_coverage"] == pytest.approx(logged[-1]["coverage"])
+
+
+def test_the_course_is_ordered_as_the_trainers_arguments_say(write_run):
+    """ms-swift's defaults are those that looking without it assumes."""
+    from app import wiring
+    from app.course import batch_of, course_of
+
+    for settings in ({}, {"data_seed": 7, "train_dataloader_shuffle": False}):
+        config = wiring.read_config(write_run(training=settings))
+        batch = batch_of(config, world_size=1)
+        course = course_of(config, batch, num_packs=5, world_size=1)
+        arguments = wiring.open_arguments(config, batch.size, batch.accumulation)
+
+        assert (arguments.data_seed, arguments.train_dataloader_shuffle) == (course.seed, course.shuffle)

@@ -1,0 +1,374 @@
+"""Commands that look at plans, over stores made for it: what they say, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from functools import partial
+from html.parser import HTMLParser
+from pathlib import Path
+
+import attrs
+import pytest
+import yaml
+
+from app import plan as command
+from app.course import batch_of, course_of
+from app.wiring_light import read_config, split_folder
+from core.checksum import plan_checksum
+from core.differences import plan_difference
+from core.plan import build_raw_plan
+from core.summary import summarise, summarise_course
+from tests.stored import LENGTHS, store_run
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def store(tmp_path):
+    """Return a function that writes a run's YAML and what building it would store; see `tests.stored`."""
+    return partial(store_run, tmp_path)
+
+
+@pytest.fixture
+def said(capfd):
+    """Return a function that runs a command that has to succeed, and returns what it printed."""
+
+    def run(*arguments) -> str:
+        status = command.main([str(argument) for argument in arguments])
+        printed = capfd.readouterr()
+        assert 0 == status, printed.err
+        return printed.out
+
+    return run
+
+
+def test_show_says_what_core_says(store, said):
+    """The same numbers as from a plain list of lengths, as one document."""
+    path = store(eval_lengths=LENGTHS[:9])
+    document = json.loads(said("show", path, "--json", "--world-size", "2"))["splits"]
+    config, plan = read_config(path), build_raw_plan(LENGTHS, packing_length=80)
+    course = course_of(config, batch_of(config, world_size=2), num_packs=len(plan.packs), world_size=2)
+
+    assert ["train", "eval"] == list(document)
+    assert attrs.asdict(summarise(plan, LENGTHS)) == document["train"]["plan"]
+    assert attrs.asdict(summarise_course(plan, LENGTHS, course)) == document["train"]["course"]
+    assert plan_checksum(plan.packs) == document["train"]["checksums"]["raw_plan"]
+    evaluated = build_raw_plan(LENGTHS[:9], packing_length=80, drop_last=False)
+    assert attrs.asdict(summarise(evaluated, LENGTHS[:9])) == document["eval"]["plan"]
+    assert ["eval"] == list(json.loads(said("show", path, "--json", "--split", "eval"))["splits"])
+
+
+def test_show_takes_the_most_ranks_that_were_built_for(store, said):
+    """Another number of ranks is looked at without building."""
+    path = store(world_sizes=(1, 4, 2))
+
+    assert 4 == json.loads(said("show", path, "--json"))["splits"]["train"]["course"]["world_size"]
+    other = said("show", path, "--json", "--world-size", "1")
+    assert 1 == json.loads(other)["splits"]["train"]["course"]["world_size"]
+
+
+def test_show_is_a_table_for_people(store, said):
+    """Samples, packs and steps, and the checksums."""
+    table = said("show", store())
+
+    for words in (
+        "samples",
+        "above the lower bound",
+        "saved against padding",
+        "optimizer steps",
+        "imbalance",
+        "raw_plan ",
+    ):
+        assert words in table
+
+
+def test_show_warns_of_what_training_would_refuse_or_do_otherwise(store, said):
+    """Another system prompt, another ratio, a ragged window, dropped tokens, an unprobed store."""
+    path = store(probe=False, training={"packing_min_fill_ratio": 1.0, "packing_allow_single_long": False})
+    document = yaml.safe_load(path.read_text())
+    document["template"]["system"] = "Another."
+    document["training"]["packing_min_fill_ratio"] = 0.5
+    document["training"]["effective_batch_size"] = 32
+    path.write_text(yaml.safe_dump(document))
+
+    warnings = "\n".join(json.loads(said("show", path, "--json"))["splits"]["train"]["warnings"])
+
+    assert "template.system: stored None, now 'Another.'" in warnings
+    assert "training would plan anew: min_fill_ratio: stored '1.0', now '0.5'" in warnings
+    assert "filled below 1.0 are dropped" in warnings
+    assert "are skipped" in warnings
+    assert "not yet probed" in warnings
+    assert "the last optimizer step of each epoch sees" in warnings
+    assert "warning: " in said("show", path)
+
+
+def test_a_sample_and_a_pack_are_explained(store, said, tmp_path):
+    """Where a sample is, when its pack is trained, and on which line it stands; text says the same."""
+    records = "".join(f'{{"id": {number}}}\n\n' for number in range(len(LENGTHS)))
+    (tmp_path / "data.jsonl").write_text(records)
+    path = store()
+    plan = build_raw_plan(LENGTHS, packing_length=80)
+    document = json.loads(said("show", path, "--sample", "6", "--json"))
+
+    assert ("long", 80, f"{tmp_path / 'data.jsonl'}, line 13") == (
+        document["place"], document["length"], document["record"]
+    )  # fmt: skip
+    pack = document["pack"]
+    assert (plan.packs[pack["pack"]], 1.0) == ([6], pack["fill"])
+    assert pack == {
+        key: value
+        for key, value in json.loads(said("show", path, "--pack", pack["pack"], "--json")).items()
+        if key != "split"
+    }
+    first = json.loads(said("show", path, "--sample", "0", "--json"))
+    assert [[28, 56]] == first["image_sizes"]
+    text = said("show", path, "--sample", "0")
+    assert "images 28 x 56 (4 patches)" in text
+    assert f"pack {first['pack']['pack']} of train" in text
+    turn = first["pack"]["first_epoch"][0]
+    assert f"step {turn['step']} on rank {turn['rank']}" in text
+    (tmp_path / "data.jsonl").write_text("{}\n")
+    assert json.loads(said("show", path, "--sample", "0", "--json"))["record"] is None
+
+
+def test_samples_in_no_pack_are_explained(store, said):
+    """Dropped, with whom; skipped, and the key that would change it."""
+    path = store(training={"packing_min_fill_ratio": 1.0, "packing_allow_single_long": False})
+    plan = build_raw_plan(LENGTHS, packing_length=80, min_fill_ratio=1.0, allow_single_long=False)
+    dropped = plan.dropped_packs[0]
+
+    document = json.loads(said("show", path, "--sample", dropped[0], "--json"))
+    assert ("dropped", dropped) == (document["place"], document["dropped_with"])
+    assert "training.packing_min_fill_ratio" in said("show", path, "--sample", dropped[0])
+    assert "training.packing_allow_single_long" in said("show", path, "--sample", plan.skipped_long[0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [(["--sample", "60"], "no sample 60: it has 60, from 0"), (["--pack", "99"], "no pack 99"),
+     (["--split", "eval"], "custom.val_jsonl"), (["--world-size", "3"], "not divisible by 3 ranks")],
+)  # fmt: skip
+def test_what_is_not_there_is_named(store, capfd, arguments, reason):
+    """Status 2."""
+    assert 2 == command.main(["show", str(store()), *arguments])
+    assert reason in capfd.readouterr().err
+
+
+def test_what_is_not_built_is_named(store, capfd):
+    """No lengths, not all lengths, or no plan, or a plan of other lengths; with the command that builds."""
+    path = store()
+    folder = split_folder(read_config(path).training.output_dir, "train")
+    for change, reason in (
+        (lambda: store(measured=30), "the lengths of 30 of 60 samples"),
+        ((folder / "lengths.json").unlink, "holds no lengths"),
+        (lambda: store(world_sizes=()) and (folder / "raw_plan.json").unlink(), "but no plan"),
+    ):
+        change()
+
+        assert 2 == command.main(["show", str(path)])
+        assert re.search(f"{reason}.*app.plan build", capfd.readouterr().err), reason
+    store(name="other", lengths=LENGTHS[1:])
+    for part in (folder.parents[1].with_name("other") / "static_packing" / "train").glob("raw_plan*"):
+        (folder / part.name).write_bytes(part.read_bytes())
+    assert 2 == command.main(["show", str(path)])
+    assert "a plan of other lengths" in capfd.readouterr().err
+
+
+def test_damage_is_no_plan_to_look_at(store, capfd):
+    """Status 3, from every command that reads it."""
+    path = store()
+    target = split_folder(read_config(path).training.output_dir, "train") / "lengths.bin"
+    target.write_bytes(b"\0" + target.read_bytes()[1:])
+
+    for arguments in (["show", path], ["whatif", path], ["diff", path, path], ["report", path, "-o", "none.html"]):
+        assert 3 == command.main([str(word) for word in arguments])
+        assert "lengths.bin is damaged" in capfd.readouterr().err
+
+
+def test_a_streaming_run_has_no_plan(store, capfd):
+    """Said with the key."""
+    path = store()
+    document = yaml.safe_load(path.read_text())
+    document["custom"]["trainer_variant"] = "rollout"
+    document["training"] |= {"packing_mode": "dynamic", "max_steps": 3}
+    path.write_text(yaml.safe_dump(document))
+
+    assert 2 == command.main(["show", str(path)])
+    assert "custom.trainer_variant" in capfd.readouterr().err
+
+
+def test_whatif_gives_what_building_each_would_show(store, said):
+    """For every combination, up to the bound, which is only found at once; the best of each number of ranks is marked."""
+    path = store()
+    document = json.loads(said("whatif", path, "--max-length", "100,50,80", "--world-size", "2,4", "--json"))
+
+    found = {(one["packing_length"], one["world_size"]): one for one in document["alternatives"]}
+    assert [(n, w) for n in (50, 80, 100) for w in (2, 4)] == list(found)
+    for (packing_length, world_size), one in found.items():
+        built = store(name=f"other{packing_length}", template={"max_length": packing_length})
+        shown = json.loads(said("show", built, "--json", "--world-size", world_size))["splits"]["train"]
+        assert shown["course"] == one["course"]
+        quick = ("lower_bound", "gap")
+        assert {k: v for k, v in shown["plan"].items() if k not in quick} == {
+            k: v for k, v in one["plan"].items() if k not in quick
+        }
+        assert one["plan"]["lower_bound"] <= shown["plan"]["lower_bound"]
+        others = [other["score"] for other in found.values() if other["world_size"] == world_size]
+        assert one["best"] == (one["score"] == max(others))
+
+
+def test_whatif_says_why_a_combination_has_no_plan(store, said):
+    """And plans the others."""
+    table = said("whatif", store(), "--max-length", "80", "--world-size", "2,3")
+
+    assert "not divisible by 3 ranks" in table
+    assert "best" in table
+
+
+def test_whatif_refuses_lengths_that_depend_on_the_limit(store, capfd, said):
+    """The template cuts at it; the limit itself is planned. Where the template raises, so does a shorter limit."""
+    cut = store(template={"truncation_strategy": "right"})
+    assert 2 == command.main(["whatif", str(cut), "--max-length", "80,90"])
+    assert "template.truncation_strategy" in capfd.readouterr().err
+    assert 80 == json.loads(said("whatif", cut, "--json", "--world-size", "2"))["alternatives"][0]["packing_length"]
+
+    raising = store(name="raising", template={"truncation_strategy": "raise"})
+    rows = json.loads(said("whatif", raising, "--json", "--max-length", "50,80", "--world-size", "2"))["alternatives"]
+    assert ["sample 0 has 60 tokens" in (row["problem"] or "") for row in rows] == [True, False]
+
+
+def test_whatif_has_nothing_to_vary_without_packing(store, capfd):
+    """Said with the key."""
+    assert 2 == command.main(["whatif", str(store(training={"packing": False}))])
+    assert "training.packing" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("number", ["0", "4,x", "", "-1,2"])
+def test_lists_of_numbers_are_checked(number, capfd):
+    """Status 2, and what each has to be."""
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["whatif", "run.yaml", f"--max-length={number}"])
+    assert "has to be a whole number of at least 1" in capfd.readouterr().err
+
+
+def test_a_run_does_not_differ_from_itself(store, said):
+    """By its YAML or its folder."""
+    path = store()
+    nothing = {"inputs": [], "samples": {"moved": [], "lost": [], "gained": [], "resized": []}, "figures": []}
+
+    for other in (path, read_config(path).training.output_dir):
+        assert {"train": nothing} == json.loads(said("diff", path, other, "--json"))["splits"]
+    assert "each in the same pack" in said("diff", path, path)
+
+
+def test_diff_names_inputs_samples_and_figures(store, said):
+    """With both values; of folders, what needs no YAML."""
+    first = store(eval_lengths=[5, 6])
+    more = [*LENGTHS[:3], 31, *LENGTHS[4:], 44]
+    second = store(name="second", lengths=more, eval_lengths=[5, 6], template={"system": "Look.", "max_length": 90})
+    document = json.loads(said("diff", first, second, "--json"))
+
+    assert ["train", "eval"] == list(document["splits"])
+    train = document["splits"]["train"]
+    inputs = {row["key"]: (row["first"], row["second"]) for row in train["inputs"]}
+    assert (None, "Look.") == inputs["template.system"]
+    assert (80, 90) == inputs["plan.packing_length"]
+    assert (60, 61) == inputs["data.num_samples"]
+    plans = build_raw_plan(LENGTHS, packing_length=80), build_raw_plan(more, packing_length=90)
+    difference = plan_difference(*plans, LENGTHS, more)
+    assert {name: array.tolist() for name, array in attrs.asdict(difference).items()} == train["samples"]
+    assert [3] == train["samples"]["resized"]
+    figures = {row["key"]: (row["first"], row["second"]) for row in train["figures"]}
+    assert tuple(len(plan.packs) for plan in plans) == figures["num_packs"]
+    assert "work_per_step" in figures
+    text = said("diff", first, second, "--split", "train")
+    assert "template.system: None -> Look." in text
+    assert "1 resized (of another length): 3" in text
+    folders = [read_config(path).training.output_dir for path in (first, second)]
+    only_plan = json.loads(said("diff", *folders, "--json", "--split", "train"))["splits"]["train"]
+    assert "work_per_step" not in {row["key"] for row in only_plan["figures"]}
+    assert train["samples"] == only_plan["samples"]
+
+
+class _Page(HTMLParser):
+    """What a page refers to, and its text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.references, self.identifiers, self.tags, self.text = [], [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        for name, value in attributes:
+            if name in {"href", "src", "action", "data"}:
+                self.references.append(value)
+            if name == "id":
+                self.identifiers.append(value)
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def test_a_report_is_one_page_that_loads_nothing(store, said, tmp_path):
+    """Coverage and warnings come first, every plot has its numbers as a table; written twice, it is the same."""
+    path = store(eval_lengths=LENGTHS[:9], training={"packing_min_fill_ratio": 1.0, "effective_batch_size": 6})
+    said("report", path, "-o", tmp_path / "plan.html")
+    text = (tmp_path / "plan.html").read_text()
+    page = _Page(text)
+
+    assert "script" not in page.tags
+    assert not re.findall(r"url\((?!#)|@import", text)
+    assert {f"#{name}" for name in page.identifiers} >= set(page.references)
+    assert len(set(page.identifiers)) == len(page.identifiers)
+    assert not re.findall(r"#0\d0\d0\d", text), "a placeholder of a colour is left"
+    words = " ".join(" ".join(page.text).split())
+    order = [words.index(word) for word in ("Each epoch sees", "filled below 1.0", "Figures", "Length of samples")]
+    assert sorted(order) == order
+    assert 2 * 5 == page.tags.count("svg") == page.tags.count("figure") == page.tags.count("figcaption")
+    said("report", path, "-o", tmp_path / "again.html")
+    assert text == (tmp_path / "again.html").read_text()
+
+
+def test_a_report_of_a_plan_without_packing_has_what_there_is(store, said, tmp_path):
+    """Lengths and work; nothing of packs."""
+    said("report", store(training={"packing": False}), "-o", tmp_path / "plan.html")
+
+    text = (tmp_path / "plan.html").read_text()
+    assert 2 == text.count("<figure")
+    assert "Fill of packs" not in text
+
+
+def test_what_users_write_is_text_on_the_page(store, said, tmp_path):
+    """A system prompt of markup is shown, not obeyed."""
+    said("report", store(template={"system": "<script>alert(1)</script>"}), "-o", tmp_path / "plan.html")
+
+    text = (tmp_path / "plan.html").read_text()
+    assert "<script>" not in text
+    assert "&lt;script&gt;" in text
+
+
+def test_a_page_that_cannot_be_written_is_named(store, capfd, tmp_path):
+    """Status 2."""
+    assert 2 == command.main(["report", str(store()), "-o", str(tmp_path / "none" / "plan.html")])
+    assert "--output" in capfd.readouterr().err
+
+
+LIGHT = (
+    "import io, sys, contextlib; from app.plan import main\n"
+    "with contextlib.redirect_stdout(io.StringIO()): statuses = [main(words.split('|')) for words in sys.argv[1:]]\n"
+    "print(statuses, [n for n in ('torch', 'swift', 'transformers') if n in sys.modules])"
+)
+
+
+def test_looking_loads_neither_torch_nor_swift(store, tmp_path):
+    """Show, whatif, diff and report, in a fresh process."""
+    path = store()
+    calls = [f"show|{path}", f"show|{path}|--sample|3", f"whatif|{path}|--max-length|60,80|--world-size|2",
+             f"diff|{path}|{path}", f"report|{path}|-o|{tmp_path / 'plan.html'}"]  # fmt: skip
+    run = subprocess.run([sys.executable, "-c", LIGHT, *calls], capture_output=True, text=True, check=True, cwd=ROOT)
+
+    assert "[0, 0, 0, 0, 0] []" == run.stdout.strip(), run.stderr

@@ -1,0 +1,175 @@
+"""Verifying over doubles and stores: everything planted is found, all at once, and nothing else."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+
+from adapters.length_store import DiskLengthStore
+from adapters.plan_store import DiskPlanStore
+from app.planning import Stores, plan_split
+from app.verifying import verify
+from core.errors import NotBuiltError, RecordError
+from core.packs import Packs
+from core.plan import build_raw_plan
+from tests.fakes import FailingSource, FreeLock, ListSource, RestlessSource, ScriptedGroup
+from tests.flows.test_planning import LENGTHS, knobs
+
+
+@pytest.fixture
+def built(tmp_path):
+    """Return the folder of a split that was built from `LENGTHS`."""
+    build(tmp_path, ListSource(LENGTHS))
+    return tmp_path
+
+
+def build(folder, source, **changes):
+    stores = Stores(DiskLengthStore(folder), DiskPlanStore(folder), FreeLock())
+    plan_split(
+        "train", knobs(**changes), source=source, stores=stores, group=ScriptedGroup(), flush_every=None, timeout_s=1
+    )
+
+
+def found(folder, source, *, num_samples=8, decode=False, **changes) -> list[str]:
+    return [
+        str(one) for one in verify("train", folder, knobs(**changes), source, num_samples=num_samples, decode=decode)
+    ]
+
+
+def test_what_is_whole_has_no_findings(built):
+    """Nothing is measured, unless asked for; then so many, the first and the last among them."""
+    source = ListSource(LENGTHS)
+
+    assert [] == found(built, source, num_samples=0)
+    assert [] == source.measured
+    assert [] == found(built, source, num_samples=3)
+    assert [0, 4, 7] == source.measured
+    assert [] == found(built, source, num_samples=99, decode=True)
+
+
+def test_nothing_to_verify_is_no_success(tmp_path):
+    """The user has to build first."""
+    with pytest.raises(NotBuiltError, match="holds no lengths"):
+        found(tmp_path, ListSource(LENGTHS))
+
+
+def test_several_faults_are_found_at_once(built):
+    """A damaged array, another input, an image that was swapped and a sample that measures otherwise."""
+    (built / "raw_plan.indices.bin").write_bytes(b"")
+    source = ListSource([61, *LENGTHS[1:]], name="other")
+    source.widths = {3: 99}
+
+    findings = found(built, source)
+
+    for words in ("artefacts: ", "raw_plan.indices.bin", "inputs: name: measured with 'data', now 'other'",
+                  "inputs: data.sha256 of the first 8", "images: image 0 of sample 0", "images: image 0 of sample 3",
+                  "samples: sample 0: does not measure as it is stored: length: stored 60, now 61"):  # fmt: skip
+        assert any(words in one for one in findings), words
+    assert 6 == len(findings)
+
+
+def test_damaged_lengths_hide_no_other_input(built):
+    """Their manifest still says what they were measured from."""
+    content = (built / "lengths.bin").read_bytes()
+    (built / "lengths.bin").write_bytes(b"\1" + content[1:])
+
+    findings = found(built, ListSource(LENGTHS, name="other"))
+
+    assert ["artefacts", "inputs"] == [one.split(":")[0] for one in findings]
+    (built / "lengths.json").write_text("{}")
+    assert ["artefacts"] == [one.split(":")[0] for one in found(built, ListSource(LENGTHS))]
+
+
+def test_knobs_that_plan_otherwise_are_found(built):
+    """Training would plan anew; the stored plan is still held against its own laws."""
+    findings = found(built, ListSource(LENGTHS), min_fill_ratio="0.9")
+
+    assert ["plan: min_fill_ratio: planned with '0.65', now '0.9': build plans anew"] == findings
+
+
+def test_data_that_grew_or_shrank_are_found(built):
+    """Rows that are not measured, and rows that are gone."""
+    grown, shrunk = found(built, ListSource([*LENGTHS, 9])), found(built, ListSource(LENGTHS[:5]))
+
+    assert 1 == len(grown)
+    assert "8 of 9 samples are measured" in grown[0]
+    assert ["inputs: data.records: measured with 8, now 5"] == shrunk
+
+
+def test_a_plan_that_is_missing_is_found(built):
+    """Lengths alone are not what training uses."""
+    (built / "raw_plan.json").unlink()
+
+    (finding,) = found(built, ListSource(LENGTHS))
+    assert "no plan is stored" in finding
+
+
+def test_a_plan_of_other_lengths_is_found(tmp_path, built):
+    """Copied from another run: whole, but of other samples."""
+    other = tmp_path / "other"
+    other.mkdir()
+    build(other, ListSource([9, *LENGTHS[1:]]))
+    for path in other.glob("raw_plan*"):
+        (built / path.name).write_bytes(path.read_bytes())
+
+    (finding,) = found(built, ListSource(LENGTHS))
+    assert finding.startswith("plan: lengths: planned with ")
+
+
+def store_plan(folder, plan):
+    digest = DiskLengthStore(folder).look().digest
+    DiskPlanStore(folder).save(knobs().fingerprint(digest), plan)
+
+
+def test_a_plan_that_breaks_a_law_is_found(built):
+    """Though every digest is right: whoever wrote it planned wrongly."""
+    plan = DiskPlanStore(built).look().plan
+    store_plan(built, build_raw_plan([*LENGTHS[:7], 8], packing_length=80))
+    assert any("num_tokens" in one for one in found(built, ListSource(LENGTHS)))
+
+    store_plan(built, plan)
+    assert [] == found(built, ListSource(LENGTHS))
+
+
+def test_another_plan_under_the_same_name_is_found(tmp_path):
+    """It keeps every law, but is not the one that the algorithm gives."""
+    lengths = [40, 40, 40, 40]
+    build(tmp_path, ListSource(lengths))
+    plan = DiskPlanStore(tmp_path).look().plan
+    others = [[0, 1], [2, 3]] if [0, 1] not in plan.packs else [[0, 2], [1, 3]]
+    store_plan(tmp_path, attrs.evolve(plan, packs=Packs.from_lists(others)))
+
+    aligned, finding = found(tmp_path, ListSource(lengths))
+    assert "plan_ws1.json" in aligned
+    assert "planned again from the stored lengths, it is another one" in finding
+
+
+def test_samples_and_images_that_cannot_be_read_are_findings(built):
+    """With the record's own reason; the others are still looked at."""
+
+    class Gone(FailingSource):
+        def images(self, index, *, decode=False):
+            if index == 5:
+                raise RecordError(self.name, 6, "the image is gone")
+            return super().images(index) * (2 if index == 6 else 1)
+
+    source = Gone(LENGTHS, bad={2})
+    findings = found(built, source)
+
+    assert 3 == len(findings)
+    assert "images: sample 5: data, line 6: the image is gone" in findings
+    assert "images: sample 6: measured with 1 images, now 2" in findings
+    assert "samples: sample 2: data, line 3: cannot be measured" in findings
+
+
+def test_samples_that_measure_otherwise_each_time_are_findings(built):
+    """As training would meet them."""
+    assert all(one.startswith("samples: ") for one in found(built, RestlessSource(LENGTHS)))
+    assert 8 == len(found(built, RestlessSource(LENGTHS)))
+
+
+def test_padded_batches_are_verified_by_their_own_laws(tmp_path):
+    """Each sample alone, and nothing dropped."""
+    build(tmp_path, ListSource(LENGTHS), packing=False)
+
+    assert [] == found(tmp_path, ListSource(LENGTHS), packing=False)

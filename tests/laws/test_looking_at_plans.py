@@ -1,0 +1,257 @@
+"""Where samples are, what two plans differ in, what else a plan could be, and whether it keeps its laws."""
+
+from __future__ import annotations
+
+import re
+
+import attrs
+import numpy as np
+import pytest
+from hypothesis import event, given, reject
+from hypothesis import strategies as st
+
+from core.course import Course
+from core.differences import figure_differences, plan_difference
+from core.errors import BatchSizeError, Difference, UserError
+from core.packs import Packs
+from core.places import place_of, turns_of
+from core.plan import build_raw_plan, one_sample_packs
+from core.summary import summarise
+from core.verification import plan_faults
+from core.whatif import Alternative, best_of, what_if
+from tests.laws.test_summary import courses, plans
+from tests.strategies import raw_lengths
+
+
+@given(plans())
+def test_every_sample_has_its_place(of):
+    """In a pack, dropped or skipped, as the plan's own lists say; a sample beyond the data has none."""
+    plan, lengths = of
+    for sample in range(len(lengths)):
+        place = place_of(plan, sample)
+        packs = plan.dropped_packs if place.kind == "dropped" else plan.packs
+
+        assert (place.kind == "skipped") == (sample in plan.skipped_long)
+        assert (place.kind == "long") == (sample in plan.single_long)
+        assert (place.kind == "dropped") == any(sample in pack for pack in plan.dropped_packs)
+        assert (place.pack is None) == (place.kind == "skipped")
+        if place.pack is not None:
+            assert packs[place.pack] == list(place.mates)
+            assert sample in place.mates
+    with pytest.raises(IndexError, match="from 0"):
+        place_of(plan, len(lengths))
+
+
+@given(courses())
+def test_every_turn_of_a_pack_is_one_that_a_rank_takes(drawn):
+    """All turns of all packs are all batches of all ranks."""
+    _, _, course, _ = drawn
+    taken = sorted(
+        (pack, number // course.gradient_accumulation_steps, rank)
+        for rank in range(course.world_size)
+        for number, batch in enumerate(course.batches(0, rank=rank))
+        for pack in batch
+    )
+
+    found = sorted((pack, turn.step, turn.rank) for pack in range(course.num_packs) for turn in turns_of(course, pack))
+    assert taken == found
+
+
+def mates(plan, sample):
+    """Return all samples of the pack of a sample, None if it is in no pack."""
+    return next((pack for pack in plan.packs if sample in pack), None)
+
+
+@given(plans(), plans(), st.booleans())
+def test_differences_are_those_found_sample_by_sample(one, other, appended):
+    """Moved, lost and gained among packs, and of another length; none at all beside itself."""
+    (first, lengths), (second, others) = one, other
+    if appended:
+        others = lengths + others
+        second = build_raw_plan(others, packing_length=first.packing_length, drop_last=False)
+    everyone = range(max(len(lengths), len(others)))
+    before, after = [mates(first, i) for i in everyone], [mates(second, i) for i in everyone]
+
+    found = plan_difference(first, second, lengths, others)
+
+    assert [i for i in everyone if before[i] and after[i] and before[i] != after[i]] == found.moved.tolist()
+    assert [i for i in everyone if before[i] and not after[i]] == found.lost.tolist()
+    assert [i for i in everyone if after[i] and not before[i]] == found.gained.tolist()
+    common = range(min(len(lengths), len(others)))
+    assert [i for i in common if lengths[i] != others[i]] == found.resized.tolist()
+    itself = plan_difference(first, first, lengths, lengths)
+    assert [[], [], [], []] == [array.tolist() for array in attrs.astuple(itself)]
+    event(f"moved: {found.moved.size > 0}, lost: {found.lost.size > 0}, gained: {found.gained.size > 0}")
+
+
+def test_figures_differ_by_name():
+    """With both values; equal ones are not named."""
+    lengths = [60, 20, 50]
+    first = summarise(build_raw_plan(lengths, packing_length=80), lengths)
+
+    assert () == figure_differences(first, first)
+    changed = attrs.evolve(first, num_packs=9, fill_mean=None)
+    assert (Difference("num_packs", 2, 9), Difference("fill_mean", first.fill_mean, None)) == figure_differences(
+        first, changed
+    )
+
+
+@given(
+    raw_lengths(min_size=4),
+    st.lists(st.integers(20, 300), min_size=1, max_size=3),
+    st.sets(st.integers(1, 5), min_size=1),
+)
+def test_whatif_plans_every_combination_as_planning_does(of, packing_lengths, world_sizes):
+    """Each with the figures of its own plan; where there is none, the reason; the best has the highest score of its ranks."""
+    lengths, _ = of
+
+    def plan(packing_length):
+        return build_raw_plan(lengths, packing_length=packing_length, min_fill_ratio="0.9")
+
+    def course(raw, world_size):
+        if world_size == 3:
+            raise BatchSizeError(4, 3, 1)
+        return Course(
+            num_packs=len(raw.packs), world_size=world_size, dataloader_drop_last=world_size == 2,
+            gradient_accumulation_steps=1, num_train_epochs=1,
+        )  # fmt: skip
+
+    found = list(
+        what_if(lengths, packing_lengths=packing_lengths, world_sizes=sorted(world_sizes), plan=plan, course=course)
+    )
+
+    assert [(n, w) for n in packing_lengths for w in sorted(world_sizes)] == [
+        (one.packing_length, one.world_size) for one in found
+    ]
+    for one in found:
+        summary, refused = _summary_or_reason(plan, one.packing_length, lengths)
+        if one.world_size == 3 and summary:
+            assert "not divisible by 3 ranks" in one.problem
+        elif one.problem is None or not summary:
+            assert (summary, refused) == (one.plan, one.problem)
+        else:
+            assert (2, "cannot feed") == (one.world_size, re.search("cannot feed", one.problem)[0])
+        assert (one.plan is None) == (one.course is None) == (one.score == 0)
+        assert 0 <= one.score <= 1
+    best = best_of(found)
+    for one in found:
+        if one.plan is not None:
+            assert one.score <= best[one.world_size].score
+    event(f"problems: {any(one.problem for one in found)}")
+
+
+def test_the_score_counts_what_it_says():
+    """Coverage x fill / imbalance, repeats empty, dropped packs not covered; equal scores prefer shorter packs."""
+    lengths = [40, 40, 40, 40, 40, 40]
+
+    def one(world_size, drop_last):
+        (found,) = what_if(
+            lengths, packing_lengths=[100], world_sizes=[world_size],
+            plan=lambda n: build_raw_plan(lengths, packing_length=n),
+            course=lambda raw, w: Course(
+                num_packs=len(raw.packs), world_size=w, dataloader_drop_last=drop_last, gradient_accumulation_steps=1,
+                num_train_epochs=1,
+            ),
+        )  # fmt: skip
+        return found
+
+    assert one(1, drop_last=False).score == pytest.approx(0.8)
+    assert one(2, drop_last=False).score == pytest.approx(0.8 * 3 / 4)
+    assert one(2, drop_last=True).score == pytest.approx(0.8 * 2 / 3)
+    shorter = attrs.evolve(one(1, drop_last=False), packing_length=90)
+    assert shorter is best_of([one(1, drop_last=False), shorter, Alternative(50, 1, problem="none")])[1]
+
+
+def test_the_score_falls_with_the_imbalance():
+    """The busiest rank has one sample of the mean length of the other's two."""
+    lengths = [90, 45, 45]
+    (one,) = what_if(
+        lengths, packing_lengths=[91], world_sizes=[2], plan=lambda n: build_raw_plan(lengths, packing_length=n),
+        course=lambda raw, w: Course(
+            num_packs=len(raw.packs), world_size=w, dataloader_drop_last=False, gradient_accumulation_steps=1,
+            num_train_epochs=1,
+        ),
+    )  # fmt: skip
+
+    assert one.course.work_imbalance == pytest.approx(8100 / ((8100 + 4050) / 2))
+    assert one.score == pytest.approx(180 / 182 * 6075 / 8100)
+
+
+def test_a_pack_at_the_ratio_is_not_underfilled():
+    """60 of 80 at 0.75: dropped, it breaks the law; kept, it does not."""
+    lengths = [60, 60]
+    plan = build_raw_plan(lengths, packing_length=80, min_fill_ratio="0.75")
+    assert [] == list(plan_faults(plan, lengths, min_fill_ratio="0.75"))
+
+    broken = attrs.evolve(plan, packs=packs([0]), dropped_packs=packs([1]))
+    found = list(plan_faults(broken, lengths, min_fill_ratio="0.75"))
+    assert "dropped pack 0 is not filled below 0.75, but was dropped" in found
+
+
+@given(plans(), st.sampled_from(["0", "0.65", "0.9"]))
+def test_plans_keep_their_laws(of, ratio):
+    """Of every policy, and without packing."""
+    lengths, packing_length = of[1], of[0].packing_length
+    try:
+        plan = build_raw_plan(lengths, packing_length=packing_length, min_fill_ratio=ratio)
+    except UserError:
+        reject()
+
+    assert [] == list(plan_faults(plan, lengths, min_fill_ratio=ratio))
+    alone = one_sample_packs(lengths, packing_length=packing_length)
+    assert [] == list(plan_faults(alone, lengths, packed=False))
+
+
+PLANNED = [60, 20, 50, 30, 40, 40, 90, 10, 85]
+
+SOUND = build_raw_plan(PLANNED, packing_length=80, allow_single_long=False)
+
+
+def packs(*lists):
+    return Packs.from_lists(list(lists))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_samples": 8}, "the plan is of 8 samples, but there are 9 lengths"),
+        ({"packs": packs([0, 1], [2, 3], [4, 99])}, "sample 99 is in the plan, but has no length"),
+        ({"packs": packs([0, 1], [2, 3])}, "2 samples are not in the plan exactly once: sample 4 is 0 times"),
+        ({"packs": packs([0, 1], [1, 2, 3], [4, 5])}, "sample 1 is 2 times"),
+        ({"packs": packs([0, 1], [3, 2], [4, 5])}, "the samples of pack 1 do not ascend"),
+        ({"packs": packs([2, 3], [0, 1], [4, 5])}, "pack 1 starts before the one in front of it"),
+        ({"packs": packs([0, 1, 2], [3], [4, 5])}, "pack 0 holds 130 tokens, over its budget of 80"),
+        ({"packs": packs([0, 1], [2], [3], [4, 5])}, "pack 1 is filled below 0.65, but was kept"),
+        ({"dropped_packs": packs([4, 5], [7]), "packs": packs([0, 1], [2, 3])}, "dropped pack 0 is not filled below"),
+        ({"skipped_long": (6,)}, "1 samples are named as long, but 2 have 80 tokens or more"),
+        ({"planned_tokens": 1}, "planned_tokens is 1, but the packs give 240"),
+        ({"long_tokens": 5}, "long_tokens is 5, but the packs give 0"),
+        ({"lower_bound": 7}, "lower_bound is 7, but there are 4 packs"),
+    ],
+)  # fmt: skip
+def test_a_plan_that_breaks_a_law_is_found(changes, said):
+    """By that law, with the first place where; what is sound is not named."""
+    assert [] == list(plan_faults(SOUND, PLANNED, min_fill_ratio="0.65"))
+
+    found = list(plan_faults(attrs.evolve(SOUND, **changes), PLANNED, min_fill_ratio="0.65"))
+
+    assert any(said in fault for fault in found), found
+
+
+def test_a_pack_of_several_breaks_the_law_of_padded_batches():
+    """There each sample is alone."""
+    assert any("share no packs" in fault for fault in plan_faults(SOUND, PLANNED, packed=False))
+
+
+def test_a_negative_sample_is_named():
+    """It would be read from the data's end."""
+    broken = attrs.evolve(SOUND, packs=Packs(np.array([0, 2]), np.array([-1, 1])))
+
+    assert ["sample -1 is in the plan, but has no length"] == list(plan_faults(broken, PLANNED))
+
+
+def _summary_or_reason(plan, packing_length, lengths):
+    try:
+        return summarise(plan(packing_length), lengths), None
+    except UserError as error:
+        return None, str(error)

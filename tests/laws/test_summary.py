@@ -1,0 +1,175 @@
+"""A plan in numbers: the same as counting by hand."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import attrs
+import numpy as np
+import pytest
+from hypothesis import event, given
+from hypothesis import strategies as st
+
+from core.align import align_plan
+from core.bounds import lower_bound
+from core.course import Course
+from core.errors import EmptyPlanError, PlanTooShortError
+from core.metrics import padded_positions
+from core.plan import build_raw_plan, one_sample_packs
+from core.summary import summarise, summarise_course
+from core.telemetry import EpochLedger, PackFacts
+from tests.strategies import packable_arrays, raw_lengths
+
+
+@st.composite
+def plans(draw):
+    """Plans of every policy, and their lengths."""
+    lengths, packing_length = draw(raw_lengths())
+    options = {"allow_single_long": draw(st.booleans()), "min_fill_ratio": draw(st.sampled_from(["0", "0.65", "0.9"]))}
+    try:
+        return build_raw_plan(lengths, packing_length=packing_length, **options), lengths
+    except EmptyPlanError:
+        return build_raw_plan(lengths, packing_length=packing_length, drop_last=False), lengths
+
+
+@given(plans())
+def test_a_summary_counts_what_the_packs_hold(of):
+    """Samples and tokens in packs, dropped and skipped are all there are; fill is counted pack by pack."""
+    plan, lengths = of
+    summary = summarise(plan, lengths)
+    packs = plan.packs.tolist()
+    filled = [min(1, sum(lengths[i] for i in pack) / plan.packing_length) for pack in packs]
+
+    assert len(lengths) == summary.planned_samples + summary.dropped_samples + summary.skipped_samples
+    assert sum(lengths) == summary.planned_tokens + summary.dropped_tokens + summary.skipped_tokens
+    assert sum(map(len, packs)) == summary.planned_samples
+    assert sum(lengths[i] for pack in packs for i in pack) == summary.planned_tokens
+    assert summary.sample_coverage == summary.planned_samples / len(lengths)
+    assert summary.token_coverage == summary.planned_tokens / sum(lengths)
+    assert summary.fill_mean == pytest.approx(sum(filled) / len(filled))
+    assert summary.fill_worst == pytest.approx(min(filled))
+    assert summary.fill_worst <= summary.fill_p5 <= 1
+    assert summary.gap >= 0
+    assert summary.gap * plan.lower_bound == pytest.approx(len(packs) + len(plan.dropped_packs) - plan.lower_bound)
+    event(f"dropped: {summary.dropped_packs > 0}, skipped: {summary.skipped_samples > 0}")
+
+
+@given(plans())
+def test_a_list_and_an_array_give_the_same_numbers(of):
+    """Of any width of integer."""
+    plan, lengths = of
+
+    assert summarise(plan, lengths) == summarise(plan, np.array(lengths, dtype=np.uint16))
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=7), st.integers(1, 8))
+def test_padding_is_the_mean_over_all_batches(lengths, batch_size):
+    """Each set of so many samples is as likely as another."""
+    drawn = min(batch_size, len(lengths))
+    longest = [max(batch) for batch in combinations(lengths, drawn)]
+
+    assert padded_positions(lengths, batch_size=batch_size) == pytest.approx(len(lengths) * np.mean(longest))
+
+
+def test_padding_is_exact_for_many_samples():
+    """Binomials of a million do not fit a float; the longest of all is certain, and one alone is not padded."""
+    lengths = np.arange(1, 1_000_001)
+
+    assert padded_positions(lengths, batch_size=1) == pytest.approx(lengths.sum())
+    assert padded_positions(lengths, batch_size=1_000_000) == 1_000_000**2
+    # The mean of the longest of b among 1 to n is b (n + 1) / (b + 1).
+    assert padded_positions(lengths, batch_size=9) == pytest.approx(0.9 * 1_000_001 * 1_000_000, rel=1e-6)
+
+
+@st.composite
+def courses(draw):
+    """Plans, and courses over them that give every rank something; packed, or each sample alone and padded."""
+    packed = draw(st.booleans())
+    plan, lengths = draw(plans())
+    if not packed:
+        plan = one_sample_packs(lengths, packing_length=plan.packing_length)
+    course = Course(
+        num_packs=len(plan.packs),
+        world_size=draw(st.integers(1, 5)),
+        dataloader_drop_last=draw(st.booleans()),
+        gradient_accumulation_steps=draw(st.integers(1, 4)),
+        num_train_epochs=draw(st.integers(1, 3)),
+        batch_size=1 if packed else draw(st.integers(1, 3)),
+        seed=draw(st.integers(0, 9)),
+    )
+    return plan, lengths, course, packed
+
+
+@given(courses())
+def test_a_course_is_summed_up_as_it_is_trained(drawn):
+    """Its packs are the aligned ones, its steps and its work those that each rank's batches give, one by one."""
+    plan, lengths, course, packed = drawn
+    if not course.batches_per_epoch:
+        with pytest.raises(PlanTooShortError):
+            summarise_course(plan, lengths, course, packed=packed)
+        return
+    summary = summarise_course(plan, lengths, course, packed=packed)
+    aligned = align_plan(plan, world_size=course.world_size, dataloader_drop_last=course.dataloader_drop_last)
+    batches = [course.batches(0, rank=rank) for rank in range(course.world_size)]
+    per_step = course.gradient_accumulation_steps
+
+    def work(batch):
+        if packed:
+            return sum(lengths[i] ** 2 for pack in batch for i in plan.packs[pack])
+        return len(batch) * max(lengths[plan.packs[pack][0]] for pack in batch) ** 2
+
+    steps = [
+        [sum(map(work, rank[start : start + per_step])) for rank in batches]
+        for start in range(0, len(batches[0]), per_step)
+    ]
+    imbalances = [max(step) / (sum(step) / len(step)) for step in steps]
+
+    assert aligned.per_rank == summary.packs_per_rank
+    assert aligned.pad_needed == summary.repeated_packs
+    assert aligned.num_dropped == summary.unaligned_packs
+    assert len(batches[0]) == summary.batches_per_rank
+    assert len(steps) == summary.steps_per_epoch
+    assert course.total_steps == summary.total_steps
+    assert len(batches[0]) - (len(steps) - 1) * per_step == summary.last_step_batches
+    assert course.world_size * course.batch_size * per_step == summary.effective_batch_size
+    assert sum(map(sum, steps)) / len(steps) == pytest.approx(summary.work_per_step)
+    assert sum(imbalances) / len(steps) == pytest.approx(summary.work_imbalance)
+    assert max(imbalances) == pytest.approx(summary.worst_work_imbalance)
+    event(f"ragged: {summary.last_step_batches < per_step}, repeated: {summary.repeated_packs > 0}, packed: {packed}")
+
+
+@given(courses())
+def test_the_log_of_an_epoch_says_what_the_summary_said(drawn):
+    """What telemetry counts while training, summary foretells."""
+    plan, lengths, course, packed = drawn
+    if not course.batches_per_epoch:
+        return
+    summary = summarise_course(plan, lengths, course, packed=packed)
+    facts = PackFacts.of(plan, np.array(lengths), packed=packed)
+    logged = EpochLedger.of(facts, course, 0).statistics(0, course.steps_per_epoch)
+
+    assert summary.work_per_step == pytest.approx(logged["attention_work"])
+    assert summary.work_imbalance == pytest.approx(logged["attention_imbalance"])
+
+
+@given(packable_arrays())
+def test_a_quick_bound_is_a_bound_of_the_same_packs(of):
+    """Never above the one that is proven at length; the plan is the same but for it."""
+    lengths, capacity = of
+    quick = build_raw_plan(lengths, packing_length=capacity + 1, drop_last=False, quick_bound=True)
+    proven = build_raw_plan(lengths, packing_length=capacity + 1, drop_last=False)
+
+    assert quick.lower_bound <= proven.lower_bound
+    assert attrs.evolve(quick, lower_bound=proven.lower_bound) == proven
+    assert -(-sum(lengths) // capacity) <= lower_bound(lengths, capacity=capacity, quick=True)
+
+
+def test_padded_batches_have_no_fill_and_no_gap():
+    """Nothing is packed, so nothing is saved; the counts stay."""
+    lengths = [60, 20, 90]
+    summary = summarise(one_sample_packs(lengths, packing_length=80), lengths, packed=False)
+
+    assert (None,) * 5 == (
+        summary.gap, summary.fill_mean, summary.fill_p5, summary.fill_worst, summary.padding_saved
+    )  # fmt: skip
+    assert (3, 3, 1.0) == (summary.num_packs, summary.planned_samples, summary.token_coverage)

@@ -1,0 +1,89 @@
+"""Runs as they are stored once they are built, made without data, model or ms-swift."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from app.planning import Knobs
+from app.wiring_light import open_stores, read_config, split_folder
+from core.align import align_plan
+from core.fingerprint import Fingerprint, configured_inputs
+from core.samples import COLUMNS, IMAGE_COLUMNS
+
+LENGTHS = [60, 20, 50, 30, 40, 40, 80, 7, 33, 12, 51, 29] * 5
+
+
+def store_run(
+    folder: Path,
+    name: str = "run",
+    *,
+    lengths=LENGTHS,
+    eval_lengths=None,
+    world_sizes=(2,),
+    measured: int | None = None,
+    probe: bool = True,
+    **overlay: dict[str, Any],
+) -> Path:
+    """
+    Write the YAML of a run, and what building it would store; return the YAML.
+
+    Args:
+        folder: Where to.
+
+        name: Of the YAML and of the output folder.
+
+        lengths: Tokens of each sample of `train`; the first one has an image.
+
+        eval_lengths: Of `eval`; None for a run without.
+
+        world_sizes: For which the plan is aligned.
+
+        measured: Samples that are measured; None is all. Fewer have no plan.
+
+        probe: Whether they were encoded twice.
+
+        overlay: Sections of the YAML, over the plain ones.
+    """
+    sections: dict[str, dict[str, Any]] = {
+        "model": {"model": "none"},
+        "template": {"max_length": 80},
+        "custom": {"train_jsonl": str(folder / "data.jsonl")},
+        "training": {"output_dir": str(folder / name), "effective_batch_size": 4, "learning_rate": "1e-5"},
+    }
+    for section, keys in overlay.items():
+        sections[section] |= keys
+    if eval_lengths:
+        sections["custom"]["val_jsonl"] = str(folder / "val.jsonl")
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(sections))
+    config = read_config(path)
+    for split, of in (("train", lengths), ("eval", eval_lengths)):
+        if of:
+            shutil.rmtree(split_folder(config.training.output_dir, split), ignore_errors=True)
+            _store(config, split, of, world_sizes, measured=measured or len(of), probe=probe)
+    return path
+
+
+def _store(config, split, lengths, world_sizes, *, measured, probe):
+    stores, knobs = open_stores(config, split), Knobs.of(config, split)
+    inputs = configured_inputs(config.template, config.custom, packing_length=config.packing_length)
+    rows = np.zeros((measured, len(COLUMNS)), dtype=np.int32)
+    rows[:, 0] = lengths[:measured]
+    rows[0, 2:4] = 1, 4
+    images = np.array([[1000, 28, 56, 7]], dtype=np.int64).reshape(-1, len(IMAGE_COLUMNS))
+    with stores.lock.held(timeout_s=1, tell=lambda _: None):
+        stores.lengths.resume(Fingerprint(inputs), len(lengths), str)
+        probed = {"samples": [0]} if probe else None
+        stores.lengths.append(rows, images, f"data {lengths}", in_full=False, probe=probed)
+        if measured < len(lengths):
+            return
+        raw, key = knobs.plan(np.array(lengths)), knobs.fingerprint(stores.lengths.digest())
+        stores.plans.save(key, raw)
+        for world_size in world_sizes:
+            aligned = align_plan(raw, world_size=world_size, dataloader_drop_last=knobs.dataloader_drop_last)
+            stores.plans.save_aligned(key, aligned, drop_last=knobs.dataloader_drop_last)

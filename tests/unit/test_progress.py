@@ -1,0 +1,39 @@
+"""Progress is for people at a terminal, who did not ask for quiet."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from app.command import run_command
+from app.progress import hide, progress
+
+
+class Terminal(io.StringIO):
+    """Keeps what is shown."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def _shown_again():
+    yield
+    hide(hidden=False)
+
+
+@pytest.mark.parametrize(("quiet", "file", "shown"), [
+    (False, Terminal, True), (True, Terminal, False), (False, io.StringIO, False), (True, io.StringIO, False),
+])  # fmt: skip
+def test_progress_is_shown_on_a_terminal_unless_it_is_to_be_quiet(quiet, file, shown):
+    """With the time left; whatever an earlier command of the process was told."""
+    hide(hidden=not quiet)
+    seen = file()
+
+    def command():
+        assert [0, 1, 2] == list(progress(range(3), desc="measuring", file=seen))
+
+    assert 0 == run_command(command, verbose=False, quiet=quiet)
+    assert shown == ("measuring" in seen.getvalue())
+    assert shown == ("00:00<" in seen.getvalue())
