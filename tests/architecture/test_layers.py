@@ -84,8 +84,8 @@ def test_only_wiring_constructs_adapters():
 
 
 def programs() -> list[str]:
-    """Return every module that `python -m` runs."""
-    files = [*(ROOT / "app").glob("*.py"), *(ROOT / "app").glob("*/__main__.py")]
+    """Return every module that `python -m` runs, but for the one that hands over to them."""
+    files = [*(ROOT / "app").glob("[!_]*.py"), *(ROOT / "app").glob("*/__main__.py")]
     names = [path.parent.name if path.name == "__main__.py" else path.stem for path in files]
     return [f"app.{name}" for name, path in zip(names, files, strict=True) if "def main(" in path.read_text()]
 
@@ -110,11 +110,11 @@ def test_every_help_answers_without_torch_and_without_swift():
     from app.plan import COMMANDS
 
     calls = [[name, name in {"app.bench", "app.demo"}] for name in sorted(programs())]
-    calls += [["app.plan", False, name] for name in COMMANDS] + [["app.bench", True, name] for name in BENCHMARKS]
+    calls += [["app", True]] + [["app.plan", False, name] for name in COMMANDS] + [["app.bench", True, name] for name in BENCHMARKS]
     run = subprocess.run(
         [sys.executable, "-c", HELP, json.dumps(calls)], capture_output=True, text=True, check=True, cwd=ROOT
     )
 
     loaded = json.loads(run.stdout)
-    assert {"app.sft", "app.check", "app.plan show", "app.demo", "app.bench planner"} <= set(loaded)
+    assert {"app", "app.sft", "app.check", "app.rl", "app.plan show", "app.demo", "app.bench planner"} <= set(loaded)
     assert not any(loaded.values()), loaded

@@ -38,6 +38,7 @@ EXAMPLES = (
     errors.PlanChangedError("runs/first/checkpoint-40", (Difference("plan", "ad441f64dbd8", "8bc83601250a"),)),
     errors.ChangedImageError(12, 0, (Difference("num_bytes", 40213, 51877),)),
     errors.ContractError(12, "data/train.jsonl, line 13", (Difference("length", 214, 230),)),
+    errors.NotBuiltError("runs/first/static_packing/train", "holds no plan"),
     errors.OutputError("runs/first", "No space left on device"),
     errors.LockedError("runs/first/static_packing/train", "process 4711 on node3", 7200.0),
     errors.RankZeroError("rank 0 failed: data/train.jsonl, line 17: is not UTF-8 text"),
@@ -48,6 +49,7 @@ EXAMPLES = (
         "runs/first/static_packing/train/lengths.bin", "its content does not match the manifest's digest"
     ),
     errors.CoverageError("the epoch on rank 1", (17,), (3,)),
+    errors.UnsoundError(3),
     errors.UnequalError(("logits", "isolation")),
     errors.RanksDisagreeError("the train plan's checksum", ("ad441f64dbd8", "8bc83601250a")),
 )
