@@ -110,7 +110,11 @@ def test_every_help_answers_without_torch_and_without_swift():
     from app.plan import COMMANDS
 
     calls = [[name, name in {"app.bench", "app.demo"}] for name in sorted(programs())]
-    calls += [["app", True]] + [["app.plan", False, name] for name in COMMANDS] + [["app.bench", True, name] for name in BENCHMARKS]
+    calls += (
+        [["app", True]]
+        + [["app.plan", False, name] for name in COMMANDS]
+        + [["app.bench", True, name] for name in BENCHMARKS]
+    )
     run = subprocess.run(
         [sys.executable, "-c", HELP, json.dumps(calls)], capture_output=True, text=True, check=True, cwd=ROOT
     )
