@@ -12,7 +12,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -41,6 +41,9 @@ log = logging.getLogger(__name__)
 
 LOG, POLICY = "rl.jsonl", "policy"
 """In the output folder: a line for each step, and the policy at the end."""
+
+_OVER_CHUNKS: Mapping[str, Callable[[list[float]], float]] = {"_min": min, "_max": max}
+"""How metrics of these endings combine over a step's updates; others are their mean."""
 
 
 @attrs.frozen(eq=False)
@@ -200,7 +203,7 @@ def _step(config: RunConfig, workers: Workers, asked: BatchedData, *, shards: in
         "reward": float(rewards.mean()),
         "reward_deviation": float(rewards.std()),
         "answer_tokens": float(batch.tensor("token_mask").sum() / len(batch)),
-        **{name: fmean(values.tolist()) for name, values in trained.items()},
+        **{name: _OVER_CHUNKS.get(name[-4:], fmean)(values.tolist()) for name, values in trained.items()},
         "train": _figures(sharding),
         "logprob": _figures(logprob),
         "generate_s": answered - started,

@@ -260,6 +260,20 @@ def test_the_reward_rises(write_rl, tmp_path, capsys):
     assert 1 == len(logged(tmp_path / "rl"))
 
 
+def test_a_step_of_several_updates_says_what_all_of_them_did(write_rl, tmp_path):
+    """One for each `train_global_batch_size` answers; ratios leave 1 after the first, and extremes are those of all."""
+    from app import rl
+
+    policy = {"sequence_packing": {"enabled": True, "train_mb_tokens": 200}, "train_global_batch_size": 6}
+    assert 0 == rl.main([str(write_rl(policy=policy, grpo={"num_steps": 1}))])
+
+    (entry,) = logged(tmp_path / "rl")
+    assert 3 == len(entry["train"]["chunks"])
+    assert 1 == len(entry["logprob"]["chunks"])
+    assert entry["loss/ratio_min"] < 0.99 < 1.01 < entry["loss/ratio_max"]
+    assert entry["loss/ratio_min"] < entry["loss/ratio"] < entry["loss/ratio_max"]
+
+
 def test_torchrun_and_ray_give_the_same(write_rl, tmp_path):
     """The same rollouts, losses and figures from two ranks of torchrun and from two actors."""
     grpo, policy = (
