@@ -10,7 +10,6 @@ import zlib
 from pathlib import Path
 
 import pytest
-import yaml
 from PIL import Image
 
 from adapters.swift_arguments import TrainingArguments
@@ -224,16 +223,9 @@ def test_a_changed_system_prompt_is_stale_and_says_so(write_run, execute, capfd)
     assert "training.output_dir" in message
 
 
-def test_yaml_examples_of_the_documentation_are_valid():
-    """README, docs and the demo's own file parse; nothing is run."""
-    from adapters.swift_arguments import trainer_fields
-    from adapters.yaml_config import parse_config
+@pytest.mark.parametrize("name", ["demo", "rl"])
+def test_yaml_that_is_shipped_is_valid(name):
+    """What the README runs."""
+    from app import wiring
 
-    texts = [(ROOT / "app" / "demo.yaml").read_text()]
-    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
-        texts += [part.split("```")[0] for part in page.read_text().split("```yaml\n")[1:]]
-    assert len(texts) > 2
-    for text in texts:
-        document = yaml.safe_load(text)
-        document.pop("extends", None)
-        assert parse_config(document, "example", trainer_fields())
+    assert wiring.read_config(ROOT / "app" / f"{name}.yaml", rl=name == "rl")
