@@ -55,6 +55,14 @@ class DiskPlanStore:
 
     def look(self) -> StoredPlan | None:
         """Verify and return what is stored, whatever it was planned from, writing nothing; None if nothing is."""
+        try:
+            return self._look()
+        except CorruptArtefactError as error:
+            file = self._manifest if Path(error.path).name.startswith("raw_plan") else error.path
+            remedy = f"delete {file}, and python -m app.plan build makes it anew; the lengths stay"
+            raise CorruptArtefactError(error.path, error.reason, remedy) from None
+
+    def _look(self) -> StoredPlan | None:
         manifest = artefacts.read_manifest(self._manifest, SCHEMA)
         if manifest is None:
             return None

@@ -1,5 +1,5 @@
 """
-Plan packs, and train from them: `packplan COMMAND …`, or `python -m app.COMMAND …`.
+Plan packs, and train from them: `packplan COMMAND ...`, or `python -m app.COMMAND ...`.
 
 `packplan COMMAND --help` says more. Exit status: 0; 1 a fault in Packplan; 2 a fault in what it was given; 3 something
 failed its verification; 130 Ctrl-C.
@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("command", choices=COMMANDS, help="one of those below")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="…", help="its own")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its own")
     options = parser.parse_args(arguments)
     module, _ = COMMANDS[options.command]
     status: int = import_module(module).main(options.arguments)

@@ -192,7 +192,7 @@ def _work(seen: Look) -> Chart:
 
     course = seen.course_summary
     says = (
-        f"Over {course.world_size:,} ranks, the busiest does {course.work_imbalance:.3f} times the mean rank's work in a step, "
+        f"Over {'1 rank' if course.world_size == 1 else f'{course.world_size:,} ranks'}, the busiest does {course.work_imbalance:.3f} times the mean rank's work in a step, "
         f"{course.worst_work_imbalance:.3f} times in the worst step. Work is the sum of the squared lengths"
         + (
             f"; each point is the mean of about {len(works) / len(starts):,.0f} steps."

@@ -15,7 +15,9 @@ from core.errors import PackplanError, VerificationError
 KEPT = "what was measured, planned and saved is kept; run again to go on"
 """What Ctrl-C leaves, of most commands."""
 
-USER_ERROR, VERIFICATION_FAILED, INTERRUPTED = 2, 3, 130
+BROKEN_PIPE, USER_ERROR, VERIFICATION_FAILED, INTERRUPTED = 1, 2, 3, 130
+
+MOST_RANKS = 100_000
 
 
 def add_logging_options(parser: argparse.ArgumentParser) -> None:
@@ -50,10 +52,15 @@ def run_command(command: Callable[[], None], *, verbose: bool, quiet: bool = Fal
     _set_up_logging(verbose=verbose, quiet=quiet)
     try:
         command()
+        sys.stdout.flush()
     except PackplanError as error:
         rank = os.environ.get("RANK")
         print(f"error{f' (rank {rank})' if rank else ''}: {error}", file=sys.stderr)
         return VERIFICATION_FAILED if isinstance(error, VerificationError) else USER_ERROR
+    except BrokenPipeError:
+        # Whoever read what is printed has seen enough, as `| head` does; what is left to flush goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
     except KeyboardInterrupt:
         print(f"interrupted: {kept}", file=sys.stderr)
         return INTERRUPTED
@@ -81,9 +88,23 @@ def whole_number(text: str) -> int:
     return int(text)
 
 
-def positive_numbers(text: str) -> list[int]:
+def world_size(text: str) -> int:
+    """Read a number of ranks, for argparse."""
+    ranks = positive_number(text)
+    if ranks > MOST_RANKS:
+        message = f"is {ranks:,}, but has to be at most {MOST_RANKS:,} ranks"
+        raise argparse.ArgumentTypeError(message)
+    return ranks
+
+
+def positive_numbers(text: str, number: Callable[[str], int] = positive_number) -> list[int]:
     """Read several whole numbers of at least 1, with commas between them, for argparse."""
-    return sorted({positive_number(part.strip()) for part in text.split(",")})
+    return sorted({number(part.strip()) for part in text.split(",")})
+
+
+def world_sizes(text: str) -> list[int]:
+    """Read several numbers of ranks, with commas between them, for argparse."""
+    return positive_numbers(text, world_size)
 
 
 def _set_up_logging(*, verbose: bool, quiet: bool) -> None:

@@ -43,7 +43,7 @@ class Explainer:
             raise DataSetError(str(error)) from None
         document = {"split": self.seen.stored.name, **self._sample(sample), "place": place.kind}
         if place.kind == "dropped":
-            document["dropped_with"] = list(place.mates)
+            document["dropped_with"] = [mate for mate in place.mates if mate != sample]
         elif place.pack is not None:
             document["pack"] = self._pack(place.pack)
         return document

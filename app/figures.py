@@ -64,7 +64,8 @@ def _epoch(seen: Look) -> Iterator[Row]:
     yield step, f"{course.steps_per_epoch:,}", f"an epoch, {course.total_steps:,} in total"
     if course.last_step_batches < course.gradient_accumulation_steps:
         yield "  ragged window", f"{course.last_step_batches:,}", "batches of each rank in an epoch's last step"
-    yield "attention work", f"{course.work_per_step:,.4g}", "a step, all ranks: sum of the squared lengths"
+    squared = "squared lengths" if packed else "squared lengths, padded to the longest of a batch"
+    yield "attention work", f"{course.work_per_step:,.4g}", f"a step, all ranks: sum of the {squared}"
     yield (
         "  imbalance", f"{course.work_imbalance:.3f}",
         f"busiest rank over the mean; worst step {course.worst_work_imbalance:.3f}",

@@ -18,8 +18,9 @@ from core.batch import partial_window
 from core.checksum import plan_checksum
 from core.config import RunConfig
 from core.course import Course
-from core.errors import ConfigError, NotBuiltError
+from core.errors import ConfigError, NotBuiltError, SampleTooLongError
 from core.fingerprint import Fingerprint, configured_inputs
+from core.plan import refuse_longer
 from core.ports import StoredLengths, StoredPlan
 from core.summary import CourseSummary, PlanSummary, summarise, summarise_course
 
@@ -153,6 +154,11 @@ def _warnings(
 ) -> Iterator[str]:
     knobs = Knobs.of(config, planned.name)
     yield from (f"{planned.name}: {line}" for line in stale_inputs(config, stored.lengths))
+    if knobs.refuse_longer:
+        try:
+            refuse_longer(stored.lengths.tokens, limit=knobs.packing_length)
+        except SampleTooLongError as error:
+            yield f"{planned.name}: training refuses the data: {error}"
     for difference in stored.plan.key.differences(knobs.fingerprint(stored.lengths.digest)):
         yield f"{planned.name}: this is the stored plan, but training would plan anew: {difference}"
     if stored.lengths.rows.probe is None:

@@ -13,8 +13,9 @@ import numpy as np
 from app import wiring_light
 from app.planning import Knobs
 from app.progress import progress
-from core.errors import CorruptArtefactError, NotBuiltError, RecordError
+from core.errors import CorruptArtefactError, NotBuiltError, RecordError, SampleTooLongError
 from core.lengths import IntArray
+from core.plan import refuse_longer
 from core.ports import LengthSource, Origin, StoredLengths, StoredPlan
 from core.samples import ImageTable, Measured, Table, column, from_row, from_tables
 from core.verification import plan_faults
@@ -72,9 +73,12 @@ def verify(
     plan = _or_none(wiring_light.stored_plan, folder)
     if lengths is None:
         return
-    if not any(Path(error.path).name.startswith("raw_plan") for error in damage):
+    if plan is not None or not any(Path(error.path).name.startswith(("raw_plan", "plan_ws")) for error in damage):
         log.info("%s: checking the plan, and planning again", name)
         yield from _check_plan(folder, knobs, lengths, plan)
+    if origin is not None and _is_shifted(origin, source):
+        log.warning("%s: images and samples are not compared, since the data have other records", name)
+        return
     yield from _check_images(name, lengths, source, decode=decode)
     yield from _check_samples(name, lengths, source, num_samples)
 
@@ -90,11 +94,18 @@ def _or_none(read: Callable[[Path], T | None], folder: Path) -> T | None:
         return None
 
 
+def _is_shifted(origin: Origin, source: LengthSource) -> bool:
+    """Return whether records came or went before the last that was measured: the others may be other samples now."""
+    if len(source) <= origin.num_measured:
+        return len(source) != origin.num_measured
+    return source.data_digest(origin.num_measured) != origin.data_digest
+
+
 def _check_inputs(folder: Path, origin: Origin, source: LengthSource) -> Iterator[Finding]:
     """Compare what the lengths were measured from with the run as it is now."""
     for difference in origin.differences(source.fingerprint(), len(source), source.data_digest):
         yield Finding("inputs", difference.key, f"measured with {difference.stored!r}, now {difference.current!r}")
-    if origin.num_measured < len(source):
+    if origin.num_measured < len(source) and not _is_shifted(origin, source):
         reason = f"{origin.num_measured:,} of {len(source):,} samples are measured: build goes on"
         yield Finding("inputs", str(folder), reason)
 
@@ -114,6 +125,11 @@ def _check_plan(folder: Path, knobs: Knobs, lengths: StoredLengths, stored: Stor
         return
     packed, ratio = bool(stored.key.inputs["packing"]), stored.key.inputs.get("min_fill_ratio")
     tokens = lengths.tokens
+    if knobs.refuse_longer:
+        try:
+            refuse_longer(tokens, limit=knobs.packing_length)
+        except SampleTooLongError as error:
+            yield Finding("plan", str(folder), f"training refuses the data: {error}")
     faults = list(plan_faults(stored.plan, tokens, packed=packed, min_fill_ratio=None if ratio is None else str(ratio)))
     yield from (Finding("plan", str(folder), fault) for fault in faults)
     if not differences and not faults and knobs.plan(tokens, quick_bound=True).packs != stored.plan.packs:

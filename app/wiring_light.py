@@ -68,9 +68,12 @@ def open_records(paths: tuple[str, ...]) -> JsonlRecords:
 
 
 def write_page(path: Path, page: str) -> None:
-    """Publish a page; ConfigError if it cannot be written."""
+    """Publish a page, where a link points to if it is one; ConfigError if it cannot be written, or replaced something else."""
+    target = path.resolve()
+    if target.suffix.lower() not in {".html", ".htm"} or (target.exists() and not target.is_file()):
+        raise ConfigError.of("--output", f"is {path}, but has to be a file that ends in .html: name one")
     try:
-        artefacts.write_bytes(path, page.encode())
+        artefacts.write_bytes(target, page.encode())
     except OutputError as error:
         raise ConfigError.of("--output", f"{path} cannot be written: {error.reason}") from error
 

@@ -513,4 +513,5 @@ class UnsoundError(VerificationError):
     num_findings: int
 
     def __str__(self) -> str:
-        return f"{self.num_findings:,} findings: what is stored is not what training would use"
+        findings = "1 finding" if self.num_findings == 1 else f"{self.num_findings:,} findings"
+        return f"{findings}: what is stored is not what training would use"

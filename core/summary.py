@@ -116,7 +116,8 @@ class CourseSummary:
     """Batches of a rank in an epoch's last step; fewer than `gradient_accumulation_steps` where its window is ragged."""
 
     work_per_step: float
-    """Attention work of a step, all ranks together: the sum of the squares of the samples' lengths; mean over the first epoch."""
+    """Attention work of a step, all ranks together: the sum of the squares of the samples' lengths (without packing, of their padded
+    ones); mean over the first epoch."""
 
     work_imbalance: float
     """The busiest rank's work over the mean rank's; mean over the steps of the first epoch. 1 is even."""
@@ -146,7 +147,7 @@ def summarise(plan: RawPlan, lengths: Lengths, *, packed: bool = True) -> PlanSu
     gap = mean = p5 = worst = saved = None
     if packed:
         filled = fills(plan, array)
-        mean, p5, worst = plan.fill, float(np.percentile(filled, 5)), float(filled.min())
+        mean, p5, worst = plan.fill, float(np.percentile(filled, 5, method="lower")), float(filled.min())
         gap = (len(plan.packs) + len(plan.dropped_packs) - plan.lower_bound) / plan.lower_bound
         batch_size = max(1, round(samples_per_pack))
         saved = 1 - plan.planned_tokens / padded_positions(array[plan.packs.indices], batch_size=batch_size)

@@ -33,14 +33,15 @@ class Alternative:
         """
         Coverage x fill / imbalance: what share of the ranks' room and time goes into the data, 0 without a plan.
 
-        Coverage is the planned tokens over all tokens, less the share of packs that do not fill the ranks and are
-        dropped. Fill is the planned tokens over what the packs that all ranks run can hold: a pack that repeats counts as empty, one
+        Coverage is the tokens planned within the packing length over all tokens, less the share of packs that do not fill
+        the ranks and are dropped: a long sample breaks the length that is asked about. Fill is the planned tokens over what the packs that all ranks run can hold: a pack that repeats counts as empty, one
         of a long sample holds just that. Imbalance is the busiest rank's attention work over the mean rank's.
         """
         if self.plan is None or self.course is None:
             return 0.0
         plan, course = self.plan, self.course
-        coverage = plan.token_coverage * (1 - course.unaligned_packs / plan.num_packs)
+        within = (plan.planned_tokens - plan.long_tokens) / plan.num_tokens
+        coverage = within * (1 - course.unaligned_packs / plan.num_packs)
         room = (plan.num_packs + course.repeated_packs - plan.long_samples) * plan.packing_length + plan.long_tokens
         return coverage * plan.planned_tokens / room / course.work_imbalance
 
@@ -85,9 +86,9 @@ def what_if(
 
 
 def best_of(alternatives: Iterable[Alternative]) -> dict[int, Alternative]:
-    """Return the alternative of the highest score for each number of ranks; of equal ones, the shortest packs."""
+    """Return the alternative of the highest score above 0 for each number of ranks; of equal ones, the shortest packs."""
     best: dict[int, Alternative] = {}
     for one in sorted(alternatives, key=lambda one: (-one.score, one.packing_length)):
-        if one.plan is not None:
+        if one.score:
             best.setdefault(one.world_size, one)
     return best

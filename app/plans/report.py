@@ -7,14 +7,17 @@ The page is one HTML file that loads nothing, for light and dark screens, phones
 from __future__ import annotations
 
 import argparse
+import logging
 from pathlib import Path
 from typing import Any
 
 from app import wiring_light
-from app.command import positive_number
+from app.command import world_size
 from app.figures import figures
 from app.looking import Look, as_document, look, splits_of
 from app.progress import progress
+
+log = logging.getLogger("app.plans.report")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="plan.html", help="what to write")
     parser.add_argument("--split", choices=["train", "eval"], help="only this one (default: all that the run has)")
     parser.add_argument(
-        "--world-size", type=positive_number, metavar="N", help="ranks (default: the most that were built for)"
+        "--world-size", type=world_size, metavar="N", help="ranks (default: the most that were built for)"
     )
     parser.set_defaults(run=run)
 
@@ -45,6 +48,7 @@ def run(options: argparse.Namespace) -> None:
         splits=[_as_variables(one) for one in progress(seen, desc="drawing", unit=" splits")],
     )
     wiring_light.write_page(options.output, page)
+    log.info("the page is in %s", options.output)
 
 
 def _as_variables(seen: Look) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from app import wiring_light
-from app.command import positive_number, whole_number
+from app.command import whole_number, world_size
 from app.explaining import Explainer, as_text
 from app.figures import figures
 from app.looking import Look, as_document, look, splits_of
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="run.yaml", help="the run; see docs/configuration.md")
     parser.add_argument("--split", choices=["train", "eval"], help="only this one (default: all that the run has)")
     parser.add_argument(
-        "--world-size", type=positive_number, metavar="N", help="ranks (default: the most that were built for)"
+        "--world-size", type=world_size, metavar="N", help="ranks (default: the most that were built for)"
     )
     one = parser.add_mutually_exclusive_group()
     one.add_argument("--pack", type=whole_number, metavar="N", help="explain this pack of the plan, from 0")

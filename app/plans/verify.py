@@ -18,7 +18,7 @@ from app.command import whole_number
 from app.looking import splits_of
 from app.planning import Knobs
 from app.verifying import Finding, verify
-from core.errors import UnsoundError
+from core.errors import NotBuiltError, UnsoundError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,10 +41,19 @@ def run(options: argparse.Namespace) -> None:
     splits = splits_of(config, options.split)
     samples = wiring.open_samples(config)
     found: dict[str, list[Finding]] = {}
+    absent: list[NotBuiltError] = []
     for split in splits:
         folder = wiring_light.split_folder(config.training.output_dir, split)
         knobs, source = Knobs.of(config, split), samples[split]
-        found[split] = list(verify(split, folder, knobs, source, num_samples=options.samples, decode=options.decode))
+        try:
+            found[split] = list(
+                verify(split, folder, knobs, source, num_samples=options.samples, decode=options.decode)
+            )
+        except NotBuiltError as error:
+            found[split] = [Finding("artefacts", error.folder, f"{error.reason}: build measures and plans")]
+            absent.append(error)
+    if len(absent) == len(splits):
+        raise absent[0]
     number = sum(map(len, found.values()))
     if options.json:
         rows = [{"split": split, **attrs.asdict(one)} for split, findings in found.items() for one in findings]

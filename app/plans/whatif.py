@@ -1,8 +1,8 @@
 """
 What the plan would be with other packing lengths, on other numbers of ranks: from the stored lengths alone.
 
-For each number of ranks the best is marked: the highest coverage x fill / imbalance (planned tokens over all tokens; over
-what the packs of all ranks hold; the busiest rank's attention work over the mean rank's).
+For each number of ranks the best is marked: the highest coverage x fill / imbalance (tokens planned within the packing length,
+over all tokens; planned tokens over what the packs of all ranks hold; the busiest rank's attention work over the mean rank's).
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from collections.abc import Iterator
 
 import attrs
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from app import wiring_light
-from app.command import positive_numbers
+from app.command import positive_numbers, world_sizes
 from app.looking import open_lengths, split_course, splits_of, stale_inputs
 from app.planning import Knobs
 from app.progress import progress
@@ -36,9 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="run.yaml", help="the run; see docs/configuration.md")
     parser.add_argument("--split", choices=["train", "eval"], default="train", help="(default: %(default)s)")
     parser.add_argument(
-        "--max-length", type=positive_numbers, metavar="N,…", help="template.max_length (default: the run's)"
+        "--max-length", type=positive_numbers, metavar="N,N", help="template.max_length (default: the run's)"
     )
-    parser.add_argument("--world-size", type=positive_numbers, default=[1], metavar="N,…", help="ranks (default: 1)")
+    parser.add_argument("--world-size", type=world_sizes, default=[1], metavar="N,N", help="ranks (default: 1)")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
     parser.set_defaults(run=run)
 
@@ -102,7 +103,6 @@ def _alternatives(
 
 
 def _print(alternatives: list[Alternative], best: dict[int, Alternative]) -> None:
-    console = Console(width=None if Console().is_terminal else 120, highlight=False)
     table = Table()
     columns = (
         "max_length",
@@ -121,10 +121,16 @@ def _print(alternatives: list[Alternative], best: dict[int, Alternative]) -> Non
         table.add_column(name, justify="right" if name else "left")
     for one in alternatives:
         table.add_row(*_cells(one), "best" if best.get(one.world_size) is one else "")
+    # A terminal that is too narrow wraps the lines, but all digits are there.
+    wide = Console(width=1000)
+    needed = Measurement.get(wide, wide.options, table).maximum
+    console = Console(width=max(Console().width, needed), highlight=False)
     console.print(table)
     console.print(f"best, for each number of ranks: the highest {RULE}", markup=False, soft_wrap=True)
-    for problem in dict.fromkeys(one.problem for one in alternatives if one.problem):
-        console.print(f"not planned: {problem}", markup=False, soft_wrap=True)
+    for one in alternatives:
+        if one.problem:
+            where = f"max_length {one.packing_length:,}, {one.world_size:,} ranks"
+            console.print(f"not planned: {where}: {one.problem}", markup=False, soft_wrap=True)
 
 
 def _cells(one: Alternative) -> tuple[str, ...]:

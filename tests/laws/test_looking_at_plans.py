@@ -131,11 +131,13 @@ def test_whatif_plans_every_combination_as_planning_does(of, packing_lengths, wo
             assert (summary, refused) == (one.plan, one.problem)
         else:
             assert (2, "cannot feed") == (one.world_size, re.search("cannot feed", one.problem)[0])
-        assert (one.plan is None) == (one.course is None) == (one.score == 0)
+        assert (one.plan is None) == (one.course is None)
+        within = one.plan is not None and one.plan.planned_tokens > one.plan.long_tokens
+        assert within == (one.score > 0)
         assert 0 <= one.score <= 1
     best = best_of(found)
     for one in found:
-        if one.plan is not None:
+        if one.score:
             assert one.score <= best[one.world_size].score
     event(f"problems: {any(one.problem for one in found)}")
 
@@ -160,6 +162,24 @@ def test_the_score_counts_what_it_says():
     assert one(2, drop_last=True).score == pytest.approx(0.8 * 2 / 3)
     shorter = attrs.evolve(one(1, drop_last=False), packing_length=90)
     assert shorter is best_of([one(1, drop_last=False), shorter, Alternative(50, 1, problem="none")])[1]
+
+
+def test_what_breaks_the_length_that_is_asked_about_is_not_covered():
+    """Where every sample is long, nothing is packed within the length, and nothing is best."""
+    lengths = [40, 40, 40]
+    found = list(
+        what_if(
+            lengths, packing_lengths=[1, 100], world_sizes=[1], plan=lambda n: build_raw_plan(lengths, packing_length=n),
+            course=lambda raw, w: Course(
+                num_packs=len(raw.packs), world_size=w, dataloader_drop_last=False, gradient_accumulation_steps=1,
+                num_train_epochs=1,
+            ),
+        )
+    )  # fmt: skip
+
+    assert [0, pytest.approx(0.6)] == [one.score for one in found]
+    assert {1: found[1]} == best_of(found)
+    assert {} == best_of(found[:1])
 
 
 def test_the_score_falls_with_the_imbalance():
