@@ -150,6 +150,19 @@ def test_a_folder_without_artefacts_is_the_users_fault(run, capfd):
     assert "app.plan build" in capfd.readouterr().err
 
 
+def test_a_split_that_is_missing_hides_no_fault_of_the_other(run, verified):
+    """All findings at once, as a verification that failed."""
+    shutil.rmtree(run / "run" / "static_packing" / "eval")
+    rows = run / "run" / "static_packing" / "train" / "lengths.bin"
+    rows.write_bytes(bytes([rows.read_bytes()[0] ^ 1]) + rows.read_bytes()[1:])
+
+    status, findings = verified(run)
+
+    assert 3 == status
+    assert any("holds no lengths: build" in finding for finding in findings)
+    assert any("lengths.bin" in finding for finding in findings)
+
+
 def test_quiet_commands_say_nothing_but_results(run, capfd):
     """No note, no progress on standard error; a warning still is one."""
     shutil.rmtree(run / "run")

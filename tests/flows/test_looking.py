@@ -357,6 +357,57 @@ def test_a_page_that_cannot_be_written_is_named(store, capfd, tmp_path):
     assert "--output" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["keep.yaml", "-", "folder.html"])
+def test_a_page_replaces_nothing_but_a_page(store, capfd, tmp_path, name):
+    """No configuration, no device, no folder; where a link points, the page is written."""
+    (tmp_path / "keep.yaml").write_text("mine")
+    (tmp_path / "folder.html").mkdir()
+    assert 2 == command.main(["report", str(store()), "-o", str(tmp_path / name)])
+    assert "has to be a file that ends in .html" in capfd.readouterr().err
+    assert "mine" == (tmp_path / "keep.yaml").read_text()
+
+    link = tmp_path / "link.html"
+    link.symlink_to(tmp_path / "real.html")
+    assert 0 == command.main(["report", str(store()), "-o", str(link)])
+    assert link.is_symlink()
+    assert "</html>" in (tmp_path / "real.html").read_text()
+
+
+def test_a_narrow_terminal_cuts_no_digits(store, said, monkeypatch):
+    """What does not fit is wrapped by the terminal."""
+    path = store()
+    wide = said("whatif", path, "--max-length", "60,80")
+    monkeypatch.setenv("COLUMNS", "30")
+
+    assert wide == said("whatif", path, "--max-length", "60,80")
+    assert "…" not in wide
+
+
+def test_more_ranks_than_anyone_has_are_refused(store, capfd):
+    """Instead of memory for each of them."""
+    for arguments in (
+        ["show", "--world-size"],
+        ["whatif", "--world-size"],
+        ["report", "-o", "plan.html", "--world-size"],
+    ):
+        with pytest.raises(SystemExit) as caught:
+            command.main([arguments[0], str(store()), *arguments[1:], "100000000000"])
+        assert 2 == caught.value.code
+        assert "has to be at most 100,000 ranks" in capfd.readouterr().err
+
+
+def test_a_reader_that_has_seen_enough_ends_the_command(store):
+    """As `| head` does: quietly."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "app.plan", "show", str(store(world_sizes=(1,))), "--json"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+    )  # fmt: skip
+    process.stdout.close()
+
+    assert "" == process.stderr.read()
+    assert 1 == process.wait(60)
+
+
 LIGHT = (
     "import io, sys, contextlib; from app.plan import main\n"
     "with contextlib.redirect_stdout(io.StringIO()): statuses = [main(words.split('|')) for words in sys.argv[1:]]\n"

@@ -96,6 +96,29 @@ def test_data_that_grew_or_shrank_are_found(built):
     assert ["inputs: data.records: measured with 8, now 5"] == shrunk
 
 
+def test_images_are_not_compared_with_other_samples(built):
+    """Where a record came in before others, these are one further on: one finding, not one for each."""
+    (finding,) = found(built, ListSource([5, *LENGTHS]))
+
+    assert finding.startswith("inputs: data.sha256 of the first 8")
+
+
+def test_a_damaged_alignment_leaves_the_plan_alone(built):
+    """Named once, and no word of a plan that were missing."""
+    aligned = built / "plan_ws1.json"
+    aligned.write_bytes(aligned.read_bytes().replace(b"1", b"2", 1))
+
+    (finding,) = found(built, ListSource(LENGTHS))
+    assert finding.startswith(f"artefacts: {aligned}")
+
+
+def test_samples_that_training_would_refuse_are_found(built):
+    """Too long, where the template is to raise."""
+    findings = found(built, ListSource(LENGTHS), packing_length=50, refuse_longer=True)
+
+    assert any("training refuses the data: sample" in one for one in findings)
+
+
 def test_a_plan_that_is_missing_is_found(built):
     """Lengths alone are not what training uses."""
     (built / "raw_plan.json").unlink()

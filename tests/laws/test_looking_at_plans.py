@@ -177,7 +177,7 @@ def test_what_breaks_the_length_that_is_asked_about_is_not_covered():
         )
     )  # fmt: skip
 
-    assert [0, pytest.approx(0.6)] == [one.score for one in found]
+    assert [0, pytest.approx(0.8 * 2 / 3)] == [one.score for one in found]
     assert {1: found[1]} == best_of(found)
     assert {} == best_of(found[:1])
 

@@ -49,6 +49,7 @@ def test_a_summary_counts_what_the_packs_hold(of):
     assert summary.fill_mean == pytest.approx(sum(filled) / len(filled))
     assert summary.fill_worst == pytest.approx(min(filled))
     assert summary.fill_worst <= summary.fill_p5 <= 1
+    assert sum(fill >= summary.fill_p5 for fill in filled) >= 0.95 * len(filled)
     assert summary.gap >= 0
     assert summary.gap * plan.lower_bound == pytest.approx(len(packs) + len(plan.dropped_packs) - plan.lower_bound)
     event(f"dropped: {summary.dropped_packs > 0}, skipped: {summary.skipped_samples > 0}")
