@@ -106,7 +106,8 @@ def _lengths(seen: Look) -> Chart:
 
 def _fill(seen: Look) -> Chart:
     plan, shares = seen.plan_summary, fills(seen.stored.plan.plan, seen.stored.lengths.tokens)
-    edges = np.linspace(0, 1, 41)
+    # Good plans are nearly full: an axis from 0 would show one bar.
+    edges = np.linspace(min(np.floor(shares.min() * 20) / 20, 0.95), 1, 41)
     counts, _ = np.histogram(shares, edges)
 
     def draw(axes: Axes) -> None:
@@ -121,7 +122,7 @@ def _fill(seen: Look) -> Chart:
     )
     return Chart(
         f"{seen.stored.name}-fill", "Fill of packs", says, _svg(draw, f"{seen.stored.name}-fill"),
-        ("fill from", "to below", "packs"), _rows(counts, edges, lambda edge: f"{edge:.3f}"),
+        ("fill from", "to below", "packs"), _rows(counts, edges, lambda edge: f"{edge:.4f}"),
     )  # fmt: skip
 
 
