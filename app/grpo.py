@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 LOG, POLICY = "rl.jsonl", "policy"
-"""In the output folder: a line for each step, and the policy at the end."""
+"""In the output folder: a line for each step, and the policy at the end; before it, `policy-<step>`."""
 
 _OVER_CHUNKS: Mapping[str, Callable[[list[float]], float]] = {"_min": min, "_max": max}
 """How metrics of these endings combine over a step's updates; others are their mean."""
@@ -84,16 +84,15 @@ def make_room(folder: Path, *, overwrite: bool) -> None:
 
         OutputError: It cannot be written.
     """
-    left = [path for path in (folder / LOG, folder / POLICY) if path.exists()]
+    left = sorted(path for path in folder.glob("*") if path.name == LOG or path.name.partition("-")[0] == POLICY)
     if left and not overwrite:
-        names = " and ".join(path.name for path in left)
+        names = ", ".join(path.name for path in left)
         reason = f"is {folder}, which holds {names} of an earlier run: name another folder, or start with --overwrite"
         raise ConfigError.of("training.output_dir", reason)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / LOG).unlink(missing_ok=True)
-        if (folder / POLICY).exists():
-            shutil.rmtree(folder / POLICY)
+        for path in left:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def run(config: RunConfig, workers: Workers, samples: SwiftSamples) -> list[dict[str, Any]]:
@@ -115,6 +114,8 @@ def run(config: RunConfig, workers: Workers, samples: SwiftSamples) -> list[dict
         if is_first:
             left_s = (time.perf_counter() - started) / (step + 1) * (config.grpo.num_steps - step - 1)
             _log(history[-1], folder / LOG, num_steps=config.grpo.num_steps, left_s=left_s)
+        if config.grpo.save_every and not (step + 1) % config.grpo.save_every:
+            run_on_all(workers, "save", [str(folder / f"{POLICY}-{step + 1}")] * shards, config)
     run_on_all(workers, "save", [str(folder / POLICY)] * shards, config)
     if is_first:
         log.info("the policy is in %s, what was logged in %s", folder / POLICY, folder / LOG)

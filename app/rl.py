@@ -14,7 +14,7 @@ from pathlib import Path
 from app.command import add_logging_options, positive_number, program, run_command
 
 KEPT = (
-    "the steps so far are in rl.jsonl; the policy is written at the end alone, and a run does not go on: start it anew"
+    "the steps so far are in rl.jsonl, the policy where grpo.save_every wrote it; a run does not go on: start it anew"
 )
 
 

@@ -327,6 +327,9 @@ class GrpoConfig:
     ratio_clip_max: float = 0.2
     """How far above 1."""
 
+    save_every: int | None = None
+    """Steps between two writes of the policy, to `policy-<step>/`; unset: at the end alone, to `policy/`."""
+
     kl_coefficient: float = 0.0
     """Weight of the divergence from the model that training started with; 0 keeps no copy of it."""
 
@@ -542,9 +545,10 @@ def rl_faults(config: RunConfig) -> Iterator[Fault]:
 
 
 def _grpo_faults(grpo: GrpoConfig) -> Iterator[Fault]:
-    for name in ("num_steps", "num_prompts_per_step", "max_new_tokens"):
-        if getattr(grpo, name) < 1:
-            yield Fault(f"grpo.{name}", f"is {getattr(grpo, name)}, but has to be at least 1")
+    for name in ("num_steps", "num_prompts_per_step", "max_new_tokens", "save_every"):
+        value = getattr(grpo, name)
+        if value is not None and value < 1:
+            yield Fault(f"grpo.{name}", f"is {value}, but has to be at least 1")
     if grpo.num_generations_per_prompt < 2:
         reason = f"is {grpo.num_generations_per_prompt}, but answers are compared with each other: at least 2"
         yield Fault("grpo.num_generations_per_prompt", reason)

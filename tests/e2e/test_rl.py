@@ -255,7 +255,7 @@ def test_the_reward_rises(write_rl, tmp_path, capsys):
 
     again = str(write_rl(policy=packing, grpo={**grpo, "num_steps": 1}))
     assert 2 == rl.main([again])
-    assert "holds rl.jsonl and policy of an earlier run" in capsys.readouterr().err
+    assert "holds policy, rl.jsonl of an earlier run" in capsys.readouterr().err
     assert 0 == rl.main([again, "--overwrite"])
     assert 1 == len(logged(tmp_path / "rl"))
 
@@ -265,8 +265,10 @@ def test_a_step_of_several_updates_says_what_all_of_them_did(write_rl, tmp_path)
     from app import rl
 
     policy = {"sequence_packing": {"enabled": True, "train_mb_tokens": 200}, "train_global_batch_size": 6}
-    assert 0 == rl.main([str(write_rl(policy=policy, grpo={"num_steps": 1}))])
+    assert 0 == rl.main([str(write_rl(policy=policy, grpo={"num_steps": 1, "save_every": 1}))])
 
+    first, last = ((tmp_path / "rl" / name / "model.safetensors").read_bytes() for name in ("policy-1", "policy"))
+    assert first == last
     (entry,) = logged(tmp_path / "rl")
     assert 3 == len(entry["train"]["chunks"])
     assert 1 == len(entry["logprob"]["chunks"])

@@ -69,6 +69,7 @@ def test_rows_are_multiples_of_what_shares_them():
         ({"sequence_packing": None}, {}, "policy.sequence_packing: is None, but has to be a section of keys"),
         ({"dynamic_batching": True}, {}, "policy.dynamic_batching: is True, but has to be a section of keys"),
         ({"train_micro_batch_size": 0, "generation_batch_size": -1}, {}, "policy.generation_batch_size: is -1"),
+        ({}, {"save_every": 0}, "grpo.save_every: is 0, but has to be at least 1"),
         ({}, {"num_steps": 0}, "grpo.num_steps: is 0, but has to be at least 1"),
         ({}, {"num_generations_per_prompt": 1}, "grpo.num_generations_per_prompt: is 1, but answers are compared"),
         ({}, {"temperature": 0}, "grpo.temperature: is 0.0, but has to be above 0"),
