@@ -17,9 +17,10 @@ import yaml
 from cattrs.errors import ClassValidationError, ForbiddenExtraKeysError, IterableValidationError
 from cattrs.gen import make_dict_structure_fn
 
-from core.config import REFUSED_TRAINING_KEYS, RunConfig, TrainingConfig, faults, rl_faults
+from core.config import REFUSED_TRAINING_KEYS, RunConfig, TrainingConfig, faults
 from core.errors import ConfigError, Fault
 from core.fusion import Mix
+from core.rl_faults import rl_faults
 
 SECTIONS = ("model", "template", "custom", "training")
 

@@ -16,6 +16,7 @@ import attrs
 
 from core.errors import Fault
 from core.packers import ALGORITHMS
+from core.rl_config import GrpoConfig, PolicyConfig
 
 PACKING_BUFFER = 512
 
@@ -217,124 +218,6 @@ class TrainingConfig:
 
 
 @attrs.frozen(kw_only=True)
-class SequencePackingConfig:
-    """`policy.sequence_packing`: microbatches of an RL batch as packed rows."""
-
-    enabled: bool = False
-    """Whether microbatches are made so."""
-
-    train_mb_tokens: int = 4096
-    """Tokens of a row while the policy is updated, padding included."""
-
-    logprob_mb_tokens: int | None = None
-    """Tokens of a row where only log-probabilities are computed; unset, `train_mb_tokens`."""
-
-    algorithm: str = "modified_first_fit_decreasing"
-    """How sequences are put into rows: one of `core.packers.ALGORITHMS`."""
-
-    sequence_length_round: int = 1
-    """Each sequence is padded to a multiple of it."""
-
-    assignment: Literal["balanced", "round_robin"] = "balanced"
-    """Deal sequences so that workers have equal attention work, or whole packs in turn."""
-
-    microbatch_order: Literal["packer", "largest_first"] = "packer"
-    """Of a worker's rows: by first sequence, or by falling number of tokens."""
-
-
-@attrs.frozen(kw_only=True)
-class DynamicBatchingConfig:
-    """`policy.dynamic_batching`: microbatches of an RL batch as padded batches of sequences of like length."""
-
-    enabled: bool = False
-    """Whether microbatches are made so."""
-
-    train_mb_tokens: int = 4096
-    """Sequences times width of a microbatch while the policy is updated."""
-
-    logprob_mb_tokens: int | None = None
-    """The same where only log-probabilities are computed; unset, `train_mb_tokens`."""
-
-    sequence_length_round: int = 64
-    """Widths are multiples of it."""
-
-
-@attrs.frozen(kw_only=True)
-class PolicyConfig:
-    """`policy.`: how an RL batch is computed; `app.rl` alone reads it."""
-
-    sequence_packing: SequencePackingConfig = attrs.field(factory=SequencePackingConfig)
-
-    dynamic_batching: DynamicBatchingConfig = attrs.field(factory=DynamicBatchingConfig)
-
-    train_global_batch_size: int | None = None
-    """Sequences of one optimizer step over all workers; unset, all rollouts of a step."""
-
-    train_micro_batch_size: int = 4
-    """Sequences of a padded microbatch, where neither packing nor dynamic batching is enabled."""
-
-    logprob_batch_size: int | None = None
-    """The same where only log-probabilities are computed; unset, `train_micro_batch_size`."""
-
-    generation_batch_size: int = 32
-    """Prompts that a worker answers at a time."""
-
-    context_parallel_size: int = 1
-    """Ranks that share each row; needs packing."""
-
-    tensor_parallel_size: int = 1
-    """`app.rl` runs 1 alone; others cut with `core.shard` for an engine of their own."""
-
-    pipeline_parallel_size: int = 1
-    """`app.rl` runs 1 alone; packed rows would be padded to a fixed length."""
-
-    compile: bool = False
-    """Compile the model with torch.compile; not with dynamic batching, whose shapes change."""
-
-
-@attrs.frozen(kw_only=True)
-class GrpoConfig:
-    """`grpo.`: the reinforcement learning of `app.rl` (GRPO: Shao et al., "DeepSeekMath", 2024)."""
-
-    num_steps: int = 100
-    """Rounds of rollouts and updates."""
-
-    num_prompts_per_step: int = 8
-    """Prompts of a round; they come in an order of each epoch over the data."""
-
-    num_generations_per_prompt: int = 8
-    """Answers to each, which are compared with each other; at least 2."""
-
-    max_new_tokens: int = 64
-    """Tokens of an answer."""
-
-    temperature: float = 1.0
-    """Temperature of the answers; above 0."""
-
-    reward: str = "word_overlap"
-    """Scores an answer against the record's own: one of `core.rewards.REWARDS`, or `module:function`."""
-
-    loss: str = "clipped"
-    """`clipped`, the policy-gradient loss of PPO and GRPO, or `module:function`: a loss over the logits of a sequence (see
-    `adapters.sequence_loss.SequenceLoss`)."""
-
-    normalisation: Literal["token", "sequence"] = "token"
-    """What weighs the same in the clipped loss: every token of an answer, or every answer."""
-
-    ratio_clip_min: float = 0.2
-    """How far below 1 the ratio of new to old probability counts."""
-
-    ratio_clip_max: float = 0.2
-    """How far above 1."""
-
-    save_every: int | None = None
-    """Steps between two writes of the policy, to `policy-<step>/`; unset: at the end alone, to `policy/`."""
-
-    kl_coefficient: float = 0.0
-    """Weight of the divergence from the model that training started with; 0 keeps no copy of it."""
-
-
-@attrs.frozen(kw_only=True)
 class RunConfig:
     """One run, as its YAML says."""
 
@@ -361,20 +244,6 @@ class RunConfig:
         asked = self.training.eval_packing
         return self.training.packing and (self.custom.trainer_variant == "sft" if asked is None else asked)
 
-
-RL_KEYS = MappingProxyType(
-    {
-        "training": frozenset(
-            {"output_dir", "seed", "tuner_type", "lora_rank", "lora_alpha", "lora_dropout", "target_modules",
-             "freeze_llm", "freeze_vit", "freeze_aligner", "trainer"}
-        ),
-        "custom": frozenset({"train_jsonl", "object_field_order", "use_summary"}),
-    }
-)  # fmt: skip
-"""Keys of these sections that `app.rl` reads."""
-
-RL_TRAINER_KEYS = frozenset({"learning_rate", "weight_decay", "max_grad_norm", "use_cpu", "ddp_timeout"})
-"""Keys of `TrainingConfig.trainer` that `app.rl` reads."""
 
 REFUSED_TRAINING_KEYS = MappingProxyType(
     {
@@ -515,100 +384,3 @@ def _sampling_faults(custom: CustomConfig) -> Iterator[Fault]:
         yield Fault("custom.rollout_keep", "is more than custom.rollout_completions: lower it")
     if not 0 < custom.rollout_temperature < float("inf"):
         yield Fault("custom.rollout_temperature", f"is {custom.rollout_temperature}, but has to be above 0")
-
-
-def rl_faults(config: RunConfig) -> Iterator[Fault]:
-    """Yield what is wrong with a run of reinforcement learning, beyond `faults`."""
-    policy, grpo = config.policy, config.grpo
-    for section, used in RL_KEYS.items():
-        values = getattr(config, section)
-        for field in attrs.fields(type(values)):
-            if field.name not in used and getattr(values, field.name) != field.default:
-                yield Fault(f"{section}.{field.name}", "is not used by app.rl: remove it")
-    for name in ("learning_rate", "weight_decay", "max_grad_norm"):
-        value = config.training.trainer.get(name, 0)
-        if not 0 <= value < float("inf"):
-            yield Fault(f"training.{name}", f"is {value}, but has to be at least 0")
-    for name in sorted(set(config.training.trainer) - RL_TRAINER_KEYS):
-        yield Fault(
-            f"training.{name}", f"is not used by app.rl, which takes {', '.join(sorted(RL_TRAINER_KEYS))}: remove it"
-        )
-    yield from _grpo_faults(grpo)
-    if grpo.loss != "clipped" and policy.context_parallel_size > 1:
-        yield Fault("grpo.loss", "is of your own, which needs whole sequences: set policy.context_parallel_size: 1")
-    small = [Fault(f"policy.{path}", f"is {n}, but has to be at least 1") for path, n in _sizes(policy) if n < 1]
-    yield from small
-    if small:
-        return
-    yield from _policy_faults(policy)
-    yield from _budget_faults(config)
-
-
-def _grpo_faults(grpo: GrpoConfig) -> Iterator[Fault]:
-    for name in ("num_steps", "num_prompts_per_step", "max_new_tokens", "save_every"):
-        value = getattr(grpo, name)
-        if value is not None and value < 1:
-            yield Fault(f"grpo.{name}", f"is {value}, but has to be at least 1")
-    if grpo.num_generations_per_prompt < 2:
-        reason = f"is {grpo.num_generations_per_prompt}, but answers are compared with each other: at least 2"
-        yield Fault("grpo.num_generations_per_prompt", reason)
-    if not 0 < grpo.temperature < float("inf"):
-        yield Fault("grpo.temperature", f"is {grpo.temperature}, but has to be above 0")
-    for name in ("ratio_clip_min", "ratio_clip_max", "kl_coefficient"):
-        if not 0 <= getattr(grpo, name) < float("inf"):
-            yield Fault(f"grpo.{name}", f"is {getattr(grpo, name)}, but has to be at least 0")
-
-
-def _budget_faults(config: RunConfig) -> Iterator[Fault]:
-    """Yield which budgets do not hold a sequence of the greatest length."""
-    if not (config.template.max_length or config.global_max_length or config.model.max_model_len):
-        return
-    for name, mode in (
-        ("sequence_packing", config.policy.sequence_packing),
-        ("dynamic_batching", config.policy.dynamic_batching),
-    ):
-        widest = -(-config.packing_length // mode.sequence_length_round) * mode.sequence_length_round
-        for key in ("train_mb_tokens", "logprob_mb_tokens"):
-            budget = getattr(mode, key)
-            if mode.enabled and budget is not None and budget < widest:
-                reason = (
-                    f"is {budget:,}, but a sequence may take {widest:,} (template.max_length, in multiples of "
-                    f"sequence_length_round): raise it, or lower template.max_length"
-                )
-                yield Fault(f"policy.{name}.{key}", reason)
-
-
-def _sizes(policy: PolicyConfig) -> Iterator[tuple[str, int]]:
-    for name, value in attrs.asdict(policy).items():
-        nested = value.items() if isinstance(value, dict) else [("", value)]
-        for key, size in nested:
-            if isinstance(size, int) and not isinstance(size, bool):
-                yield f"{name}.{key}".rstrip("."), size
-
-
-def _policy_faults(policy: PolicyConfig) -> Iterator[Fault]:
-    """Yield which modes do not go together."""
-    packing, dynamic = policy.sequence_packing, policy.dynamic_batching
-    ways = 2 * policy.context_parallel_size if policy.context_parallel_size > 1 else 1
-    multiple = ways * policy.tensor_parallel_size
-    if packing.enabled and dynamic.enabled:
-        reason = "and policy.sequence_packing exclude each other: disable one; packing computes less"
-        yield Fault("policy.dynamic_batching", reason)
-    if packing.algorithm not in ALGORITHMS:
-        reason = f"is {packing.algorithm!r}, but has to be one of {', '.join(ALGORITHMS)}"
-        yield Fault("policy.sequence_packing.algorithm", reason)
-    if dynamic.enabled and policy.pipeline_parallel_size > 1:
-        reason = "needs microbatches of one shape, which dynamic batching does not give: use policy.sequence_packing"
-        yield Fault("policy.pipeline_parallel_size", reason)
-    if dynamic.enabled and policy.compile:
-        reason = "would compile anew for each shape of dynamic batching: remove it, or use policy.sequence_packing"
-        yield Fault("policy.compile", reason)
-    if policy.context_parallel_size > 1 and not packing.enabled:
-        reason = "cuts packed rows: enable policy.sequence_packing, or set it to 1"
-        yield Fault("policy.context_parallel_size", reason)
-    if packing.enabled and packing.sequence_length_round % multiple:
-        reason = (
-            f"is {packing.sequence_length_round}, but the ranks that share a row need a multiple of {multiple} (2 * "
-            f"context_parallel_size * tensor_parallel_size): set it to {-(-packing.sequence_length_round // multiple) * multiple}"
-        )
-        yield Fault("policy.sequence_packing.sequence_length_round", reason)

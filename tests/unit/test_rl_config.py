@@ -91,7 +91,7 @@ def test_settings_that_are_not_used_are_refused():
     for key, value in (("effective_batch_size", 4), ("resume_from_checkpoint", "last"), ("max_steps", 1)):
         with pytest.raises(ConfigError, match=f"training.{key}: is not used by app.rl"):
             parsed(training={key: value})
-    for value in (-1, float("nan"), float("inf")):
+    for value in (-1, float("nan"), float("inf"), None):
         with pytest.raises(ConfigError, match=r"training.learning_rate: is .*, but has to be at least 0"):
             parsed(training={"learning_rate": value})
     with pytest.raises(ConfigError, match=r"1 fault.*\n.*template.max_length: is not set"):
