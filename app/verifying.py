@@ -13,7 +13,7 @@ import numpy as np
 from app import wiring_light
 from app.planning import Knobs
 from app.progress import progress
-from core.errors import CorruptArtefactError, NotBuiltError, RecordError, SampleTooLongError
+from core.errors import CorruptArtefactError, Difference, NotBuiltError, RecordError, SampleTooLongError
 from core.lengths import IntArray
 from core.plan import refuse_longer
 from core.ports import LengthSource, Origin, StoredLengths, StoredPlan
@@ -66,8 +66,10 @@ def verify(
     origin = _or_none(wiring_light.stored_origin, folder)
     if origin is None and not damage:
         raise NotBuiltError(str(folder), "holds no lengths")
+    differences: tuple[Difference, ...] = ()
     if origin is not None:
-        yield from _check_inputs(folder, origin, source)
+        differences = origin.differences(source.fingerprint(), len(source), source.data_digest)
+        yield from _check_inputs(folder, origin, differences, len(source))
     # What is damaged is named above, and compared with nothing.
     lengths = _or_none(wiring_light.stored_lengths, folder)
     plan = _or_none(wiring_light.stored_plan, folder)
@@ -76,7 +78,8 @@ def verify(
     if plan is not None or not any(Path(error.path).name.startswith(("raw_plan", "plan_ws")) for error in damage):
         log.info("%s: checking the plan, and planning again", name)
         yield from _check_plan(folder, knobs, lengths, plan)
-    if origin is not None and _is_shifted(origin, source):
+    # Where records came or went before others, these are other samples now.
+    if len(source) != len(lengths.rows.table) and _other_data(differences):
         log.warning("%s: images and samples are not compared, since the data have other records", name)
         return
     yield from _check_images(name, lengths, source, decode=decode)
@@ -94,20 +97,19 @@ def _or_none(read: Callable[[Path], T | None], folder: Path) -> T | None:
         return None
 
 
-def _is_shifted(origin: Origin, source: LengthSource) -> bool:
-    """Return whether records came or went before the last that was measured: the others may be other samples now."""
-    if len(source) <= origin.num_measured:
-        return len(source) != origin.num_measured
-    return source.data_digest(origin.num_measured) != origin.data_digest
-
-
-def _check_inputs(folder: Path, origin: Origin, source: LengthSource) -> Iterator[Finding]:
-    """Compare what the lengths were measured from with the run as it is now."""
-    for difference in origin.differences(source.fingerprint(), len(source), source.data_digest):
+def _check_inputs(
+    folder: Path, origin: Origin, differences: tuple[Difference, ...], num_samples: int
+) -> Iterator[Finding]:
+    """Yield in what the run as it is now differs from what the lengths were measured from."""
+    for difference in differences:
         yield Finding("inputs", difference.key, f"measured with {difference.stored!r}, now {difference.current!r}")
-    if origin.num_measured < len(source) and not _is_shifted(origin, source):
-        reason = f"{origin.num_measured:,} of {len(source):,} samples are measured: build goes on"
+    if origin.num_measured < num_samples and not _other_data(differences):
+        reason = f"{origin.num_measured:,} of {num_samples:,} samples are measured: build goes on"
         yield Finding("inputs", str(folder), reason)
+
+
+def _other_data(differences: tuple[Difference, ...]) -> bool:
+    return any(difference.key.startswith("data.") for difference in differences)
 
 
 def _check_plan(folder: Path, knobs: Knobs, lengths: StoredLengths, stored: StoredPlan | None) -> Iterator[Finding]:
