@@ -8,15 +8,14 @@ that is the chunk's shortest sequence with weight 0; no microbatch computes more
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from heapq import heappop, heappush, heapreplace
 from typing import Literal
 
 import attrs
 import numpy as np
 
+from core.dealing import balanced, dealt, fewer_rounds, round_up, turned, with_filler
 from core.errors import DataSetError, InvalidLengthError, OverBudgetError, UnevenShardsError
 from core.lengths import IntArray, Lengths, as_lengths, positive
 from core.packers import pack
@@ -24,9 +23,6 @@ from core.packers.bin_count import with_bin_count
 from core.packs import Packs
 
 Mode = Literal["packed", "dynamic", "plain"]
-
-MAX_CERTIFIED = 1024
-"""Sequences of a chunk up to which the certified packer is asked; beyond, its linear programs take seconds."""
 
 
 @attrs.frozen(eq=False)
@@ -199,15 +195,15 @@ def shard_packed(
         costs = padded[chunk.start : chunk.stop]
         packs = pack(costs, capacity=capacity, algorithm=algorithm, seed=seed)
         if assignment == "balanced":
-            packs = _fewer_rounds(packs, costs, capacity=capacity, rounds_of=rounds_of)
-        num = _up(len(packs), rounds_of)
+            packs = fewer_rounds(packs, costs, capacity=capacity, rounds_of=rounds_of)
+        num = round_up(len(packs), rounds_of)
         items = _filled(costs, num, when_short)
-        labels = _balanced(costs[items], shards, num // shards, capacity) if assignment == "balanced" else None
+        labels = balanced(costs[items], shards, num // shards, capacity) if assignment == "balanced" else None
         if labels is None:
-            packs = with_bin_count(_with_filler(packs, items.size), costs[items], minimum=num, multiple=1)
-            labels = _dealt(packs, costs[items], shards, balance=assignment == "balanced")
+            packs = with_bin_count(with_filler(packs, items.size), costs[items], minimum=num, multiple=1)
+            labels = dealt(packs, costs[items], shards, balance=assignment == "balanced")
         if assignment == "balanced":
-            labels, done = _turned(labels, costs[items], done, num // shards)
+            labels, done = turned(labels, costs[items], done, num // shards)
         ordered = _ordered(labels, items, costs, num // shards, by_size=microbatch_order == "largest_first")
         parts.append(_Part(items + chunk.start, ordered, num // shards))
     return _sharding(
@@ -259,7 +255,7 @@ def shard_dynamic(
     parts = []
     for chunk in _chunks(array.size, batch_size):
         costs = padded[chunk.start : chunk.stop]
-        items = _filled(costs, _up(costs.size, shards), when_short)
+        items = _filled(costs, round_up(costs.size, shards), when_short)
         ascending = items[np.argsort(array[chunk.start : chunk.stop][items], kind="stable")]
         # Of each row, as wide as the longest of the workers', the number of its microbatch.
         rows = costs[ascending[shards - 1 :: shards]]
@@ -349,15 +345,11 @@ def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise ValueError(message)
 
 
-def _up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
-
-
 def _padded(lengths: Lengths, multiple: int, capacity: int | None) -> tuple[IntArray, IntArray]:
     """Return lengths, and lengths rounded up; OverBudgetError if one is over *capacity* then."""
     array = as_lengths(lengths)
     multiple = positive("the pad multiple", multiple)
-    if array.size and array.size * _up(int(array.max()), multiple) ** 2 >= 2**63:
+    if array.size and array.size * round_up(int(array.max()), multiple) ** 2 >= 2**63:
         index = int(array.argmax())
         reason = "the attention work of the batch, a sum of squares, would pass 64 bits"
         raise InvalidLengthError(index, int(array[index]), reason)
@@ -388,112 +380,6 @@ def _filled(costs: IntArray, wanted: int, when_short: Literal["fill", "error"]) 
         )
         raise DataSetError(message)
     return np.concatenate([np.arange(costs.size), np.full(short, costs.argmin())])
-
-
-def _fewer_rounds(packs: Packs, costs: IntArray, *, capacity: int, rounds_of: int) -> Packs:
-    """Return the certified packs instead, where they save a whole round of microbatches."""
-    least = _up(-(-int(costs.sum()) // capacity), rounds_of)
-    if costs.size > MAX_CERTIFIED or least >= _up(len(packs), rounds_of):
-        return packs
-    fewer = pack(costs, capacity=capacity, algorithm="certified")
-    return fewer if _up(len(fewer), rounds_of) < _up(len(packs), rounds_of) else packs
-
-
-def _with_filler(packs: Packs, num_items: int) -> Packs:
-    """Return the packs, and one of each item beyond the sequences."""
-    ends = np.arange(packs.num_samples, num_items) + 1
-    return Packs(np.concatenate([packs.offsets, ends]), np.concatenate([packs.indices, ends - 1]))
-
-
-def _balanced(costs: IntArray, shards: int, per_shard: int, capacity: int) -> IntArray | None:
-    """
-    Deal items, the longest first, each to the worker with the least work that has room; None if one fits nowhere.
-
-    Args:
-        costs: Positions of each item; at least `shards * per_shard`.
-
-        shards: Workers.
-
-        per_shard: Microbatches of each.
-
-        capacity: Positions of a microbatch.
-    """
-    sizes = costs.tolist()
-    held: list[list[int]] = [[] for _ in range(shards)]
-    labels = [0] * len(sizes)
-    # Room and place of each microbatch of a worker in one number, ascending: the first with room is the fullest.
-    rooms = [[capacity * per_shard + place for place in range(per_shard)] for _ in range(shards)]
-    needed, left = shards * per_shard, len(sizes)
-    heap = list(range(shards))  # work and worker in one number
-    for item in np.argsort(-costs, kind="stable").tolist():
-        size = sizes[item]
-        wanted = size * per_shard
-        passed = []
-        while heap:
-            shard = heap[0] % shards
-            free = rooms[shard]
-            # The last items are for workers whose microbatches outnumber what they hold: none stays empty.
-            if free[-1] >= wanted and (left > needed or len(held[shard]) < per_shard):
-                break
-            passed.append(heappop(heap))
-        else:
-            return None
-        # The first ones have a microbatch each, so that none stays empty; then the fullest that has room.
-        room = free.pop() if len(held[shard]) < per_shard else free.pop(bisect_left(free, wanted))
-        insort(free, room - wanted)
-        labels[item] = room % per_shard
-        needed -= len(held[shard]) < per_shard
-        left -= 1
-        held[shard].append(item)
-        heapreplace(heap, heap[0] + size * size * shards)
-        for key in passed:
-            heappush(heap, key)
-    for shard, items in enumerate(held):
-        places = _evened([sizes[item] for item in items], per_shard, capacity)
-        for number, item in enumerate(items):
-            labels[item] = shard * per_shard + (places[number] if places else labels[item])
-    return np.array(labels)
-
-
-def _evened(sizes: list[int], num: int, capacity: int) -> list[int] | None:
-    """Return a microbatch for each size, largest first, of about as many positions each; None if one is too full."""
-    heap = list(range(num))  # load and place in one number
-    places = []
-    for size in sizes:
-        places.append(heap[0] % num)
-        heapreplace(heap, heap[0] + size * num)
-    return places if max(heap) // num <= capacity else None
-
-
-def _dealt(packs: Packs, costs: IntArray, shards: int, *, balance: bool) -> IntArray:
-    """Deal whole packs, the same number to each worker: in turn, or by falling work to the one with the least."""
-    per_shard = len(packs) // shards
-    place = np.arange(len(packs))
-    labels = place % shards * per_shard + place // shards
-    if balance:
-        works = packs.loads(costs**2)
-        heap, held = list(range(shards)), [0] * shards
-        for pack_ in np.argsort(-works, kind="stable").tolist():
-            shard = heap[0] % shards
-            labels[pack_] = shard * per_shard + held[shard]
-            held[shard] += 1
-            if held[shard] < per_shard:
-                heapreplace(heap, heap[0] + int(works[pack_]) * shards)
-            else:
-                heappop(heap)
-    of_items = np.empty(packs.num_samples, dtype=np.int64)
-    of_items[packs.indices] = np.repeat(labels, packs.sizes())
-    return of_items
-
-
-def _turned(labels: IntArray, costs: IntArray, done: IntArray, per_shard: int) -> tuple[IntArray, IntArray]:
-    """Give most work of this chunk to the worker that did least in those before; return labels, and the work done now."""
-    works = np.bincount(labels // per_shard, weights=costs.astype(np.float64) ** 2).astype(np.int64)
-    to = np.empty(done.size, dtype=np.int64)
-    to[np.argsort(-works, kind="stable")] = np.argsort(done, kind="stable")
-    done = done.copy()
-    done[to] += works
-    return to[labels // per_shard] * per_shard + labels % per_shard, done
 
 
 def _ordered(labels: IntArray, items: IntArray, costs: IntArray, per_shard: int, *, by_size: bool) -> IntArray:
