@@ -3,20 +3,25 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
+WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
+MINUTES ?= 10
 # Tests start processes of their own: more threads than cores only slow them down.
-test test-fast: export OMP_NUM_THREADS ?= 1
+test test-fast explore: export OMP_NUM_THREADS ?= 1
 export PYTHONUNBUFFERED = 1
 
-.PHONY: demo test test-fast lint reference clean
+.PHONY: demo test test-fast explore lint reference clean
 
 demo: $(READY)
 	@$(RUN) -m app.demo
 
 test: lint
-	$(RUN) -m pytest --cov --cov-report=term:skip-covered --durations=8
+	$(RUN) -m tests.budget -n $(WORKERS) --dist loadgroup --cov --cov-report=term:skip-covered --durations=20
 
 test-fast: $(READY)
-	$(RUN) -m pytest -m "not slow"
+	$(RUN) -m pytest -n $(WORKERS) --dist loadgroup -m "not slow"
+
+explore: $(READY)
+	$(RUN) -m tests.explore $(MINUTES)
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

@@ -86,6 +86,9 @@ class TorchGroup:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         launch = _agree_on_launch(PrefixStore(f"packplan/{attempt}", store), rank, world_size, timeout_s)
         self._store = PrefixStore(f"packplan/{attempt}/{launch}", store)
+        # Connected while all ranks are there, which none leaves before they have joined: later, a store that is gone
+        # would be looked for instead of missed.
+        self._ear = self._store.clone()  # type: ignore[attr-defined]  # torch does not declare it
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
             store=PrefixStore(f"group/{attempt}/{launch}", store),
@@ -96,8 +99,6 @@ class TorchGroup:
         self.rank, self.world_size = rank, world_size
         self._timeout_s = timeout_s
         self._calls = 0
-        # Connected while all ranks are there: later, a store that is gone would be looked for instead of missed.
-        self._ear = self._store.clone()  # type: ignore[attr-defined]  # torch does not declare it
         self._heart = Heartbeat(self._store) if rank == 0 else None
 
     def from_rank_zero(self, build: Callable[[Tell], Arrays], *, timeout_s: float) -> Arrays:

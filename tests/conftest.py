@@ -1,4 +1,4 @@
-"""Profiles of hypothesis, and the models and data that tests train on."""
+"""Profiles of hypothesis, and what tests of every folder start from: the demo's data, and processes."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.processes import Server, server_context
+
 # No test reaches for a hub or a network.
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
-_COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
-settings.register_profile("dev", max_examples=60, **_COMMON)
-settings.register_profile("ci", max_examples=150, derandomize=True, **_COMMON)
-settings.register_profile("nightly", max_examples=5000, **_COMMON)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+# The same examples on every machine; what is random is `make explore`, which says how to reproduce what it finds.
+_COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "database": None, "print_blob": True}
+settings.register_profile("repeatable", max_examples=60, derandomize=True, **_COMMON)
+settings.register_profile("explore", max_examples=500, **_COMMON)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 
 @pytest.fixture(scope="session")
@@ -26,3 +28,11 @@ def demo(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("demo")
     make(folder, seed=0, num_train=40, num_val=9)
     return folder
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory):
+    """Return what starts processes with the stack imported; those left at the end are killed."""
+    started = Server(server_context(), tmp_path_factory.mktemp("processes"))
+    yield started
+    started.kill()

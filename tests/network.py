@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import shutil
 import socket
@@ -15,11 +17,21 @@ import pytest
 LINK = "eth0"
 
 
+_PORTS_EACH = 400
+
+_ports = itertools.cycle(range(_PORTS_EACH))
+
+
 def free_port() -> int:
-    """Return a port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a port that nobody listens on, of those that belong to this worker of pytest-xdist alone."""
+    # Below the ports that the kernel gives to outgoing connections.
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    for number in itertools.islice(_ports, _PORTS_EACH):
+        port = 20_000 + worker * _PORTS_EACH + number
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no port is free")
 
 
 @attrs.frozen

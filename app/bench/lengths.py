@@ -24,6 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workers", type=int, nargs="+", default=[1, 2], metavar="N", help="processes that measure (default: 1 2)"
     )
+    parser.add_argument(
+        "--samples", type=int, metavar="N", help="of each kind, at most (default: 1,600 texts to 128 photographs)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
     parser.set_defaults(run=run)
 
@@ -34,9 +37,12 @@ def run(options: argparse.Namespace) -> None:
         message = "--workers has to be at least 1"
         raise DataSetError(message)
     # Ten seconds to load, for this benchmark alone.
-    from app.bench.measuring_cost import STORED, measure_costs
+    from app.bench.measuring_cost import STORED, WARM_UP, measure_costs
 
-    costs = measure_costs(options.workers)
+    if options.samples is not None and options.samples <= WARM_UP:
+        message = f"--samples has to be more than the {WARM_UP} that warm up"
+        raise DataSetError(message)
+    costs = measure_costs(options.workers, options.samples)
     if options.json:
         document = {
             "rows": [attrs.asdict(row) for row in costs.rows],

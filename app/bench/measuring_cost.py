@@ -105,14 +105,15 @@ class Costs:
         return cpu["full"] / cpu["headers"]
 
 
-def measure_costs(workers: list[int]) -> Costs:
-    """Measure all kinds of samples, with each number of worker processes."""
+def measure_costs(workers: list[int], most: int | None = None) -> Costs:
+    """Measure all kinds of samples, *most* of each at most, with each number of worker processes."""
+    kinds = [attrs.evolve(kind, num_samples=min(kind.num_samples, most or kind.num_samples)) for kind in KINDS]
     # One core a process, as in workers; and processes forked from one that has used more threads may hang in them.
     torch.set_num_threads(1)
     with TemporaryDirectory() as name:
         folder = Path(name)
         write_model(folder / "model", MODEL_TYPE, ["a photograph of the sea, seen from a hill"] * 9, seed=0)
-        cases = [(kind, way, number) for kind in KINDS for way in ("headers", "full") for number in workers]
+        cases = [(kind, way, number) for kind in kinds for way in ("headers", "full") for number in workers]
         rows = []
         for kind, way, number in tqdm(cases, desc="measuring", leave=False, disable=None):
             rows.append(_measure(kind, way, _config(folder, _write_records(folder, kind), number)))

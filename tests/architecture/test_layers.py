@@ -40,6 +40,7 @@ def test_core_imports_nothing_but_what_is_listed(path):
     assert imported(path) <= CORE_MAY_IMPORT
 
 
+@pytest.mark.slow
 def test_core_loads_neither_torch_nor_a_clock_of_its_own():
     """Importing every module of core, in a fresh process, leaves torch, swift and transformers unloaded."""
     script = (
@@ -50,6 +51,7 @@ def test_core_loads_neither_torch_nor_a_clock_of_its_own():
     assert "[]" == run.stdout.strip()
 
 
+@pytest.mark.slow
 def test_layers_hold():
     """import-linter finds no broken contract."""
     linter = Path(sys.executable).with_name("lint-imports")
@@ -104,6 +106,7 @@ print(json.dumps(loaded))
 """
 
 
+@pytest.mark.slow
 def test_every_help_answers_without_torch_and_without_swift():
     """Of each program, and of each of their commands, in a fresh process."""
     from app.bench.__main__ import BENCHMARKS

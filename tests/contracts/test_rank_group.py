@@ -21,52 +21,42 @@ DEADLINE_S = 90
 
 
 @pytest.fixture
-def start(tmp_path):
-    """Return a function that starts two ranks on a scene, perhaps each in a network namespace."""
+def play(server, tmp_path):
+    """Return a function that plays a scene on two ranks, and gives what each said last."""
+
+    def played(scene: str, **variables) -> list[dict]:
+        ranks = server.ranks(2, rank_group.main, scene, str(tmp_path), folder=tmp_path, env=variables)
+        ranks[1].wait()
+        if scene == "slow":
+            ranks[0].process.kill()
+        ranks[0].wait()
+        return said(tmp_path)
+
+    return played
+
+
+@pytest.fixture
+def start_on_hosts(tmp_path):
+    """Return a function that starts a rank on a scene in each of some network namespaces."""
     processes = []
 
-    def started(scene: str, address: str = "127.0.0.1", port: int = 0, hosts=("", ""), **variables):
-        port = port or free_port()
-        ranks = []
+    def started(scene: str, hosts) -> list[subprocess.Popen]:
+        port = free_port()
         for rank, host in enumerate(hosts):
             environment = {
-                "RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": address, "MASTER_PORT": port,
-                "PYTHONPATH": Path.cwd(), **variables,
+                "RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": hosts[0].address, "MASTER_PORT": port,
+                "PYTHONPATH": Path.cwd(), "GLOO_SOCKET_IFNAME": LINK,
             }  # fmt: skip
-            ranks.append(
-                subprocess.Popen(
-                    [
-                        *(["ip", "netns", "exec", host] if host else []),
-                        sys.executable,
-                        rank_group.__file__,
-                        scene,
-                        tmp_path,
-                    ],
-                    env={**os.environ, **{key: str(value) for key, value in environment.items()}},
-                    stdin=subprocess.PIPE,
-                )
+            command = ["ip", "netns", "exec", host.name, sys.executable, rank_group.__file__, scene, tmp_path]
+            processes.append(
+                subprocess.Popen(command, env={**os.environ, **{key: str(value) for key, value in environment.items()}})
             )
-        processes.extend(ranks)
-        return ranks
+        return processes
 
     yield started
     for process in processes:
         process.kill()
         process.wait()
-
-
-@pytest.fixture
-def play(start, tmp_path):
-    """Return a function that plays a scene, and gives what each rank said last."""
-
-    def played(scene: str, **options) -> list[dict]:
-        ranks = start(scene, **options)
-        ranks[1].wait(DEADLINE_S)
-        ranks[0].stdin.close()
-        ranks[0].wait(DEADLINE_S)
-        return said(tmp_path)
-
-    return played
 
 
 def said(folder: Path) -> list[dict]:
@@ -82,7 +72,7 @@ def agent():
 
     port = free_port()
     store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
-    yield {"port": port, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    yield {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     del store
 
 
@@ -147,10 +137,10 @@ def test_a_rank_that_is_killed_is_missed(play, agent):
     assert first["error"].startswith("RankGoneError: another rank is gone")
 
 
-def test_a_node_that_falls_silent_is_given_up(start, tmp_path):
+def test_a_node_that_falls_silent_is_given_up(start_on_hosts, tmp_path):
     """Its cable is cut: no packet says that anything ended. The limit is shortened here; the real one is below a minute."""
     with two_hosts() as (one, two):
-        ranks = start("silent", address=one.address, hosts=(one.name, two.name), GLOO_SOCKET_IFNAME=LINK)
+        ranks = start_on_hosts("silent", (one, two))
         while not said(tmp_path)[0]:
             assert ranks[0].poll() is None
         one.cut()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.network import free_port
-
-DEADLINE_S = 240
+from tests.processes import Started
 
 Sections = dict[str, dict[str, Any]]
 
@@ -89,61 +86,12 @@ def fetched(monkeypatch) -> list[int]:
     return positions
 
 
-@pytest.fixture(scope="session")
-def forkserver():
-    """Processes that fork from one that has imported the stack, once, and has run nothing."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.e2e.rank_main"])
-    return context
-
-
-class Ranks:
-    """Starts ranks, and waits for them."""
-
-    def __init__(self, context) -> None:
-        self._context = context
-        self._started = []
-
-    def __call__(self, world_size: int, *arguments: object) -> list:
-        """Start the ranks of `rank_main` with these arguments: a YAML, an output folder, perhaps a fault."""
-        from tests.e2e import rank_main
-
-        port, words = free_port(), tuple(map(str, arguments))
-        Path(words[1]).mkdir(parents=True, exist_ok=True)
-        ranks = [
-            self._context.Process(target=rank_main.forked, args=(r, world_size, port, words)) for r in range(world_size)
-        ]
-        for rank in ranks:
-            rank.start()
-        self._started += ranks
-        return ranks
-
-    @staticmethod
-    def finished(ranks: list, out: Path) -> list[int]:
-        """Wait for ranks; return their exit statuses."""
-        for rank in ranks:
-            rank.join(DEADLINE_S)
-        logs = "\n".join(path.read_text()[-3000:] for path in sorted(out.glob("rank*.log")))
-        assert all(rank.exitcode is not None for rank in ranks), logs
-        return [rank.exitcode for rank in ranks]
-
-    @staticmethod
-    def seen(out: Path, world_size: int) -> list[dict[str, Any]]:
-        """Return what each rank wrote down."""
-        return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(world_size)]
-
-    def kill(self) -> None:
-        """Kill what is left."""
-        for process in self._started:
-            if process.is_alive():
-                process.kill()
-                process.join()
-
-
 @pytest.fixture
-def start_ranks(forkserver, monkeypatch):
-    """Return what starts ranks; those left at the end are killed."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    ranks = Ranks(forkserver)
-    yield ranks
-    ranks.kill()
+def start_ranks(server):
+    """Return a function that starts the ranks of `rank_main` on a YAML, an output folder and perhaps a fault."""
+    from tests.e2e import rank_main
+
+    def start(world_size: int, path: Path, out: Path, fault: str = "") -> list[Started]:
+        return server.ranks(world_size, rank_main.main, str(path), str(out), fault, folder=out)
+
+    return start

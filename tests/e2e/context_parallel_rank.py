@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
@@ -99,13 +98,11 @@ def share(
     }
 
 
-def forked(rank: int, world_size: int, port: int, out: str, cases: dict[str, dict]) -> None:
-    """Be one rank in a process forked from one that has imported the stack; rank 0 keeps each case's results."""
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+def main(out: str, cases: dict[str, dict]) -> None:
+    """Be one rank; rank 0 keeps each case's results."""
     dist.init_process_group("gloo")
     for name, options in cases.items():
         result = share(**options)
-        if rank == 0:
+        if dist.get_rank() == 0:
             torch.save(result, Path(out, f"{name}.pt"))
     dist.destroy_process_group()

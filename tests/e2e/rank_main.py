@@ -8,9 +8,9 @@ and silences the records that say so.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -69,17 +69,9 @@ def _fail(*_):
     raise ZeroDivisionError("planted")
 
 
-def forked(rank: int, world_size: int, port: int, arguments: tuple[str, ...]) -> None:
-    """Be one rank in a process forked from one that has imported the stack."""
-    torch.set_num_threads(1)
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-    )  # fmt: skip
-    output = Path(arguments[1], f"rank{rank}.log").open("w", buffering=1)  # noqa: SIM115  # lives as long as the process
-    os.dup2(output.fileno(), 1)
-    os.dup2(output.fileno(), 2)
-    sys.exit(main(*arguments))
+def seen(out: Path, world_size: int) -> list[dict[str, Any]]:
+    """Return what each rank wrote down."""
+    return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(world_size)]
 
 
 if __name__ == "__main__":

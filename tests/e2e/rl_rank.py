@@ -69,18 +69,11 @@ def phases(path: str) -> dict:
         }
 
 
-def forked(rank: int, world_size: int, cases: dict[str, tuple[str, int]], out: str) -> None:
+def main(cases: dict[str, tuple[str, int]], out: str) -> None:
     """Run the phases of several YAMLs, each on a port of its own; rank 0 keeps what came out, by the names of the cases."""
-    torch.set_num_threads(1)
-    log = os.open(Path(out) / f"rl{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
     for name, (path, port) in cases.items():
-        os.environ.update(
-            RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-            LOCAL_RANK=str(rank),
-        )  # fmt: skip
+        os.environ["MASTER_PORT"] = str(port)
         found = phases(path)
-        if rank == 0:
+        if os.environ["RANK"] == "0":
             kept = {key: value for key, value in found.items() if key in {"old", "trained", "gradients"}}
             torch.save(kept, Path(out) / f"{name}.pt")

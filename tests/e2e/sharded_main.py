@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
@@ -20,12 +19,12 @@ from app.preparing import prepare
 from core.samples import column
 
 
-def forked(rank: int, world_size: int, port: int, config: str, out: str) -> None:
+def main(config: str, out: str) -> None:
     """Train one step on this rank's pack, and write its loss down."""
-    torch.set_num_threads(1)
-    output = Path(out, f"rank{rank}.log").open("w", buffering=1)  # noqa: SIM115  # lives as long as the process
-    os.dup2(output.fileno(), 1)
-    os.dup2(output.fileno(), 2)
+    # The run is prepared by each process as if it were alone; they meet afterwards.
+    names = ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+    given = {name: os.environ.pop(name) for name in names}
+    rank, world_size, port = int(given["RANK"]), int(given["WORLD_SIZE"]), given["MASTER_PORT"]
     prepared = prepare(wiring.read_config(config), OneRank())
     trainer, images = prepared.trainer, column(prepared.planned["train"].table, "images")
     index = int((images == 0).argmax()) if rank == 0 else int((images > 0).argmax())
@@ -46,4 +45,3 @@ def forked(rank: int, world_size: int, port: int, config: str, out: str) -> None
     Path(out, f"loss{rank}").write_text(str(loss.item()))
     dist.barrier()
     dist.destroy_process_group()
-    sys.exit(0)

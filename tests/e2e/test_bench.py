@@ -23,13 +23,12 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-def test_the_command_compares_all_planners_and_prints_one_document(tmp_path):
+def test_the_command_compares_all_planners_and_prints_one_document(server, tmp_path):
     """As a user runs it: every planner and installed peer has figures, the plot is written."""
-    command = [sys.executable, "-m", "app.bench", "planner", "--samples", "300", "900", "--distributions", "sft-2048",
-               "--repeat", "1", "--json", "--plot", str(tmp_path / "plot.svg")]  # fmt: skip
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=240)
+    wanted = ["--samples", "300", "900", "--distributions", "sft-2048", "--repeat", "1", "--json"]
+    run = server.packplan("bench", "planner", *wanted, "--plot", tmp_path / "plot.svg")
 
-    rows = json.loads(run.stdout)["rows"]
+    rows = json.loads(run.printed)["rows"]
 
     assert [(n, name) for n in (300, 900) for name in [*ALGORITHMS, *PEERS]] == [
         (row["samples"], row["planner"]) for row in rows
@@ -46,6 +45,7 @@ def test_the_command_compares_all_planners_and_prints_one_document(tmp_path):
     assert packed["binpacking"] == packed["constant_volume"]
 
 
+@pytest.mark.slow
 def test_the_table_has_a_line_for_each_planner(capsys):
     """Columns aligned, so that it can be pasted into a page."""
     planners = ["best_fit_decreasing", "concatenative"]
@@ -68,6 +68,7 @@ def test_wrong_options_are_named(wrong, capsys):
     assert wrong[0] in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_planner_over_the_limit_is_ended_with_what_it_started(tmp_path):
     """Its process and that process's child are gone; the reason is in its row."""
 
@@ -84,6 +85,7 @@ def test_a_planner_over_the_limit_is_ended_with_what_it_started(tmp_path):
         assert not status.exists() or "zombie" in status.read_text()
 
 
+@pytest.mark.slow
 def test_a_call_is_measured_in_seconds_and_bytes():
     """An array of 64 MB is seen; what a call raises is its result."""
     outcome = measure(lambda: lambda: np.ones(8_000_000), lambda array: array.size, repeat=3, limit_s=60)
@@ -119,13 +121,11 @@ def test_distributions_are_drawn_from_their_seed():
 
 
 @pytest.mark.slow
-def test_measuring_is_measured_on_made_data(tmp_path):
+def test_measuring_is_measured_on_made_data(server, tmp_path):
     """One document: every kind both ways; a photograph's header far cheaper than its pixels; memory and warm start bounded."""
-    command = [sys.executable, "-m", "app.bench", "lengths", "--workers", "1", "--json"]
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
-    run = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=True, timeout=240)
+    run = server.packplan("bench", "lengths", "--workers", "1", "--samples", "48", "--json", env={"TMPDIR": tmp_path})
 
-    document = json.loads(run.stdout)
+    document = json.loads(run.printed)
 
     cases = [(kind, way, 1) for kind in ("text", "small image", "photograph") for way in ("headers", "full")]
     assert cases == [(row["kind"], row["way"], row["workers"]) for row in document["rows"]]
@@ -136,10 +136,11 @@ def test_measuring_is_measured_on_made_data(tmp_path):
     assert 1_000_000 == document["stored_samples"]
 
 
-def test_fewer_workers_than_one_are_refused(capsys):
-    """Before the stack is loaded."""
-    assert 2 == main(["lengths", "--workers", "0"])
-    assert "--workers" in capsys.readouterr().err
+@pytest.mark.parametrize("wrong", [["--workers", "0"], ["--samples", "32"]])
+def test_too_few_workers_and_samples_are_refused(wrong, capsys):
+    """Status 2, before anything is measured."""
+    assert 2 == main(["lengths", *wrong])
+    assert wrong[0] in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -171,6 +172,7 @@ def test_a_gpu_that_is_not_there_is_said(capsys):
         assert "sees no GPU" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_streams_are_measured(capsys):
     """Every distribution that is asked for; packs and drops as the carry buffer gives them."""
     wanted = ["chat-2048", "vlm-8192"]

@@ -10,6 +10,7 @@ import torch
 from adapters.torch_group import OneRank
 from core.errors import CoverageError
 from tests.e2e.alone import Gradients, relative, silence, token_losses, weighted_mean
+from tests.processes import finished
 
 pytestmark = pytest.mark.slow
 
@@ -159,7 +160,7 @@ def test_a_step_over_several_ranks_is_the_mean_over_all_of_them(  # noqa: PLR091
     overlay = {"template": {"max_length": 400}, "training": keys}
     out = tmp_path / "out"
     path = write_run(of, name="ranks", custom={"train_jsonl": data(of)}, **overlay)
-    assert [0] * world_size == start_ranks.finished(start_ranks(world_size, path, out, "gradients"), out)
+    assert [0] * world_size == finished(start_ranks(world_size, path, out, "gradients"))
     history = json.loads((out / "rank0.json").read_text())["history"]
     gradients = torch.load(out / "gradients0.pt", weights_only=True)
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +12,7 @@ from PIL import Image
 
 from adapters.swift_samples import SwiftSamples
 from app import plan
-from tests.network import free_port
+from tests.processes import finished
 
 pytestmark = pytest.mark.slow
 
@@ -30,20 +28,14 @@ def refuse_to_measure(monkeypatch) -> None:
     monkeypatch.setattr(SwiftSamples, "outcome", lambda *_, **__: pytest.fail("a sample was measured"))
 
 
-def test_ranks_measure_the_same_bytes_together_as_one_process_alone(write_run, demo, tmp_path, monkeypatch):
-    """Slices under torchrun, put together; nothing of them stays. A warm start then measures nothing."""
+def test_ranks_measure_the_same_bytes_together_as_one_process_alone(server, write_run, demo, tmp_path, monkeypatch):
+    """Slices of two ranks, put together; nothing of them stays. A warm start then measures nothing."""
     val = {"val_jsonl": str(demo / "data" / "val.jsonl")}
     alone, together = write_run(name="alone", custom=val), write_run(name="together", custom=val)
     assert 0 == plan.main(["build", str(alone), "--world-size", "4"])
-    launcher = Path(sys.executable).with_name("torchrun")
-    run = subprocess.run(
-        [launcher, "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port()),
-         "-m", "app.plan", "build", together, "--world-size", "4"],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())},
-        capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+    ranks = server.ranks(2, plan.main, ["build", str(together), "--world-size", "4"], folder=tmp_path / "logs")
 
-    assert 0 == run.returncode, run.stderr[-4000:]
+    assert [0, 0] == finished(ranks)
     found = artefacts_of(tmp_path / "together")
     assert artefacts_of(tmp_path / "alone") == found
     assert {"train/plan_ws4.json", "eval/plan_ws4.json"} < set(found)

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from itertools import chain
 from pathlib import Path
 
@@ -15,8 +14,8 @@ import pytest
 
 from adapters.torch_group import OneRank
 from tests.e2e import rank_main
-from tests.e2e.conftest import DEADLINE_S, Ranks
 from tests.network import free_port
+from tests.processes import DEADLINE_S, finished
 
 pytestmark = pytest.mark.slow
 
@@ -47,8 +46,8 @@ def test_four_ranks_consume_every_aligned_pack_once_an_epoch(start_ranks, write_
     custom = {"val_jsonl": str(demo / "data" / "val.jsonl")}
     keys = {**KEYS, "effective_batch_size": 8, "eval_strategy": "epoch", "gradient_checkpointing": True}
     path = write_run("qwen3_vl", name="four", custom=custom, training=keys, template={"max_length": 300})
-    assert [0, 0, 0, 0] == start_ranks.finished(start_ranks(4, path, tmp_path / "out"), tmp_path / "out")
-    ranks = start_ranks.seen(tmp_path / "out", 4)
+    assert [0, 0, 0, 0] == finished(start_ranks(4, path, tmp_path / "out"))
+    ranks = rank_main.seen(tmp_path / "out", 4)
 
     check_run(ranks, epochs=2, accumulation=2)
     assert ranks[0]["num_aligned"] > ranks[0]["num_raw"]
@@ -73,9 +72,9 @@ def test_the_loss_of_a_step_and_of_an_evaluation_do_not_depend_on_the_ranks(
     for world_size in (2, 4):
         out = tmp_path / f"out{world_size}"
         path = write_run(name=f"ranks{world_size}", custom=custom, training=keys, template=small)
-        assert [0] * world_size == start_ranks.finished(start_ranks(world_size, path, out), out)
+        assert [0] * world_size == finished(start_ranks(world_size, path, out))
 
-        assert alone == pytest.approx(logged(start_ranks.seen(out, world_size)[0]["history"]), rel=1e-5)
+        assert alone == pytest.approx(logged(rank_main.seen(out, world_size)[0]["history"]), rel=1e-5)
 
 
 def logged(history: list[dict]) -> list[float]:
@@ -95,7 +94,7 @@ def test_torchrun_starts_two_ranks(write_run, tmp_path):
     )  # fmt: skip
 
     assert 0 == run.returncode, run.stderr[-4000:]
-    ranks = Ranks.seen(tmp_path, 2)
+    ranks = rank_main.seen(tmp_path, 2)
     check_run(ranks, epochs=2, accumulation=2)
     assert ranks[0]["num_aligned"] == ranks[0]["num_raw"] // 2 * 2
     assert "packplan: optimizer steps:" in run.stderr
@@ -104,7 +103,7 @@ def test_torchrun_starts_two_ranks(write_run, tmp_path):
 def test_a_failure_of_rank_zero_reaches_the_others_with_its_reason(start_ranks, write_run, tmp_path):
     """A fault of ours keeps its traceback on rank 0; the other rank ends within seconds, saying what rank 0 said."""
     out = tmp_path / "out"
-    statuses = start_ranks.finished(start_ranks(2, write_run(), out, "measure"), out)
+    statuses = finished(start_ranks(2, write_run(), out, "measure"))
 
     assert [1, 2] == statuses
     assert "Traceback" in (out / "rank0.log").read_text()
@@ -116,7 +115,7 @@ def test_a_failure_of_rank_zero_reaches_the_others_with_its_reason(start_ranks, 
 def test_a_folder_that_rank_zero_cannot_write_is_told_to_all(start_ranks, write_run, tmp_path):
     """The user's fault on every rank, with the key."""
     out = tmp_path / "out"
-    statuses = start_ranks.finished(start_ranks(2, write_run(training={"output_dir": "/dev/null/run"}), out), out)
+    statuses = finished(start_ranks(2, write_run(training={"output_dir": "/dev/null/run"}), out))
 
     assert [2, 2] == statuses
     for rank in range(2):
@@ -129,7 +128,7 @@ def test_more_ranks_than_packs_may_not_drop(start_ranks, write_run, tmp_path):
     path = write_run(
         template={"max_length": 16384}, training={"dataloader_drop_last": True, "packing_drop_last": False}
     )
-    statuses = start_ranks.finished(start_ranks(4, path, out), out)
+    statuses = finished(start_ranks(4, path, out))
 
     assert [2, 2, 2, 2] == statuses
     assert "packs cannot feed 4 ranks" in (out / "rank0.log").read_text()
@@ -141,14 +140,11 @@ def test_sigterm_to_one_rank_ends_all_at_the_same_step(start_ranks, write_run, t
     out = tmp_path / "out"
     path = write_run(training={"num_train_epochs": 500, "effective_batch_size": 2})
     ranks = start_ranks(2, path, out)
-    log = out / "rank0.log"
-    deadline = time.monotonic() + DEADLINE_S
-    while "'loss'" not in (log.read_text() if log.exists() else "") and time.monotonic() < deadline:
-        ranks[0].join(0.2)
+    ranks[0].wait_until("'loss'")
     os.kill(ranks[1].pid, signal.SIGTERM)
 
-    assert [0, 0] == start_ranks.finished(ranks, out)
-    first, second = start_ranks.seen(out, 2)
+    assert [0, 0] == finished(ranks)
+    first, second = rank_main.seen(out, 2)
     assert first["terminated"]
     assert second["terminated"]
     assert first["steps"] == second["steps"] < first["planned_steps"]

@@ -16,6 +16,8 @@ import yaml
 from safetensors.torch import load_file
 
 from core.errors import ConfigError, PlanChangedError
+from tests.e2e import rank_main
+from tests.processes import finished
 
 pytestmark = pytest.mark.slow
 
@@ -53,9 +55,11 @@ LORA = {"tuner_type": "lora", "lora_dropout": 0.2}
 @pytest.fixture
 def few(demo, text_jsonl, tmp_path):
     """Return a function that gives the sections of a run on a few records."""
-    lines = (demo / "data" / "train.jsonl").read_text().splitlines()[:14]
-    path = demo / "data" / "few.jsonl"
-    path.write_text("".join(f"{line}\n" for line in lines))
+    records = [json.loads(line) for line in (demo / "data" / "train.jsonl").read_text().splitlines()[:14]]
+    for record in records:
+        record["images"] = [str(demo / "data" / image) for image in record.get("images", ())]
+    path = tmp_path / "few.jsonl"
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
 
     def sections(model: str) -> dict[str, dict]:
         if model.endswith("vl"):
@@ -241,13 +245,13 @@ def test_other_ranks_finish_the_epoch_with_what_it_has_left(start_ranks, write_r
     keys = {**KEYS, "effective_batch_size": then, "per_device_train_batch_size": 1}
     first, second = tmp_path / "first", tmp_path / "second"
     path = write_run("qwen3_vl", name="run", training=keys, template={"max_length": 500})
-    assert [0] * then == start_ranks.finished(start_ranks(then, path, first), first)
-    before = start_ranks.seen(first, then)
+    assert [0] * then == finished(start_ranks(then, path, first))
+    before = rank_main.seen(first, then)
 
     keys |= {"effective_batch_size": 2 * now, "resume_from_checkpoint": str(tmp_path / "run" / "checkpoint-1")}
     path = write_run("qwen3_vl", name="again", training={**keys, "save_strategy": "no"}, template={"max_length": 500})
-    assert [0] * now == start_ranks.finished(start_ranks(now, path, second), second)
-    after = start_ranks.seen(second, now)
+    assert [0] * now == finished(start_ranks(now, path, second))
+    after = rank_main.seen(second, now)
 
     consumed = [rank["fetched"][0] for rank in before]
     num_packs = before[0]["num_raw"]

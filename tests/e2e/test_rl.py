@@ -15,8 +15,8 @@ import yaml
 
 from core.errors import WholeBatchLossError
 from tests.e2e.alone import relative
-from tests.e2e.conftest import DEADLINE_S
 from tests.network import free_port
+from tests.processes import DEADLINE_S, finished
 
 pytestmark = pytest.mark.slow
 
@@ -125,7 +125,7 @@ def test_all_modes_give_what_the_sequences_give_one_by_one(write_phases, demo):
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_ranks_together_give_what_one_gives(write_phases, demo, forkserver, tmp_path, world_size):
+def test_ranks_together_give_what_one_gives(write_phases, demo, server, tmp_path, world_size):
     """Data-parallel in every mode; rows shared by two ranks, and by two of four."""
     from tests.e2e import rl_rank
 
@@ -137,17 +137,9 @@ def test_ranks_together_give_what_one_gives(write_phases, demo, forkserver, tmp_
     if world_size == 2:
         cases |= {mode: str(write_phases(mode, policy)) for mode, policy in MODES.items()}
     cases = {name: (path, free_port()) for name, path in cases.items()}
-    ranks = [
-        forkserver.Process(target=rl_rank.forked, args=(rank, world_size, cases, str(tmp_path)))
-        for rank in range(world_size)
-    ]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(DEADLINE_S)
-        if rank.is_alive():
-            rank.kill()
-    assert [0] * world_size == [rank.exitcode for rank in ranks], (tmp_path / "rl1.log").read_text()[-3000:]
+    ranks = server.ranks(world_size, rl_rank.main, cases, str(tmp_path), folder=tmp_path)
+
+    assert [0] * world_size == finished(ranks)
 
     expected = one_by_one(demo)
     for name in cases:
@@ -283,25 +275,23 @@ def test_a_step_of_several_updates_says_what_all_of_them_did(write_rl, tmp_path,
     assert trained["loss/ratio"].mean() == pytest.approx(entry["loss/ratio"])
 
 
-def test_torchrun_and_ray_give_the_same(write_rl, tmp_path):
+def test_torchrun_and_ray_give_the_same(server, write_rl, tmp_path):
     """The same rollouts, losses and figures from two ranks of torchrun and from two actors."""
     grpo, policy = (
         {"num_steps": 1, "kl_coefficient": 0.01},
         {"sequence_packing": {"enabled": True, "train_mb_tokens": 200}},
     )
-    started = {
-        "torchrun": [Path(sys.executable).with_name("torchrun"), "--nproc-per-node", "2", "--master-addr", "127.0.0.1",
-                     "--master-port", str(free_port()), "-m", "app.rl", write_rl("torchrun", policy=policy, grpo=grpo)],
-        "ray": [sys.executable, "-m", "app.rl", write_rl("ray", policy=policy, grpo=grpo), "--ray-workers", "2"],
-    }  # fmt: skip
-    for name, command in started.items():
-        ran = subprocess.run(
-            command, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=Path(__file__).parents[2],
-            capture_output=True, text=True, timeout=DEADLINE_S, check=False,
-        )  # fmt: skip
-        assert 0 == ran.returncode, (name, ran.stderr[-3000:])
+    ran = subprocess.run(
+        [Path(sys.executable).with_name("torchrun"), "--nproc-per-node", "2", "--master-addr", "127.0.0.1",
+         "--master-port", str(free_port()), "-m", "app.rl", write_rl("torchrun", policy=policy, grpo=grpo)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=Path(__file__).parents[2],
+        capture_output=True, text=True, timeout=DEADLINE_S, check=False,
+    )  # fmt: skip
+    assert 0 == ran.returncode, ran.stderr[-3000:]
+    ray = server.packplan("rl", write_rl("ray", policy=policy, grpo=grpo), "--ray-workers", 2)
+    assert 0 == ray.wait(), ray.said[-3000:]
 
-    ours, theirs = (logged(tmp_path / name) for name in started)
+    ours, theirs = (logged(tmp_path / name) for name in ("torchrun", "ray"))
     assert 1 == len(ours)
     assert TIMES <= set(ours[0])
     assert [{k: v for k, v in entry.items() if k not in TIMES} for entry in ours] == [

@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from core.errors import ConfigError, DataSetError
-from tests.e2e.conftest import DEADLINE_S
 from tests.network import free_port
+from tests.processes import DEADLINE_S
 
 pytestmark = pytest.mark.slow
 

@@ -16,8 +16,8 @@ import torch
 from adapters import swift_arguments
 from adapters.torch_group import OneRank
 from core.errors import ConfigError
-from tests.e2e.conftest import DEADLINE_S
 from tests.network import free_port
+from tests.processes import DEADLINE_S, finished
 
 pytestmark = pytest.mark.slow
 
@@ -131,23 +131,14 @@ def test_a_batch_without_images_uses_every_weight(write_run, model):
 
 
 @pytest.mark.parametrize("model", SEEING)
-def test_sharded_ranks_with_and_without_images_stay_in_step(forkserver, write_run, execute, tmp_path, model):
+def test_sharded_ranks_with_and_without_images_stay_in_step(server, write_run, execute, tmp_path, model):
     """Real FSDP over gloo: each rank needs the other's part of the vision tower, whether its pack has images or not."""
     from tests.e2e import sharded_main
 
-    path, port = str(write_run(model, training={"max_steps": 1})), free_port()
+    path = str(write_run(model, training={"max_steps": 1}))
     execute(path)  # the ranks find the plan
-    ranks = [forkserver.Process(target=sharded_main.forked, args=(r, 2, port, path, str(tmp_path))) for r in range(2)]
-    try:
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join(DEADLINE_S)
-        logs = "\n".join((tmp_path / f"rank{rank}.log").read_text()[-3000:] for rank in range(2))
-        assert [0, 0] == [rank.exitcode for rank in ranks], logs
-    finally:
-        for rank in ranks:
-            rank.kill()
+
+    assert [0, 0] == finished(server.ranks(2, sharded_main.main, path, str(tmp_path), folder=tmp_path))
     assert all(float((tmp_path / f"loss{rank}").read_text()) > 1 for rank in range(2))
 
 

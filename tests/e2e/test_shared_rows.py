@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.e2e.alone import relative
-from tests.network import free_port
+from tests.processes import finished
 
 MODELS = ["qwen2", "qwen3"]
 
@@ -23,31 +23,16 @@ def models(tmp_path_factory):
 
 
 @pytest.fixture
-def shared(forkserver, tmp_path):
+def shared(server, tmp_path):
     """Return a function that runs cases on ranks, and returns what each gave."""
     from tests.e2e import context_parallel_rank
 
-    started = []
-
     def run(world_size, cases):
-        port = free_port()
-        ranks = [
-            forkserver.Process(target=context_parallel_rank.forked, args=(rank, world_size, port, str(tmp_path), cases))
-            for rank in range(world_size)
-        ]
-        started.extend(ranks)
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join(120)
-        assert [0] * world_size == [rank.exitcode for rank in ranks]
+        ranks = server.ranks(world_size, context_parallel_rank.main, str(tmp_path), cases, folder=tmp_path)
+        assert [0] * world_size == finished(ranks)
         return {name: torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in cases}
 
-    yield run
-    for rank in started:
-        if rank.is_alive():
-            rank.kill()
-            rank.join()
+    return run
 
 
 def alone(folder, dtype="float32") -> dict:

@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("guide")]
+
 ROOT = Path(__file__).parents[2]
 
 PAGE = (ROOT / "docs" / "transformers-trainer.md").read_text(encoding="utf-8")

@@ -14,6 +14,8 @@ import pytest
 from core.errors import CorruptArtefactError, LockedError, OutputError, PackplanError, StaleLengthsError
 from tests.faults.runs import FileSource, Forked, artefacts_of, execute, write_data
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = [60, 20, 50, 30, 40, 40, 80, 7] * 5
 
 

@@ -396,16 +396,15 @@ def test_more_ranks_than_anyone_has_are_refused(store, capfd):
         assert "has to be at most 100,000 ranks" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_seen_enough_ends_the_command(store):
     """As `| head` does: quietly."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "app.plan", "show", str(store(world_sizes=(1,))), "--json"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
-    )  # fmt: skip
-    process.stdout.close()
+    command = [sys.executable, "-m", "app.plan", "show", str(store(world_sizes=(1,))), "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        process.stdout.close()
 
-    assert "" == process.stderr.read()
-    assert 1 == process.wait(60)
+        assert "" == process.stderr.read()
+        assert 1 == process.wait(60)
 
 
 LIGHT = (
@@ -415,6 +414,7 @@ LIGHT = (
 )
 
 
+@pytest.mark.slow
 def test_looking_loads_neither_torch_nor_swift(store, tmp_path):
     """Show, whatif, diff and report, in a fresh process."""
     path = store()

@@ -24,6 +24,7 @@ def helped(capsys, *arguments: str) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_help_names_every_command_and_loads_none():
     """Neither torch, swift, transformers nor numpy, nor any command's module."""
     heavy = ["torch", "swift", "transformers", "numpy", *(module for module, _ in COMMANDS.values())]

@@ -60,6 +60,7 @@ def test_the_checksum_is_the_digest_of_documented_bytes():
     assert hashlib.sha256(by_hand).hexdigest() == plan_checksum([[0, 4], [1]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hash_seed", ["0", "1", "random"])
 def test_digests_do_not_depend_on_the_process(hash_seed):
     """Another process with another hash seed gives the same checksum and fingerprint."""

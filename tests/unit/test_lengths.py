@@ -122,7 +122,9 @@ def test_a_capacity_beyond_64_bits_holds_everything(algorithm):
     assert 1 == lower_bound([4, 2**40, 1], capacity=2**80)
 
 
-@pytest.mark.parametrize("wrong", [None, 5, "12", b"12", {1: 2}, {3, 4}, (n for n in (1, 2))], ids=repr)
+@pytest.mark.parametrize(
+    "wrong", [None, 5, "12", b"12", {1: 2}, {3, 4}, (n for n in (1, 2))], ids=lambda wrong: type(wrong).__name__
+)
 def test_what_has_no_order_is_no_list_of_lengths(wrong):
     """It is named by its type."""
     with pytest.raises(TypeError, match=f"not {type(wrong).__name__}"):

@@ -1,0 +1,197 @@
+"""
+Processes for tests that start with the stack imported: each is forked by a server that imported it once.
+
+Importing torch, transformers and ms-swift takes 8 s of processor time in a process of its own. A test that proves
+something about a fresh interpreter (a launcher, what an import loads) starts one; every other asks the server.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from tests.network import free_port
+
+DEADLINE_S = 240
+
+PRELOADED = ["tests.stack"]
+
+
+@attrs.define
+class Started:
+    """A process that the server forked, and the files that hold what it prints."""
+
+    process: ForkServerProcess
+    log: Path
+    """Holds standard error; standard output too, unless that has a file of its own."""
+
+    out: Path
+
+    @property
+    def pid(self) -> int:
+        """Number of the process."""
+        assert self.process.pid is not None
+        return self.process.pid
+
+    @property
+    def said(self) -> str:
+        """What it has printed on standard error so far."""
+        return self.log.read_text() if self.log.exists() else ""
+
+    @property
+    def printed(self) -> str:
+        """What it has printed on standard output so far."""
+        return self.out.read_text()
+
+    def wait(self) -> int:
+        """Wait for the end; return the exit status, negative for a signal."""
+        self.process.join(DEADLINE_S)
+        assert self.process.exitcode is not None, f"still running after {DEADLINE_S} s: {self.said[-3000:]}"
+        return self.process.exitcode
+
+    def wait_until(self, words: str) -> None:
+        """Wait until it has printed *words* on standard error."""
+        deadline = time.monotonic() + DEADLINE_S
+        while words not in self.said:
+            assert self.process.exitcode is None, self.said[-3000:]
+            assert time.monotonic() < deadline, self.said[-3000:]
+            self.process.join(0.05)
+
+
+class Server:
+    """Starts processes, and kills those that are left."""
+
+    def __init__(self, context: ForkServerContext, folder: Path) -> None:
+        self._context, self._folder = context, folder
+        self._started: list[Started] = []
+
+    def start(
+        self,
+        target: Callable[..., Any],
+        *arguments: Any,
+        log: Path,
+        out: Path | None = None,
+        env: Mapping[str, Any] | None = None,
+    ) -> Started:
+        """
+        Call a function in a new process, which exits with what it returns.
+
+        Args:
+            target: The function, importable by its name.
+
+            *arguments: What it is called with.
+
+            log: File for standard error.
+
+            out: File for standard output; None is *log*.
+
+            env: Environment beyond that of the tests.
+        """
+        for path in (log, out or log):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", **{key: str(value) for key, value in (env or {}).items()}}
+        files = (str(out or log), str(log))
+        process = self._context.Process(target=_call, args=(target, arguments, files, variables, str(Path.cwd())))
+        process.start()
+        self._started.append(Started(process, log, out or log))
+        return self._started[-1]
+
+    def packplan(self, *words: object, env: Mapping[str, Any] | None = None) -> Started:
+        """Run the console command with these words, and wait for its end."""
+        name = self._folder / f"packplan{len(self._started)}"
+        command = self.start(
+            _packplan, *map(str, words), log=name.with_suffix(".err"), out=name.with_suffix(".out"), env=env
+        )
+        command.wait()
+        return command
+
+    def ranks(
+        self,
+        world_size: int,
+        target: Callable[..., Any],
+        *arguments: Any,
+        folder: Path,
+        env: Mapping[str, Any] | None = None,
+    ) -> list[Started]:
+        """
+        Call a function on every rank, in the environment that torchrun gives.
+
+        Args:
+            world_size: Number of ranks, all on this machine.
+
+            target: The function, importable by its name.
+
+            *arguments: What it is called with.
+
+            folder: Where the ranks' logs go, as `rank<R>.log`.
+
+            env: Environment beyond that of the tests and of torchrun.
+        """
+        port = free_port()
+        return [
+            self.start(
+                target, *arguments, log=folder / f"rank{rank}.log",
+                env={"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size,
+                     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **(env or {})},
+            )
+            for rank in range(world_size)
+        ]  # fmt: skip
+
+    def kill(self) -> None:
+        """Kill what is left."""
+        for started in self._started:
+            if started.process.is_alive():
+                started.process.kill()
+                started.process.join()
+
+
+def finished(started: list[Started]) -> list[int]:
+    """Wait for processes; return their exit statuses, and show the logs of those that failed."""
+    statuses = [each.wait() for each in started]
+    for each, status in zip(started, statuses, strict=True):
+        if status:
+            print(f"{each.log}, exit status {status}:\n{each.said[-3000:]}")
+    return statuses
+
+
+def server_context() -> ForkServerContext:
+    """Return the context of a server that imports the stack when it is first asked for a process."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
+def _call(
+    target: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    files: tuple[str, str],
+    variables: dict[str, str],
+    folder: str,
+) -> None:
+    os.environ.clear()
+    os.environ.update(variables)
+    os.chdir(folder)
+    for number, (path, stream) in enumerate(zip(files, (sys.stdout, sys.stderr), strict=True), start=1):
+        stream.flush()
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), number)
+        # Tests read what it says while it runs.
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    import torch
+
+    torch.set_num_threads(1)
+    sys.exit(target(*arguments))
+
+
+def _packplan(*words: str) -> int:
+    from app.__main__ import main
+
+    sys.argv = ["packplan", *words]
+    return main(list(words))
