@@ -54,4 +54,5 @@ def assert_near(found: torch.Tensor | float, expected: torch.Tensor | float, *, 
     """
     found, expected = torch.as_tensor(found).double(), torch.as_tensor(expected).double()
     assert found.shape == expected.shape
-    assert (distance := float((found - expected).norm())) <= FLOAT32 * scale, f"{distance / scale:.2g} of the terms apart"
+    distance = float((found - expected).norm())
+    assert distance <= FLOAT32 * scale, f"{distance:.2g} apart, where the terms add up to {scale:.2g}"

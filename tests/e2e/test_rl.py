@@ -124,7 +124,9 @@ def test_all_modes_give_what_the_sequences_give_one_by_one(write_phases, demo):
     expected = one_by_one(demo)
     found = {mode: phases(str(write_phases(mode, policy))) for mode, policy in MODES.items()}
 
-    assert all(far(each, expected) < FLOAT32 for each in found.values()), {m: far(f, expected) for m, f in found.items()}
+    assert all(far(each, expected) < FLOAT32 for each in found.values()), {
+        m: far(f, expected) for m, f in found.items()
+    }
     assert found["packed"]["share"] < found["dynamic"]["share"] < found["plain"]["share"]
     assert found["packed"]["share"] < 0.37
 

@@ -79,22 +79,22 @@ def test_three_packs_cannot_be_dropped_to_eight_ranks():
 
 
 @pytest.mark.parametrize(
-    ("num", "world_size", "batch_size", "said"),
+    ("num", "world_size", "batch_size", "what", "ways"),
     [
-        (1, 4, 1, "1 pack cannot feed 4 ranks while the remainder is dropped: set training.dataloader_drop_last: false, or "
-                  "use 1 rank at most, or when packing, lower template.max_length to get more packs"),
-        (7, 2, 4, "7 samples cannot feed 2 ranks with a batch of 4 each while the remainder is dropped: set training."
-                  "dataloader_drop_last: false, or lower training.per_device_train_batch_size to 3, or use 1 rank at most"),
-        (3, 1, 4, "3 samples cannot feed 1 rank with a batch of 4 each while the remainder is dropped: set training."
-                  "dataloader_drop_last: false, or lower training.per_device_train_batch_size to 3"),
-        (3, 4, 4, "3 samples cannot feed 4 ranks with a batch of 4 each while the remainder is dropped: set training."
-                  "dataloader_drop_last: false"),
+        (1, 4, 1, "1 pack cannot feed 4 ranks", ["use 1 rank at most", "when packing, lower template.max_length to get more packs"]),
+        (7, 2, 4, "7 samples cannot feed 2 ranks with a batch of 4 each",
+         ["lower training.per_device_train_batch_size to 3", "use 1 rank at most"]),
+        (3, 1, 4, "3 samples cannot feed 1 rank with a batch of 4 each", ["lower training.per_device_train_batch_size to 3"]),
+        (3, 4, 4, "3 samples cannot feed 4 ranks with a batch of 4 each", []),
     ],
 )  # fmt: skip
-def test_what_is_too_short_says_each_way_out(num, world_size, batch_size, said):
+def test_what_is_too_short_says_each_way_out(num, world_size, batch_size, what, ways):
     """And every way that it names with a number is one: one more would be refused."""
     plan = one_sample_packs([5] * num, packing_length=5)
     options = {"world_size": world_size, "batch_size": batch_size}
+    said = f"{what} while the remainder is dropped: " + ", or ".join(
+        ["set training.dataloader_drop_last: false", *ways]
+    )
 
     with pytest.raises(PlanTooShortError) as caught:
         align_plan(plan, **options, dataloader_drop_last=True)

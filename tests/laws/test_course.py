@@ -231,10 +231,8 @@ def test_an_epoch_whose_rest_gives_no_batch_takes_no_further_step(  # noqa: PLR0
     assume(stop < course.steps_per_epoch)
     order = course.order(0).tolist()
     left = len(set(order) - set(order[: stop * before]))
-    if before == after:
-        per_rank = course.steps_per_epoch - stop
-    else:
-        per_rank = left // after if drop_last else -(-left // after)
+    of_left = left // after if drop_last else -(-left // after)
+    per_rank = course.steps_per_epoch - stop if before == after else of_left
     num_batches = per_rank // batch_size if drop_last else -(-per_rank // batch_size)
     event(f"the rest gives no batch: {not num_batches}")
 
