@@ -8,6 +8,7 @@ goes none of it: each sample's encoding alone, positions by the model itself, no
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,7 +22,7 @@ from adapters.packed_dataset import EncodedPack
 from adapters.packing_trainer import model_inputs
 from adapters.swift_samples import IGNORED_LABEL
 from adapters.swift_trainer import PackTrainer
-from core.equality import Finding
+from core.equality import Finding, loss_difference
 from core.errors import PackplanError
 
 _MEDIA = ("pixel_values", "image_grid_thw", "mm_token_type_ids")
@@ -30,10 +31,6 @@ _ROWS = ("text", "temporal", "height", "width")
 
 _PROBED = 8
 """Samples of a pack that are changed, one at a time: the first, the last, and others between."""
-
-
-_SMALL_LOSS = 1e-2
-"""A loss below this is what a sample learned by heart has; rounding is then compared with this."""
 
 
 @attrs.frozen
@@ -59,6 +56,9 @@ class _Alone:
 
     losses: torch.Tensor
     """Of the supervised tokens; float64."""
+
+    terms: torch.Tensor
+    """Size of what each loss is the difference of; float64, of the losses' shape."""
 
 
 @attrs.frozen(eq=False)
@@ -117,8 +117,8 @@ class PackComparison:
             mine = mine[collated["labels"][0][span.start : span.stop] != IGNORED_LABEL]
             yield Finding("logits", _largest(logits[span.start : span.stop] - one.logits) / scale, pack, span.index)
             if one.losses.numel():
-                mean = float(one.losses.mean())
-                different = abs(float(mine.double().mean()) - mean) / max(mean, _SMALL_LOSS)
+                means = (float(values.double().mean()) for values in (mine, one.losses))
+                different = loss_difference(*means, terms=float(one.terms.mean()))
                 yield Finding("sample loss", different, pack, span.index)
         yield from self._isolation(pack, collated, spans, logits, scale)
         if self.without_gradients is None:
@@ -160,7 +160,8 @@ class PackComparison:
         with torch.no_grad(), self.trainer.accelerator.autocast():
             logits = self.trainer.model(**inputs).logits[0].float()
         labels = torch.tensor(sample["labels"], device=logits.device)
-        return _Alone(logits, self._own_positions(inputs), _losses(logits, labels)[labels != IGNORED_LABEL].double())
+        losses, terms = (of(logits, labels)[labels != IGNORED_LABEL].double() for of in (_losses, _terms))
+        return _Alone(logits, self._own_positions(inputs), losses, terms)
 
     def _own_positions(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return the positions that the model itself gives a sample: of the text, then of its three rows if it sees."""
@@ -208,17 +209,20 @@ class PackComparison:
         trainer, model = self.trainer, self.trainer.model
         weights = self._weights(encoded)
         normaliser = torch.cat(weights).sum().clamp(min=1)
-        model.zero_grad()
-        expected = 0.0
+        expected = terms = norms = 0.0
+        reference: dict[str, torch.Tensor] = {}
         for sample, weight in zip(encoded, weights, strict=True):
+            model.zero_grad()
             with trainer.accelerator.autocast():
                 logits = model(**self._reference(sample)).logits[0].float()
             labels = torch.tensor(sample["labels"], device=logits.device)
             losses = _losses(logits, labels)
-            loss = (losses * weight.to(losses)).sum() / normaliser
+            share = weight.to(losses) / normaliser
+            loss = (losses * share).sum()
             torch.autograd.backward(loss)
             expected += float(loss.detach().double())
-        reference = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+            terms += float((_terms(logits.detach(), labels) * share).sum().double())
+            norms += _add_gradients(reference, model)
         model.zero_grad()
         with trainer.media_hook(), trainer.template.forward_context(model, dict(collated)):
             inputs = trainer._prepare_inputs(dict(collated))  # noqa: SLF001  # what training does, and no less
@@ -226,9 +230,9 @@ class PackComparison:
             with trainer.accelerator.autocast():
                 loss = trainer.compute_loss(model, inputs, num_items_in_batch=items)
             torch.autograd.backward(loss)
-        different = abs(float(loss.detach().double()) - expected) / max(expected, _SMALL_LOSS)
+        different = loss_difference(float(loss.detach().double()), expected, terms=terms)
         yield Finding("step loss", different, pack)
-        yield from _gradient_finding(pack, model, reference)
+        yield from _gradient_finding(pack, model, reference, scale=norms)
 
     def _weights(self, encoded: list[dict[str, Any]]) -> list[torch.Tensor]:
         """Return what each target of each sample weighs in the loss, counted from the definition."""
@@ -284,8 +288,31 @@ def _losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return torch.cat([losses.new_zeros(1), losses])
 
 
-def _gradient_finding(pack: int, model: torch.nn.Module, reference: dict[str, torch.Tensor]) -> Iterator[Finding]:
-    different = norm = 0.0
+def _terms(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the size of what each label's loss is the difference of: log-sum-exp and its logit; shape as `_losses`."""
+    rows, targets = logits[:-1], labels[1:].to(logits.device).clamp(min=0)
+    terms = rows.logsumexp(-1).abs() + rows.gather(-1, targets[:, None])[:, 0].abs()
+    return torch.cat([terms.new_zeros(1), terms])
+
+
+def _add_gradients(total: dict[str, torch.Tensor], model: torch.nn.Module) -> float:
+    """Add the gradients of a model to a total in place, and return their norm."""
+    square = 0.0
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            square += float(parameter.grad.double().square().sum())
+            if name in total:
+                total[name] += parameter.grad
+            else:
+                total[name] = parameter.grad.clone()
+    return float(square**0.5)
+
+
+def _gradient_finding(
+    pack: int, model: torch.nn.Module, reference: dict[str, torch.Tensor], *, scale: float
+) -> Iterator[Finding]:
+    """Compare a model's gradients with the reference, on the scale of the samples' norms; nothing where both are 0."""
+    different = 0.0
     worst, worst_name = -1.0, ""
     for name, parameter in model.named_parameters():
         own = reference.get(name)
@@ -295,11 +322,12 @@ def _gradient_finding(pack: int, model: torch.nn.Module, reference: dict[str, to
         own = torch.zeros_like(parameter) if own is None else own
         mine = torch.zeros_like(parameter) if mine is None else mine
         difference = float((mine.double() - own.double()).square().sum())
-        different, norm = different + difference, norm + float(own.double().square().sum())
+        different += difference
         if difference > worst:
             worst, worst_name = difference, name
-    if norm:
-        yield Finding("gradients", (different / norm) ** 0.5, pack, detail=f"most in {worst_name}")
+    if scale or different:
+        value = different**0.5 / scale if scale else math.inf
+        yield Finding("gradients", value, pack, detail=f"most in {worst_name}")
 
 
 def _largest(difference: torch.Tensor) -> float:

@@ -13,7 +13,6 @@ from app import wiring_light
 from app.course import batch_of, course_of, evaluation_of, require_static
 from app.describe import describe
 from app.planning import Knobs, PlannedSplit
-from core.align import align_plan
 from core.batch import partial_window
 from core.checksum import plan_checksum
 from core.config import RunConfig
@@ -118,7 +117,7 @@ def look(config: RunConfig, split: str, *, world_size: int | None) -> Look:
     stored = open_split(wiring_light.split_folder(config.training.output_dir, split))
     world_size = world_size or max(stored.plan.world_sizes, default=1)
     raw, knobs = stored.plan.plan, Knobs.of(config, split)
-    aligned = align_plan(raw, world_size=world_size, dataloader_drop_last=knobs.dataloader_drop_last)
+    aligned = knobs.align(raw, world_size=world_size)
     planned = PlannedSplit(
         split, stored.lengths.rows.table, raw, aligned, plan_checksum(raw.packs), plan_checksum(aligned.packs),
         stored.lengths.origin.data_digest,

@@ -58,6 +58,10 @@ class Knobs:
     drop_last: bool
     allow_single_long: bool
     dataloader_drop_last: bool
+
+    batch_size: int
+    """Packs of a rank in one forward pass: 1 when packing; without, every pack is one sample."""
+
     seed: int
     refuse_longer: bool
     """Whether a sample over the packing length is an error."""
@@ -66,8 +70,10 @@ class Knobs:
     def of(cls, config: RunConfig, split: str) -> Knobs:
         """Return the knobs of the split `train` or `eval`."""
         training, is_train = config.training, split == "train"
+        packing = training.packing if is_train else config.eval_packing
+        padded = training.per_device_train_batch_size if is_train else training.per_device_eval_batch_size
         return cls(
-            packing=training.packing if is_train else config.eval_packing,
+            packing=packing,
             packing_length=config.packing_length,
             algorithm=training.packing_algorithm,
             min_fill_ratio=str(training.packing_min_fill_ratio),
@@ -75,6 +81,7 @@ class Knobs:
             # Without packing nothing is too long for a pack.
             allow_single_long=training.packing_allow_single_long or not training.packing,
             dataloader_drop_last=training.dataloader_drop_last and is_train,
+            batch_size=1 if packing else padded,
             seed=training.seed,
             refuse_longer=config.template.truncation_strategy == "raise",
         )
@@ -90,6 +97,12 @@ class Knobs:
             drop_last=self.drop_last,
             allow_single_long=self.allow_single_long,
             seed=self.seed,
+        )
+
+    def align(self, raw: RawPlan, *, world_size: int) -> AlignedPlan:
+        """Return what so many ranks consume of the split's plan; PlanTooShortError if they would get no batch."""
+        return align_plan(
+            raw, world_size=world_size, dataloader_drop_last=self.dataloader_drop_last, batch_size=self.batch_size
         )
 
     def plan(self, lengths: IntArray, *, quick_bound: bool = False) -> RawPlan:
@@ -162,14 +175,14 @@ def plan_split(
             tell(f"planning {name}")
             key = knobs.fingerprint(stores.lengths.digest())
             raw = _plan(name, knobs, measured, key, stores.plans)
-            aligned = align_plan(raw, world_size=world_size, dataloader_drop_last=knobs.dataloader_drop_last)
+            aligned = knobs.align(raw, world_size=world_size)
             stores.plans.save_aligned(key, aligned, drop_last=knobs.dataloader_drop_last)
         return {"table": table, **plan_to_arrays(raw)}
 
     arrays = dict(group.from_rank_zero(build, timeout_s=timeout_s))
     table = arrays.pop("table")
     raw = plan_from_arrays(arrays)
-    aligned = align_plan(raw, world_size=world_size, dataloader_drop_last=knobs.dataloader_drop_last)
+    aligned = knobs.align(raw, world_size=world_size)
     data_digest = source.data_digest(len(source))
     planned = PlannedSplit(
         name, table, raw, aligned, plan_checksum(raw.packs), plan_checksum(aligned.packs), data_digest

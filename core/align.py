@@ -40,7 +40,7 @@ class AlignedPlan:
         return len(self.packs) // self.world_size
 
 
-def align_plan(raw_plan: RawPlan, *, world_size: int, dataloader_drop_last: bool) -> AlignedPlan:
+def align_plan(raw_plan: RawPlan, *, world_size: int, dataloader_drop_last: bool, batch_size: int = 1) -> AlignedPlan:
     """
     Cut or fill the plan's end, so that every rank runs the same number of packs.
 
@@ -51,8 +51,10 @@ def align_plan(raw_plan: RawPlan, *, world_size: int, dataloader_drop_last: bool
 
         dataloader_drop_last: Drop the remainder if true, else repeat packs from the front, cyclically.
 
+        batch_size: Packs of a rank in one forward pass, >= 1: where the remainder is dropped, a smaller batch is, too.
+
     Raises:
-        PlanTooShortError: No pack, or dropping would leave none.
+        PlanTooShortError: No pack, or dropping would leave no batch.
 
     >>> from core.plan import build_raw_plan
     >>> plan = build_raw_plan([5, 5, 5], packing_length=5)
@@ -61,9 +63,9 @@ def align_plan(raw_plan: RawPlan, *, world_size: int, dataloader_drop_last: bool
     """
     world_size = positive("world_size", world_size)
     packs = raw_plan.packs
+    batch_size = positive("batch_size", batch_size)
+    require_a_batch(len(packs), world_size=world_size, batch_size=batch_size, drop_last=dataloader_drop_last)
     positions = aligned_positions(len(packs), world_size, dataloader_drop_last)
-    if not positions.size:
-        raise PlanTooShortError(len(packs), world_size)
     repeated = positions[len(packs) :]
     kept = packs[: positions.size - repeated.size]
     return AlignedPlan(
@@ -82,6 +84,46 @@ def aligned_positions(num: int, world_size: int, drop_last: bool) -> IntArray:  
     >>> aligned_positions(3, 2, False).tolist(), aligned_positions(3, 2, True).tolist()
     ([0, 1, 2, 0], [0, 1])
     """
-    if drop_last or not num:
-        return np.arange(num - num % world_size)
-    return np.arange(num + -num % world_size) % num
+    size = aligned_size(num, world_size, drop_last)
+    return np.arange(size) % num if size > num else np.arange(size)
+
+
+def aligned_size(num: int, world_size: int, drop_last: bool) -> int:  # noqa: FBT001  # three plain values
+    """
+    Return how many of *num* there are once they are cut, or repeated, until the ranks divide them.
+
+    >>> aligned_size(3, 2, False), aligned_size(3, 2, True), aligned_size(0, 2, False)
+    (4, 2, 0)
+    """
+    return num - num % world_size if drop_last else num + -num % world_size
+
+
+def batches_of(num: int, *, batch_size: int, drop_last: bool) -> int:
+    """
+    Return how many batches a rank forms of *num* packs; the last may be smaller, or is dropped.
+
+    >>> batches_of(7, batch_size=3, drop_last=False), batches_of(7, batch_size=3, drop_last=True)
+    (3, 2)
+    """
+    return num // batch_size if drop_last else -(-num // batch_size)
+
+
+def require_a_batch(num: int, *, world_size: int, batch_size: int, drop_last: bool) -> None:
+    """
+    Refuse packs that give the ranks no batch in a whole epoch.
+
+    Args:
+        num: Packs of the raw plan.
+
+        world_size: Data-parallel learners, >= 1.
+
+        batch_size: Packs of a rank in one forward pass, >= 1.
+
+        drop_last: Drop packs and batches that do not fill all ranks.
+
+    Raises:
+        PlanTooShortError: There is none.
+    """
+    mine = aligned_size(num, world_size, drop_last) // world_size
+    if not batches_of(mine, batch_size=batch_size, drop_last=drop_last):
+        raise PlanTooShortError(num, world_size, batch_size)

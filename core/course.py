@@ -12,9 +12,9 @@ import math
 import attrs
 import numpy as np
 
-from core.align import aligned_positions
+from core.align import aligned_positions, aligned_size, batches_of, require_a_batch
 from core.errors import Difference
-from core.lengths import IntArray
+from core.lengths import IntArray, positive
 from core.shuffling import shuffled
 
 
@@ -47,7 +47,12 @@ class Progress:
 
 @attrs.frozen
 class Course:
-    """What is to be trained, from a certain progress on."""
+    """
+    What is to be trained, from a certain progress on.
+
+    Every whole epoch gives each rank a batch, so that no count of steps is 0: PlanTooShortError if it would not. What an
+    epoch has left after a resume on other ranks may give none: then it takes no further step.
+    """
 
     num_packs: int
     """Of the raw plan, >= 1."""
@@ -79,14 +84,21 @@ class Course:
     start: Progress = Progress()
     """Where training goes on from."""
 
+    def __attrs_post_init__(self) -> None:
+        for name in ("world_size", "gradient_accumulation_steps", "batch_size"):
+            positive(name, getattr(self, name))
+        require_a_batch(
+            self.num_packs, world_size=self.world_size, batch_size=self.batch_size, drop_last=self.dataloader_drop_last
+        )
+
     @property
     def batches_per_epoch(self) -> int:
-        """Batches of a rank in an epoch that these ranks train from its beginning."""
-        return self.batches_of(aligned_positions(self.num_packs, self.world_size, self.dataloader_drop_last).size)
+        """Batches of a rank in an epoch that these ranks train from its beginning, >= 1."""
+        return self.batches_of(aligned_size(self.num_packs, self.world_size, self.dataloader_drop_last))
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps of such an epoch."""
+        """Optimizer steps of such an epoch, >= 1."""
         return -(-self.batches_per_epoch // self.gradient_accumulation_steps)
 
     @property
@@ -187,8 +199,7 @@ class Course:
 
     def batches_of(self, num_packs: int) -> int:
         """Return how many batches a rank forms of its share of so many packs; the last may be smaller, or dropped."""
-        mine = num_packs // self.world_size
-        return mine // self.batch_size if self.dataloader_drop_last else -(-mine // self.batch_size)
+        return batches_of(num_packs // self.world_size, batch_size=self.batch_size, drop_last=self.dataloader_drop_last)
 
 
 def _not_yet(order: IntArray, consumed: list[IntArray]) -> IntArray:

@@ -2,11 +2,13 @@
 Whether packed training is the same training: which packs to look at, what may differ, and the verdict.
 
 Rounding differs between a pack and its samples alone, since sums are taken in another order; so numbers are compared
-relative to their scale, with limits that follow the precision. What is a whole number has to be equal.
+relative to their scale, with limits that follow the precision. The scale is that of what is added, not of what is left of
+it: a loss is a difference of a log-sum-exp and a logit, and gradients of samples cancel. What is a whole number has to be equal.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal
@@ -24,9 +26,9 @@ CHECKS = MappingProxyType(
         "positions": "position ids, row by row, that differ from those of the samples alone",
         "labels": "targets of the loss that differ from those of the samples alone",
         "logits": "largest difference of a logit, over the largest logit",
-        "sample loss": "difference of a sample's mean loss, over that loss",
-        "step loss": "difference of the pack's loss as training computes it, over that loss",
-        "gradients": "norm of the gradients' difference, over their norm",
+        "sample loss": "difference of a sample's mean loss, over that loss, or over a tenth of the logits where that is more",
+        "step loss": "difference of the pack's loss as training computes it, over what a sample's is compared with",
+        "gradients": "norm of the gradients' difference, over the sum of the norms of each sample's own",
         "isolation": "largest move of a logit when another sample changes, over the largest logit",
         "probe": "largest move of a changed sample's own logits, over the largest logit: what shows that the probe sees",
     }
@@ -45,6 +47,9 @@ _LIMITS: Mapping[str, Mapping[Precision, float]] = MappingProxyType(
         "isolation": {"float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3},
     }
 )
+
+_LOSS_SHARE = 0.1
+"""A loss below this share of what it is a difference of is compared with that share: rounding is of the logits' size."""
 
 PROBE_FACTOR = 100
 """A changed sample's own logits have to move so many times the limit of what others may move."""
@@ -77,6 +82,27 @@ class Verdict:
     worst: Finding
     limit: float
     passed: bool
+
+
+def loss_difference(found: float, expected: float, *, terms: float) -> float:
+    """
+    Return how far a mean loss is from the expected one, on the scale that rounding of logits allows.
+
+    Args:
+        found: Of the pack.
+
+        expected: Of the samples alone, >= 0.
+
+        terms: Mean size of what a token's loss is the difference of: its log-sum-exp, and the target's logit, absolute;
+            not below *expected*.
+
+    >>> loss_difference(2.5, 2.0, terms=4.0), loss_difference(0.5, 0.0, terms=20.0), loss_difference(0.0, 0.0, terms=0.0)
+    (0.25, 0.25, 0.0)
+    """
+    if found == expected:
+        return 0.0
+    scale = max(expected, _LOSS_SHARE * terms)
+    return abs(found - expected) / scale if scale else math.inf
 
 
 def judge(findings: Iterable[Finding], *, precision: Precision) -> tuple[Verdict, ...]:

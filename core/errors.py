@@ -12,7 +12,7 @@ Everything that this project raises on purpose.
     │   ├── UnevenShardsError      the workers do not divide an RL batch
     │   ├── EmptyPlanError         no pack remains
     │   ├── SampleTooLongError     a sample over the limit, where the template is to raise
-    │   ├── PlanTooShortError      fewer packs than ranks, and the remainder is to be dropped
+    │   ├── PlanTooShortError      too few packs for a batch on each rank, and the remainder is to be dropped
     │   ├── BatchSizeError         an effective batch that the ranks cannot realise
     │   ├── IsolationError         an attention backend that is not known to keep samples apart
     │   ├── WholeBatchLossError    a loss that cannot be computed part by part
@@ -40,6 +40,10 @@ Fields are positional, so that errors survive pickling between processes.
 from __future__ import annotations
 
 import attrs
+
+
+def _counted(number: int, name: str) -> str:
+    return f"{number:,} {name}" + ("" if number == 1 else "s")
 
 
 def _first(items: tuple[int, ...]) -> str:
@@ -204,16 +208,28 @@ class EmptyPlanError(UserError):
 
 @attrs.define(eq=False)
 class PlanTooShortError(UserError):
-    """Dropping the remainder would leave no pack."""
+    """Dropping what does not fill a batch on each rank would leave no batch."""
 
     num_packs: int
     world_size: int
 
+    batch_size: int = 1
+    """Packs of a rank in one forward pass; more than 1 only without packing, where every pack is one sample."""
+
     def __str__(self) -> str:
-        return (
-            f"{self.num_packs:,} packs cannot feed {self.world_size:,} ranks while the remainder is dropped: set "
-            "training.dataloader_drop_last: false, use fewer ranks, or lower template.max_length to get more packs"
-        )
+        num, ranks, size = self.num_packs, self.world_size, self.batch_size
+        ways = ["set training.dataloader_drop_last: false"]
+        if size > 1:
+            what = f"{_counted(num, 'sample')} cannot feed {_counted(ranks, 'rank')} with a batch of {size:,} each"
+            if num >= ranks:
+                ways.append(f"lower training.per_device_train_batch_size to {num // ranks:,}")
+        else:
+            what = f"{_counted(num, 'pack')} cannot feed {_counted(ranks, 'rank')}"
+        if num >= size:
+            ways.append(f"use {_counted(num // size, 'rank')} at most")
+        if size == 1:
+            ways.append("when packing, lower template.max_length to get more packs")
+        return f"{what} while the remainder is dropped: {', or '.join(ways)}"
 
 
 @attrs.define(eq=False)

@@ -14,9 +14,8 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from core.align import aligned_positions
+from core.align import aligned_size
 from core.course import Course
-from core.errors import PlanTooShortError
 from core.lengths import IntArray, Lengths, as_lengths
 from core.metrics import padded_positions
 from core.plan import RawPlan
@@ -195,21 +194,16 @@ def summarise_course(plan: RawPlan, lengths: Lengths, course: Course, *, packed:
         course: Over the plan's packs, from the beginning.
 
         packed: Whether samples share packs; if not, they are padded to the longest of their batch.
-
-    Raises:
-        PlanTooShortError: Dropping the remainder leaves the ranks nothing.
     """
-    positions = aligned_positions(len(plan.packs), course.world_size, course.dataloader_drop_last)
-    if not course.batches_per_epoch:
-        raise PlanTooShortError(len(plan.packs), course.world_size)
+    aligned = aligned_size(len(plan.packs), course.world_size, course.dataloader_drop_last)
     works = works_per_step(plan, as_lengths(lengths), course, packed=packed)
     imbalances = works.max(axis=1) / works.mean(axis=1)
     accumulation = course.gradient_accumulation_steps
     return CourseSummary(
         world_size=course.world_size,
-        packs_per_rank=positions.size // course.world_size,
-        repeated_packs=max(0, positions.size - len(plan.packs)),
-        unaligned_packs=max(0, len(plan.packs) - positions.size),
+        packs_per_rank=aligned // course.world_size,
+        repeated_packs=max(0, aligned - len(plan.packs)),
+        unaligned_packs=max(0, len(plan.packs) - aligned),
         batches_per_rank=course.batches_per_epoch,
         gradient_accumulation_steps=accumulation,
         effective_batch_size=course.world_size * course.batch_size * accumulation,

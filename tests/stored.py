@@ -11,7 +11,6 @@ import yaml
 
 from app.planning import Knobs
 from app.wiring_light import open_stores, read_config, split_folder
-from core.align import align_plan
 from core.fingerprint import Fingerprint, configured_inputs
 from core.samples import COLUMNS, IMAGE_COLUMNS
 
@@ -85,5 +84,5 @@ def _store(config, split, lengths, world_sizes, *, measured, probe):
         raw, key = knobs.plan(np.array(lengths)), knobs.fingerprint(stores.lengths.digest())
         stores.plans.save(key, raw)
         for world_size in world_sizes:
-            aligned = align_plan(raw, world_size=world_size, dataloader_drop_last=knobs.dataloader_drop_last)
+            aligned = knobs.align(raw, world_size=world_size)
             stores.plans.save_aligned(key, aligned, drop_last=knobs.dataloader_drop_last)

@@ -40,7 +40,7 @@ class LossCost:
     fused_kept_bytes: int
 
     loss_difference: float
-    """Of the two losses, relative."""
+    """Of the two losses, over the mean absolute advantage: losses of tokens have both signs, and cancel."""
 
     gradient_difference: float
     """Of the norm of the logits' gradients, relative."""
@@ -110,7 +110,7 @@ def measure_loss(vocabulary: int, *, num_sequences: int, length: int, repeat: in
         ratio=statistics.median(slow / fast for slow, fast in pairs),
         loop_kept_bytes=loop_bytes,
         fused_kept_bytes=fused_bytes,
-        loss_difference=abs(fused / loop - 1),
+        loss_difference=abs(fused - loop) / float(data["advantages"].abs().mean()),
         gradient_difference=difference,
     )
 

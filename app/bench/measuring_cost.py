@@ -47,6 +47,7 @@ KNOBS = Knobs(
     drop_last=True,
     allow_single_long=True,
     dataloader_drop_last=False,
+    batch_size=1,
     seed=0,
     refuse_longer=False,
 )

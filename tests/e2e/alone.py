@@ -7,8 +7,11 @@ from typing import Any
 
 from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
 
+import attrs
 import torch
 from transformers import TrainerCallback
+
+from tests.nearness import norm
 
 POWERS = {"token": 0.0, "sample": -1.0, "sqrt": -0.5}
 
@@ -26,15 +29,44 @@ def token_losses(model: Any, encoded: dict[str, Any]) -> torch.Tensor:
     return -rows.gather(-1, labels[labels != -100][:, None])[:, 0]
 
 
-def weighted_mean(model: Any, samples: list[dict[str, Any]], reduction: str = "token") -> torch.Tensor:
-    """Return the loss of several samples; with gradients, and 0 where no token is supervised."""
-    total, weight = torch.zeros((), dtype=torch.float64), 0.0
-    for encoded in samples:
-        losses = token_losses(model, encoded)
-        if losses.numel():
-            each = losses.numel() ** POWERS[reduction]
-            total, weight = total + each * losses.sum(), weight + each * losses.numel()
-    return total / max(weight, 1)
+@attrs.frozen(eq=False)
+class Step:
+    """What a step over several samples is to give."""
+
+    loss: float
+    """0 where no token is supervised."""
+
+    gradients: dict[str, torch.Tensor]
+
+    scale: float
+    """Sum of the norms of the gradients of the samples, which may cancel."""
+
+
+def step_alone(model: Any, samples: list[dict[str, Any]], reduction: str = "token") -> Step:
+    """
+    Compute a step sample by sample.
+
+    Args:
+        model: Its weights stay; gradients are cleared.
+
+        samples: Encoded, of the whole step.
+
+        reduction: How samples of unequal length are weighed; a key of `POWERS`.
+    """
+    counts = [sum(label != -100 for label in encoded["labels"][1:]) for encoded in samples]
+    each = [count ** POWERS[reduction] if count else 0.0 for count in counts]
+    total = max(1, sum(weight * count for weight, count in zip(each, counts, strict=True)))
+    loss, scale, gradients = 0.0, 0.0, {}
+    for encoded, weight in zip(samples, each, strict=True):
+        if weight:
+            model.zero_grad()
+            share = weight * token_losses(model, encoded).sum() / total
+            share.backward()
+            own = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+            loss, scale = loss + float(share.detach()), scale + norm(own)
+            gradients |= {name: gradients.get(name, 0) + gradient for name, gradient in own.items()}
+    model.zero_grad()
+    return Step(loss, gradients, scale)
 
 
 def silence(setattr_: Callable[[Any, str, Any], None] = setattr) -> None:
@@ -62,11 +94,3 @@ class Gradients(TrainerCallback):
         """Copy what the optimizer is about to see."""
         plain = getattr(model, "module", model)
         self.steps.append({n: p.grad.clone() for n, p in plain.named_parameters() if p.grad is not None})
-
-
-def relative(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """Return the norm of the difference of two gradients over the norm of the expected one."""
-    names = found.keys() | expected.keys()
-    zero = torch.zeros(())
-    difference = sum((found.get(n, zero).double() - expected.get(n, zero).double()).square().sum() for n in names)
-    return float((difference / sum(g.double().square().sum() for g in expected.values())).sqrt())

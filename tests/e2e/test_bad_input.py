@@ -14,7 +14,7 @@ from PIL import Image
 
 from adapters.swift_arguments import TrainingArguments
 from adapters.swift_trainer import PackTrainer
-from app import sft
+from app import plan, sft
 
 pytestmark = pytest.mark.slow
 
@@ -99,6 +99,25 @@ def test_a_data_set_where_every_sample_is_too_long(outcome):
     assert 2 == status
     assert "none of 7 samples is left" in message
     assert "template.max_length" in message
+
+
+@pytest.mark.parametrize(
+    ("training", "says"),
+    [
+        ({"packing": False, "per_device_train_batch_size": 8}, "7 samples cannot feed 1 rank with a batch of 8 each"),
+        ({"packing": False, "per_device_train_batch_size": 8, "max_steps": 5}, "per_device_train_batch_size to 7"),
+    ],
+)
+def test_a_data_set_that_fills_no_batch(outcome, tmp_path, training, says):
+    """Where the remainder is dropped; also building says so, and nothing is aligned."""
+    training["dataloader_drop_last"] = True
+    status, message = outcome(training=training)
+
+    assert 2 == status
+    assert says in message
+    assert "training.dataloader_drop_last: false" in message
+    assert 2 == plan.main(["build", str(tmp_path / "run.yaml")])
+    assert not list(tmp_path.glob("run/static_packing/train/plan_ws*"))
 
 
 def test_a_sample_over_the_limit_where_the_template_raises(outcome):

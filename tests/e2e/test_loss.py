@@ -9,7 +9,8 @@ import torch
 
 from adapters.torch_group import OneRank
 from core.errors import CoverageError
-from tests.e2e.alone import Gradients, relative, silence, token_losses, weighted_mean
+from tests.e2e.alone import Gradients, silence, step_alone, token_losses
+from tests.nearness import FLOAT32, apart
 from tests.processes import finished
 
 pytestmark = pytest.mark.slow
@@ -70,13 +71,10 @@ def check_steps(run, course, losses, gradients, reduction) -> None:
     packs, encode = run.planned["train"].raw.packs, run.samples["train"].encode
     assert course.steps_per_epoch == len(losses) == len(gradients)
     for step, (loss, found) in enumerate(zip(losses, gradients, strict=True)):
-        model.zero_grad()
-        expected = weighted_mean(model, step_samples(course, step, encode, packs), reduction)
-        assert expected.item() == pytest.approx(loss, rel=1e-5, abs=1e-9)
-        if expected.requires_grad:
-            expected.backward()
-            own = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-            assert relative(found, own) < 1e-5
+        expected = step_alone(model, step_samples(course, step, encode, packs), reduction)
+        assert expected.loss == pytest.approx(loss, rel=FLOAT32)
+        if expected.scale:
+            assert apart(found, expected.gradients, scale=expected.scale) < FLOAT32
         else:
             assert all(not gradient.any() for gradient in found.values())
 
@@ -183,7 +181,7 @@ def test_evaluation_is_the_token_mean_over_all_samples_once(prepared, model):
 
     assert planned.raw.num_samples == planned.raw.planned_samples
     for metrics in (packed, padded.trainer.evaluate(), unpacked.trainer.evaluate()):
-        assert float(reference.mean()) == pytest.approx(metrics["eval_loss"], rel=1e-5)
+        assert float(reference.mean()) == pytest.approx(metrics["eval_loss"], rel=FLOAT32)
         assert len(reference) == metrics["eval_tokens"] == planned.table[:, 1].sum()
 
 

@@ -210,6 +210,25 @@ def test_weights_alone_are_nothing_to_resume_from(write_run, execute, tmp_path):
         execute(write_run("qwen2_5_vl", training=keys))
 
 
+def test_where_what_is_left_fills_no_batch_the_next_epoch_goes_on(write_run, execute, text_jsonl, tmp_path):
+    """With larger padded batches, and the remainder dropped: neither a step of it nor a crash; at the last epoch, no step."""
+    num = len(text_jsonl.read_text().splitlines())
+    keys = {"packing": False, "dataloader_drop_last": True, "num_train_epochs": 2, "save_strategy": "steps",
+            "save_steps": num - 1, "per_device_train_batch_size": 1}  # fmt: skip
+    run = {"of": "qwen2", "custom": {"train_jsonl": str(text_jsonl)}}
+    execute(write_run(**run, training={**keys, "max_steps": num - 1}))
+    keys |= {
+        "per_device_train_batch_size": 2,
+        "resume_from_checkpoint": str(tmp_path / "run" / f"checkpoint-{num - 1}"),
+    }
+
+    resumed = execute(write_run(**run, training=keys))
+
+    assert (0, num // 2) == (resumed.course.num_batches(0), resumed.num_steps - (num - 1))
+    assert all(entry["epoch"] > 1 for entry in resumed.history if "loss" in entry and entry["step"] >= num)
+    assert num - 1 == execute(write_run(**run, training={**keys, "num_train_epochs": 1})).num_steps
+
+
 def test_the_settings_of_the_resumed_run_count(trained, write_run, execute, tmp_path):
     """How often it logs and saves, not how often the run before did; another tuner is refused."""
     sections, folder = trained

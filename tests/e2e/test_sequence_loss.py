@@ -23,6 +23,7 @@ from adapters.sequence_loss import (
 from app.bench.loss_cost import plain_policy_loss
 from core.context_parallel import PackedLayout
 from core.errors import WholeBatchLossError
+from tests.nearness import FLOAT32, assert_near
 
 VOCABULARY = 11
 
@@ -81,11 +82,11 @@ def run(loss, logits, *args, **options):
     return float(value.detach()), {name: float(metric) for name, metric in metrics.items()}, gradient
 
 
-def reference(logits, fields, loss: ClippedPolicyLoss) -> torch.Tensor:
-    """Return the loss in float64, token by token, from its definition."""
-    rows = []
+def reference(logits, fields, loss: ClippedPolicyLoss) -> tuple[torch.Tensor, float]:
+    """Return the loss in float64, token by token, from its definition; and the sum of its absolute terms."""
+    rows, sizes = [], []
     for b, mask in enumerate(fields["token_mask"].tolist()):
-        tokens = []
+        tokens, terms = [], []
         for t in range(1, len(mask)):
             if mask[t]:
                 p = torch.log_softmax(logits[b, t - 1].double(), -1)[fields["input_ids"][b, t]]
@@ -94,15 +95,26 @@ def reference(logits, fields, loss: ClippedPolicyLoss) -> torch.Tensor:
                 away = fields["reference_log_probabilities"][b, t] - p
                 kl = loss.kl_weight * (away.exp() - away - 1)
                 tokens.append(kl - torch.minimum(ratio * advantage, limited * advantage))
+                gain = float(torch.maximum(ratio, limited).detach() * advantage.abs())
+                terms.append(gain + loss.kl_weight * float((away.exp() + away.abs()).detach()))
         rows.append(tokens)
-    if loss.normalisation == "token":
-        return sum(map(sum, rows)) / max(1, sum(map(len, rows)))
-    return sum(sum(tokens) / len(tokens) for tokens in rows if tokens) / max(1, sum(map(bool, rows)))
+        sizes.append(terms)
+
+    def mean(of):
+        if loss.normalisation == "token":
+            return sum(map(sum, of)) / max(1, sum(map(len, of)))
+        return sum(sum(tokens) / len(tokens) for tokens in of if tokens) / max(1, sum(map(bool, of)))
+
+    return torch.as_tensor(mean(rows)), float(mean(sizes))
 
 
-def assert_near(expected: torch.Tensor, found: torch.Tensor) -> None:
-    """Within 1e-5 of the expected norm."""
-    assert (found.double() - expected.double()).norm() <= 1e-5 * expected.double().norm() + 1e-12
+def near_metrics(expected: dict[str, float]) -> object:
+    """
+    Return what equals metrics up to rounding.
+
+    A divergence of v is a difference, expm1(a) - a, whose terms are below 3 (v + 1); the others are sums of one sign.
+    """
+    return pytest.approx(expected, rel=FLOAT32, abs=FLOAT32)
 
 
 @given(batches(), st.sampled_from(LOSSES))
@@ -112,8 +124,8 @@ def test_every_way_gives_the_loss_of_the_sequences_alone(batch, loss):
     num_sequences, num_tokens = normalisers(fields["token_mask"])
     given = {"num_sequences": num_sequences, "num_tokens": num_tokens}
     exact = logits.clone().requires_grad_()
-    expected = torch.as_tensor(reference(exact, fields, loss)) + 0 * exact.sum()
-    (gradient,) = torch.autograd.grad(expected, exact)
+    expected, scale = reference(exact, fields, loss)
+    (gradient,) = torch.autograd.grad(expected + 0 * exact.sum(), exact)
     expected = float(expected.detach())
     row = pack(logits, layout, padding=100.0)
 
@@ -131,9 +143,11 @@ def test_every_way_gives_the_loss_of_the_sequences_alone(batch, loss):
     )
 
     for value, metrics, found in (padded, fused, loop, shared):
-        assert expected == pytest.approx(value, rel=1e-5, abs=1e-9)
-        assert padded[1] == pytest.approx(metrics, rel=1e-5, abs=1e-9)
-        assert_near(gradient, found if found.shape == logits.shape else unpack(found, layout, logits.shape))
+        assert_near(value, expected, scale=scale)
+        assert near_metrics(padded[1]) == metrics
+        assert_near(
+            found if found.shape == logits.shape else unpack(found, layout, logits.shape), gradient, scale=scale
+        )
 
 
 @given(batches(), st.sampled_from(LOSSES))
@@ -170,9 +184,11 @@ def test_an_ordinary_loss_runs_unchanged(batch):
     expected = run(plain_policy_loss, logits, fields, **given)
     found = run(PackedLoss(noting), pack(logits, layout, padding=100.0), fields, layout=layout, **given)
 
-    assert expected[0] == pytest.approx(found[0], rel=1e-5, abs=1e-7)
-    assert expected[1] == pytest.approx(found[1], rel=1e-5, abs=1e-7)
-    assert_near(expected[2], unpack(found[2], layout, logits.shape))
+    # A ratio of its limit, 0.8, at least.
+    scale = float(fields["advantages"].abs().max()) * (1 + expected[1]["ratio"])
+    assert_near(found[0], expected[0], scale=scale)
+    assert near_metrics(expected[1]) == found[1]
+    assert_near(unpack(found[2], layout, logits.shape), expected[2], scale=scale)
     lengths = layout.lengths.tolist()
     assert seen == [(n, (1, n), (1,), [f"sequence {number}"]) for number, n in enumerate(lengths)]
 
@@ -193,15 +209,16 @@ def test_losses_of_microbatches_add_up():
     for loss in LOSSES:
         ours = partial(FusedLoss(loss), num_sequences=num_sequences, num_tokens=num_tokens)
         whole, metrics = ours(logits, fields)
+        _, scale = reference(logits, fields, loss)
 
         parts = [
             ours(logits[at], {name: field[at] for name, field in fields.items()}) for at in (slice(1), slice(1, 4))
         ]
 
-        assert float(whole) == pytest.approx(float(sum(value for value, _ in parts)), rel=1e-9)
+        assert_near(sum(value for value, _ in parts), whole, scale=scale)
         together = combined([found for _, found in parts])
         assert metrics.keys() == together.keys()
-        assert [*map(float, metrics.values())] == pytest.approx([*map(float, together.values())], rel=1e-9)
+        assert near_metrics({name: float(value) for name, value in metrics.items()}) == together
 
 
 def test_metrics_combine_as_their_names_say():
@@ -229,7 +246,7 @@ def test_without_a_token_that_counts_there_is_no_loss():
     assert not gradient.any()
 
 
-@pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
+@pytest.mark.parametrize(("dtype", "near"), [(torch.float32, FLOAT32), (torch.bfloat16, 4e-3)])
 def test_log_probabilities_are_computed_block_by_block(monkeypatch, dtype, near):
     """As log-softmax gives them, also in a last block that is not full; rows without a target have none."""
     monkeypatch.setattr(sequence_loss, "_CPU_BLOCK", 3 * 50)

@@ -228,6 +228,37 @@ def test_whatif_says_why_a_combination_has_no_plan(store, said):
     assert "best" in table
 
 
+@pytest.mark.parametrize(
+    ("training", "ranks", "says"),
+    [
+        ({}, 50, "cannot feed 50 ranks while the remainder is dropped"),
+        ({"packing": False, "per_device_train_batch_size": 4, "effective_batch_size": 80}, 20,
+         "60 samples cannot feed 20 ranks with a batch of 4 each"),
+    ],
+)  # fmt: skip
+def test_ranks_that_get_no_batch_are_refused_where_a_plan_is_shown(store, capfd, training, ranks, says):
+    """Of packs and of padded batches; evaluation, which never drops, is shown."""
+    training = {"effective_batch_size": 50, **training, "dataloader_drop_last": True}
+    path = store(eval_lengths=LENGTHS[:3], training=training, world_sizes=(1,))
+
+    assert 2 == command.main(["show", str(path), "--world-size", str(ranks)])
+    message = capfd.readouterr().err
+    assert says in message
+    assert "training.dataloader_drop_last: false" in message
+    assert 0 == command.main(["show", str(path), "--world-size", str(ranks), "--split", "eval"])
+
+
+def test_whatif_says_which_ranks_would_get_no_batch(store, said):
+    """And plans for the others; what is impossible is never the best."""
+    path = store(training={"dataloader_drop_last": True, "effective_batch_size": 50})
+    rows = json.loads(said("whatif", path, "--world-size", "2,50", "--json"))["alternatives"]
+
+    assert [True, False] == [row["best"] for row in rows]
+    assert rows[0]["problem"] is None
+    assert re.search(r"packs cannot feed 50 ranks.*training\.dataloader_drop_last: false", rows[1]["problem"])
+    assert "50 ranks: " in said("whatif", path, "--world-size", "2,50")
+
+
 def test_whatif_refuses_lengths_that_depend_on_the_limit(store, capfd, said):
     """The template cuts at it; the limit itself is planned. Where the template raises, so does a shorter limit."""
     cut = store(template={"truncation_strategy": "right"})

@@ -12,6 +12,7 @@ from core.errors import (
     ChangedImageError,
     CorruptArtefactError,
     DataSetError,
+    PlanTooShortError,
     RanksDisagreeError,
     RecordError,
     SampleTooLongError,
@@ -39,8 +40,8 @@ LENGTHS = [60, 20, 50, 30, 40, 40, 80, 7]
 def knobs(**changes) -> Knobs:
     options = {
         "packing": True, "packing_length": 80, "algorithm": "constant_volume", "min_fill_ratio": "0.65",
-        "drop_last": True, "allow_single_long": True, "dataloader_drop_last": False, "seed": 0,
-        "refuse_longer": False,
+        "drop_last": True, "allow_single_long": True, "dataloader_drop_last": False, "batch_size": 1,
+        "seed": 0, "refuse_longer": False,
     }  # fmt: skip
     return Knobs(**(options | changes))
 
@@ -290,3 +291,21 @@ def test_a_sample_over_the_limit_is_refused_though_a_plan_is_stored():
 def test_without_packing_every_sample_is_planned_alone():
     """Padded batches go through the same planning."""
     assert [[i] for i in range(8)] == Desk().plan(packing=False).raw.packs.tolist()
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"packing": False, "batch_size": 9}, "8 samples cannot feed 1 rank with a batch of 9 each"),
+        ({"packing_length": 400}, "1 pack cannot feed 2 ranks"),
+    ],
+)
+def test_a_plan_too_short_for_the_ranks_is_refused_where_it_is_planned(changes, says):
+    """On rank 0, whether packs or padded batches are dropped; nothing is said to be aligned. Dropping nothing, it fits."""
+    desk = Desk(group=ScriptedGroup(world_size=2 if "packing_length" in changes else 1))
+
+    with pytest.raises(PlanTooShortError, match=says):
+        desk.plan(dataloader_drop_last=True, **changes)
+
+    assert [] == desk.plans.aligned
+    assert desk.plan(dataloader_drop_last=False, **changes).aligned

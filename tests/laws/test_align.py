@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
 from core.align import align_plan
 from core.errors import PlanTooShortError
-from core.plan import build_raw_plan
+from core.plan import build_raw_plan, one_sample_packs
 from tests.strategies import raw_plans
 
 world_sizes = st.integers(1, 40)
@@ -72,5 +74,35 @@ def test_three_packs_cannot_be_dropped_to_eight_ranks():
     """The error names both numbers and the key."""
     plan = build_raw_plan([5] * 3, packing_length=5)
 
-    with pytest.raises(PlanTooShortError, match=r"3 packs .* 8 ranks .*dataloader_drop_last: false"):
+    with pytest.raises(PlanTooShortError, match=r"3 packs .* 8 ranks .*dataloader_drop_last: false.* 3 ranks at most"):
         align_plan(plan, world_size=8, dataloader_drop_last=True)
+
+
+@pytest.mark.parametrize(
+    ("num", "world_size", "batch_size", "what", "ways"),
+    [
+        (1, 4, 1, "1 pack cannot feed 4 ranks", ["use 1 rank at most", "when packing, lower template.max_length to get more packs"]),
+        (7, 2, 4, "7 samples cannot feed 2 ranks with a batch of 4 each",
+         ["lower training.per_device_train_batch_size to 3", "use 1 rank at most"]),
+        (3, 1, 4, "3 samples cannot feed 1 rank with a batch of 4 each", ["lower training.per_device_train_batch_size to 3"]),
+        (3, 4, 4, "3 samples cannot feed 4 ranks with a batch of 4 each", []),
+    ],
+)  # fmt: skip
+def test_what_is_too_short_says_each_way_out(num, world_size, batch_size, what, ways):
+    """And every way that it names with a number is one: one more would be refused."""
+    plan = one_sample_packs([5] * num, packing_length=5)
+    options = {"world_size": world_size, "batch_size": batch_size}
+    said = f"{what} while the remainder is dropped: " + ", or ".join(
+        ["set training.dataloader_drop_last: false", *ways]
+    )
+
+    with pytest.raises(PlanTooShortError) as caught:
+        align_plan(plan, **options, dataloader_drop_last=True)
+
+    assert said == str(caught.value)
+    align_plan(plan, **options, dataloader_drop_last=False)
+    for key, pattern in (("batch_size", r"batch_size to (\d+)"), ("world_size", r"use (\d+) rank")):
+        for most in map(int, re.findall(pattern, said)):
+            align_plan(plan, **options | {key: most}, dataloader_drop_last=True)
+            with pytest.raises(PlanTooShortError):
+                align_plan(plan, **options | {key: most + 1}, dataloader_drop_last=True)

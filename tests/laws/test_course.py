@@ -7,11 +7,13 @@ from collections import Counter
 from itertools import chain
 
 import attrs
-from hypothesis import assume, event, given
+import pytest
+from hypothesis import assume, event, example, given
 from hypothesis import strategies as st
 
 from core.align import align_plan
 from core.course import Bookmark, Course, Progress
+from core.errors import PlanTooShortError
 from core.plan import build_raw_plan
 
 ranks = st.integers(1, 5)
@@ -22,10 +24,11 @@ def courses(draw) -> Course:
     """Courses from the beginning; with padded batches too."""
     world_size = draw(ranks)
     batch_size = draw(st.sampled_from([1, 1, 1, 2, 3]))
+    drop_last = draw(st.booleans())
     return Course(
-        num_packs=draw(st.integers(world_size * batch_size, 40)),
+        num_packs=draw(st.integers(world_size * batch_size if drop_last else 1, 40)),
         world_size=world_size,
-        dataloader_drop_last=draw(st.booleans()),
+        dataloader_drop_last=drop_last,
         gradient_accumulation_steps=draw(st.integers(1, 4)),
         num_train_epochs=draw(st.sampled_from([1, 2, 3, 0.4, 1.5, 2.25])),
         batch_size=batch_size,
@@ -50,6 +53,39 @@ def trained(course: Course) -> list[tuple[int, list[list[list[int]]]]]:
 def packs_of(steps) -> list[int]:
     """Return all packs of some steps."""
     return [pack for _, ranks_batches in steps for mine in ranks_batches for batch in mine for pack in batch]
+
+
+@given(st.integers(0, 12), ranks, st.integers(1, 4), st.booleans())
+@example(2, 3, 1, True)  # noqa: FBT003  # fewer packs than ranks
+@example(3, 1, 4, True)  # noqa: FBT003  # less than a padded batch
+@example(1, 5, 4, False)  # noqa: FBT003  # repeated for every rank
+@example(0, 1, 1, False)  # noqa: FBT003  # nothing to repeat
+def test_a_course_gives_every_rank_a_batch_or_is_none(num_packs, world_size, batch_size, drop_last):
+    """Whole batches for all ranks where the remainder is dropped, else one pack; the error has all numbers."""
+    event(f"dropped, and too few: {drop_last and num_packs < world_size * batch_size}")
+    options = {
+        "num_packs": num_packs, "world_size": world_size, "dataloader_drop_last": drop_last, "batch_size": batch_size,
+        "gradient_accumulation_steps": 2, "num_train_epochs": 2,
+    }  # fmt: skip
+    if num_packs < (world_size * batch_size if drop_last else 1):
+        with pytest.raises(PlanTooShortError) as caught:
+            Course(**options)
+        assert (num_packs, world_size, batch_size) == attrs.astuple(caught.value)
+        return
+
+    steps = trained(Course(**options))
+
+    assert {0, 1} == {epoch for epoch, _ in steps}
+    assert all(mine and all(mine) for _, ranks_batches in steps for mine in ranks_batches)
+
+
+@pytest.mark.parametrize("name", ["world_size", "gradient_accumulation_steps", "batch_size"])
+def test_a_course_counts_from_one(name):
+    """Nothing divides by 0."""
+    options = {"num_packs": 8, "world_size": 1, "gradient_accumulation_steps": 1, "batch_size": 1}
+
+    with pytest.raises(ValueError, match=f"{name} is 0, but has to be a whole number of at least 1"):
+        Course(**options | {name: 0}, dataloader_drop_last=False, num_train_epochs=1)
 
 
 @given(courses())
@@ -120,6 +156,8 @@ def test_resumes_on_other_ranks_finish_the_epoch_with_what_it_has_not_consumed(c
         steps = trained(course)[: data.draw(st.integers(0, here))]
         if not steps or len(steps) == here:
             continue
+        if course.dataloader_drop_last and course.num_packs < world_size:
+            continue  # no course at all
         consumed += packs_of(steps)
         before = course
         course = attrs.evolve(
@@ -128,6 +166,7 @@ def test_resumes_on_other_ranks_finish_the_epoch_with_what_it_has_not_consumed(c
             gradient_accumulation_steps=accumulation,
             start=course.at(course.start.step + len(steps)),
         )
+        event(f"the rest gives no batch: {not course.num_batches(0)}")
         left = set(before.order(0).tolist()[len(packs_of(steps)) :]) - set(consumed)
         if world_size == before.world_size:
             continue
@@ -159,6 +198,7 @@ def test_one_change_of_ranks_trains_each_pack_left_exactly_once(course, world_si
     course = attrs.evolve(course, batch_size=1)
     assume(course.world_size != world_size)
     assume(course.num_steps(0) > 1)
+    assume(not course.dataloader_drop_last or course.num_packs >= world_size)
     stop = data.draw(st.integers(1, course.num_steps(0) - 1))
     resumed = attrs.evolve(course, world_size=world_size, start=course.at(stop))
     per_step = course.world_size * course.gradient_accumulation_steps
@@ -173,6 +213,38 @@ def test_one_change_of_ranks_trains_each_pack_left_exactly_once(course, world_si
     else:
         assert left == now[: len(left)]
         assert [left[i % len(left)] for i in range(-len(left) % world_size)] == now[len(left) :]
+
+
+@given(st.integers(2, 20), ranks, ranks, st.integers(1, 4), st.integers(1, 20), st.booleans())
+@example(4, 1, 3, 1, 2, True)  # noqa: FBT003  # 2 packs are left for 3 ranks
+@example(7, 1, 1, 3, 5, True)  # noqa: FBT003  # 2 samples are left for a batch of 3
+@example(3, 2, 1, 1, 1, False)  # noqa: FBT003  # what is left may be a repetition
+def test_an_epoch_whose_rest_gives_no_batch_takes_no_further_step(  # noqa: PLR0917  # examples are by position
+    num_packs, before, after, batch_size, stop, drop_last
+):
+    """After a resume on other ranks, or with another batch: the next epoch goes on, and steps are counted so."""
+    assume(not drop_last or num_packs >= max(before, after * batch_size))
+    course = Course(
+        num_packs=num_packs, world_size=before, dataloader_drop_last=drop_last, gradient_accumulation_steps=1,
+        num_train_epochs=2,
+    )  # fmt: skip
+    assume(stop < course.steps_per_epoch)
+    order = course.order(0).tolist()
+    left = len(set(order) - set(order[: stop * before]))
+    of_left = left // after if drop_last else -(-left // after)
+    per_rank = course.steps_per_epoch - stop if before == after else of_left
+    num_batches = per_rank // batch_size if drop_last else -(-per_rank // batch_size)
+    event(f"the rest gives no batch: {not num_batches}")
+
+    resumed = attrs.evolve(course, world_size=after, batch_size=batch_size, start=course.at(stop))
+
+    assert num_batches == resumed.num_batches(0) == resumed.num_steps(0)
+    assert (0 if num_batches else 1) == resumed.at(stop).epoch
+    steps = trained(resumed)
+    assert [0] * num_batches + [1] * resumed.steps_per_epoch == [epoch for epoch, _ in steps]
+    assert (stop + len(steps), 2) == (resumed.total_steps, resumed.num_epochs)
+    last = attrs.evolve(resumed, num_train_epochs=1)
+    assert (stop + num_batches, num_batches) == (last.total_steps, len(trained(last)))
 
 
 def test_part_of_an_epoch_that_other_ranks_began():

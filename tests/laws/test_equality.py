@@ -9,7 +9,7 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from core.equality import CHECKS, PROBE_FACTOR, Finding, choose_packs, judge, kind
+from core.equality import CHECKS, PROBE_FACTOR, Finding, choose_packs, judge, kind, loss_difference
 from core.samples import COLUMNS
 from tests.strategies import as_packs
 
@@ -59,6 +59,18 @@ def test_the_worst_finding_decides(precision, values):
         (spoilt,) = judge([*findings, Finding(check, math.nan, pack=99)], precision=precision)
         assert not spoilt.passed
         assert 99 == spoilt.worst.pack
+
+
+@given(st.floats(0, 50), st.floats(0, 50), st.floats(0, 1e4))
+def test_a_loss_is_compared_with_itself_or_with_the_logits_it_comes_from(found, expected, terms):
+    """Never with less than a tenth of them, so that what cancels is no fault; without either, any difference is one."""
+    terms = max(terms, expected)
+
+    value = loss_difference(found, expected, terms=terms)
+
+    assert (0 == value) == (found == expected)
+    if found != expected:
+        assert value == (pytest.approx(abs(found - expected) / max(expected, terms / 10)) if terms else math.inf)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

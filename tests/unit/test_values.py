@@ -25,7 +25,7 @@ EXAMPLES = {
     "surplus": (),
     "source": "run.yaml", "faults": (Fault("a.b", "is wrong"), Fault("", "at all")), "line": 7, "reason": "is broken",
     "index": 3, "value": None, "num_samples": 5, "num_skipped_long": 5, "num_dropped_packs": 2, "packing_length": 80,
-    "num_packs": 3, "min_bin_count": 2, "bin_count_multiple": 4, "world_size": 8, "effective_batch_size": 7, "per_device": 1, "model_type": "m", "attn_impl": "a",
+    "num_packs": 3, "min_bin_count": 2, "bin_count_multiple": 4, "world_size": 8, "batch_size": 4, "effective_batch_size": 7, "per_device": 1, "model_type": "m", "attn_impl": "a",
     "established": ("sdpa",), "detail": "", "where": "runs", "differences": (Difference("key", 1, 2),), "record": "r",
     "length": 90, "limit": 80, "num_too_long": 2, "longest": 99, "path": "p", "what": "plans", "remedy": "mend it", "image": 1, "folder": "runs", "holder": "process 7", "waited_s": 3.0, "borrowed": True, "loss": "DPOLoss", "values": ("x", "y"),
 }  # fmt: skip
