@@ -1,6 +1,7 @@
 """
 Compares a pack, as training sees it, with its samples alone, as transformers sees them.
 
+The reference attends by transformers' own sdpa, whatever trains: a fault in an attention of ours is found, not repeated.
 The pack goes the whole way of training: data set, collator, the trainer's preparation, ms-swift's hooks. The reference
 goes none of it: each sample's encoding alone, positions by the model itself, no mask but the causal one.
 """
@@ -16,6 +17,7 @@ import attrs
 import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name
 
+from adapters.attention import native_attention
 from adapters.pack_loader import NORMALISER
 from adapters.packed_dataset import EncodedPack
 from adapters.packing_trainer import model_inputs
@@ -157,7 +159,7 @@ class PackComparison:
 
     def _alone(self, sample: dict[str, Any]) -> _Alone:
         inputs = self._reference(sample)
-        with torch.no_grad(), self.trainer.accelerator.autocast():
+        with torch.no_grad(), self.trainer.accelerator.autocast(), native_attention(self.trainer.model):
             logits = self.trainer.model(**inputs).logits[0].float()
         labels = torch.tensor(sample["labels"], device=logits.device)
         return _Alone(logits, self._own_positions(inputs), _losses(logits, labels)[labels != IGNORED_LABEL].double())
@@ -210,14 +212,16 @@ class PackComparison:
         normaliser = torch.cat(weights).sum().clamp(min=1)
         model.zero_grad()
         expected = 0.0
-        for sample, weight in zip(encoded, weights, strict=True):
-            with trainer.accelerator.autocast():
-                logits = model(**self._reference(sample)).logits[0].float()
-            labels = torch.tensor(sample["labels"], device=logits.device)
-            losses = _losses(logits, labels)
-            loss = (losses * weight.to(losses)).sum() / normaliser
-            torch.autograd.backward(loss)
-            expected += float(loss.detach().double())
+        # Checkpointed layers run again in the backward pass.
+        with native_attention(model):
+            for sample, weight in zip(encoded, weights, strict=True):
+                with trainer.accelerator.autocast():
+                    logits = model(**self._reference(sample)).logits[0].float()
+                labels = torch.tensor(sample["labels"], device=logits.device)
+                losses = _losses(logits, labels)
+                loss = (losses * weight.to(losses)).sum() / normaliser
+                torch.autograd.backward(loss)
+                expected += float(loss.detach().double())
         reference = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         model.zero_grad()
         with trainer.media_hook(), trainer.template.forward_context(model, dict(collated)):

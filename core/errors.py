@@ -273,6 +273,18 @@ class IsolationError(UserError):
 
 
 @attrs.define(eq=False)
+class AttentionError(UserError):
+    """An attention backend does not run as the run is configured."""
+
+    attn_impl: str
+    why_not: str
+    instead: str
+
+    def __str__(self) -> str:
+        return f"model.attn_impl {self.attn_impl} cannot be taken: {self.why_not}; use model.attn_impl: {self.instead}"
+
+
+@attrs.define(eq=False)
 class WholeBatchLossError(UserError):
     """A loss compares sequences that packing and dynamic batching compute apart."""
 
