@@ -13,13 +13,13 @@ from typing import Any
 from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
 
 import attrs
-import numpy as np
 import torch
 from tqdm import tqdm
 from transformers import TrainerCallback
 
 from adapters.swift_samples import SwiftSamples
 from adapters.torch_group import OneRank
+from app.bench.like_lengths import LikeLengths
 from app.bench.measure import Measured, measure
 from app.bench.process import Turns
 from app.bench.training_data import write_model_of, write_records
@@ -27,11 +27,8 @@ from app.bench.turns import Turned, take_turns
 from app.bench.ways import WAYS, Row, Setting, Way, compared
 from app.preparing import Prepared, prepare
 from core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
-from core.course import Course
 from core.errors import DataSetError
-from core.lengths import IntArray
 from core.samples import Table
-from core.shuffling import shuffled
 from core.telemetry import EpochLedger
 from core.work import WorkModel
 
@@ -134,22 +131,6 @@ def _training(setting: Setting, folder: Path, case: Case) -> Callable[[Turns], d
     return lambda turns: _epochs(prepared, encoded, way, turns, on_gpu=setting.device == "cuda")
 
 
-@attrs.frozen(kw_only=True, eq=False)
-class LikeLengths(Course):
-    """Batches of samples of like length, in a random order; what `group_by_length` is for, without its noise."""
-
-    lengths: IntArray
-    """Tokens of each sample; shape (num_packs,)."""
-
-    def order(self, epoch: int) -> IntArray:
-        """Return the samples of *epoch*, batch after batch; the smaller batch that may remain comes last."""
-        ascending = np.argsort(self.lengths, kind="stable")
-        # The shortest samples remain, which makes the smaller batch also the cheapest.
-        rest, full = np.split(ascending, [ascending.size % self.batch_size])
-        batches = full.reshape(-1, self.batch_size)
-        return np.concatenate([batches[shuffled(len(batches), seed=(self.seed, epoch))].ravel(), rest])
-
-
 def _unpacked(config: RunConfig, *, one_by_one: bool) -> RunConfig:
     """Return the run without packing: as many samples a step as a pack holds on average, in one forward pass or one by one."""
     planned = prepare(config, OneRank()).planned["train"].raw
@@ -225,13 +206,12 @@ def _epochs(prepared: Prepared, encoded: Encoded, way: Way, turns: Turns, *, on_
     num_steps = course.num_steps(0)
     epochs = [EpochLedger.of(facts, course, epoch) for epoch in range(1, course.num_epochs)]
     tokens = [epoch.tokens(0, num_steps) for epoch in epochs]
-    config = trainer.model.config
-    work = WorkModel.from_config(config.to_dict())
+    work = WorkModel.from_config(trainer.model.config.to_dict())
     pairs = [_pairs(epoch, num_steps, whole_rows=way.whole_rows) for epoch in epochs]
     images = float(work.of_images(encoded.grids).sum())
     useful, positions = sum(one.useful for one in tokens), sum(one.total for one in tokens)
     return {
-        "attention": config._attn_implementation,  # noqa: SLF001  # no public question
+        "attention": trainer.attn_impl,
         "batch_size": course.batch_size,
         "num_steps": num_steps,
         "padding_share": 1 - useful / positions,

@@ -32,7 +32,7 @@ class Overhead:
     """What our parts add to a step."""
 
     attention: str
-    """What both trainers' model computes attention with."""
+    """The backend that the model of both trainers attends by."""
 
     ratios: list[float]
     """CPU time of an epoch, ours over that of ms-swift's own trainer, pair by pair."""
@@ -107,7 +107,7 @@ def _pairs(prepared: Prepared, encoded: Encoded, repeat: int) -> dict[str, Any]:
     # The first pair warms up.
     pairs = [(_cpu_seconds(ours), _cpu_seconds(plain)) for _ in range(repeat + 1)][1:]
     return {
-        "attention": ours.model.config._attn_implementation,  # noqa: SLF001  # no public question
+        "attention": ours.attn_impl,
         "ratios": [mine / other for mine, other in pairs],
         "step_s": statistics.median(mine for mine, _ in pairs) / num_steps,
         "encode_s_per_step": encoded.seconds / num_steps,

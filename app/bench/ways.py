@@ -101,7 +101,7 @@ class Row:
     way: str
 
     attention: str
-    """What the model computes attention with, as transformers calls it."""
+    """The backend that the model attends by."""
 
     batch_size: int
     """Packs or samples of a forward pass."""
@@ -147,8 +147,7 @@ class Row:
 def compared(rows: Sequence[Row]) -> list[Row]:
     """Return rows that were measured in the same rounds, each with how it compares with the others."""
     by_case = {(row.kind, row.budget, row.way): row for row in rows}
-    budgets = sorted({row.budget for row in rows})
-    reference = REFERENCE_PACK if REFERENCE_PACK in budgets else budgets[0]
+    reference = _reference(rows)
 
     def over(row: Row, other: Row | None) -> Ratio | None:
         return Ratio.of(row.speeds, other.speeds) if other is not None and other is not row else None
@@ -161,7 +160,7 @@ def compared(rows: Sequence[Row]) -> list[Row]:
                 row,
                 over_padded=over(row, padded),
                 over_sorted=over(row, by_case.get((row.kind, row.budget, _NEAR_EQUAL))),
-                over_reference=over(row, by_case[row.kind, reference, row.way]) if len(budgets) > 1 else None,
+                over_reference=over(row, by_case[row.kind, reference, row.way]),
                 at_most=padded.flops / row.flops if padded is not None and padded is not row else None,
             )
         )
@@ -207,6 +206,12 @@ def scaling_table(rows: Sequence[Row]) -> Iterator[str]:
         for row in rows
     ]  # fmt: skip
     return aligned([head, *cells], left={0, 2, 3})
+
+
+def _reference(rows: Sequence[Row]) -> int:
+    """Return the budget that others are compared with."""
+    budgets = {row.budget for row in rows}
+    return REFERENCE_PACK if REFERENCE_PACK in budgets else min(budgets)
 
 
 def _said(ratio: Ratio | None) -> str:
