@@ -19,15 +19,16 @@ from transformers import TrainerCallback
 
 from adapters.swift_samples import SwiftSamples
 from adapters.torch_group import OneRank
+from app import wiring, wiring_light
 from app.bench.like_lengths import LikeLengths
-from app.bench.measure import Measured, measure
 from app.bench.process import Turns
 from app.bench.training_data import write_model_of, write_records
-from app.bench.turns import Turned, take_turns
+from app.bench.turns import Turned, run_alone, take_turns
 from app.bench.ways import WAYS, Row, Setting, Way, compared
+from app.planning import Knobs, plan_split, usable_folders
 from app.preparing import Prepared, prepare
 from core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
-from core.errors import DataSetError
+from core.plan import RawPlan
 from core.samples import Table
 from core.telemetry import EpochLedger
 from core.work import WorkModel
@@ -60,17 +61,13 @@ class Device:
 
 
 def find_device(kind: str) -> Device:
-    """Ask torch about a device, `cpu` or `cuda`; in a process of its own, because no fork of one that uses a GPU can use it."""
+    """Ask torch about a device, `cpu` or `cuda`; DataSetError if it does not answer."""
 
     def ask() -> dict[str, Any]:
         found = kind == "cuda" and torch.cuda.is_available()
         return {"name": torch.cuda.get_device_name() if found else None, "threads": torch.get_num_threads()}
 
-    outcome = measure(lambda: ask, lambda found: found, repeat=1, limit_s=60)
-    if not isinstance(outcome, Measured):
-        message = f"the device could not be asked: {outcome.reason}"
-        raise DataSetError(message)
-    return Device(**outcome.result)
+    return Device(**run_alone("the device", ask, limit_s=LIMIT_S))
 
 
 def measure_training(
@@ -101,7 +98,7 @@ def measure_training(
     turns = sum(map(len, groups)) * (setting.repeat + 1)
     with TemporaryDirectory() as name, tqdm(total=turns, desc="training", leave=False, disable=None) as progress:
         folder = Path(name)
-        write_model_of(folder / "model", setting.shape)
+        run_alone("the model", partial(write_model_of, folder / "model", setting.shape), limit_s=LIMIT_S)
         rows: list[Row] = []
         for cases in groups:
             turned = take_turns(
@@ -133,13 +130,27 @@ def _training(setting: Setting, folder: Path, case: Case) -> Callable[[Turns], d
 
 def _unpacked(config: RunConfig, *, one_by_one: bool) -> RunConfig:
     """Return the run without packing: as many samples a step as a pack holds on average, in one forward pass or one by one."""
-    planned = prepare(config, OneRank()).planned["train"].raw
+    planned = _planned(config)
     size = max(1, round(planned.planned_samples / len(planned.packs)))
     batch = 1 if one_by_one else size
     training = attrs.evolve(
         config.training, packing=False, per_device_train_batch_size=batch, effective_batch_size=size
     )
     return attrs.evolve(config, training=training)
+
+
+def _planned(config: RunConfig) -> RawPlan:
+    """Plan a run without building its trainer, which would hold a second model."""
+    usable_folders([wiring_light.split_folder(config.training.output_dir, "train")])
+    return plan_split(
+        "train",
+        Knobs.of(config, "train"),
+        source=wiring.open_samples(config)["train"],
+        stores=wiring_light.open_stores(config, "train"),
+        group=OneRank(),
+        flush_every=None,
+        timeout_s=LIMIT_S,
+    ).raw
 
 
 class Encoded:
@@ -207,7 +218,7 @@ def _epochs(prepared: Prepared, encoded: Encoded, way: Way, turns: Turns, *, on_
     epochs = [EpochLedger.of(facts, course, epoch) for epoch in range(1, course.num_epochs)]
     tokens = [epoch.tokens(0, num_steps) for epoch in epochs]
     work = WorkModel.from_config(trainer.model.config.to_dict())
-    pairs = [_pairs(epoch, num_steps, whole_rows=way.whole_rows) for epoch in epochs]
+    pairs = [way.pairs(epoch, num_steps) for epoch in epochs]
     images = float(work.of_images(encoded.grids).sum())
     useful, positions = sum(one.useful for one in tokens), sum(one.total for one in tokens)
     return {
@@ -220,15 +231,6 @@ def _epochs(prepared: Prepared, encoded: Encoded, way: Way, turns: Turns, *, on_
         "encode_ms": 1000 * encoded.seconds / len(encoded),
         "gpu_peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else 0,
     }
-
-
-def _pairs(epoch: EpochLedger, num_steps: int, *, whole_rows: bool) -> float:
-    """Return the pairs of positions that attention compares in an epoch: of whole rows, or causal ones within samples."""
-    # The squares of the samples' lengths where samples are packed; else of what each takes in its batch.
-    squares = int(epoch.works(0, num_steps).sum())
-    if not whole_rows:
-        return (squares + epoch.tokens(0, num_steps).total) / 2
-    return float((epoch.facts.tokens[epoch.order] ** 2).sum()) if epoch.facts.packed else squares
 
 
 def run_config(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,12 +18,11 @@ from swift.trainers import Seq2SeqTrainer
 
 from adapters.packed_dataset import PackedDataset
 from adapters.swift_trainer import PackTrainer
-from app.bench.measure import Measured, measure
 from app.bench.training_cost import LIMIT_S, Encoded, encoded_run, run_config
 from app.bench.training_data import write_model_of
+from app.bench.turns import run_alone
 from app.bench.ways import WAYS, Setting
 from app.preparing import Prepared
-from core.errors import DataSetError
 
 PACKS_PER_STEP = 4
 
@@ -53,7 +53,7 @@ def measure_overhead(setting: Setting, *, packing_length: int) -> Overhead:
     """Measure epochs of our trainer and of ms-swift's own in turn, on the same packs; DataSetError if that fails."""
     with TemporaryDirectory() as name:
         folder = Path(name)
-        write_model_of(folder / "model", setting.shape)
+        run_alone("the model", partial(write_model_of, folder / "model", setting.shape), limit_s=LIMIT_S)
         config = run_config(
             setting, folder, "images", packing_length,
             attn_impl=WAYS["packed"].attn_impl, epochs=1, packs_per_step=PACKS_PER_STEP,
@@ -62,15 +62,11 @@ def measure_overhead(setting: Setting, *, packing_length: int) -> Overhead:
         training = attrs.evolve(config.training, trainer={**config.training.trainer, "logging_steps": 1})
         config = attrs.evolve(config, training=training)
 
-        def pairs() -> Callable[[], dict[str, Any]]:
+        def measured() -> dict[str, Any]:
             prepared, encoded = encoded_run(config)
-            return lambda: _pairs(prepared, encoded, setting.repeat)
+            return _pairs(prepared, encoded, setting.repeat)
 
-        outcome = measure(pairs, lambda result: result, repeat=1, limit_s=LIMIT_S)
-    if not isinstance(outcome, Measured):
-        message = f"the overhead could not be measured: {outcome.reason}"
-        raise DataSetError(message)
-    return Overhead(**outcome.result)
+        return Overhead(**run_alone("the overhead", measured, limit_s=LIMIT_S))
 
 
 class _PlainTrainer(Seq2SeqTrainer):

@@ -60,10 +60,27 @@ def take_turns(
     return {name: Turned(**message) for name, message in messages.items()}
 
 
+def run_alone(name: str, call: Callable[[], Any], *, limit_s: float) -> Any:
+    """
+    Return what a call returns in a process of its own, which leaves no threads and no GPU context in this one to be forked.
+
+    Args:
+        name: What an error calls it.
+
+        call: What to run; it returns something that JSON can say.
+
+        limit_s: Seconds until it is ended.
+
+    Raises:
+        DataSetError: It failed, died, or took too long.
+    """
+    return take_turns({name: lambda: lambda _: call()}, limit_s=limit_s, on_turn=lambda: None)[name].result
+
+
 def _message(name: str, process: OwnProcess, limit_s: float) -> dict[str, Any]:
     message = process.next_message(limit_s)
     if "error" in message:
-        text = f"{name} could not be measured: {message['error']}"
+        text = f"{name} cannot be measured: {message['error']}"
         raise DataSetError(text)
     return message
 

@@ -9,6 +9,7 @@ from typing import Literal
 import attrs
 
 from app.bench.table import aligned
+from core.telemetry import EpochLedger
 
 AUTO, SDPA, FLEX, FLASH = "auto", "sdpa", "flex_attention", "flash_attention_2"
 """Values of `model.attn_impl`."""
@@ -33,6 +34,17 @@ class Way:
     whole_rows: bool
     """Whether attention compares all positions of a row with each other, because a dense mask says which it needs; else
     each token with those before it in its sample."""
+
+    def pairs(self, epoch: EpochLedger, num_steps: int) -> float:
+        """Return the pairs of positions that attention compares in the first *num_steps* steps of an epoch, at least one."""
+        # The squares of the samples' lengths where samples are packed; else of what each takes in its batch.
+        squares = int(epoch.works(0, num_steps).sum())
+        if not self.whole_rows:
+            return (squares + epoch.tokens(0, num_steps).total) / 2
+        if not epoch.facts.packed:
+            return squares
+        rows = epoch.facts.tokens[epoch.order[: num_steps * epoch.packs_per_step]]
+        return float((rows**2).sum())
 
 
 WAYS = {

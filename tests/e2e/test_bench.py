@@ -21,11 +21,14 @@ from app.bench.like_lengths import LikeLengths
 from app.bench.measure import Measured, NotMeasured, measure
 from app.bench.peers import PEERS
 from app.bench.turns import take_turns
-from app.bench.ways import DEFAULT_WAYS, Ratio, Row, compared, scaling_table, ways_table
+from app.bench.ways import DEFAULT_WAYS, WAYS, Ratio, Row, compared, scaling_table, ways_table
 from core.bounds import lower_bound
 from core.course import Course
 from core.errors import DataSetError
 from core.packers import ALGORITHMS, pack
+from core.packs import Packs
+from core.plan import build_raw_plan
+from core.telemetry import EpochLedger, PackFacts
 
 ROOT = Path(__file__).parents[2]
 
@@ -242,7 +245,7 @@ def test_a_workload_that_fails_is_named_and_the_others_end(tmp_path):
         turns.wait()
         return 1 / 0
 
-    with pytest.raises(DataSetError, match="failing one could not be measured: ZeroDivisionError"):
+    with pytest.raises(DataSetError, match="failing one cannot be measured: ZeroDivisionError"):
         take_turns({"waiting": waiting, "failing one": lambda: failing}, limit_s=60, on_turn=lambda: None)
 
     assert has_ended((tmp_path / "pid").read_text())
@@ -264,6 +267,27 @@ def test_batches_of_like_length_pad_least(lengths, batch_size, epoch):
     least = sum(longest_first[start] * len(longest_first[start : start + batch_size])
                 for start in range(0, len(lengths), batch_size))  # fmt: skip
     assert least == sum(max(lengths[index] for index in batch) * len(batch) for batch in batches)
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=30), st.integers(1, 5))
+def test_pairs_are_counted_in_every_forward_pass(lengths, batch_size):
+    """Of whole rows as a mask needs them, packed or padded; of each sample as far as its diagonal, packed or alone."""
+    plan = build_raw_plan(lengths, packing_length=60, drop_last=False)
+    options = {"world_size": 1, "dataloader_drop_last": False, "gradient_accumulation_steps": 1, "num_train_epochs": 1}
+    packs = Course(num_packs=len(plan.packs), **options)
+    batches = Course(num_packs=len(lengths), batch_size=batch_size, **options)
+    array = np.array(lengths)
+    packed = EpochLedger.of(PackFacts.of(plan, array), packs, 0)
+    singles = attrs.evolve(plan, packs=Packs.from_lists([[index] for index in range(len(lengths))]))
+    padded = EpochLedger.of(PackFacts.of(singles, array, packed=False), batches, 0)
+    rows = [[lengths[index] for index in batch] for batch in batches.batches(0, rank=0)]
+
+    causal = sum(sum(range(1, length + 1)) for length in lengths)
+    assert causal == WAYS["packed"].pairs(packed, packs.num_steps(0))
+    assert sum(sum(array[pack]) ** 2 for pack in plan.packs) == WAYS["packed-dense"].pairs(packed, packs.num_steps(0))
+    assert sum(len(row) * max(row) ** 2 for row in rows) == WAYS["padded"].pairs(padded, batches.num_steps(0))
+    if batch_size == 1:
+        assert causal == WAYS["alone"].pairs(padded, batches.num_steps(0))
 
 
 def test_rows_are_compared_round_by_round():
