@@ -77,7 +77,6 @@ def attention_of(config: RunConfig) -> Attention:
         config.model.attn_impl,
         model_type=model_type_of(config),
         context_parallel_size=config.policy.context_parallel_size,
-        is_compiled=bool(config.training.trainer.get("torch_compile")),
     )
 
 

@@ -67,9 +67,7 @@ class Layout:
         return tuple(map(tuple, found.values()))
 
 
-def read_layout(
-    mask_function: MaskFunction, *, length: int, window: int | None, device: torch.device | str
-) -> Layout:
+def read_layout(mask_function: MaskFunction, *, length: int, window: int | None, device: torch.device | str) -> Layout:
     """
     Read the blocks of a row off a mask function; a block begins where a token does not attend to the one before it.
 
@@ -90,7 +88,7 @@ def read_layout(
     tokens = torch.arange(length, device=device)
 
     def attends(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        return mask_function(zero, zero, queries, keys).expand(torch.broadcast_shapes(queries.shape, keys.shape))
+        return mask_function(zero, zero, queries, keys).expand(keys.shape)
 
     begins = torch.ones(length, dtype=torch.bool, device=device)
     begins[1:] = ~attends(tokens[1:], tokens[:-1])

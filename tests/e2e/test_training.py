@@ -212,11 +212,15 @@ def test_only_what_is_asked_for_is_frozen(write_run, freeze, parts):
 
     cpu = torch.device("cpu")
     config = wiring.read_config(write_run())
-    assert all(p.requires_grad for p in open_model(config.model, config.training, attn_impl="sdpa", device=cpu).parameters())
+    assert all(
+        p.requires_grad for p in open_model(config.model, config.training, attn_impl="sdpa", device=cpu).parameters()
+    )
 
     config = wiring.read_config(write_run(training={freeze: True}))
     frozen = {
-        n for n, p in open_model(config.model, config.training, attn_impl="sdpa", device=cpu).named_parameters() if not p.requires_grad
+        n
+        for n, p in open_model(config.model, config.training, attn_impl="sdpa", device=cpu).named_parameters()
+        if not p.requires_grad
     }
     assert frozen
     assert all(name.startswith(parts) for name in frozen)
