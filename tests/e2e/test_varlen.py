@@ -251,7 +251,7 @@ class Stale:
 
 def computed_twice(arguments):
     """Let the second block's output be the first one's too."""
-    query, _, _, layout = arguments
+    layout = arguments[-1]
     out = by_blocks(*arguments, dropout=0.0, scaling=None)
     first, second = layout.lengths[:2]
     size = min(first, second)
@@ -369,9 +369,7 @@ def reference(query, key, value, mask, scaling):
     return (scores.softmax(-1) @ value).transpose(1, 2)
 
 
-def reference_varlen_attn(
-    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa
-):  # fmt: skip
+def reference_varlen_attn(*, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size, enable_gqa):
     """Compute what torch documents `varlen_attn` to, from the definition: (left, right) tokens, -1 for all of them."""
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
     lengths = [stop - start for start, stop in pairwise(cu_seq_q.tolist())]
