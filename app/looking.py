@@ -133,7 +133,7 @@ def look(config: RunConfig, split: str, *, world_size: int | None) -> Look:
     try:
         attention = wiring_light.attention_of(config)
     except UserError as error:
-        warnings.append(f"{split}: training refuses the model: {error}")
+        warnings.append(f"{split}: which attention training takes cannot be said: {error}")
     return Look(
         stored=stored,
         planned=planned,
