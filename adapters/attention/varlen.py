@@ -126,12 +126,13 @@ def attend_to_patches(
     attention_mask: None = None,  # noqa: ARG001
     *,
     cu_seq_lens_q: torch.Tensor,
+    max_length_q: int,
     dropout: float = 0.0,
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend within the images or windows of a vision tower's packed row of patches, both ways; see `attend`."""
-    layout = Layout.of_boundaries(cu_seq_lens_q, is_causal=False)
+    layout = Layout.of_boundaries(cu_seq_lens_q, is_causal=False, longest=max_length_q)
     return attend_within(query, key, value, layout, dropout=dropout, scaling=scaling), None
 
 
@@ -145,12 +146,12 @@ def attend_within(
     scaling: float | None,
 ) -> torch.Tensor:
     """Attend within the blocks of a row, by the fastest way there is; see `attend` for shapes."""
-    capability = torch.cuda.get_device_capability(query.device) if query.is_cuda else None
+    capability = _capability(query.device)
     why_not = why_not_fused(query, layout, dropout=dropout, capability=capability)
     if why_not is None:
         fused: torch.Tensor = varlen_attn(**fused_arguments(query, key, value, layout, scaling=scaling))  # type: ignore[assignment]  # no lse is asked for
         return fused[None]
-    if query.is_cuda:
+    if capability is not None:
         _say_once(why_not)
     return _by_blocks(query, key, value, layout, dropout=dropout, scaling=scaling)
 
@@ -201,6 +202,11 @@ def fused_arguments(
         "window_size": (left, 0) if layout.is_causal else (-1, -1),
         "enable_gqa": query.shape[1] != key.shape[1],
     }
+
+
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    """Return the compute capability of a CUDA GPU; None of other devices."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 def _dtype(query: torch.Tensor) -> torch.dtype:

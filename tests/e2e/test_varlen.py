@@ -124,8 +124,12 @@ def test_a_row_is_its_samples_alone(opened, name, lengths):
 
     assert attention.NAME == model.config.get_text_config()._attn_implementation
     assert difference(model, lengths) < EQUAL
-    # Without rounding in the way, nothing is left of it.
-    assert difference(model.double(), lengths) < EQUAL_IN_FLOAT64
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_only_rounding_is_between_them(opened, name):
+    """In float64, next to nothing is left of the difference."""
+    assert difference(opened(name).double(), [1, 23, 40, 2]) < EQUAL_IN_FLOAT64
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "qwen2"])
@@ -438,6 +442,26 @@ def test_the_fused_kernel_is_left_where_it_cannot_run(says, options):
     found = varlen.why_not_fused(query, layout, dropout=given_["dropout"], capability=given_["capability"])
 
     assert found is None if says is None else says in found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_gpu_takes_the_fused_kernel_or_says_once_why_not(monkeypatch, caplog, dtype):
+    """In bfloat16 and in float32; with the kernel's reference in its place, and a GPU that is said to be there."""
+    layout = Layout(torch.tensor([0, 7, 8, 30, 37], dtype=torch.int32), is_causal=True, window=6)
+    parts = [part.to(dtype) for part in tensors(37)]
+    asked = []
+    expected = varlen.attend_within(*parts, layout, dropout=0.0, scaling=0.3)
+    monkeypatch.setattr(varlen, "_capability", lambda _: (9, 0))
+    monkeypatch.setattr(varlen, "varlen_attn", lambda **o: asked.append(o) or reference_varlen_attn(**o))
+    varlen._say_once.cache_clear()
+
+    with caplog.at_level("INFO"):
+        found = [varlen.attend_within(*parts, layout, dropout=0.0, scaling=0.3) for _ in range(2)]
+
+    assert (2 if dtype == torch.bfloat16 else 0) == len(asked)
+    assert (0 if dtype == torch.bfloat16 else 1) == caplog.text.count("it computes in float32")
+    for one in found:
+        torch.testing.assert_close(one, expected, **({"rtol": 2e-2, "atol": 2e-2} if asked else {}))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch's varlen_attn runs on a CUDA GPU alone")
