@@ -128,7 +128,7 @@ def _log_course(config: RunConfig, batch: Batch, course: Course) -> None:
 
 
 def _log_attention(config: RunConfig, checkpoint: Path) -> None:
-    then, now = read_attention(checkpoint), wiring.attention_of(config).name
+    then, now = read_attention(checkpoint), wiring_light.attention_of(config).name
     if then not in (None, now):
         log.info("the checkpoint was trained by the attention %s; the run goes on by %s", then, now)
 

@@ -17,6 +17,7 @@ import torch
 
 from adapters.dummy_media import always_see
 from adapters.dynamic_dataset import DynamicDataset
+from adapters.model_folder import config_model_type
 from adapters.packed_dataset import PackedDataset
 from adapters.policy_loss import ClippedPolicyLoss
 from adapters.policy_worker import PolicySettings, PolicyWorker
@@ -27,18 +28,19 @@ from adapters.stream_trainer import StreamTrainer
 from adapters.swift_arguments import TrainingArguments, runs_on_cpu, shards_weights, trainer_fields, training_arguments
 from adapters.swift_model import hide_progress_bars, open_model
 from adapters.swift_samples import POOL_START_S, SampleSpec, SwiftSamples
-from adapters.swift_template import config_model_type, open_template
+from adapters.swift_template import open_template
 from adapters.swift_trainer import PackTrainer
 from adapters.torch_group import OneRank, TorchGroup
 from adapters.yaml_config import load_config
 from app.functions import named_function
 from app.planning import PlannedSplit, bookmark_of
+from app.wiring_light import attention_of
 from core.batch import Accumulation
 from core.carry import CarryOptions
 from core.config import RunConfig
 from core.course import Course
 from core.errors import ConfigError, Fault
-from core.isolation import NATIVE, SHARED_ROWS, Attention, check_isolation, choose_attention
+from core.isolation import NATIVE, SHARED_ROWS, Attention, check_isolation
 from core.ports import RankGroup, Workers
 from core.rewards import REWARDS, Reward
 from core.samples import column
@@ -69,16 +71,6 @@ def joined_ranks(settings: Mapping[str, Any]) -> Iterator[RankGroup]:
     yield group
     # Not after an error: the other ranks may wait for this one in a collective, and leaving would wait for them.
     group.leave()
-
-
-def attention_of(config: RunConfig) -> Attention:
-    """Return the attention that a run takes; AttentionError if it cannot take the one it names."""
-    return choose_attention(
-        config.model.attn_impl,
-        model_type=model_type_of(config),
-        context_parallel_size=config.policy.context_parallel_size,
-        is_compiled=bool(config.training.trainer.get("torch_compile")),
-    )
 
 
 def require_isolation(config: RunConfig, *, packed: bool) -> None:

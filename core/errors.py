@@ -15,6 +15,7 @@ Everything that this project raises on purpose.
     │   ├── PlanTooShortError      fewer packs than ranks, and the remainder is to be dropped
     │   ├── BatchSizeError         an effective batch that the ranks cannot realise
     │   ├── IsolationError         an attention backend that is not known to keep samples apart
+    │   ├── AttentionError         an attention backend that does not run as configured
     │   ├── WholeBatchLossError    a loss that cannot be computed part by part
     │   ├── StaleLengthsError      stored lengths were measured from other inputs
     │   ├── PlanChangedError       a checkpoint was trained from another plan

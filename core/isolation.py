@@ -50,9 +50,7 @@ class Attention:
         return f"{self.name}: {self.reason}"
 
 
-def choose_attention(
-    attn_impl: str, *, model_type: str, context_parallel_size: int = 1, is_compiled: bool = False
-) -> Attention:
+def choose_attention(attn_impl: str, *, model_type: str, context_parallel_size: int = 1) -> Attention:
     """
     Return the attention of a run.
 
@@ -63,8 +61,6 @@ def choose_attention(
 
         context_parallel_size: Ranks that share a packed row.
 
-        is_compiled: Whether the model is compiled (`training.torch_compile`).
-
     Raises:
         AttentionError: `varlen` is asked for by name, and does not run here.
 
@@ -74,10 +70,8 @@ def choose_attention(
     if attn_impl not in (AUTO, VARLEN):
         return Attention(attn_impl, "model.attn_impl names it")
     if context_parallel_size > 1:
-        why_not = f"policy.context_parallel_size is {context_parallel_size}, and ranks that share rows have an attention of their own"
-        instead = SHARED_ROWS
-    elif is_compiled:
-        why_not, instead = "training.torch_compile is set, and a layout of each row's own cannot be compiled", NATIVE
+        shared = f"policy.context_parallel_size is {context_parallel_size}"
+        why_not, instead = f"{shared}, and ranks that share rows have an attention of their own", SHARED_ROWS
     elif VARLEN not in ESTABLISHED.get(model_type, ()):
         why_not, instead = f"{VARLEN} is not established for {model_type}", NATIVE
     elif attn_impl == VARLEN:

@@ -14,6 +14,7 @@ from typing import Any
 
 from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
 
+import torch
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
@@ -28,9 +29,11 @@ NAME = "packplan_varlen"
 PATCHES_NAME = "packplan_flash_patches"
 """That of vision towers. By the word flash in it, towers hand over where images and windows begin, in one call."""
 
-AttentionInterface.register(NAME, attend)
-AttentionMaskInterface.register(NAME, row_mask)
-AttentionInterface.register(PATCHES_NAME, attend_to_patches)
+# A compiled model runs them as they are: a compiler would make a program of each row's own layout.
+_as_it_is: Any = torch.compiler.disable
+AttentionInterface.register(NAME, _as_it_is(attend))
+AttentionMaskInterface.register(NAME, _as_it_is(row_mask))
+AttentionInterface.register(PATCHES_NAME, _as_it_is(attend_to_patches))
 
 
 def attend_by_varlen(model: Any) -> None:

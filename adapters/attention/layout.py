@@ -22,7 +22,7 @@ MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """transformers' own: indices of batch, head, query and key -> whether the query attends to the key."""
 
 
-@attrs.define(eq=False, slots=False)
+@attrs.frozen(eq=False)
 class Layout:
     """
     The blocks of a packed row, one after the other; tokens attend within their own block alone.
@@ -43,10 +43,21 @@ class Layout:
     masks: tuple[torch.Tensor, ...] | None = None
     """Of blocks that are neither plain nor windowed: each one's own; bool of shape (1, 1, length, length)."""
 
+    _longest: int | None = None
+
     @classmethod
-    def of_boundaries(cls, cu_seqlens: torch.Tensor, *, is_causal: bool) -> Layout:
-        """Return the layout of plain blocks, given where they begin and the row's end; integers of shape (blocks + 1,)."""
-        return cls(cu_seqlens.to(torch.int32), is_causal)
+    def of_boundaries(cls, cu_seqlens: torch.Tensor, *, is_causal: bool, longest: int | None = None) -> Layout:
+        """
+        Return the layout of plain blocks.
+
+        Args:
+            cu_seqlens: Where blocks begin, and the row's end; integers of shape (blocks + 1,).
+
+            is_causal: Tokens attend to no later token.
+
+            longest: Tokens of the longest block, if they are known; else a GPU is waited for when they are needed.
+        """
+        return cls(cu_seqlens.to(torch.int32), is_causal, longest=longest)
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
@@ -56,7 +67,7 @@ class Layout:
     @cached_property
     def longest(self) -> int:
         """Tokens of the longest block."""
-        return max(self.lengths)
+        return max(self.lengths) if self._longest is None else self._longest
 
     @cached_property
     def alike(self) -> tuple[tuple[int, ...], ...]:
@@ -67,9 +78,7 @@ class Layout:
         return tuple(map(tuple, found.values()))
 
 
-def read_layout(
-    mask_function: MaskFunction, *, length: int, window: int | None, device: torch.device | str
-) -> Layout:
+def read_layout(mask_function: MaskFunction, *, length: int, window: int | None, device: torch.device | str) -> Layout:
     """
     Read the blocks of a row off a mask function; a block begins where a token does not attend to the one before it.
 
@@ -90,7 +99,7 @@ def read_layout(
     tokens = torch.arange(length, device=device)
 
     def attends(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        return mask_function(zero, zero, queries, keys).expand(torch.broadcast_shapes(queries.shape, keys.shape))
+        return mask_function(zero, zero, queries, keys).expand(keys.shape)
 
     begins = torch.ones(length, dtype=torch.bool, device=device)
     begins[1:] = ~attends(tokens[1:], tokens[:-1])

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name
 from torch.nn.attention.varlen import varlen_attn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.masking_utils import sdpa_mask
 
 from adapters.attention.layout import Layout, MaskFunction, read_layout
 
@@ -32,42 +32,47 @@ _CAPABILITY = (8, 0)
 
 
 def row_mask(
+    *,
     batch_size: int,
     q_length: int,
     kv_length: int,
     q_offset: int | torch.Tensor = 0,
     kv_offset: int | torch.Tensor = 0,
-    mask_function: MaskFunction = causal_mask_function,
+    mask_function: MaskFunction,
     attention_mask: torch.Tensor | None = None,
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
     use_vmap: bool = False,
-    device: torch.device | str = "cpu",
+    device: torch.device | str,
     **options: Any,
 ) -> Layout | torch.Tensor | None:
     """
     Return the layout of a packed row; what transformers' sdpa would take of anything else.
 
     The arguments are those that transformers hands to functions registered with `AttentionMaskInterface`. A packed row is
-    a batch of one, without padding and earlier keys, which the mask does not leave as one causal block.
+    a batch of one, without padding and earlier keys, whose mask is more than one causal triangle.
     """
-    is_row = (
-        batch_size == 1
-        and attention_mask is None
-        and q_length == kv_length
-        and isinstance(q_offset, int)
-        and q_offset == kv_offset == 0
-        and not (allow_is_causal_skip and (local_size is None or q_length < local_size))
-        and not allow_is_bidirectional_skip
-        and not use_vmap
-    )
-    if is_row:
+    is_triangle = allow_is_causal_skip and (local_size is None or q_length < local_size)
+    is_row = batch_size == 1 and attention_mask is None and not allow_is_bidirectional_skip and not use_vmap
+    starts_at_zero = all(isinstance(offset, int) and offset == 0 for offset in (q_offset, kv_offset))
+    if is_row and starts_at_zero and q_length == kv_length and not is_triangle:
         return read_layout(mask_function, length=q_length, window=local_size, device=device)
     mask: torch.Tensor | None = sdpa_mask(
-        batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, local_size,
-        allow_is_causal_skip, allow_is_bidirectional_skip, use_vmap=use_vmap, device=device, **options,
-    )  # fmt: skip
+        batch_size,
+        q_length,
+        kv_length,
+        q_offset,
+        kv_offset,
+        mask_function,
+        attention_mask,
+        local_size,
+        allow_is_causal_skip,
+        allow_is_bidirectional_skip,
+        use_vmap=use_vmap,
+        device=device,
+        **options,
+    )
     return mask
 
 
@@ -121,12 +126,13 @@ def attend_to_patches(
     attention_mask: None = None,  # noqa: ARG001
     *,
     cu_seq_lens_q: torch.Tensor,
+    max_length_q: int,
     dropout: float = 0.0,
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend within the images or windows of a vision tower's packed row of patches, both ways; see `attend`."""
-    layout = Layout.of_boundaries(cu_seq_lens_q, is_causal=False)
+    layout = Layout.of_boundaries(cu_seq_lens_q, is_causal=False, longest=max_length_q)
     return attend_within(query, key, value, layout, dropout=dropout, scaling=scaling), None
 
 
@@ -140,11 +146,12 @@ def attend_within(
     scaling: float | None,
 ) -> torch.Tensor:
     """Attend within the blocks of a row, by the fastest way there is; see `attend` for shapes."""
-    capability = torch.cuda.get_device_capability(query.device) if query.is_cuda else None
+    capability = _capability(query.device)
     why_not = why_not_fused(query, layout, dropout=dropout, capability=capability)
     if why_not is None:
-        return varlen_attn(**fused_arguments(query, key, value, layout, scaling=scaling))[None]
-    if query.is_cuda:
+        fused: torch.Tensor = varlen_attn(**fused_arguments(query, key, value, layout, scaling=scaling))  # type: ignore[assignment]  # no lse is asked for
+        return fused[None]
+    if capability is not None:
         _say_once(why_not)
     return _by_blocks(query, key, value, layout, dropout=dropout, scaling=scaling)
 
@@ -165,19 +172,16 @@ def why_not_fused(
         capability: Of the GPU, as CUDA counts it; None on other devices.
     """
     dtype, size = _dtype(query), query.shape[-1]
-    if capability is None:
-        return "the model is on no CUDA GPU"
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"it computes in {str(dtype).removeprefix('torch.')}; training.bf16: true is faster"
-    if dropout:
-        return "attention weights are dropped"
-    if layout.masks is not None:
-        return "the model's mask is neither causal nor a window"
-    if size > _HEAD_SIZE or size % _HEAD_STEP:
-        return f"attention heads have a size of {size}"
-    if capability < _CAPABILITY:
-        return f"the GPU has compute capability {capability[0]}.{capability[1]}"
-    return None
+    half = dtype in (torch.bfloat16, torch.float16)
+    reasons = {
+        "the model is on no CUDA GPU": capability is None,
+        f"it computes in {str(dtype).removeprefix('torch.')}; training.bf16: true is faster": not half,
+        "attention weights are dropped": dropout > 0,
+        "the model's mask is neither causal nor a window": layout.masks is not None,
+        f"attention heads have a size of {size}": size > _HEAD_SIZE or size % _HEAD_STEP != 0,
+        f"the GPU has compute capability {capability}, below {_CAPABILITY}": (capability or _CAPABILITY) < _CAPABILITY,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def fused_arguments(
@@ -198,6 +202,11 @@ def fused_arguments(
         "window_size": (left, 0) if layout.is_causal else (-1, -1),
         "enable_gqa": query.shape[1] != key.shape[1],
     }
+
+
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    """Return the compute capability of a CUDA GPU; None of other devices."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 def _dtype(query: torch.Tensor) -> torch.dtype:
@@ -223,7 +232,7 @@ def _by_blocks(
     """Attend block by block, blocks of equal length as one batch; see `attend` for shapes."""
     sdpa = partial(F.scaled_dot_product_attention, dropout_p=dropout, scale=scaling)
     # Split and joined once: the backward pass of a slice would fill a whole row with zeros.
-    split = [part.split(list(layout.lengths), 2) for part in (query, key, value)]
+    split = [torch.split(part, list(layout.lengths), 2) for part in (query, key, value)]
     outputs: list[torch.Tensor] = [query] * len(layout.lengths)
     for alike in layout.alike:
         q, k, v = (torch.cat([blocks[i] for i in alike]) if len(alike) > 1 else blocks[alike[0]] for blocks in split)
@@ -232,10 +241,8 @@ def _by_blocks(
         elif layout.window is not None and layout.window < q.shape[2]:
             attended = _windowed(sdpa, q, k, v, layout.window)
         else:
-            attended = sdpa(
-                q, k, v, is_causal=layout.is_causal and q.shape[2] > 1, enable_gqa=q.shape[1] != k.shape[1]
-            )
-        for i, block in zip(alike, attended.transpose(1, 2).split(1), strict=True):
+            attended = sdpa(q, k, v, is_causal=layout.is_causal and q.shape[2] > 1, enable_gqa=q.shape[1] != k.shape[1])
+        for i, block in zip(alike, torch.split(attended.transpose(1, 2), 1), strict=True):
             outputs[i] = block
     return torch.cat(outputs, 1)
 
@@ -257,13 +264,10 @@ def _windowed(
     queries = torch.arange(window, device=query.device)[:, None] + window
     keys = torch.arange(2 * window, device=query.device)
     mask = (keys <= queries) & (keys > queries - window)
-    outputs = []
-    parts = [part.split(window, 2) for part in (query, key, value)]
-    for number, (q, k, v) in enumerate(zip(*parts, strict=True)):
-        size = q.shape[2]
-        if number == 0:
-            outputs.append(_masked(sdpa, q, k, v, mask[:, window:]))
-        else:
-            k, v = (torch.cat([part[number - 1], own], 2) for part, own in zip(parts[1:], (k, v), strict=True))
-            outputs.append(_masked(sdpa, q, k, v, mask[:size, : window + size]))
+    own, keys_of, values_of = (torch.split(part, window, 2) for part in (query, key, value))
+    outputs = [_masked(sdpa, own[0], keys_of[0], values_of[0], mask[:, window:])]
+    for number in range(1, len(own)):
+        size = own[number].shape[2]
+        k, v = (torch.cat(part[number - 1 : number + 1], 2) for part in (keys_of, values_of))
+        outputs.append(_masked(sdpa, own[number], k, v, mask[:size, : window + size]))
     return torch.cat(outputs, 2)
