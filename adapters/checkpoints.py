@@ -22,6 +22,9 @@ STATE = "trainer_state.json"
 _BOOKMARK = "packplan"
 """Where the bookmark is, among the states that the trainer keeps for its callbacks."""
 
+_ATTENTION = "packplan_attention"
+"""Where the attention backend is that trained the checkpoint."""
+
 _FILES = "packplan_files"
 """Where the sizes of the checkpoint's files are: weights, optimizer, generators of all ranks."""
 
@@ -55,9 +58,15 @@ def read_bookmark(folder: Path) -> Bookmark:
     return cattrs.structure(_state(folder)["stateful_callbacks"][_BOOKMARK], Bookmark)
 
 
-def to_state(bookmark: Bookmark) -> dict[str, Any]:
-    """Return what the trainer's state has to keep, so that `read_bookmark` finds the bookmark."""
-    return {_BOOKMARK: cattrs.unstructure(bookmark), _FILES: {}}
+def read_attention(folder: Path) -> str | None:
+    """Return the attention backend that trained a checkpoint that `find_checkpoint` found; None if it does not say."""
+    name: str | None = _state(folder)["stateful_callbacks"].get(_ATTENTION, {}).get("attn_impl")
+    return name
+
+
+def to_state(bookmark: Bookmark, *, attn_impl: str) -> dict[str, Any]:
+    """Return what the trainer's state has to keep, so that `read_bookmark` and `read_attention` find what they look for."""
+    return {_BOOKMARK: cattrs.unstructure(bookmark), _ATTENTION: {"attn_impl": attn_impl}, _FILES: {}}
 
 
 def files_to_state(folder: Path) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """
 Compares a pack, as training sees it, with its samples alone, as transformers sees them.
 
+The reference attends by transformers' own sdpa, whatever trains: a fault in an attention of ours is found, not repeated.
 The pack goes the whole way of training: data set, collator, the trainer's preparation, ms-swift's hooks. The reference
 goes none of it: each sample's encoding alone, positions by the model itself, no mask but the causal one.
 """
@@ -17,6 +18,7 @@ import attrs
 import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name
 
+from adapters.attention import native_attention
 from adapters.pack_loader import NORMALISER
 from adapters.packed_dataset import EncodedPack
 from adapters.packing_trainer import model_inputs
@@ -157,7 +159,7 @@ class PackComparison:
 
     def _alone(self, sample: dict[str, Any]) -> _Alone:
         inputs = self._reference(sample)
-        with torch.no_grad(), self.trainer.accelerator.autocast():
+        with torch.no_grad(), self.trainer.accelerator.autocast(), native_attention(self.trainer.model):
             logits = self.trainer.model(**inputs).logits[0].float()
         labels = torch.tensor(sample["labels"], device=logits.device)
         losses, terms = (of(logits, labels)[labels != IGNORED_LABEL].double() for of in (_losses, _terms))
@@ -213,13 +215,15 @@ class PackComparison:
         reference: dict[str, torch.Tensor] = {}
         for sample, weight in zip(encoded, weights, strict=True):
             model.zero_grad()
-            with trainer.accelerator.autocast():
-                logits = model(**self._reference(sample)).logits[0].float()
-            labels = torch.tensor(sample["labels"], device=logits.device)
-            losses = _losses(logits, labels)
-            share = weight.to(losses) / normaliser
-            loss = (losses * share).sum()
-            torch.autograd.backward(loss)
+            # Checkpointed layers run again in the backward pass.
+            with native_attention(model):
+                with trainer.accelerator.autocast():
+                    logits = model(**self._reference(sample)).logits[0].float()
+                labels = torch.tensor(sample["labels"], device=logits.device)
+                losses = _losses(logits, labels)
+                share = weight.to(losses) / normaliser
+                loss = (losses * share).sum()
+                torch.autograd.backward(loss)
             expected += float(loss.detach().double())
             terms += float((_terms(logits.detach(), labels) * share).sum().double())
             norms += _add_gradients(reference, model)

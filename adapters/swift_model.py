@@ -14,12 +14,16 @@ from swift import get_model_processor
 from swift.utils import HfConfigFactory
 from transformers.utils import logging as transformers_logging
 
+from adapters.attention import attend_by_varlen
 from adapters.swift_template import swift_types
 from core.config import ModelConfig, TemplateConfig, TrainingConfig
 from core.errors import ConfigError
+from core.isolation import NATIVE, SHARED_ROWS, VARLEN
 
 
-def open_model(model: ModelConfig, training: TrainingConfig, *, device: torch.device | None) -> torch.nn.Module:
+def open_model(
+    model: ModelConfig, training: TrainingConfig, *, attn_impl: str, device: torch.device | None
+) -> torch.nn.Module:
     """
     Load the model, with its cache off and nothing frozen but what is asked for, perhaps with adapters.
 
@@ -27,6 +31,8 @@ def open_model(model: ModelConfig, training: TrainingConfig, *, device: torch.de
         model: What to load.
 
         training: What is frozen, and which adapters.
+
+        attn_impl: The attention backend, as `core.isolation.choose_attention` names it.
 
         device: Where to; None leaves it to the engine that shards the weights.
     """
@@ -38,12 +44,14 @@ def open_model(model: ModelConfig, training: TrainingConfig, *, device: torch.de
         opened, _ = get_model_processor(
             model.model,
             model_type=model_type,
-            attn_impl=model.attn_impl,
+            attn_impl=NATIVE if attn_impl in (VARLEN, SHARED_ROWS) else attn_impl,
             torch_dtype=dtype,
             device_map=None if device is None else str(device),
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConfigError.of("model.model", f"{model.model} cannot be loaded by ms-swift: {error}") from error
+    if attn_impl == VARLEN:
+        attend_by_varlen(opened)
     # With the cache on, transformers builds no block-diagonal mask, and packed samples attend to each other.
     HfConfigFactory.set_config_attr(opened.config, "use_cache", False)  # noqa: FBT003  # its signature
     frozen = _frozen_parts(opened, training)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
@@ -10,6 +9,7 @@ from adapters import torchvision_shim  # noqa: F401  # before transformers and s
 from swift import get_model_processor, get_template
 from swift.template import Template
 
+from adapters.model_folder import config_model_type
 from core.config import ModelConfig, TemplateConfig
 from core.errors import ConfigError
 
@@ -20,17 +20,6 @@ TYPES = {
     "qwen3": ("qwen3", "qwen3"),
 }
 """`model_type` of a config.json -> ms-swift's model type and template, which a local folder does not tell it."""
-
-
-def config_model_type(model: ModelConfig) -> str:
-    """Return the `model_type` of the model's config.json; ConfigError if there is none to read."""
-    path = Path(model.model) / "config.json"
-    try:
-        return str(json.loads(path.read_text(encoding="utf-8"))["model_type"])
-    except (OSError, ValueError, KeyError):
-        raise ConfigError.of(
-            "model.model", f"{model.model} is no folder with a config.json that names a model_type"
-        ) from None
 
 
 def refuse_remote_code(model: ModelConfig) -> None:

@@ -31,7 +31,13 @@ class PackTrainer(PackingTrainer):
     """ms-swift's trainer over the packs of a plan."""
 
     def __init__(
-        self, *, course: Course, facts: PackFacts, bookmark: Callable[[Progress], Bookmark], **options: Any
+        self,
+        *,
+        course: Course,
+        facts: PackFacts,
+        bookmark: Callable[[Progress], Bookmark],
+        attn_impl: str,
+        **options: Any,
     ) -> None:
         """
         Prepare training.
@@ -43,9 +49,11 @@ class PackTrainer(PackingTrainer):
 
             bookmark: Makes what a checkpoint says of the plan.
 
+            attn_impl: The attention backend that trains, which a checkpoint names too.
+
             **options: Of `PackingTrainer`; the train_dataset serves the packs of the raw plan.
         """
-        self.course, self.facts, self.bookmark = course, facts, bookmark
+        self.course, self.facts, self.bookmark, self.attn_impl = course, facts, bookmark, attn_impl
         self._meter: _Meter | None = None
         self._consumed: list[int] = []
         super().__init__(**options)
@@ -112,7 +120,8 @@ class PackTrainer(PackingTrainer):
             super()._maybe_log_save_evaluate(*arguments, **options)
 
     def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
-        self.state.stateful_callbacks.update(to_state(self.bookmark(self.course.at(self.state.global_step))))
+        bookmark = self.bookmark(self.course.at(self.state.global_step))
+        self.state.stateful_callbacks.update(to_state(bookmark, attn_impl=self.attn_impl))
         super()._save_checkpoint(*arguments, **options)
 
     def _save_rng_state(self, output_dir: str) -> None:

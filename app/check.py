@@ -75,6 +75,7 @@ def check(config: RunConfig, *, num_packs: int) -> Report:
 
     if not config.training.packing:
         raise ConfigError.of("training.packing", "is false: nothing is packed, so there is nothing to compare")
+    wiring.require_isolation(config, packed=False)
     with wiring.joined_ranks({}) as group:
         prepared = prepare(
             attrs.evolve(config, training=attrs.evolve(config.training, resume_from_checkpoint=None)), group
@@ -85,7 +86,7 @@ def check(config: RunConfig, *, num_packs: int) -> Report:
 def compare(config: RunConfig, prepared: Prepared, *, num_packs: int) -> Report:
     """Compare packs of a run that is ready to train; see `check`."""
     from adapters.packed_equality import PackComparison
-    from app import wiring
+    from app import wiring, wiring_light
 
     train, samples = prepared.planned["train"], prepared.samples["train"]
     chosen = choose_packs(train.raw.packs, train.table, count=num_packs)
@@ -102,7 +103,7 @@ def compare(config: RunConfig, prepared: Prepared, *, num_packs: int) -> Report:
     return Report(
         model=config.model.model,
         model_type=wiring.model_type_of(config),
-        attn_impl=config.model.attn_impl,
+        attn_impl=wiring_light.attention_of(config).name,
         precision=precision,
         packs=tuple(
             (pack, kind(images[train.raw.packs[pack]].tolist()), len(train.raw.packs[pack])) for pack in chosen

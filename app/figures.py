@@ -52,6 +52,8 @@ def _packs(seen: Look) -> Iterator[Row]:
 def _epoch(seen: Look) -> Iterator[Row]:
     course, packed = seen.course_summary, seen.stored.packed
     unit = "packs" if packed else "samples"
+    if seen.attention is not None:
+        yield "attention", seen.attention.name, seen.attention.reason
     step = "optimizer steps" if seen.stored.name == "train" else "forward passes"
     yield "ranks", f"{course.world_size:,}", f"{course.packs_per_rank:,} {unit} each in an epoch"
     yield f"  repeated {unit}", f"{course.repeated_packs:,}", "to fill the ranks"

@@ -71,8 +71,7 @@ def require_runnable(config: RunConfig) -> None:
             raise ConfigError.of(f"policy.{name}", reason)
     if policy.compile:
         raise ConfigError.of("policy.compile", "is for engines of your own; app.rl does not compile: remove it")
-    if policy.sequence_packing.enabled:
-        wiring.require_isolation(config)
+    wiring.require_isolation(config, packed=policy.sequence_packing.enabled)
 
 
 def make_room(folder: Path, *, overwrite: bool) -> None:

@@ -17,8 +17,9 @@ from core.batch import partial_window
 from core.checksum import plan_checksum
 from core.config import RunConfig
 from core.course import Course
-from core.errors import ConfigError, NotBuiltError, SampleTooLongError
+from core.errors import ConfigError, NotBuiltError, SampleTooLongError, UserError
 from core.fingerprint import Fingerprint, configured_inputs
+from core.isolation import Attention
 from core.plan import refuse_longer
 from core.ports import StoredLengths, StoredPlan
 from core.summary import CourseSummary, PlanSummary, summarise, summarise_course
@@ -52,6 +53,9 @@ class Look:
     course: Course
     plan_summary: PlanSummary
     course_summary: CourseSummary
+    attention: Attention | None
+    """That training takes; None if that cannot be said, which `warnings` then do."""
+
     warnings: tuple[str, ...]
 
 
@@ -123,13 +127,20 @@ def look(config: RunConfig, split: str, *, world_size: int | None) -> Look:
         stored.lengths.origin.data_digest,
     )  # fmt: skip
     course = split_course(config, split, num_packs=len(raw.packs), world_size=world_size)
+    warnings = list(_warnings(config, stored, planned, course, world_size=world_size))
+    attention = None
+    try:
+        attention = wiring_light.attention_of(config)
+    except UserError as error:
+        warnings.append(f"{split}: which attention training takes cannot be said: {error}")
     return Look(
         stored=stored,
         planned=planned,
         course=course,
         plan_summary=stored.summary(),
         course_summary=summarise_course(raw, stored.lengths.tokens, course, packed=stored.packed),
-        warnings=tuple(_warnings(config, stored, planned, course, world_size=world_size)),
+        attention=attention,
+        warnings=tuple(warnings),
     )
 
 
@@ -181,6 +192,7 @@ def as_document(seen: Look) -> dict[str, Any]:
     stored, planned = seen.stored, seen.planned
     return {
         "folder": str(stored.folder),
+        "attention": None if seen.attention is None else attrs.asdict(seen.attention),
         "warnings": list(seen.warnings),
         "plan": attrs.asdict(seen.plan_summary),
         "course": attrs.asdict(seen.course_summary),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import attrs
 
-from adapters.checkpoints import find_checkpoint, read_bookmark
+from adapters.checkpoints import find_checkpoint, read_attention, read_bookmark
 from adapters.swift_samples import SwiftSamples
 from adapters.swift_trainer import PackTrainer
 from app import wiring, wiring_light
@@ -76,6 +76,8 @@ def prepare(config: RunConfig, group: RankGroup) -> Prepared:
             for level, line in describe(plan, knobs[split], world_size=group.world_size):
                 log.log(level, line)
         _log_course(config, batch, course)
+        if checkpoint is not None:
+            _log_attention(config, checkpoint)
 
     trainer = wiring.build_trainer(config, arguments, course, group=group, samples=samples, planned=planned)
     return Prepared(samples, planned, course, trainer, checkpoint)
@@ -123,6 +125,12 @@ def _log_course(config: RunConfig, batch: Batch, course: Course) -> None:
     )
     if course.start.step:
         _log_resume(course, unit)
+
+
+def _log_attention(config: RunConfig, checkpoint: Path) -> None:
+    then, now = read_attention(checkpoint), wiring_light.attention_of(config).name
+    if then not in (None, now):
+        log.info("the checkpoint was trained by the attention %s; the run goes on by %s", then, now)
 
 
 def _log_resume(course: Course, unit: str) -> None:

@@ -50,7 +50,7 @@ def run(config: RunConfig, group: RankGroup) -> Result:
     from app import wiring
     from app.preparing import prepare
 
-    wiring.require_isolation(config)
+    wiring.require_isolation(config, packed=config.training.packing)
     prepared = prepare(config, group)
     checkpoint = prepared.checkpoint
     prepared.trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))

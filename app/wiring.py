@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -16,6 +17,7 @@ import torch
 
 from adapters.dummy_media import always_see
 from adapters.dynamic_dataset import DynamicDataset
+from adapters.model_folder import config_model_type
 from adapters.packed_dataset import PackedDataset
 from adapters.policy_loss import ClippedPolicyLoss
 from adapters.policy_worker import PolicySettings, PolicyWorker
@@ -26,22 +28,25 @@ from adapters.stream_trainer import StreamTrainer
 from adapters.swift_arguments import TrainingArguments, runs_on_cpu, shards_weights, trainer_fields, training_arguments
 from adapters.swift_model import hide_progress_bars, open_model
 from adapters.swift_samples import POOL_START_S, SampleSpec, SwiftSamples
-from adapters.swift_template import config_model_type, open_template
+from adapters.swift_template import open_template
 from adapters.swift_trainer import PackTrainer
 from adapters.torch_group import OneRank, TorchGroup
 from adapters.yaml_config import load_config
 from app.functions import named_function
 from app.planning import PlannedSplit, bookmark_of
+from app.wiring_light import attention_of
 from core.batch import Accumulation
 from core.carry import CarryOptions
 from core.config import RunConfig
 from core.course import Course
 from core.errors import ConfigError, Fault
-from core.isolation import check_isolation
+from core.isolation import NATIVE, SHARED_ROWS, Attention, check_isolation
 from core.ports import RankGroup, Workers
 from core.rewards import REWARDS, Reward
 from core.samples import column
 from core.telemetry import PackFacts
+
+log = logging.getLogger(__name__)
 
 
 def read_config(path: str | Path, *, rl: bool = False) -> RunConfig:
@@ -68,13 +73,14 @@ def joined_ranks(settings: Mapping[str, Any]) -> Iterator[RankGroup]:
     group.leave()
 
 
-def require_isolation(config: RunConfig) -> None:
-    """Refuse an attention backend under which packed samples might see each other."""
-    if config.training.packing:
+def require_isolation(config: RunConfig, *, packed: bool) -> None:
+    """Refuse an attention backend that does not run, or, where samples are packed, under which they might see each other."""
+    name = attention_of(config).name
+    if packed:
         flash = find_spec("flash_attn") is not None
         check_isolation(
             model_type_of(config),
-            config.model.attn_impl,
+            NATIVE if name == SHARED_ROWS else name,
             flash_installed=flash,
             on_cpu=runs_on_cpu(config.training.trainer),
         )
@@ -133,13 +139,23 @@ def open_arguments(config: RunConfig, batch_size: int, accumulation: Accumulatio
     )
 
 
+def _logged_attention(config: RunConfig, group: RankGroup) -> Attention:
+    attention = attention_of(config)
+    if group.rank == 0:
+        log.info("attention: %s", attention)
+    return attention
+
+
 def _open_model(
     config: RunConfig, arguments: TrainingArguments, samples: SwiftSamples, group: RankGroup
 ) -> tuple[Any, Any]:
     """Load the model, and tell the template of it."""
     template = samples.template
     model: Any = open_model(
-        config.model, config.training, device=None if shards_weights(arguments) else arguments.device
+        config.model,
+        config.training,
+        attn_impl=_logged_attention(config, group).name,
+        device=None if shards_weights(arguments) else arguments.device,
     )
     template.model = getattr(model, "get_base_model", lambda: model)()
     if samples.sees_images and group.world_size > 1:
@@ -231,6 +247,7 @@ def build_trainer(
         group=group,
         course=course,
         facts=PackFacts.of(train.raw, column(train.table, "length").astype(np.int64), packed=config.training.packing),
+        attn_impl=attention_of(config).name,
         bookmark=lambda progress: attrs.evolve(bookmark_of(train, course, config), progress=progress),
         reduction=config.training.loss_reduction,
         model=model,
@@ -249,10 +266,13 @@ def open_policy(config: RunConfig, group: RankGroup, samples: SwiftSamples) -> P
     grpo, trainer, policy = config.grpo, config.training.trainer, config.policy
     cuda = torch.cuda.is_available() and not runs_on_cpu(trainer)
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-    model = open_model(config.model, config.training, device=device)
+    open_one = partial(
+        open_model, config.model, config.training, attn_impl=_logged_attention(config, group).name, device=device
+    )
+    model = open_one()
     reference = None
     if grpo.kl_coefficient:
-        reference = open_model(config.model, config.training, device=device).eval().requires_grad_(requires_grad=False)
+        reference = open_one().eval().requires_grad_(requires_grad=False)
     loss: FusedLoss | PackedLoss | PaddedLoss
     if grpo.loss == "clipped":
         loss = FusedLoss(

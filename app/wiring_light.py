@@ -15,17 +15,35 @@ from adapters import artefacts
 from adapters.folder_lock import FolderLock
 from adapters.jsonl_records import JsonlRecords
 from adapters.length_store import DiskLengthStore
+from adapters.model_folder import config_model_type
 from adapters.plan_store import DiskPlanStore
 from adapters.yaml_config import load_config
 from app.planning import Stores
 from core.config import RunConfig
 from core.errors import ConfigError, CorruptArtefactError, OutputError
+from core.isolation import Attention, choose_attention
 from core.ports import Origin, StoredLengths, StoredPlan
 
 
 def read_config(path: str | Path) -> RunConfig:
     """Read a run's YAML, but for the settings that are ms-swift's own; ConfigError with all its faults."""
     return load_config(path, None)
+
+
+def attention_of(config: RunConfig) -> Attention:
+    """
+    Return the attention that a run takes.
+
+    Raises:
+        AttentionError: It cannot take the one that `model.attn_impl` names.
+
+        ConfigError: The model's folder does not say what it is.
+    """
+    return choose_attention(
+        config.model.attn_impl,
+        model_type=config_model_type(config.model),
+        context_parallel_size=config.policy.context_parallel_size,
+    )
 
 
 def split_folder(output_dir: str, split: str) -> Path:

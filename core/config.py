@@ -35,8 +35,10 @@ class ModelConfig:
     model_type: str | None = None
     """ms-swift's name of the architecture; unset, the model's config.json says it."""
 
-    attn_impl: str = "sdpa"
-    """Attention backend; packing refuses one that is not established to keep samples apart."""
+    attn_impl: str = "auto"
+    """Attention backend: `varlen` attends to each sample of a pack by itself, without a mask; sdpa, eager, flex_attention
+    and flash_attention_2 are transformers' own. `auto` takes varlen where it is established for the model, else sdpa.
+    Packing refuses a backend that is not established to keep samples apart."""
 
     torch_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Type of the weights; unset, the model's own."""

@@ -15,6 +15,7 @@ Everything that this project raises on purpose.
     │   ├── PlanTooShortError      too few packs for a batch on each rank, and the remainder is to be dropped
     │   ├── BatchSizeError         an effective batch that the ranks cannot realise
     │   ├── IsolationError         an attention backend that is not known to keep samples apart
+    │   ├── AttentionError         an attention backend that does not run as configured
     │   ├── WholeBatchLossError    a loss that cannot be computed part by part
     │   ├── StaleLengthsError      stored lengths were measured from other inputs
     │   ├── PlanChangedError       a checkpoint was trained from another plan
@@ -286,6 +287,18 @@ class IsolationError(UserError):
             f"model.attn_impl {self.attn_impl} is not established to keep the samples of a pack apart for "
             f"{self.model_type}{self.detail}: {ways}set training.packing: false"
         )
+
+
+@attrs.define(eq=False)
+class AttentionError(UserError):
+    """An attention backend does not run as the run is configured."""
+
+    attn_impl: str
+    why_not: str
+    instead: str
+
+    def __str__(self) -> str:
+        return f"model.attn_impl {self.attn_impl} cannot be taken: {self.why_not}; use model.attn_impl: {self.instead}"
 
 
 @attrs.define(eq=False)

@@ -5,21 +5,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import json
-import multiprocessing
-import os
 import resource
-import signal
 import statistics
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-STDOUT, STDERR = 1, 2
+from app.bench.process import OwnProcess
 
 ENOUGH_S = 10.0
 """A call is not repeated once its runs took so long together."""
@@ -63,42 +58,12 @@ def measure(
 
         limit_s: Seconds for preparation and first run; beyond, the process and all that it started are ended.
     """
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    # A child that may have children of its own is no daemon.
-    process = context.Process(target=_child, args=(prepare, summarise, repeat, sender), daemon=False)
-    process.start()
-    sender.close()
-    answer: dict[str, Any] = {}
+    process = OwnProcess(lambda _: _measure_here(prepare(), summarise, repeat))
     try:
-        if not receiver.poll(limit_s):
-            return NotMeasured(f"over {limit_s:.0f} s")
-        answer = json.loads(receiver.recv_bytes())
-    except EOFError:
-        return NotMeasured("its process died")
+        answer = process.next_message(limit_s)
     finally:
-        if not answer and process.pid is not None:
-            # Its group holds what it started; it has none of its own until it has come that far.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.kill()
-        process.join()
+        process.end()
     return NotMeasured(answer["error"]) if "error" in answer else Measured(**answer)
-
-
-def _child(
-    prepare: Callable[[], Callable[[], Any]], summarise: Callable[[Any], Any], repeat: int, sender: Connection
-) -> None:
-    os.setsid()
-    # What libraries print is not what this command prints.
-    with Path(os.devnull).open("w") as nowhere:
-        os.dup2(nowhere.fileno(), STDOUT)
-        os.dup2(nowhere.fileno(), STDERR)
-    try:
-        answer = _measure_here(prepare(), summarise, repeat)
-    except Exception as error:  # noqa: BLE001  # whatever a peer raises is its result
-        answer = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:120]}
-    sender.send_bytes(json.dumps(answer).encode())
 
 
 def _measure_here(call: Callable[[], Any], summarise: Callable[[Any], Any], repeat: int) -> dict[str, Any]:
@@ -108,11 +73,11 @@ def _measure_here(call: Callable[[], Any], summarise: Callable[[Any], Any], repe
     while not seconds or (len(seconds) < repeat and sum(seconds) < ENOUGH_S):
         returned = None
         gc.collect()
-        before = _reset_peak()
+        before = reset_peak()
         start = time.perf_counter()
         returned = call()
         seconds.append(time.perf_counter() - start)
-        peak = max(peak, _peak() - before)
+        peak = max(peak, peak_bytes() - before)
     children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
     return {
         "seconds": statistics.median(seconds),
@@ -123,7 +88,7 @@ def _measure_here(call: Callable[[], Any], summarise: Callable[[Any], Any], repe
     }
 
 
-def _reset_peak() -> int:
+def reset_peak() -> int:
     """Set the peak of this process to what it holds now, and return that, in bytes."""
     # What was freed before and kept for later would be used again, unseen. Other C libraries than glibc keep less.
     with contextlib.suppress(AttributeError):
@@ -132,7 +97,8 @@ def _reset_peak() -> int:
     return _status("VmRSS")
 
 
-def _peak() -> int:
+def peak_bytes() -> int:
+    """Return the most memory that this process held since `reset_peak`, in bytes."""
     return _status("VmHWM")
 
 

@@ -1,12 +1,11 @@
-"""What training costs, packed and padded: the cases of `python -m app.bench train`, which load the whole stack."""
+"""What training costs, by way: the cases of `python -m app.bench train`, which load the whole stack."""
 
 from __future__ import annotations
 
-import json
-import statistics
 import time
-from collections.abc import Callable, Iterator
-from math import isqrt
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,164 +13,147 @@ from typing import Any
 from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
 
 import attrs
-import numpy as np
 import torch
-from PIL import Image
-from swift.trainers import Seq2SeqTrainer
 from tqdm import tqdm
 from transformers import TrainerCallback
 
-from adapters.packed_dataset import PackedDataset
 from adapters.swift_samples import SwiftSamples
-from adapters.swift_trainer import PackTrainer
 from adapters.torch_group import OneRank
-from app.bench.distributions import trace
-from app.bench.measure import Measured, measure
-from app.demo.tiny_models import write_model
+from app import wiring, wiring_light
+from app.bench.like_lengths import LikeLengths
+from app.bench.process import Turns
+from app.bench.training_data import write_model_of, write_records
+from app.bench.turns import Turned, run_alone, take_turns
+from app.bench.ways import WAYS, Row, Setting, Way, compared
+from app.planning import Knobs, plan_split, usable_folders
 from app.preparing import Prepared, prepare
 from core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
-from core.errors import DataSetError
+from core.plan import RawPlan
 from core.samples import Table
 from core.telemetry import EpochLedger
+from core.work import WorkModel
 
-MODEL_TYPE = "qwen2_5_vl"
-
-IMAGE_TOKENS = (256, 576, 1024, 1280, 2560)
-"""Of an image, as in the VLM-like lengths of the planner's benchmark; a tiny model gets a sixteenth."""
-
-IMAGE_SHARES = (0.2, 0.3, 0.25, 0.15, 0.1)
-
-WARM_UP = 2
-"""Steps before the clock starts."""
+LIMIT_S = 3600.0
+"""Seconds for a preparation or an epoch."""
 
 
 @attrs.frozen
-class Setting:
-    """What is measured."""
-
-    device: str
-    shape: str
-    attn_impl: str
-    num_samples: int
-    repeat: int
-
-    @property
-    def has_gpu(self) -> bool:
-        """Whether torch sees one."""
-        return torch.cuda.is_available()
-
-    @property
-    def device_name(self) -> str:
-        """What it is called."""
-        return torch.cuda.get_device_name() if self.device == "cuda" else "cpu"
-
-
-@attrs.frozen
-class Row:
-    """One kind of samples at one budget, trained in one way."""
+class Case:
+    """One kind of samples at one budget, to be trained in one way."""
 
     kind: str
     budget: int
     way: str
-    """`packed` or `padded`."""
 
-    batch_size: int
-    """Samples of a padded batch, packs of a packed one."""
-
-    num_steps: int
-    """Of an epoch."""
-
-    padding_share: float
-    """Of the positions that the forward passes compute; packs that are not full are shorter, not padded."""
-
-    useful_tokens_per_s: float
-    step_s: float
-    """Medians over the epochs."""
-
-    peak_bytes: int
-    """Memory that training takes beyond the loaded model and the encoded samples; of the GPU, all that it takes."""
-
-    encode_ms: float
-    """CPU time to encode a sample, which is left out of the others."""
+    def __str__(self) -> str:
+        return f"{self.kind} in packs of {self.budget}, {self.way}"
 
 
 @attrs.frozen
-class Overhead:
-    """What our parts add to a step."""
+class Device:
+    """What computes."""
 
-    ratios: list[float]
-    """Of the CPU time of an epoch, ours over ms-swift's own trainer, pair by pair."""
+    name: str | None
+    """Of the GPU; None if torch sees none, or none was asked for."""
 
-    step_s: float
-    """CPU seconds of a step of ours, median."""
-
-    encode_s_per_step: float
-    """CPU seconds to encode what a step consumes; left out of both."""
-
-    @property
-    def ratio(self) -> float:
-        """The median ratio."""
-        return statistics.median(self.ratios)
+    threads: int
+    """Of one operation on the CPU."""
 
 
-def measure_training(setting: Setting, *, kinds: list[str], budgets: list[int]) -> list[Row]:
-    """Measure each kind of samples at each budget, packed and padded; DataSetError if a case fails."""
-    with TemporaryDirectory() as name:
+def find_device(kind: str) -> Device:
+    """Ask torch about a device, `cpu` or `cuda`; DataSetError if it does not answer."""
+
+    def ask() -> dict[str, Any]:
+        found = kind == "cuda" and torch.cuda.is_available()
+        return {"name": torch.cuda.get_device_name() if found else None, "threads": torch.get_num_threads()}
+
+    return Device(**run_alone("the device", ask, limit_s=LIMIT_S))
+
+
+def measure_training(
+    setting: Setting, *, kinds: Sequence[str], budgets: Sequence[int], ways: Sequence[str], together: bool
+) -> list[Row]:
+    """
+    Measure each kind of samples at each budget in each way, epoch by epoch in turn.
+
+    Args:
+        setting: What all cases share.
+
+        kinds: `text`, `images` or both.
+
+        budgets: Tokens of a pack.
+
+        ways: Names in `WAYS`.
+
+        together: Budgets take turns too, and are compared with each other; else each has rounds of its own.
+
+    Raises:
+        DataSetError: A case failed.
+    """
+    groups = [
+        [Case(kind, budget, way) for budget, way in product(some, ways)]
+        for kind in kinds
+        for some in ([budgets] if together else [[budget] for budget in budgets])
+    ]
+    turns = sum(map(len, groups)) * (setting.repeat + 1)
+    with TemporaryDirectory() as name, tqdm(total=turns, desc="training", leave=False, disable=None) as progress:
         folder = Path(name)
-        write_model_of(folder / "model", setting.shape)
-        cases = [(kind, budget, way) for kind in kinds for budget in budgets for way in ("packed", "padded")]
-        return [
-            _measure(setting, folder, kind, budget, way)
-            for kind, budget, way in tqdm(cases, desc="training", leave=False, disable=None)
-        ]
+        run_alone("the model", partial(write_model_of, folder / "model", setting.shape), limit_s=LIMIT_S)
+        rows: list[Row] = []
+        for cases in groups:
+            turned = take_turns(
+                {str(case): partial(_training, setting, folder, case) for case in cases},
+                limit_s=LIMIT_S,
+                on_turn=progress.update,
+            )
+            rows += compared([_row(case, turned[str(case)]) for case in cases])
+    return rows
 
 
-def measure_overhead(setting: Setting, *, packing_length: int) -> Overhead:
-    """Measure epochs of our trainer and of ms-swift's own in turn, on the same packs."""
-    with TemporaryDirectory() as name:
-        folder = Path(name)
-        write_model_of(folder / "model", setting.shape)
-        config = _config(setting, folder, "images", packing_length, {"logging_steps": 1}, effective_batch_size=4)
-
-        def pairs() -> Callable[[], dict[str, Any]]:
-            prepared, encode_s = _prepared(config)
-            return lambda: _pairs(prepared, encode_s, setting.repeat)
-
-        outcome = measure(pairs, lambda result: result, repeat=1, limit_s=3600)
-    return Overhead(**_result(outcome, "the overhead"))
+def _row(case: Case, turned: Turned) -> Row:
+    gpu_peak = turned.result.pop("gpu_peak_bytes")
+    return Row(**attrs.asdict(case), peak_mb=(gpu_peak or turned.peak_bytes) / 1e6, **turned.result)
 
 
-def _measure(setting: Setting, folder: Path, kind: str, budget: int, way: str) -> Row:
-    def train() -> Callable[[], dict[str, Any]]:
-        config = _config(setting, folder, kind, budget, {"logging_steps": 1000}, effective_batch_size=1)
-        if way == "padded":
-            config = _padded(config)
-        prepared, encode_s = _prepared(config)
-        return lambda: _epochs(prepared, encode_s, setting)
-
-    outcome = measure(train, lambda result: result, repeat=1, limit_s=3600)
-    result = _result(outcome, f"{kind} in packs of {budget}, {way}")
-    peak = result.pop("gpu_peak_bytes") or outcome.peak_bytes  # type: ignore[union-attr]  # `_result` has looked
-    return Row(kind=kind, budget=budget, way=way, peak_bytes=peak, **result)
-
-
-def _result(outcome: Any, what: str) -> dict[str, Any]:
-    if not isinstance(outcome, Measured):
-        message = f"{what} could not be measured: {outcome.reason}"
-        raise DataSetError(message)
-    result: dict[str, Any] = outcome.result
-    return result
+def _training(setting: Setting, folder: Path, case: Case) -> Callable[[Turns], dict[str, Any]]:
+    """Prepare a case; return the call that trains its epochs, one in each turn, and returns what its row says."""
+    way = WAYS[case.way]
+    config = run_config(setting, folder, case.kind, case.budget, attn_impl=way.attn_impl, epochs=setting.repeat + 1)
+    if way.rows != "packs":
+        config = _unpacked(config, one_by_one=way.rows == "alone")
+    prepared, encoded = encoded_run(config)
+    if way.rows == "sorted":
+        lengths = prepared.trainer.facts.tokens
+        prepared.trainer.course = LikeLengths(**attrs.asdict(prepared.course, recurse=False), lengths=lengths)
+    return lambda turns: _epochs(prepared, encoded, way, turns, on_gpu=setting.device == "cuda")
 
 
-def _padded(config: RunConfig) -> RunConfig:
-    """Return the run without packing, whose batches hold as many samples as a pack does on average."""
-    planned = prepare(config, OneRank()).planned["train"].raw
+def _unpacked(config: RunConfig, *, one_by_one: bool) -> RunConfig:
+    """Return the run without packing: as many samples a step as a pack holds on average, in one forward pass or one by one."""
+    planned = _planned(config)
     size = max(1, round(planned.planned_samples / len(planned.packs)))
-    training = attrs.evolve(config.training, packing=False, per_device_train_batch_size=size, effective_batch_size=size)
+    batch = 1 if one_by_one else size
+    training = attrs.evolve(
+        config.training, packing=False, per_device_train_batch_size=batch, effective_batch_size=size
+    )
     return attrs.evolve(config, training=training)
 
 
-class _Encoded:
+def _planned(config: RunConfig) -> RawPlan:
+    """Plan a run without building its trainer, which would hold a second model."""
+    usable_folders([wiring_light.split_folder(config.training.output_dir, "train")])
+    return plan_split(
+        "train",
+        Knobs.of(config, "train"),
+        source=wiring.open_samples(config)["train"],
+        stores=wiring_light.open_stores(config, "train"),
+        group=OneRank(),
+        flush_every=None,
+        timeout_s=LIMIT_S,
+    ).raw
+
+
+class Encoded:
     """Samples that were encoded before; each fetch is compared with the plan, as always."""
 
     def __init__(self, samples: SwiftSamples) -> None:
@@ -180,122 +162,110 @@ class _Encoded:
         self._encoded = [samples.encode(index) for index in range(len(samples))]
         self.seconds = time.process_time() - start
 
+    def __len__(self) -> int:
+        return len(self._encoded)
+
+    @property
+    def grids(self) -> list[list[int]]:
+        """Grids of patches of all images, one after the other: frames, rows, columns."""
+        grids = (sample.get("image_grid_thw") for sample in self._encoded)
+        return [grid for some in grids if some is not None for grid in some.tolist()]
+
     def encode(self, index: int) -> dict[str, Any]:
+        """Return sample *index*, encoded."""
         # The collator adds to what it is given.
         return dict(self._encoded[index])
 
     def fetch(self, index: int, planned: Table) -> dict[str, Any]:
+        """Return sample *index*, encoded; ContractError if it is not the one that was planned."""
         return self._samples.checked(index, self.encode(index), planned)
 
 
-def _prepared(config: RunConfig) -> tuple[Prepared, float]:
-    """Return a run that is ready to train from encoded samples, and the CPU seconds that encoding took."""
+def encoded_run(config: RunConfig) -> tuple[Prepared, Encoded]:
+    """Return a run that is ready to train from samples that were encoded before, and these."""
     prepared = prepare(config, OneRank())
-    encoded = _Encoded(prepared.samples["train"])
+    encoded = Encoded(prepared.samples["train"])
     prepared.trainer.train_dataset.samples = encoded
-    return prepared, encoded.seconds
+    return prepared, encoded
 
 
-class _Clock(TrainerCallback):
-    """Notes when steps end."""
+class _EpochByEpoch(TrainerCallback):
+    """Trains an epoch in each turn, and notes how long it took."""
 
-    def __init__(self) -> None:
-        self.ends: list[float] = []
+    def __init__(self, turns: Turns, *, on_gpu: bool) -> None:
+        self._turns, self._on_gpu, self._start, self.seconds = turns, on_gpu, 0.0, list[float]()
 
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        if torch.cuda.is_available():
+    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+        self._turns.wait()
+        self._start = time.perf_counter()
+
+    def on_epoch_end(self, *_: Any, **__: Any) -> None:
+        if self._on_gpu:
             torch.cuda.synchronize()
-        self.ends.append(time.perf_counter())
+        self.seconds.append(time.perf_counter() - self._start)
+        if self._on_gpu:
+            # The other ways' turns come next, on the same GPU.
+            torch.cuda.empty_cache()
 
 
-def _epochs(prepared: Prepared, encode_s: float, setting: Setting) -> dict[str, Any]:
-    """Train some epochs; return what a row says."""
-    trainer, course, clock = prepared.trainer, prepared.course, _Clock()
-    trainer.add_callback(clock)
+def _epochs(prepared: Prepared, encoded: Encoded, way: Way, turns: Turns, *, on_gpu: bool) -> dict[str, Any]:
+    """Train the epochs, of which the first warms up; return what a row says of the others."""
+    trainer, callback = prepared.trainer, _EpochByEpoch(turns, on_gpu=on_gpu)
+    trainer.add_callback(callback)
     trainer.train()
-    per_epoch = course.num_steps(0)
-    rates, steps = [], []
-    for epoch in range(setting.repeat):
-        ledger = EpochLedger.of(trainer.facts, course, epoch)
-        first = WARM_UP if epoch == 0 else 1  # the first of an epoch waits for its loader
-        ends = clock.ends[epoch * per_epoch : (epoch + 1) * per_epoch]
-        seconds = ends[-1] - ends[first - 1]
-        rates.append(ledger.tokens(first, per_epoch).useful / seconds)
-        steps.append(seconds / (per_epoch - first))
-    tokens = EpochLedger.of(trainer.facts, course, 0).tokens(0, per_epoch)
+    course, facts = trainer.course, trainer.facts
+    num_steps = course.num_steps(0)
+    epochs = [EpochLedger.of(facts, course, epoch) for epoch in range(1, course.num_epochs)]
+    tokens = [epoch.tokens(0, num_steps) for epoch in epochs]
+    work = WorkModel.from_config(trainer.model.config.to_dict())
+    pairs = [way.pairs(epoch, num_steps) for epoch in epochs]
+    images = float(work.of_images(encoded.grids).sum())
+    useful, positions = sum(one.useful for one in tokens), sum(one.total for one in tokens)
     return {
+        "attention": trainer.attn_impl,
         "batch_size": course.batch_size,
-        "num_steps": per_epoch,
-        "padding_share": 1 - tokens.useful / tokens.total,
-        "useful_tokens_per_s": statistics.median(rates),
-        "step_s": statistics.median(steps),
-        "encode_ms": 1000 * encode_s / len(prepared.planned["train"].table),
-        "gpu_peak_bytes": torch.cuda.max_memory_allocated() if setting.device == "cuda" else 0,
+        "num_steps": num_steps,
+        "padding_share": 1 - useful / positions,
+        "flops": float(work.of_positions(positions, sum(pairs))) + len(epochs) * images,
+        "speeds": [one.useful / seconds for one, seconds in zip(tokens, callback.seconds[1:], strict=True)],
+        "encode_ms": 1000 * encoded.seconds / len(encoded),
+        "gpu_peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else 0,
     }
 
 
-class _PlainTrainer(Seq2SeqTrainer):
-    """ms-swift's own trainer, with nothing but the position row that keeps samples apart."""
-
-    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        prepared: dict[str, Any] = super()._prepare_inputs(inputs)
-        prepared["position_ids"] = torch.cat([prepared["text_position_ids"][None], prepared["position_ids"]])
-        return prepared
-
-
-class _EncodedPacks(torch.utils.data.Dataset[list[dict[str, Any]]]):
-    """Packs encoded before, as they are."""
-
-    def __init__(self, dataset: PackedDataset, encode: Callable[[int], dict[str, Any]]) -> None:
-        self._packs = [[encode(index) for index in pack] for pack in dataset.packs]
-
-    def __len__(self) -> int:
-        return len(self._packs)
-
-    def __getitem__(self, position: int) -> list[dict[str, Any]]:
-        return [dict(sample) for sample in self._packs[position]]
-
-
-def _pairs(prepared: Prepared, encode_s: float, repeat: int) -> dict[str, Any]:
-    """Train an epoch by ours and by the plain trainer, in turn; return what `Overhead` says."""
-    ours: PackTrainer = prepared.trainer
-    plain = _PlainTrainer(
-        model=ours.model, args=ours.args, template=ours.template,
-        train_dataset=_EncodedPacks(ours.train_dataset, ours.train_dataset.samples.encode),
-    )  # fmt: skip
-    num_steps = prepared.course.steps_per_epoch
-    # The first pair warms up.
-    pairs = [(_cpu_seconds(ours), _cpu_seconds(plain)) for _ in range(repeat + 1)][1:]
-    return {
-        "ratios": [mine / other for mine, other in pairs],
-        "step_s": statistics.median(mine for mine, _ in pairs) / num_steps,
-        "encode_s_per_step": encode_s / num_steps,
-    }
-
-
-def _cpu_seconds(trainer: Any) -> float:
-    start = time.process_time()
-    trainer.train()
-    return time.process_time() - start
-
-
-def _config(
-    setting: Setting, folder: Path, kind: str, budget: int, settings: dict[str, Any], *, effective_batch_size: int
+def run_config(
+    setting: Setting, folder: Path, kind: str, budget: int, *, attn_impl: str, epochs: int, packs_per_step: int = 1
 ) -> RunConfig:
-    data = _write_records(folder, kind, setting)
-    epochs = 1 if settings["logging_steps"] == 1 else setting.repeat
+    """
+    Return a run that packs.
+
+    Args:
+        setting: What all cases share.
+
+        folder: Of the model, the samples and the plans.
+
+        kind: `text` or `images`.
+
+        budget: Tokens of a pack.
+
+        attn_impl: `model.attn_impl`.
+
+        epochs: To train.
+
+        packs_per_step: Packs of an optimizer step.
+    """
     return RunConfig(
         model=ModelConfig(
             model=str(folder / "model"),
-            attn_impl=setting.attn_impl,
+            attn_impl=attn_impl,
             torch_dtype="bfloat16" if setting.shape == "3b" else None,
         ),
         template=TemplateConfig(max_length=budget),
-        custom=CustomConfig(train_jsonl=(str(data),)),
+        custom=CustomConfig(train_jsonl=(str(write_records(folder, kind, setting.num_samples, setting.shape)),)),
         training=TrainingConfig(
             output_dir=str(folder / f"{kind}-{budget}"),
             packing_drop_last=False,
-            effective_batch_size=effective_batch_size,
+            effective_batch_size=packs_per_step,
             num_train_epochs=epochs,
             trainer={
                 "use_cpu": setting.device == "cpu",
@@ -304,50 +274,7 @@ def _config(
                 "report_to": [],
                 "dataloader_num_workers": 0,
                 "disable_tqdm": True,
-                **settings,
+                "logging_steps": 1000,
             },
         ),
     )
-
-
-def write_model_of(folder: Path, shape: str) -> None:
-    """Write a model of random weights: `tiny`, or of the layout of Qwen2.5-VL-3B (`3b`)."""
-    write_model(folder, MODEL_TYPE, ["the sea, seen from a hill " * 3] * 9, seed=0, shape=shape)
-
-
-def _write_records(folder: Path, kind: str, setting: Setting) -> Path:
-    """Write the samples of a kind, of lengths that their distribution gives; return the data file."""
-    path = folder / f"{kind}.jsonl"
-    if path.exists():
-        return path
-    rng = np.random.default_rng(0)
-    records = list(_texts(rng, setting) if kind == "text" else _images(rng, setting, folder))
-    path.write_text("".join(f"{json.dumps(record)}\n" for record in records), encoding="utf-8")
-    return path
-
-
-def _texts(rng: np.random.Generator, setting: Setting) -> Iterator[dict[str, Any]]:
-    recorded = trace("sft")
-    for tokens in rng.choice(recorded[recorded < 400], setting.num_samples).tolist():
-        yield _record("What is it?", tokens)
-
-
-def _images(rng: np.random.Generator, setting: Setting, folder: Path) -> Iterator[dict[str, Any]]:
-    scale = 16 if setting.shape == "tiny" else 1
-    for number in range(setting.num_samples):
-        images = []
-        for part in range(int(rng.choice([1, 1, 1, 2, 3]))):
-            tokens = int(rng.choice(IMAGE_TOKENS, p=IMAGE_SHARES)) // scale
-            images.append(f"{number}-{part}.png")
-            high = isqrt(tokens)
-            while tokens % high:
-                high -= 1
-            colour = tuple(rng.integers(0, 256, 3).tolist())
-            Image.new("RGB", (28 * tokens // high, 28 * high), colour).save(folder / images[-1])
-        text = int(rng.lognormal(5.5, 0.8)) // scale
-        yield {**_record("<image>" * len(images) + "What is it?", text), "images": images}
-
-
-def _record(question: str, tokens: int) -> dict[str, Any]:
-    answer = " sea" * max(1, tokens)
-    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}

@@ -1,4 +1,4 @@
-"""The reference that packed training is held against: transformers' own forward pass, one sample at a time."""
+"""The reference that packed training is held against: transformers' own forward pass and attention, one sample at a time."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import attrs
 import torch
 from transformers import TrainerCallback
 
+from adapters.attention import native_attention
 from tests.nearness import norm
 
 POWERS = {"token": 0.0, "sample": -1.0, "sqrt": -0.5}
 
 
 def token_losses(model: Any, encoded: dict[str, Any]) -> torch.Tensor:
-    """Return the loss of each supervised token of a sample; float64, with gradients."""
+    """Return the loss of each supervised token of a sample; float64, with gradients. The model is not to checkpoint layers."""
     inputs = {"input_ids": torch.tensor(encoded["input_ids"])[None]}
     for key in ("pixel_values", "image_grid_thw"):
         if encoded.get(key) is not None:
@@ -25,7 +26,8 @@ def token_losses(model: Any, encoded: dict[str, Any]) -> torch.Tensor:
     if encoded.get("mm_token_type_ids") is not None:
         inputs["mm_token_type_ids"] = torch.as_tensor(encoded["mm_token_type_ids"]).clone().view(1, -1)
     labels = torch.tensor(encoded["labels"])[1:]
-    rows = torch.log_softmax(model(**inputs).logits[0, :-1].double(), -1)[labels != -100]
+    with native_attention(model):
+        rows = torch.log_softmax(model(**inputs).logits[0, :-1].double(), -1)[labels != -100]
     return -rows.gather(-1, labels[labels != -100][:, None])[:, 0]
 
 

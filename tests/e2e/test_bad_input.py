@@ -134,7 +134,7 @@ def test_a_sample_over_the_limit_where_the_template_raises(outcome):
         ({"custom": {"train_jsonl": "gone.jsonl"}}, "gone.jsonl cannot be read"),
         ({"custom": {"fusion_config": "mix.yaml"}}, "custom.fusion_config"),
         ({"model": {"model": "gone"}}, "model.model: gone is no folder with a config.json"),
-        ({"model": {"attn_impl": "flex_attention"}}, "sdpa or eager"),
+        ({"model": {"attn_impl": "flex_attention"}}, "varlen or sdpa or eager"),
         ({"training": {"output_dir": "/dev/null/run"}}, "training.output_dir /dev/null/run"),
         ({"training": {"learning_rate": "fast"}}, "training.learning_rate"),
         ({"training": {"lr_scheduler_type": "zigzag"}}, "zigzag"),

@@ -9,17 +9,41 @@ import sys
 import time
 from pathlib import Path
 
+import attrs
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from app.bench.__main__ import main
 from app.bench.distributions import DISTRIBUTIONS, trace
+from app.bench.like_lengths import LikeLengths
 from app.bench.measure import Measured, NotMeasured, measure
 from app.bench.peers import PEERS
+from app.bench.turns import take_turns
+from app.bench.ways import DEFAULT_WAYS, WAYS, Ratio, Row, compared, scaling_table, ways_table
 from core.bounds import lower_bound
+from core.course import Course
+from core.errors import DataSetError
 from core.packers import ALGORITHMS, pack
+from core.packs import Packs
+from core.plan import build_raw_plan
+from core.telemetry import EpochLedger, PackFacts
 
 ROOT = Path(__file__).parents[2]
+
+
+def has_ended(pid: str) -> bool:
+    """Whether a process that was killed is gone, or waits for whoever adopted it; a busy machine may take a moment."""
+    status, deadline = Path(f"/proc/{pid}/status"), time.monotonic() + 20
+    while time.monotonic() < deadline:
+        try:
+            if "zombie" in status.read_text():
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.02)
+    return False
 
 
 @pytest.mark.slow
@@ -81,8 +105,7 @@ def test_a_planner_over_the_limit_is_ended_with_what_it_started(tmp_path):
 
     assert NotMeasured("over 3 s") == outcome
     for pid in (tmp_path / "pids").read_text().split():
-        status = Path(f"/proc/{pid}/status")
-        assert not status.exists() or "zombie" in status.read_text()
+        assert has_ended(pid)
 
 
 @pytest.mark.slow
@@ -144,23 +167,144 @@ def test_too_few_workers_and_samples_are_refused(wrong, capsys):
 
 
 @pytest.mark.slow
-def test_training_is_measured_packed_and_padded():
-    """The same samples both ways; padding counted from the plan; what our parts add is a ratio near 1."""
-    wanted = "train --packs 600 --samples 30 --repeat 2 --json"
-    command = [sys.executable, "-m", "app.bench", *wanted.split()]
+def test_training_is_measured_in_every_way():
+    """The same samples in each way, round by round; packs of growing length; what our parts add is a ratio near 1."""
+    wanted = "train --samples 18 --json"
+    commands = [f"{wanted} --kinds images --packs 600 --repeat 2",
+                f"{wanted} --kinds text --packs 600 1200 --repeat 1 --scaling",
+                f"{wanted} --packs 600 --repeat 2 --overhead"]  # fmt: skip
+    # One process, because loading the stack takes longer than all of them; their own processes are forks of it.
+    script = (
+        "import sys\nfrom app.bench.__main__ import main\nfor line in sys.argv[1:]: main(line.split()); print('---')"
+    )
     variables = {**os.environ, "OMP_NUM_THREADS": "1"}
-    options = {"cwd": ROOT, "env": variables, "capture_output": True, "text": True, "timeout": 240}
+    run = subprocess.run([sys.executable, "-c", script, *commands], cwd=ROOT, env=variables, capture_output=True,
+                         text=True, check=True, timeout=240)  # fmt: skip
 
-    rows = json.loads(subprocess.run([*command, "--kinds", "images"], check=True, **options).stdout)["rows"]
-    overhead = json.loads(subprocess.run([*command, "--overhead"], check=True, **options).stdout)
+    document, scaling, overhead = map(json.loads, run.stdout.split("---")[:-1])
 
-    assert [("images", "packed"), ("images", "padded")] == [(row["kind"], row["way"]) for row in rows]
-    assert 0 == rows[0]["padding_share"] < rows[1]["padding_share"] < 1
-    assert 1 == rows[0]["batch_size"] < rows[1]["batch_size"]
-    for row in rows:
-        assert min(row["useful_tokens_per_s"], row["step_s"], row["peak_bytes"], row["encode_ms"]) > 0
+    assert 1 == document["threads"]
+    rows = {row["way"]: row for row in document["rows"]}
+    assert list(DEFAULT_WAYS) == list(rows)
+    packed, dense, padded, like, alone = rows.values()
+    assert ["varlen", "sdpa", "varlen", "varlen", "varlen"] == [row["attention"] for row in rows.values()]
+    assert 0 == packed["padding_share"] == alone["padding_share"] < like["padding_share"] < padded["padding_share"] < 1
+    assert 1 == packed["batch_size"] == alone["batch_size"] < like["batch_size"] == padded["batch_size"]
+    assert padded["num_steps"] == like["num_steps"] == alone["num_steps"]
+    # What samples need is computed in packs and alone; a dense mask, and padding, compute more.
+    assert packed["flops"] == alone["flops"] < min(dense["flops"], like["flops"]) < padded["flops"]
+    assert packed["at_most"] == padded["flops"] / packed["flops"]
+    for row in rows.values():
+        assert 2 == len(row["speeds"])
+        assert min(row["useful_tokens_per_s"], row["peak_mb"], row["encode_ms"]) > 0
+    ratios = np.divide(packed["speeds"], padded["speeds"])
+    assert {"median": np.median(ratios), "low": ratios.min(), "high": ratios.max()} == packed["over_padded"]
+    assert [600, 1200] == [row["budget"] for row in scaling["rows"]]
+    short, long = scaling["rows"]
+    assert short["flops"] == long["flops"]
+    assert short["num_steps"] > long["num_steps"]
+    assert short["over_reference"] is None
+    assert long["over_reference"]["high"] == max(np.divide(long["speeds"], short["speeds"]))
+    assert "varlen" == overhead["attention"]
     assert 2 == len(overhead["ratios"])
     assert 0.5 < overhead["ratio"] < 2
+
+
+def test_workloads_take_turns(tmp_path):
+    """Part by part in turn until each is done; memory is each one's own; the result is what it returned."""
+    log, ticks = tmp_path / "log", []
+
+    def workload(name, num_parts, num_bytes):
+        def call(turns):
+            for part in range(num_parts):
+                turns.wait()
+                with log.open("a") as file:
+                    file.write(f"{name}{part} ")
+            return int(np.ones(num_bytes, dtype=np.int8).sum(dtype=np.int64))
+
+        return lambda: call
+
+    workloads = {"a": workload("a", 3, 64_000_000), "b": workload("b", 1, 1)}
+    turned = take_turns(workloads, limit_s=60, on_turn=lambda: ticks.append(1))
+
+    assert "a0 b0 a1 a2 " == log.read_text()
+    assert 4 == len(ticks)
+    assert {"a": 64_000_000, "b": 1} == {name: one.result for name, one in turned.items()}
+    assert 60e6 < turned["a"].peak_bytes < 100e6
+    assert turned["b"].peak_bytes < 20e6
+
+
+def test_a_workload_that_fails_is_named_and_the_others_end(tmp_path):
+    """In its second turn, while another waits for one: an error by its name, and no process is left."""
+
+    def waiting():
+        (tmp_path / "pid").write_text(str(os.getpid()))
+        return lambda turns: [turns.wait() for _ in range(9)]
+
+    def failing(turns):
+        turns.wait()
+        turns.wait()
+        return 1 / 0
+
+    with pytest.raises(DataSetError, match="failing one cannot be measured: ZeroDivisionError"):
+        take_turns({"waiting": waiting, "failing one": lambda: failing}, limit_s=60, on_turn=lambda: None)
+
+    assert has_ended((tmp_path / "pid").read_text())
+
+
+@given(st.lists(st.integers(1, 500), min_size=1, max_size=40), st.integers(1, 7), st.integers(0, 3))
+def test_batches_of_like_length_pad_least(lengths, batch_size, epoch):
+    """Each sample once, in as many batches; no order of batches of these sizes has less padding; another epoch, another order."""
+    options = {"num_packs": len(lengths), "world_size": 1, "dataloader_drop_last": False, "gradient_accumulation_steps": 1,
+               "num_train_epochs": 4, "batch_size": batch_size}  # fmt: skip
+    course = LikeLengths(**options, lengths=np.array(lengths))
+
+    batches = course.batches(epoch, rank=0)
+
+    assert sorted(range(len(lengths))) == sorted(index for batch in batches for index in batch)
+    assert [len(batch) for batch in Course(**options).batches(epoch, rank=0)] == [len(batch) for batch in batches]
+    # Every batch but the first needs a longest sample, and none can do with less than this.
+    longest_first = sorted(lengths, reverse=True)
+    least = sum(longest_first[start] * len(longest_first[start : start + batch_size])
+                for start in range(0, len(lengths), batch_size))  # fmt: skip
+    assert least == sum(max(lengths[index] for index in batch) * len(batch) for batch in batches)
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=30), st.integers(1, 5))
+def test_pairs_are_counted_in_every_forward_pass(lengths, batch_size):
+    """Of whole rows as a mask needs them, packed or padded; of each sample as far as its diagonal, packed or alone."""
+    plan = build_raw_plan(lengths, packing_length=60, drop_last=False)
+    options = {"world_size": 1, "dataloader_drop_last": False, "gradient_accumulation_steps": 1, "num_train_epochs": 1}
+    packs = Course(num_packs=len(plan.packs), **options)
+    batches = Course(num_packs=len(lengths), batch_size=batch_size, **options)
+    array = np.array(lengths)
+    packed = EpochLedger.of(PackFacts.of(plan, array), packs, 0)
+    singles = attrs.evolve(plan, packs=Packs.from_lists([[index] for index in range(len(lengths))]))
+    padded = EpochLedger.of(PackFacts.of(singles, array, packed=False), batches, 0)
+    rows = [[lengths[index] for index in batch] for batch in batches.batches(0, rank=0)]
+
+    causal = sum(sum(range(1, length + 1)) for length in lengths)
+    assert causal == WAYS["packed"].pairs(packed, packs.num_steps(0))
+    assert sum(sum(array[pack]) ** 2 for pack in plan.packs) == WAYS["packed-dense"].pairs(packed, packs.num_steps(0))
+    assert sum(len(row) * max(row) ** 2 for row in rows) == WAYS["padded"].pairs(padded, batches.num_steps(0))
+    if batch_size == 1:
+        assert causal == WAYS["alone"].pairs(padded, batches.num_steps(0))
+
+
+def test_rows_are_compared_round_by_round():
+    """A machine that is twice as slow in one round changes no ratio; what is not there is not compared with."""
+    row = Row(kind="text", budget=512, way="packed", attention="varlen", batch_size=1, num_steps=9, padding_share=0.0,
+              flops=2e9, speeds=(30.0, 15.0, 30.0), peak_mb=46.0, encode_ms=0.3)  # fmt: skip
+    padded = attrs.evolve(row, way="padded", batch_size=4, flops=3e9, speeds=(20.0, 10.0, 15.0))
+
+    packed, other = compared([row, padded])
+
+    assert (Ratio(1.5, 1.5, 2.0), 1.5) == (packed.over_padded, packed.at_most)
+    assert (None, None, None) == (packed.over_sorted, packed.over_reference, other.over_padded)
+    longer = compared([row, attrs.evolve(row, budget=4096, speeds=(15.0, 7.5, 15.0))])
+    assert [None, Ratio(0.5, 0.5, 0.5)] == [one.over_reference for one in longer]
+    for table in (ways_table([packed, other]), scaling_table(longer)):
+        assert 1 == len({len(line) for line in table})
 
 
 def test_a_gpu_that_is_not_there_is_said(capsys):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import shutil
 from collections import Counter
 from itertools import chain
@@ -115,6 +116,26 @@ def test_what_is_skipped_is_not_loaded(write_run, execute, few, fetched, tmp_pat
 
     left = [*course.order(0)[2 * 2 :].tolist(), *course.order(1).tolist()]
     assert left == fetched[before:]
+
+
+def test_a_checkpoint_names_its_attention_and_the_model_in_it_does_not(write_run, execute, tmp_path, caplog):
+    """It resumes under another one, which is logged; plain transformers loads the model."""
+    from transformers import AutoModelForCausalLM
+
+    execute(write_run("qwen2", name="first", training={**KEYS, "max_steps": 1}))
+    checkpoint = tmp_path / "first" / "checkpoint-1"
+
+    state = json.loads((checkpoint / "trainer_state.json").read_text())
+    assert {"attn_impl": "varlen"} == state["stateful_callbacks"]["packplan_attention"]
+    assert not re.search("varlen|packplan", (checkpoint / "config.json").read_text())
+    assert "sdpa" == AutoModelForCausalLM.from_pretrained(checkpoint).config._attn_implementation
+
+    keys = {**KEYS, "max_steps": 2, "resume_from_checkpoint": str(checkpoint)}
+    with caplog.at_level(logging.INFO):
+        resumed = execute(write_run("qwen2", name="second", model={"attn_impl": "sdpa"}, training=keys))
+    assert 2 == resumed.num_steps
+    assert "trained by the attention varlen; the run goes on by sdpa" in caplog.text
+    assert "attention: sdpa: model.attn_impl names it" in caplog.text
 
 
 def test_adapters_alone_are_saved(write_run, execute, tmp_path):

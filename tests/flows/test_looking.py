@@ -85,6 +85,30 @@ def test_show_is_a_table_for_people(store, said):
         assert words in table
 
 
+@pytest.mark.parametrize(
+    ("model_type", "attn_impl", "expected"),
+    [("qwen3", "auto", "varlen"), ("gemma2", "auto", "sdpa"), ("qwen3", "eager", "eager"), ("gemma2", "varlen", None)],
+)
+def test_show_says_which_attention_training_takes(  # noqa: PLR0917  # fixtures
+    store, said, tmp_path, model_type, attn_impl, expected
+):
+    """And why; what cannot be taken, or is of a model that is not there, is a warning."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    path = store(model={"model": str(tmp_path), "attn_impl": attn_impl})
+
+    shown = json.loads(said("show", path, "--json"))["splits"]["train"]
+
+    if expected is None:
+        assert shown["attention"] is None
+        assert any("model.attn_impl varlen cannot be taken" in warning for warning in shown["warnings"])
+    else:
+        assert expected == shown["attention"]["name"]
+        assert shown["attention"]["reason"] in " ".join(said("show", path).replace("│", " ").split())
+    assert any(
+        "cannot be said" in w for w in json.loads(said("show", store(), "--json"))["splits"]["train"]["warnings"]
+    )
+
+
 def test_show_warns_of_what_training_would_refuse_or_do_otherwise(store, said):
     """Another system prompt, another ratio, a ragged window, dropped tokens, an unprobed store."""
     path = store(probe=False, training={"packing_min_fill_ratio": 1.0, "packing_allow_single_long": False})

@@ -11,7 +11,7 @@ import pytest
 
 from core import errors
 from core.errors import Difference, Fault, IsolationError, PackplanError
-from core.isolation import check_isolation
+from core.isolation import check_isolation, choose_attention
 from core.packers import pack
 from core.samples import COLUMNS, Measurement, column, from_row, to_row
 
@@ -20,6 +20,7 @@ EXAMPLES = {
     "method": "train", "number": float("inf"),
     "checkpoint": "runs/first/checkpoint-2",
     "checks": ("logits", "gradients"),
+    "why_not": "it is not established for gemma2", "instead": "sdpa",
     "num_findings": 3,
     "missing": (3, 4),
     "surplus": (),
@@ -61,7 +62,8 @@ def test_measurements_survive_the_table():
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "qwen2", "qwen3"])
 def test_established_backends_pass(model_type):
-    """Sdpa and eager; flash attention where it is installed."""
+    """Ours, sdpa and eager; flash attention where it is installed."""
+    check_isolation(model_type, "varlen", flash_installed=False, on_cpu=True)
     check_isolation(model_type, "sdpa", flash_installed=False, on_cpu=True)
     check_isolation(model_type, "eager", flash_installed=False, on_cpu=True)
     check_isolation(model_type, "flash_attention_2", flash_installed=True, on_cpu=False)
@@ -72,7 +74,7 @@ def test_established_backends_pass(model_type):
 @pytest.mark.parametrize(
     ("model_type", "attn_impl", "says"),
     [
-        ("qwen2_5_vl", "flex_attention", "sdpa or eager"),
+        ("qwen2_5_vl", "flex_attention", "varlen or sdpa or eager"),
         ("qwen2_5_vl", "flash_attention_2", "flash-attn is not installed"),
         ("qwen3", "flex_attention", "no backward pass on a CPU"),
         ("llava", "sdpa", "set training.packing: false"),
@@ -82,6 +84,40 @@ def test_other_backends_are_refused_with_what_is_established(model_type, attn_im
     """Never silently."""
     with pytest.raises(IsolationError, match=says):
         check_isolation(model_type, attn_impl, flash_installed=False, on_cpu=True)
+
+
+@pytest.mark.parametrize(
+    ("attn_impl", "model_type", "context_parallel_size", "name", "says"),
+    [
+        ("auto", "qwen3_vl", 1, "varlen", "established for qwen3_vl"),
+        ("varlen", "qwen2", 1, "varlen", "names it"),
+        ("sdpa", "qwen2", 1, "sdpa", "names it"),
+        ("flash_attention_2", "gemma2", 2, "flash_attention_2", "names it"),
+        ("auto", "gemma2", 1, "sdpa", "not established for gemma2"),
+        ("auto", "qwen3", 2, "context_parallel", "policy.context_parallel_size is 2"),
+    ],
+)
+def test_auto_takes_varlen_where_it_is_established_and_rows_are_not_shared(
+    attn_impl, model_type, context_parallel_size, name, says
+):
+    """What is named is taken as it is; the reason says why."""
+    found = choose_attention(attn_impl, model_type=model_type, context_parallel_size=context_parallel_size)
+
+    assert name == found.name
+    assert says in found.reason
+    assert f"{name}: {found.reason}" == str(found)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "context_parallel_size", "says"),
+    [("gemma2", 1, "not established for gemma2; use model.attn_impl: sdpa"),
+     ("gpt_oss", 1, "not established for gpt_oss; use model.attn_impl: sdpa"),
+     ("qwen3", 2, "policy.context_parallel_size is 2, .* use model.attn_impl: auto")],
+)  # fmt: skip
+def test_varlen_by_name_is_refused_where_it_does_not_run(model_type, context_parallel_size, says):
+    """Soft caps, sinks and shared rows among it; the message has the key, the reason, and what to use."""
+    with pytest.raises(errors.AttentionError, match=f"model.attn_impl varlen .*{says}"):
+        choose_attention("varlen", model_type=model_type, context_parallel_size=context_parallel_size)
 
 
 def test_packing_names_a_length_over_the_capacity_and_an_unknown_algorithm():

@@ -1,0 +1,273 @@
+"""
+Attention of variable length: each block of a packed row by itself, without a mask, wherever torch runs.
+
+On a GPU that takes it, one call of torch's `varlen_attn`; elsewhere torch's own attention, block by block. What is no
+packed row (padded batches, generation with a cache) goes to transformers' own sdpa, with its own mask.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
+
+import torch
+import torch.nn.functional as F  # noqa: N812  # its usual name
+from torch.nn.attention.varlen import varlen_attn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from adapters.attention.layout import Layout, MaskFunction, read_layout
+
+log = logging.getLogger(__name__)
+
+_HEAD_SIZE, _HEAD_STEP = 256, 8
+"""Largest head of torch's variable-length kernel, and what sizes are multiples of."""
+
+_CAPABILITY = (8, 0)
+"""Of the first GPUs that have the kernel."""
+
+
+def row_mask(
+    *,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int | torch.Tensor = 0,
+    mask_function: MaskFunction,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    use_vmap: bool = False,
+    device: torch.device | str,
+    **options: Any,
+) -> Layout | torch.Tensor | None:
+    """
+    Return the layout of a packed row; what transformers' sdpa would take of anything else.
+
+    The arguments are those that transformers hands to functions registered with `AttentionMaskInterface`. A packed row is
+    a batch of one, without padding and earlier keys, whose mask is more than one causal triangle.
+    """
+    is_triangle = allow_is_causal_skip and (local_size is None or q_length < local_size)
+    is_row = batch_size == 1 and attention_mask is None and not allow_is_bidirectional_skip and not use_vmap
+    starts_at_zero = all(isinstance(offset, int) and offset == 0 for offset in (q_offset, kv_offset))
+    if is_row and starts_at_zero and q_length == kv_length and not is_triangle:
+        return read_layout(mask_function, length=q_length, window=local_size, device=device)
+    mask: torch.Tensor | None = sdpa_mask(
+        batch_size,
+        q_length,
+        kv_length,
+        q_offset,
+        kv_offset,
+        mask_function,
+        attention_mask,
+        local_size,
+        allow_is_causal_skip,
+        allow_is_bidirectional_skip,
+        use_vmap=use_vmap,
+        device=device,
+        **options,
+    )
+    return mask
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Layout | torch.Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """
+    Attend within the blocks of a row, where `row_mask` gave its layout; else as transformers' sdpa does.
+
+    Args:
+        module: The layer.
+
+        query: Shape (batch, heads, tokens, size).
+
+        key: Shape (batch, key heads, tokens, size); so is *value*. Key heads divide the query's.
+
+        value: See *key*.
+
+        attention_mask: What `row_mask` returned.
+
+        dropout: Share of attention weights that are dropped.
+
+        scaling: Factor of the products; by default, of the head's size.
+
+        **options: What else transformers hands to attention functions.
+
+    Returns:
+        The output, of shape (batch, tokens, heads, size), and no weights.
+    """
+    if not isinstance(attention_mask, Layout):
+        output, _ = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
+        )
+        return output, None
+    return attend_within(query, key, value, attention_mask, dropout=dropout, scaling=scaling), None
+
+
+def attend_to_patches(
+    module: torch.nn.Module,  # noqa: ARG001  # transformers passes it
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None = None,  # noqa: ARG001
+    *,
+    cu_seq_lens_q: torch.Tensor,
+    max_length_q: int,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend within the images or windows of a vision tower's packed row of patches, both ways; see `attend`."""
+    layout = Layout.of_boundaries(cu_seq_lens_q, is_causal=False, longest=max_length_q)
+    return attend_within(query, key, value, layout, dropout=dropout, scaling=scaling), None
+
+
+def attend_within(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: Layout,
+    *,
+    dropout: float,
+    scaling: float | None,
+) -> torch.Tensor:
+    """Attend within the blocks of a row, by the fastest way there is; see `attend` for shapes."""
+    capability = _capability(query.device)
+    why_not = why_not_fused(query, layout, dropout=dropout, capability=capability)
+    if why_not is None:
+        fused: torch.Tensor = varlen_attn(**fused_arguments(query, key, value, layout, scaling=scaling))  # type: ignore[assignment]  # no lse is asked for
+        return fused[None]
+    if capability is not None:
+        _say_once(why_not)
+    return _by_blocks(query, key, value, layout, dropout=dropout, scaling=scaling)
+
+
+def why_not_fused(
+    query: torch.Tensor, layout: Layout, *, dropout: float, capability: tuple[int, int] | None
+) -> str | None:
+    """
+    Return why torch's `varlen_attn` does not take a row; None if it does.
+
+    Args:
+        query: Shape (1, heads, tokens, size).
+
+        layout: Of the row.
+
+        dropout: Share of attention weights that are dropped.
+
+        capability: Of the GPU, as CUDA counts it; None on other devices.
+    """
+    dtype, size = _dtype(query), query.shape[-1]
+    half = dtype in (torch.bfloat16, torch.float16)
+    reasons = {
+        "the model is on no CUDA GPU": capability is None,
+        f"it computes in {str(dtype).removeprefix('torch.')}; training.bf16: true is faster": not half,
+        "attention weights are dropped": dropout > 0,
+        "the model's mask is neither causal nor a window": layout.masks is not None,
+        f"attention heads have a size of {size}": size > _HEAD_SIZE or size % _HEAD_STEP != 0,
+        f"the GPU has compute capability {capability}, below {_CAPABILITY}": (capability or _CAPABILITY) < _CAPABILITY,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def fused_arguments(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: Layout, *, scaling: float | None
+) -> dict[str, Any]:
+    """Return the arguments of `varlen_attn` for a row: tensors of shape (tokens, heads, size); see `attend`."""
+    # Autocast does not know the operator: what it would cast is cast here.
+    parts = (part[0].transpose(0, 1).to(_dtype(query)) for part in (query, key, value))
+    # The window's left side counts the tokens before the query, which is not one of them.
+    left = -1 if layout.window is None else layout.window - 1
+    return {
+        **dict(zip(("query", "key", "value"), parts, strict=True)),
+        "cu_seq_q": layout.cu_seqlens,
+        "cu_seq_k": layout.cu_seqlens,
+        "max_q": layout.longest,
+        "max_k": layout.longest,
+        "scale": scaling,
+        "window_size": (left, 0) if layout.is_causal else (-1, -1),
+        "enable_gqa": query.shape[1] != key.shape[1],
+    }
+
+
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    """Return the compute capability of a CUDA GPU; None of other devices."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def _dtype(query: torch.Tensor) -> torch.dtype:
+    """Return the type that attention computes in."""
+    device = query.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
+
+
+@cache
+def _say_once(why: str) -> None:
+    log.info("attention of variable length runs block by block on this GPU, since %s", why)
+
+
+def _by_blocks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: Layout,
+    *,
+    dropout: float,
+    scaling: float | None,
+) -> torch.Tensor:
+    """Attend block by block, blocks of equal length as one batch; see `attend` for shapes."""
+    sdpa = partial(F.scaled_dot_product_attention, dropout_p=dropout, scale=scaling)
+    # Split and joined once: the backward pass of a slice would fill a whole row with zeros.
+    split = [torch.split(part, list(layout.lengths), 2) for part in (query, key, value)]
+    outputs: list[torch.Tensor] = [query] * len(layout.lengths)
+    for alike in layout.alike:
+        q, k, v = (torch.cat([blocks[i] for i in alike]) if len(alike) > 1 else blocks[alike[0]] for blocks in split)
+        if layout.masks is not None:
+            attended = _masked(sdpa, q, k, v, layout.masks[alike[0]])
+        elif layout.window is not None and layout.window < q.shape[2]:
+            attended = _windowed(sdpa, q, k, v, layout.window)
+        else:
+            attended = sdpa(q, k, v, is_causal=layout.is_causal and q.shape[2] > 1, enable_gqa=q.shape[1] != k.shape[1])
+        for i, block in zip(alike, torch.split(attended.transpose(1, 2), 1), strict=True):
+            outputs[i] = block
+    return torch.cat(outputs, 1)
+
+
+def _masked(
+    sdpa: Callable[..., torch.Tensor], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    """Attend under a mask; its shape broadcasts to (batch, heads, queries, keys)."""
+    # With a mask, heads that share a key would go to a slow kernel.
+    groups = query.shape[1] // key.shape[1]
+    key, value = (part.repeat_interleave(groups, 1) if groups > 1 else part for part in (key, value))
+    return sdpa(query, key, value, attn_mask=mask)
+
+
+def _windowed(
+    sdpa: Callable[..., torch.Tensor], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int
+) -> torch.Tensor:
+    """Attend causally within a window, in parts of a window's length: each needs the keys of its own and the part before."""
+    queries = torch.arange(window, device=query.device)[:, None] + window
+    keys = torch.arange(2 * window, device=query.device)
+    mask = (keys <= queries) & (keys > queries - window)
+    own, keys_of, values_of = (torch.split(part, window, 2) for part in (query, key, value))
+    outputs = [_masked(sdpa, own[0], keys_of[0], values_of[0], mask[:, window:])]
+    for number in range(1, len(own)):
+        size = own[number].shape[2]
+        k, v = (torch.cat(part[number - 1 : number + 1], 2) for part in (keys_of, values_of))
+        outputs.append(_masked(sdpa, own[number], k, v, mask[:size, : window + size]))
+    return torch.cat(outputs, 2)

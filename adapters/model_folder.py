@@ -1,0 +1,20 @@
+"""What a model's folder says of it, read without torch and ms-swift."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from core.config import ModelConfig
+from core.errors import ConfigError
+
+
+def config_model_type(model: ModelConfig) -> str:
+    """Return the `model_type` of the model's config.json; ConfigError if there is none to read."""
+    path = Path(model.model) / "config.json"
+    try:
+        return str(json.loads(path.read_text(encoding="utf-8"))["model_type"])
+    except (OSError, ValueError, KeyError):
+        raise ConfigError.of(
+            "model.model", f"{model.model} is no folder with a config.json that names a model_type"
+        ) from None

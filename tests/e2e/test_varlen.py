@@ -1,0 +1,573 @@
+"""Attention of variable length: what it computes is what each sample of a row gives alone, under transformers' sdpa."""
+
+from __future__ import annotations
+
+import json
+from itertools import accumulate, pairwise
+
+import pytest
+import torch
+from hypothesis import event, given
+from hypothesis import strategies as st
+
+from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
+
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen2Config, Qwen2ForCausalLM
+from transformers.masking_utils import (
+    and_masks,
+    blockwise_overlay,
+    causal_mask_function,
+    chunked_overlay,
+    or_masks,
+    packed_sequence_mask_function,
+    sdpa_mask,
+    sliding_window_overlay,
+)
+
+from adapters import attention
+from adapters.attention import layout as layouts
+from adapters.attention import varlen
+from adapters.attention.layout import Layout, read_layout
+
+MODELS = ["qwen2_5_vl", "qwen3_vl", "qwen2", "qwen3"]
+
+PACKS = {"one": [33], "two": [1, 40], "sixty": [1 + 7 * n % 31 for n in range(60)]}
+
+EQUAL = 1e-6
+"""Of the largest value, in float32."""
+
+EQUAL_IN_FLOAT64 = 1e-12
+
+
+@pytest.fixture
+def opened(demo):
+    """Return a function that opens a tiny model, to attend by varlen."""
+
+    def open_one(name: str, *, checkpointing: str = "", lora: bool = False):
+        kind = AutoModelForImageTextToText if name.endswith("vl") else AutoModelForCausalLM
+        model = kind.from_pretrained(demo / "models" / name, dtype=torch.float32)
+        attention.attend_by_varlen(model)
+        model.config.get_text_config().use_cache = False
+        if lora:
+            from peft import LoraConfig, get_peft_model
+
+            torch.manual_seed(0)
+            options = LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+            model = get_peft_model(model, options)
+        if checkpointing:
+            model.enable_input_require_grads()
+            model.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
+        return model.train()
+
+    return open_one
+
+
+def row(lengths, *, rows=1, seed=0):
+    """Return tokens and positions of a packed row; with images' three rows of positions too, if there are four."""
+    ids = torch.randint(0, 200, (1, sum(lengths)), generator=torch.Generator().manual_seed(seed))
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    return {"input_ids": ids, "position_ids": positions if rows == 1 else positions.expand(rows, 1, -1)}
+
+
+def row_of(model, lengths):
+    """Return a packed row as a model takes it."""
+    return row(lengths, rows=4 if hasattr(model.config, "vision_config") else 1)
+
+
+def loss_of(logits, ids):
+    """Return the mean loss of a sample whose every token is a target."""
+    return torch.nn.functional.cross_entropy(logits[:-1], ids[1:]) if len(ids) > 1 else logits.sum() * 0
+
+
+def packed(model, inputs, lengths):
+    """Return logits, each sample's loss, and gradients of a packed row."""
+    model.zero_grad()
+    logits = model(**inputs, use_cache=False).logits[0]
+    losses = [loss_of(*p) for p in zip(logits.split(lengths), inputs["input_ids"][0].split(lengths), strict=True)]
+    sum(losses).backward()
+    return logits.detach(), torch.stack(losses).detach(), gradients(model)
+
+
+def alone(model, inputs, lengths):
+    """Return the same of its samples, each in a forward pass of its own, under transformers' sdpa."""
+    logits, losses, summed = [], [], 0.0
+    with attention.native_attention(model):
+        for ids in inputs["input_ids"][0].split(lengths):
+            model.zero_grad()
+            found = model(input_ids=ids[None], attention_mask=torch.ones(1, len(ids)).long(), use_cache=False).logits[0]
+            losses.append(loss_of(found, ids))
+            losses[-1].backward()
+            logits.append(found.detach())
+            summed = summed + gradients(model).double()  # rounded once, as a row's is
+    return torch.cat(logits), torch.stack(losses).detach(), summed
+
+
+def gradients(model):
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def apart(found, expected):
+    """Return the largest differences of logits, losses and gradients, over the largest of each."""
+    return [float((f - e).abs().max() / e.abs().max()) for f, e in zip(found, expected, strict=True)]
+
+
+def difference(model, lengths):
+    inputs = row_of(model, lengths)
+    return max(apart(packed(model, inputs, lengths), alone(model, inputs, lengths)))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("lengths", PACKS.values(), ids=PACKS)
+def test_a_row_is_its_samples_alone(opened, name, lengths):
+    """Logits, each sample's loss and gradients; of 1, 2 and 60 samples, some of 1 token."""
+    model = opened(name)
+
+    assert attention.NAME == model.config.get_text_config()._attn_implementation
+    assert difference(model, lengths) < EQUAL
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_only_rounding_is_between_them(opened, name):
+    """In float64, next to nothing is left of the difference."""
+    assert difference(opened(name).double(), [1, 23, 40, 2]) < EQUAL_IN_FLOAT64
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen2"])
+def test_recomputed_layers_and_adapters_are_equal_too(opened, name):
+    """Gradient checkpointing runs layers again, with the layout of their own row; LoRA changes what is trained."""
+    assert difference(opened(name, checkpointing="reentrant"), PACKS["two"]) < EQUAL
+    assert difference(opened(name, checkpointing="by saved tensors"), PACKS["two"]) < EQUAL
+    assert difference(opened(name, lora=True), PACKS["sixty"]) < EQUAL
+    assert difference(opened(name, lora=True, checkpointing="reentrant"), PACKS["two"]) < EQUAL
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_sample_reaches_another(opened, name):
+    """The gradient of a sample's logits is exactly 0 at all other samples' embeddings, in both directions."""
+    model, lengths = opened(name), [5, 1, 9, 30]
+    inputs = row_of(model, lengths)
+    embedded = model.get_input_embeddings()(inputs.pop("input_ids")).detach().requires_grad_()
+    logits = model(inputs_embeds=embedded, **inputs, use_cache=False).logits[0].split(lengths)
+
+    for number, own in enumerate(logits):
+        (reached,) = torch.autograd.grad(own.square().sum(), embedded, retain_graph=True)
+        moved = [float(part.abs().max()) for part in reached[0].split(lengths)]
+        assert moved[number] > 0
+        assert [0] * (len(lengths) - 1) == moved[:number] + moved[number + 1 :]
+
+
+WINDOW = 8
+
+
+def windowed_model():
+    """Return a model with a sliding window in one of its two layers, to attend by varlen."""
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=200, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1,
+        )
+    )  # fmt: skip
+    assert ["full_attention", "sliding_attention"] == model.config.layer_types
+    attention.attend_by_varlen(model)
+    return model
+
+
+@pytest.mark.parametrize("lengths", [[40], [8, 9, 1, 23], [24, 16, 7]])
+def test_sliding_windows_keep_their_meaning(lengths):
+    """Of a sample alone, not of the row; shorter and longer than the window, and multiples of it."""
+    assert difference(windowed_model(), lengths) < EQUAL
+
+
+class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+    """Notes the largest tensor that any operation returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        found = [one for one in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(one, torch.Tensor)]
+        # What is expanded from less takes no memory.
+        self.numel = max([self.numel, *(one.untyped_storage().nbytes() // one.element_size() for one in found)])
+        return out
+
+
+@pytest.mark.parametrize("windowed", [False, True])
+def test_no_tensor_grows_with_the_square_of_the_row(windowed):
+    """Forward and backward, with windows too; the dense mask would be found."""
+    model = windowed_model().model
+    if not windowed:
+        model.config.layer_types = ["full_attention"] * 2
+    length = 2048
+    inputs = row([1536, 500, 12])
+
+    def largest():
+        with Largest() as found:
+            model(**inputs, use_cache=False).last_hidden_state.sum().backward()
+        return found.numel
+
+    # Heads times size times tokens, twice over for a window and the keys before it, is linear.
+    assert largest() <= 64 * length < length**2 // 30
+    model.set_attn_implementation("sdpa")
+    assert largest() >= length**2
+
+
+def corrupt(change):
+    """Return a reader of layouts that changes what it read."""
+
+    def read(*arguments, **options):
+        return change(read_layout(*arguments, **options))
+
+    return read
+
+
+def moved_boundary(found):
+    """Let the second sample begin one token late."""
+    cu = found.cu_seqlens.clone()
+    cu[1] += 1
+    return Layout(cu, is_causal=True, window=found.window)
+
+
+def joined_samples(found):
+    """Let the first two samples be one block."""
+    return Layout(torch.cat([found.cu_seqlens[:1], found.cu_seqlens[2:]]), is_causal=True, window=found.window)
+
+
+def lost_window(found):
+    """Let every token attend to all before it."""
+    return Layout(found.cu_seqlens, is_causal=True)
+
+
+class Stale:
+    """The layout of the row before, its end cut to the row's own."""
+
+    def __init__(self):
+        self._last = Layout.of_boundaries(torch.tensor([0, 3, 9, 10**9]), is_causal=True)
+
+    def __call__(self, found):
+        last, self._last = self._last, found
+        total = int(found.cu_seqlens[-1])
+        kept = last.cu_seqlens[last.cu_seqlens < total]
+        return Layout(torch.cat([kept, kept.new_tensor([total])]), is_causal=True, window=found.window)
+
+
+def computed_twice(arguments):
+    """Let the second block's output be the first one's too."""
+    layout = arguments[-1]
+    out = by_blocks(*arguments, dropout=0.0, scaling=None)
+    first, second = layout.lengths[:2]
+    size = min(first, second)
+    return torch.cat([out[:, first : first + size], out[:, size:]], 1)
+
+
+by_blocks = varlen._by_blocks
+
+
+@pytest.mark.parametrize("fault", [moved_boundary, joined_samples, lost_window, Stale()], ids=str)
+def test_a_wrong_layout_is_found(monkeypatch, fault):
+    """A boundary moved by one, two samples in one block, a window lost, the layout of the row before."""
+    model = windowed_model()
+    monkeypatch.setattr(varlen, "read_layout", corrupt(fault))
+
+    assert difference(model, [12, 20, 31]) > 1e-3
+
+
+def test_a_block_computed_twice_is_found(monkeypatch):
+    """In place of its neighbour."""
+    monkeypatch.setattr(varlen, "_by_blocks", lambda *arguments, **_: computed_twice(arguments))
+
+    assert difference(windowed_model(), [12, 20, 31]) > 1e-3
+
+
+def test_recomputing_layers_without_their_layout_is_found(opened, monkeypatch):
+    """The forward pass is right then, and so are the losses; the gradients are not."""
+    model = opened("qwen2", checkpointing="reentrant")
+    inputs, lengths = row([12, 20, 31]), [12, 20, 31]
+    expected = alone(model, inputs, lengths)
+    plain, calls = varlen.attend_within, []
+
+    def forgetful(query, key, value, layout, **options):
+        calls.append(layout)
+        if len(calls) > 2:  # two layers, forward; then recomputed
+            layout = Layout.of_boundaries(layout.cu_seqlens[[0, -1]], is_causal=True)
+        return plain(query, key, value, layout, **options)
+
+    monkeypatch.setattr(varlen, "attend_within", forgetful)
+    logits, losses, found = apart(packed(model, inputs, lengths), expected)
+
+    assert 4 == len(calls)
+    assert max(logits, losses) < EQUAL
+    assert found > 1e-3
+
+
+lengths_of_rows = st.lists(st.integers(1, 40), min_size=1, max_size=8)
+
+
+def dense(layout):
+    """Return the mask that a layout stands for."""
+    masks = []
+    for number, n in enumerate(layout.lengths):
+        if layout.masks is not None:
+            masks.append(layout.masks[number][0, 0])
+            continue
+        queries, keys = torch.arange(n)[:, None], torch.arange(n)
+        masks.append((keys <= queries) & (keys > queries - (layout.window or n)))
+    return torch.block_diag(*masks).bool()
+
+
+def indices(lengths):
+    return torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
+
+
+@given(lengths_of_rows, st.none() | st.integers(2, 20), st.sampled_from(["", "images", "chunks"]))
+def test_a_layout_is_what_the_models_mask_means(lengths, window, overlay):
+    """Read off a mask function, it stands for the same mask: packed, windowed, with images that see both ways, chunked."""
+    total, parts = sum(lengths), [causal_mask_function, packed_sequence_mask_function(indices(lengths))]
+    if window is not None:
+        parts.append(sliding_window_overlay(window))
+    if overlay == "chunks":
+        parts.append(chunked_overlay(5, torch.zeros(1, dtype=torch.long)))
+    function = and_masks(*parts)
+    if overlay == "images":
+        inside = torch.cat([torch.arange(n) // 3 for n in lengths]) + 100 * indices(lengths)[0]
+        function = or_masks(function, blockwise_overlay(torch.where(inside % 2 == 0, inside, -1)[None]))
+    event(f"{overlay or 'plain'}, window {window is not None}")
+
+    found = read_layout(function, length=total, window=window, device="cpu")
+
+    expected = sdpa_mask(1, total, total, mask_function=function, allow_is_causal_skip=False)[0, 0]
+    assert torch.equal(expected, dense(found))
+    if not overlay:
+        assert found.masks is None
+        assert sum(found.lengths) == total
+
+
+@given(lengths_of_rows, st.booleans())
+def test_masks_that_are_no_windows_are_applied(lengths, share_heads):
+    """Blocks with masks of their own give what a dense mask gives."""
+    inside = torch.cat([torch.arange(n) // 3 for n in lengths]) + 100 * indices(lengths)[0]
+    packed_causal = and_masks(causal_mask_function, packed_sequence_mask_function(indices(lengths)))
+    function = or_masks(packed_causal, blockwise_overlay(inside[None]))
+    found = read_layout(function, length=sum(lengths), window=None, device="cpu")
+    query, key, value = tensors(sum(lengths), key_heads=2 if share_heads else 4)
+    mask = sdpa_mask(1, sum(lengths), sum(lengths), mask_function=function, allow_is_causal_skip=False)
+
+    ours = varlen.attend_within(query, key, value, found, dropout=0.0, scaling=0.3)
+
+    assert (found.masks is not None) == (max(lengths) > 1)
+    torch.testing.assert_close(ours, reference(query, key, value, mask, 0.3))
+
+
+def tensors(length, *, key_heads=2, size=8):
+    generator = torch.Generator().manual_seed(0)
+    return (torch.randn(1, heads, length, size, generator=generator) for heads in (4, key_heads, key_heads))
+
+
+def reference(query, key, value, mask, scaling):
+    """Attend by the definition; output of shape (1, tokens, heads, size)."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = (query @ key.mT * scaling).masked_fill(~mask, -torch.inf)
+    return (scores.softmax(-1) @ value).transpose(1, 2)
+
+
+def reference_varlen_attn(*, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size, enable_gqa):
+    """Compute what torch documents `varlen_attn` to, from the definition: (left, right) tokens, -1 for all of them."""
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+    lengths = [stop - start for start, stop in pairwise(cu_seq_q.tolist())]
+    assert max_q == max_k == max(lengths)
+    assert enable_gqa or query.shape[1] == key.shape[1]
+    left, right = (side if side >= 0 else len(query) for side in window_size)
+    tokens, samples = torch.arange(len(query)), indices(lengths)[0]
+    ahead = tokens - tokens[:, None]
+    mask = (samples == samples[:, None]) & (ahead <= right) & (ahead >= -left)
+    heads_first = (part.transpose(0, 1)[None] for part in (query, key, value))
+    return reference(*heads_first, mask, scale)[0]
+
+
+LAYOUTS = {
+    "causal": {"is_causal": True},
+    "window of 1": {"is_causal": True, "window": 1},
+    "window of 6": {"is_causal": True, "window": 6},
+    "both ways": {"is_causal": False},
+}
+
+
+@pytest.mark.parametrize("kind", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("key_heads", [2, 4])
+def test_the_fused_kernel_is_asked_for_what_the_blocks_compute(kind, key_heads):
+    """Its arguments, by a reference of what torch documents, give what the block path gives."""
+    layout = Layout(torch.tensor([0, 7, 8, 30, 37], dtype=torch.int32), **kind)
+    parts = list(tensors(37, key_heads=key_heads))
+
+    fused = reference_varlen_attn(**varlen.fused_arguments(*parts, layout, scaling=0.3))
+
+    torch.testing.assert_close(fused[None], varlen.attend_within(*parts, layout, dropout=0.0, scaling=0.3))
+
+
+def test_autocast_is_heeded_where_the_kernel_does_not_know_it():
+    """float32 tensors come as what autocast computes in."""
+    parts = list(tensors(5))
+    layout = Layout.of_boundaries(torch.tensor([0, 5]), is_causal=True)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        found = varlen.fused_arguments(*parts, layout, scaling=None)
+        why_not = varlen.why_not_fused(parts[0], layout, dropout=0.0, capability=(9, 0))
+
+    assert [torch.bfloat16] * 3 == [found[name].dtype for name in ("query", "key", "value")]
+    assert why_not is None
+
+
+@pytest.mark.parametrize(
+    ("says", "options"),
+    [
+        (None, {}),
+        ("no CUDA", {"capability": None}),
+        ("float32", {"dtype": torch.float32}),
+        ("dropped", {"dropout": 0.1}),
+        ("neither causal", {"masks": (torch.ones(1, 1, 5, 5, dtype=torch.bool),)}),
+        ("size of 512", {"size": 512}),
+        ("size of 20", {"size": 20}),
+        ("compute capability", {"capability": (7, 5)}),
+    ],
+)
+def test_the_fused_kernel_is_left_where_it_cannot_run(says, options):
+    """And why is said; none of the reasons hides another case."""
+    given_ = {"capability": (9, 0), "dtype": torch.bfloat16, "dropout": 0.0, "masks": None, "size": 64, **options}
+    layout = Layout(torch.tensor([0, 5], dtype=torch.int32), is_causal=True, masks=given_["masks"])
+    query = torch.zeros(1, 4, 5, given_["size"], dtype=given_["dtype"])
+
+    found = varlen.why_not_fused(query, layout, dropout=given_["dropout"], capability=given_["capability"])
+
+    assert found is None if says is None else says in found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_gpu_takes_the_fused_kernel_or_says_once_why_not(monkeypatch, caplog, dtype):
+    """In bfloat16 and in float32; with the kernel's reference in its place, and a GPU that is said to be there."""
+    layout = Layout(torch.tensor([0, 7, 8, 30, 37], dtype=torch.int32), is_causal=True, window=6)
+    parts = [part.to(dtype) for part in tensors(37)]
+    asked = []
+    expected = varlen.attend_within(*parts, layout, dropout=0.0, scaling=0.3)
+    monkeypatch.setattr(varlen, "_capability", lambda _: (9, 0))
+    monkeypatch.setattr(varlen, "varlen_attn", lambda **o: asked.append(o) or reference_varlen_attn(**o))
+    varlen._say_once.cache_clear()
+
+    with caplog.at_level("INFO"):
+        found = [varlen.attend_within(*parts, layout, dropout=0.0, scaling=0.3) for _ in range(2)]
+
+    assert (2 if dtype == torch.bfloat16 else 0) == len(asked)
+    assert (0 if dtype == torch.bfloat16 else 1) == caplog.text.count("it computes in float32")
+    for one in found:
+        torch.testing.assert_close(one, expected, **({"rtol": 2e-2, "atol": 2e-2} if asked else {}))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch's varlen_attn runs on a CUDA GPU alone")
+@pytest.mark.parametrize("kind", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("key_heads", [2, 4])
+def test_the_fused_kernel_gives_what_the_blocks_give(kind, key_heads):
+    """In bfloat16, forward and backward."""
+    layout = Layout(torch.tensor([0, 70, 71, 300, 337], dtype=torch.int32, device="cuda"), **kind)
+    parts = [part.cuda().bfloat16().requires_grad_() for part in tensors(337, key_heads=key_heads, size=64)]
+    results = []
+    for attend in (varlen.attend_within, varlen._by_blocks):
+        out = attend(*parts, layout, dropout=0.0, scaling=None)
+        results.append((out, *torch.autograd.grad(out.float().square().sum(), parts)))
+
+    assert varlen.why_not_fused(parts[0], layout, dropout=0.0, capability=(9, 0)) is None
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_vision_tower_attends_once_a_layer(opened, name, monkeypatch):
+    """To all windows or images of a row; what it sees, and its gradients, are those of transformers' own loop."""
+    model, calls = opened(name), []
+    tower = model.model.visual
+    grid = torch.tensor([[1, 4, 6], [1, 10, 12], [1, 4, 6], [1, 2, 2], [2, 8, 8]])
+    pixels = torch.randn(int(grid.prod(-1).sum()), tower.patch_embed.proj.weight[0].numel())
+    plain = varlen.attend_within
+    monkeypatch.setattr(varlen, "attend_within", lambda *a, **o: calls.append(a[3]) or plain(*a, **o))
+
+    def look():
+        tower.zero_grad()
+        seen = tower(pixels, grid_thw=grid).pooler_output
+        seen.square().mean().backward()
+        return seen.detach(), gradients(tower)
+
+    ours = look()
+    assert len(tower.blocks) == len(calls)
+    with attention.native_attention(model):
+        expected = look()
+
+    assert len(tower.blocks) == len(calls)
+    assert max(apart(ours, expected)) < EQUAL
+    assert all(not layout.is_causal for layout in calls)
+
+
+def test_what_is_no_packed_row_is_left_to_transformers(opened):
+    """Padding on either side, and generation with a cache, give the same numbers as its own sdpa, bit for bit."""
+    model = opened("qwen3").eval()
+    ids = row([48])["input_ids"].view(3, 16)
+    left, right = (torch.ones(3, 16).long() for _ in range(2))
+    left[1, :5] = right[2, 9:] = 0
+
+    def run():
+        generated = model.generate(
+            ids, attention_mask=left, do_sample=False, max_new_tokens=6, use_cache=True, pad_token_id=0
+        )
+        with torch.no_grad():
+            return generated, *(model(input_ids=ids, attention_mask=mask).logits for mask in (left, right))
+
+    ours = run()
+    with attention.native_attention(model):
+        expected = run()
+
+    assert all(torch.equal(*pair) for pair in zip(expected, ours, strict=True))
+
+
+def test_native_attention_is_for_a_while(opened):
+    """Text and tower have sdpa inside, and what they had before outside, also after an error."""
+    model = opened("qwen2_5_vl")
+
+    def names():
+        config = model.config
+        return [part._attn_implementation for part in (config, config.text_config, config.vision_config)]
+
+    before = names()
+    with pytest.raises(ZeroDivisionError), attention.native_attention(model):
+        assert ["sdpa"] * 3 == names()
+        raise ZeroDivisionError
+    assert [attention.NAME, attention.NAME, attention.PATCHES_NAME] == before == names()
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen2"])
+def test_a_saved_model_knows_nothing_of_it(opened, name, tmp_path):
+    """Plain transformers loads it, and no name of ours is in its config.json."""
+    model = opened(name)
+    model.save_pretrained(tmp_path)
+
+    assert "packplan" not in (tmp_path / "config.json").read_text()
+    assert "sdpa" == type(model).from_pretrained(tmp_path).config._attn_implementation
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == model.config.model_type
+
+
+@pytest.mark.slow
+def test_a_compiled_model_gives_the_same():
+    """For rows of several layouts, one after the other; the attention itself runs as it is."""
+    model = windowed_model()
+    compiled = torch.compile(model, backend="eager")
+    for lengths in ([5, 19, 3], [1, 1, 25]):
+        inputs = row(lengths)
+        assert max(apart(packed(compiled, inputs, lengths), packed(model, inputs, lengths))) < EQUAL
+
+
+def test_boundaries_of_like_blocks():
+    """Blocks of equal length are one batch, unless each has a mask of its own."""
+    cu_seqlens = torch.tensor(list(accumulate([3, 5, 3, 1, 5], initial=0)), dtype=torch.int32)
+
+    assert ((0, 2), (1, 4), (3,)) == Layout(cu_seqlens, is_causal=True).alike
+    assert ((0,), (1,), (2,), (3,), (4,)) == Layout(cu_seqlens, is_causal=True, masks=(torch.ones(1),) * 5).alike
+    assert 5 == layouts.Layout(cu_seqlens, is_causal=True).longest
