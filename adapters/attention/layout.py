@@ -3,7 +3,8 @@ Where the samples of a packed row lie, and what each token of them may attend to
 
 Rules: a layout is read off the model's own mask function, so that windows and overlays keep their meaning; it travels as
 the attention mask, from the model to its layers, so that backward passes and recomputed layers have the one of their own
-row; nothing global knows it. No tensor grows with the square of the row's length.
+row; nothing global knows it. No tensor grows with the square of the row's length; masks that are neither causal nor a
+window (overlays) grow with the squares of their own samples'.
 """
 
 from __future__ import annotations
