@@ -519,13 +519,23 @@ def test_what_is_no_packed_row_is_left_to_transformers(opened):
             ids, attention_mask=left, do_sample=False, max_new_tokens=6, use_cache=True, pad_token_id=0
         )
         with torch.no_grad():
-            return generated, *(model(input_ids=ids, attention_mask=mask).logits for mask in (left, right))
+            padded = [model(input_ids=ids, attention_mask=mask).logits for mask in (left, right)]
+            # A batch of one is no packed row either, where it has padding.
+            return generated, *padded, model(input_ids=ids[1:2], attention_mask=left[1:2]).logits
 
     ours = run()
     with attention.native_attention(model):
         expected = run()
 
     assert all(torch.equal(*pair) for pair in zip(expected, ours, strict=True))
+
+
+def test_one_plain_sample_needs_no_layout():
+    """Nor a mask: torch's own causal attention does it; within a window, it is a row of one block."""
+    options = {"batch_size": 1, "q_length": 9, "kv_length": 9, "mask_function": causal_mask_function, "device": "cpu"}
+
+    assert varlen.row_mask(**options) is None
+    assert (9,) == varlen.row_mask(**options, local_size=4).lengths
 
 
 def test_native_attention_is_for_a_while(opened):
