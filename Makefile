@@ -15,10 +15,10 @@ demo: $(READY)
 	@$(RUN) -m app.demo
 
 test: lint
-	$(RUN) -m tests.budget -n $(WORKERS) --dist loadgroup --cov --cov-report=term:skip-covered --durations=20
+	$(RUN) -m tests.budget -n $(WORKERS) --dist loadfile --no-loadscope-reorder --cov --cov-report=term:skip-covered --durations=20
 
 test-fast: $(READY)
-	$(RUN) -m pytest -n $(WORKERS) --dist loadgroup -m "not slow"
+	$(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow"
 
 explore: $(READY)
 	$(RUN) -m tests.explore $(MINUTES)
