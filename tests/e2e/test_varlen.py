@@ -28,6 +28,7 @@ from adapters import attention
 from adapters.attention import layout as layouts
 from adapters.attention import varlen
 from adapters.attention.layout import Layout, read_layout
+from adapters.attention.vision import PatchProjection
 
 MODELS = ["qwen2_5_vl", "qwen3_vl", "qwen2", "qwen3"]
 
@@ -481,13 +482,30 @@ def test_the_fused_kernel_gives_what_the_blocks_give(kind, key_heads):
         torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
 
 
+@given(st.integers(1, 9), st.booleans(), st.booleans())
+def test_patches_are_projected_as_by_the_convolution(number, bias, larger):
+    """Outputs and gradients, in float64; inputs of another size than the kernel's too."""
+    kernel = (2, 3, 3)
+    plain = torch.nn.Conv3d(3, 5, kernel, kernel, bias=bias, dtype=torch.float64)
+    ours = PatchProjection(3, 5, kernel, kernel, bias=bias, dtype=torch.float64)
+    ours.load_state_dict(plain.state_dict())
+    patches = torch.randn(number, 3, 2, 6 if larger else 3, 3, dtype=torch.float64)
+
+    results = []
+    for module in (ours, plain):
+        out = module(patches)
+        results.append((out, *torch.autograd.grad(out.square().sum(), list(module.parameters()))))
+
+    torch.testing.assert_close(*results)
+
+
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
 def test_a_vision_tower_attends_once_a_layer(opened, name, monkeypatch):
     """To all windows or images of a row; what it sees, and its gradients, are those of transformers' own loop."""
-    model, calls = opened(name), []
+    model, calls = opened(name).double(), []
     tower = model.model.visual
     grid = torch.tensor([[1, 4, 6], [1, 10, 12], [1, 4, 6], [1, 2, 2], [2, 8, 8]])
-    pixels = torch.randn(int(grid.prod(-1).sum()), tower.patch_embed.proj.weight[0].numel())
+    pixels = torch.randn(int(grid.prod(-1).sum()), tower.patch_embed.proj.weight[0].numel(), dtype=torch.float64)
     plain = varlen.attend_within
     monkeypatch.setattr(varlen, "attend_within", lambda *a, **o: calls.append(a[3]) or plain(*a, **o))
 
@@ -501,9 +519,12 @@ def test_a_vision_tower_attends_once_a_layer(opened, name, monkeypatch):
     assert len(tower.blocks) == len(calls)
     with attention.native_attention(model):
         expected = look()
+    attention.project_patches(tower)
+    projected = look()
 
-    assert len(tower.blocks) == len(calls)
-    assert max(apart(ours, expected)) < EQUAL
+    assert 2 * len(tower.blocks) == len(calls)
+    assert PatchProjection is type(tower.patch_embed.proj)
+    assert max(*apart(ours, expected), *apart(projected, expected)) < EQUAL_IN_FLOAT64
     assert all(not layout.is_causal for layout in calls)
 
 
