@@ -167,21 +167,13 @@ def test_too_few_workers_and_samples_are_refused(wrong, capsys):
 
 
 @pytest.mark.slow
-def test_training_is_measured_in_every_way():
+def test_training_is_measured_in_every_way(server):
     """The same samples in each way, round by round; packs of growing length; what our parts add is a ratio near 1."""
-    wanted = "train --samples 18 --json"
-    commands = [f"{wanted} --kinds images --packs 600 --repeat 2",
-                f"{wanted} --kinds text --packs 600 1200 --repeat 1 --scaling",
-                f"{wanted} --packs 600 --repeat 2 --overhead"]  # fmt: skip
-    # One process, because loading the stack takes longer than all of them; their own processes are forks of it.
-    script = (
-        "import sys\nfrom app.bench.__main__ import main\nfor line in sys.argv[1:]: main(line.split()); print('---')"
-    )
-    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
-    run = subprocess.run([sys.executable, "-c", script, *commands], cwd=ROOT, env=variables, capture_output=True,
-                         text=True, check=True, timeout=240)  # fmt: skip
-
-    document, scaling, overhead = map(json.loads, run.stdout.split("---")[:-1])
+    document, scaling, overhead = (
+        json.loads(server.packplan("bench", "train", "--samples", 18, "--json", *words.split()).printed)
+        for words in ("--kinds images --packs 600 --repeat 2", "--kinds text --packs 600 1200 --repeat 1 --scaling",
+                      "--packs 600 --repeat 2 --overhead")
+    )  # fmt: skip
 
     assert 1 == document["threads"]
     rows = {row["way"]: row for row in document["rows"]}

@@ -266,7 +266,11 @@ def computed_twice(arguments):
 by_blocks = varlen._by_blocks
 
 
-@pytest.mark.parametrize("fault", [moved_boundary, joined_samples, lost_window, Stale()], ids=str)
+@pytest.mark.parametrize(
+    "fault",
+    [moved_boundary, joined_samples, lost_window, Stale()],
+    ids=["moved boundary", "joined samples", "lost window", "stale"],
+)
 def test_a_wrong_layout_is_found(monkeypatch, fault):
     """A boundary moved by one, two samples in one block, a window lost, the layout of the row before."""
     model = windowed_model()
@@ -586,6 +590,9 @@ def test_a_saved_model_knows_nothing_of_it(opened, name, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor:UserWarning"
+)  # the compiler looks at all attributes
 def test_a_compiled_model_gives_the_same():
     """For rows of several layouts, one after the other; the attention itself runs as it is."""
     model = windowed_model()
