@@ -14,7 +14,7 @@ export PYTHONUNBUFFERED = 1
 demo: $(READY)
 	@$(RUN) -m app.demo
 
-test: lint
+test: $(READY)
 	$(RUN) -m tests.budget -n $(WORKERS) --dist loadfile --no-loadscope-reorder --cov --cov-report=term:skip-covered --durations=20
 
 test-fast: $(READY)
@@ -23,6 +23,7 @@ test-fast: $(READY)
 explore: $(READY)
 	$(RUN) -m tests.explore $(MINUTES)
 
+# Tests run these too.
 lint: $(READY)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .

@@ -282,16 +282,18 @@ def test_a_finished_run_has_nothing_left(write_run, execute, tmp_path):
 
 
 @pytest.mark.parametrize(("then", "now"), [(4, 2), (2, 3)])
-def test_other_ranks_finish_the_epoch_with_what_it_has_left(start_ranks, write_run, tmp_path, then, now):
+def test_other_ranks_finish_the_epoch_with_what_it_has_left(  # noqa: PLR0917  # fixtures
+    start_ranks, write_run, few, tmp_path, then, now
+):
     """Each pack that was not consumed is trained once, fillers aside; the next epoch is whole; steps are as announced."""
     keys = {**KEYS, "effective_batch_size": then, "per_device_train_batch_size": 1}
     first, second = tmp_path / "first", tmp_path / "second"
-    path = write_run("qwen3_vl", name="run", training=keys, template={"max_length": 500})
+    path = write_run("qwen3", name="run", training=keys, **few("qwen3"))
     assert [0] * then == finished(start_ranks(then, path, first))
     before = rank_main.seen(first, then)
 
     keys |= {"effective_batch_size": 2 * now, "resume_from_checkpoint": str(tmp_path / "run" / "checkpoint-1")}
-    path = write_run("qwen3_vl", name="again", training={**keys, "save_strategy": "no"}, template={"max_length": 500})
+    path = write_run("qwen3", name="again", training={**keys, "save_strategy": "no"}, **few("qwen3"))
     assert [0] * now == finished(start_ranks(now, path, second))
     after = rank_main.seen(second, now)
 
