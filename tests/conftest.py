@@ -20,6 +20,14 @@ settings.register_profile("explore", max_examples=500, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 
+def pytest_collection_modifyitems(items):
+    """Trace core where its laws are stated: in tests of other things that doubles the time, and adds no line."""
+    for item in items:
+        is_elsewhere = item.path.parent.name in {"architecture", "contracts", "docs", "e2e", "faults"}
+        if is_elsewhere and not item.get_closest_marker("covers"):
+            item.add_marker("no_cover")
+
+
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory) -> Path:
     """A folder with `data/` and `models/`, made once."""

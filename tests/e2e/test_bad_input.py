@@ -16,7 +16,7 @@ from adapters.swift_arguments import TrainingArguments
 from adapters.swift_trainer import PackTrainer
 from app import plan, sft
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.covers]
 
 ROOT = Path(__file__).parents[2]
 

@@ -31,6 +31,7 @@ def inputs(config, num_tokens, grids):
 
 
 @pytest.mark.slow
+@pytest.mark.covers
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl"])
 def test_torch_counts_the_same_operations(demo, model_type):
     """

@@ -72,6 +72,7 @@ def test_padding_is_the_mean_over_all_batches(lengths, batch_size):
     assert padded_positions(lengths, batch_size=batch_size) == pytest.approx(len(lengths) * np.mean(longest))
 
 
+@pytest.mark.no_cover  # large, and no new line
 def test_padding_is_exact_for_many_samples():
     """Binomials of a million do not fit a float; the longest of all is certain, and one alone is not padded."""
     lengths = np.arange(1, 1_000_001)
