@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from fractions import Fraction
 
 from app.planning import Knobs, PlannedSplit
+from core.errors import counted
 from core.samples import column
+
+WORTH_A_WARNING = Fraction(1, 100)
+"""Share of the tokens that may be dropped without a warning, where `training.packing_max_dropped_share` is no lower."""
 
 
 def describe(planned: PlannedSplit, knobs: Knobs, *, world_size: int) -> Iterator[tuple[int, str]]:
@@ -77,12 +82,13 @@ def _describe_exceptions(planned: PlannedSplit, knobs: Knobs) -> Iterator[tuple[
             ),
         )
     if len(raw.dropped_packs):
-        share = raw.dropped_tokens / raw.num_tokens
+        are = "pack filled below {} is" if len(raw.dropped_packs) == 1 else "packs filled below {} are"
         yield (
-            (warning if raw.drops_many_tokens else info),
+            (warning if raw.dropped_share > min(WORTH_A_WARNING, Fraction(knobs.max_dropped_share)) else info),
             (
-                f"{name}: {len(raw.dropped_packs):,} packs filled below {knobs.min_fill_ratio} are dropped "
-                f"({raw.dropped_samples:,} samples, {raw.dropped_tokens:,} tokens, {share:.2%} of all); "
+                f"{name}: {len(raw.dropped_packs):,} {are.format(knobs.min_fill_ratio)} dropped "
+                f"({counted(raw.dropped_samples, 'sample')}, {counted(raw.dropped_tokens, 'token')}, "
+                f"{float(raw.dropped_share):.2%} of all); "
                 "training.packing_drop_last: false keeps them, a lower training.packing_min_fill_ratio keeps more"
             ),
         )

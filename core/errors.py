@@ -11,6 +11,7 @@ Everything that this project raises on purpose.
     │   ├── OverBudgetError        a sequence of an RL batch is wider than a microbatch may be
     │   ├── UnevenShardsError      the workers do not divide an RL batch
     │   ├── EmptyPlanError         no pack remains
+    │   ├── DroppedTokensError     the fill filter drops packs with more of the tokens than it may
     │   ├── SampleTooLongError     a sample over the limit, where the template is to raise
     │   ├── PlanTooShortError      too few packs for a batch on each rank, and the remainder is to be dropped
     │   ├── BatchSizeError         an effective batch that the ranks cannot realise
@@ -43,7 +44,8 @@ from __future__ import annotations
 import attrs
 
 
-def _counted(number: int, name: str) -> str:
+def counted(number: int, name: str) -> str:
+    """Return the number with its noun, in the plural where that is due: `1 pack`, `2 packs`."""
     return f"{number:,} {name}" + ("" if number == 1 else "s")
 
 
@@ -201,10 +203,46 @@ class EmptyPlanError(UserError):
             )
         if self.num_dropped_packs:
             remedies.append(
-                f"{self.num_dropped_packs:,} packs are filled below training.packing_min_fill_ratio: "
+                f"{counted(self.num_dropped_packs, 'pack')} {'is' if self.num_dropped_packs == 1 else 'are'} filled below "
+                "training.packing_min_fill_ratio: "
                 "lower it, or set training.packing_drop_last: false"
             )
         return f"none of {self.num_samples:,} samples is left to train on: {'; '.join(remedies)}"
+
+
+@attrs.define(eq=False)
+class DroppedTokensError(UserError):
+    """The fill filter drops several packs, and with them a larger share of the tokens than is allowed."""
+
+    num_dropped_packs: int
+    num_dropped: int
+    """Samples in these packs."""
+
+    num_samples: int
+    shortest: int
+    longest: int
+    """Tokens of the shortest and of the longest sample that is dropped."""
+
+    dropped_tokens: int
+    num_tokens: int
+    """Tokens of the whole data set."""
+
+    max_dropped_share: str
+    """Share of the tokens that may be dropped, as the user wrote it."""
+
+    min_fill_ratio: str
+
+    def __str__(self) -> str:
+        each = f"{self.shortest:,}" if self.shortest == self.longest else f"{self.shortest:,} to {self.longest:,}"
+        # Rounded up, so that the value that is named is one that suffices.
+        enough = -(-self.dropped_tokens * 10_000 // self.num_tokens) / 10_000
+        return (
+            f"{self.num_dropped:,} of {self.num_samples:,} samples (of {each} tokens) would never be trained: their "
+            f"{self.num_dropped_packs:,} packs are filled below {self.min_fill_ratio}, and have "
+            f"{self.dropped_tokens / self.num_tokens:.2%} of all tokens. Set training.packing_drop_last: false to train all "
+            "of them, lower training.packing_min_fill_ratio, or raise training.packing_max_dropped_share from "
+            f"{self.max_dropped_share} to {enough}"
+        )
 
 
 @attrs.define(eq=False)
@@ -221,13 +259,13 @@ class PlanTooShortError(UserError):
         num, ranks, size = self.num_packs, self.world_size, self.batch_size
         ways = ["set training.dataloader_drop_last: false"]
         if size > 1:
-            what = f"{_counted(num, 'sample')} cannot feed {_counted(ranks, 'rank')} with a batch of {size:,} each"
+            what = f"{counted(num, 'sample')} cannot feed {counted(ranks, 'rank')} with a batch of {size:,} each"
             if num >= ranks:
                 ways.append(f"lower training.per_device_train_batch_size to {num // ranks:,}")
         else:
-            what = f"{_counted(num, 'pack')} cannot feed {_counted(ranks, 'rank')}"
+            what = f"{counted(num, 'pack')} cannot feed {counted(ranks, 'rank')}"
         if num >= size:
-            ways.append(f"use {_counted(num // size, 'rank')} at most")
+            ways.append(f"use {counted(num // size, 'rank')} at most")
         if size == 1:
             ways.append("when packing, lower template.max_length to get more packs")
         return f"{what} while the remainder is dropped: {', or '.join(ways)}"

@@ -10,12 +10,10 @@ import attrs
 import numpy as np
 
 from core.bounds import lower_bound
-from core.errors import EmptyPlanError, SampleTooLongError
+from core.errors import DroppedTokensError, EmptyPlanError, SampleTooLongError
 from core.lengths import IntArray, Lengths, as_lengths, positive
 from core.packers import pack
 from core.packs import Packs, by_first_index, concatenate
-
-DROPPED_TOKENS_WORTH_A_WARNING = Fraction(1, 100)
 
 
 @attrs.frozen
@@ -69,9 +67,9 @@ class RawPlan:
         return (self.planned_tokens - self.long_tokens + len(self.single_long) * self.packing_length) / capacity
 
     @property
-    def drops_many_tokens(self) -> bool:
-        """Whether the fill filter takes more than 1 % of the tokens."""
-        return self.dropped_tokens > DROPPED_TOKENS_WORTH_A_WARNING * self.num_tokens
+    def dropped_share(self) -> Fraction:
+        """Share of all tokens that the fill filter drops."""
+        return Fraction(self.dropped_tokens, self.num_tokens)
 
 
 def build_raw_plan(
@@ -159,6 +157,45 @@ def refuse_longer(lengths: Lengths, *, limit: int) -> None:
     if over.size:
         first = int(over[0])
         raise SampleTooLongError(first, int(array[first]), limit, over.size, array.size, int(array.max()))
+
+
+def refuse_dropped(
+    plan: RawPlan, lengths: Lengths, *, max_share: float | str | Decimal, min_fill_ratio: float | str | Decimal
+) -> None:
+    """
+    Check that the fill filter drops no larger share of the tokens than is allowed; one pack it may always drop.
+
+    The last pack of a small data set is rarely full, so that one dropped pack is no error, whatever its share.
+
+    Args:
+        plan: What was planned.
+
+        lengths: Tokens of each sample that was planned, shape (num_samples,).
+
+        max_share: Share of all tokens from 0 to 1, read as `Decimal(str(…))` and compared exactly.
+
+        min_fill_ratio: That the plan was made with, for the message.
+
+    Raises:
+        DroppedTokensError: More than one pack, and more than *max_share* of the tokens, is dropped.
+
+    >>> plan = build_raw_plan([51, 51, 90], packing_length=100, min_fill_ratio="0.5")
+    >>> refuse_dropped(plan, [51, 51, 90], max_share="0.01", min_fill_ratio="0.5")
+    """
+    if len(plan.dropped_packs) <= 1 or plan.dropped_share <= Fraction(Decimal(str(max_share))):
+        return
+    dropped = as_lengths(lengths)[plan.dropped_packs.indices]
+    raise DroppedTokensError(
+        len(plan.dropped_packs),
+        plan.dropped_samples,
+        plan.num_samples,
+        int(dropped.min()),
+        int(dropped.max()),
+        plan.dropped_tokens,
+        plan.num_tokens,
+        str(max_share),
+        str(min_fill_ratio),
+    )
 
 
 def one_sample_packs(lengths: Lengths, *, packing_length: int, allow_single_long: bool = True) -> RawPlan:

@@ -25,7 +25,7 @@ from app.progress import progress
 from core.config import RunConfig
 from core.course import Course
 from core.errors import ConfigError
-from core.plan import RawPlan, refuse_longer
+from core.plan import RawPlan
 from core.ports import StoredLengths
 from core.whatif import Alternative, best_of, what_if
 
@@ -92,9 +92,10 @@ def _alternatives(
     def plan(packing_length: int) -> RawPlan:
         other = attrs.evolve(config, template=attrs.evolve(config.template, max_length=packing_length))
         knobs = Knobs.of(other, split)
-        if knobs.refuse_longer:
-            refuse_longer(lengths, limit=packing_length)
-        return knobs.plan(lengths, quick_bound=True)
+        knobs.refuse_too_long(lengths)
+        raw = knobs.plan(lengths, quick_bound=True)
+        knobs.refuse_dropped(raw, lengths)
+        return raw
 
     def course(raw: RawPlan, world_size: int) -> Course:
         return split_course(config, split, num_packs=len(raw.packs), world_size=world_size)

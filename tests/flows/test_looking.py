@@ -252,6 +252,21 @@ def test_whatif_says_why_a_combination_has_no_plan(store, said):
     assert "best" in table
 
 
+def test_a_plan_that_drops_much_of_the_data_is_shown_with_a_warning_and_never_the_best(store, said):
+    """What training refuses; a share that allows it is no fault, and a single dropped pack never is."""
+    path = store(lengths=[60] * 6 + [40] * 6, training={"packing_min_fill_ratio": 0.8})
+    allowed = {"packing_min_fill_ratio": 0.8, "packing_max_dropped_share": 1}
+
+    assert "training refuses the plan: 6 of 12 samples (of 60 tokens)" in said("show", path)
+    rows = json.loads(said("whatif", path, "--max-length", "80,100", "--world-size", "2", "--json"))["alternatives"]
+    assert [False, True] == [row["best"] for row in rows]
+    assert re.search("6 of 12 samples.*training.packing_max_dropped_share", rows[0]["problem"])
+    shown = json.loads(said("show", store(name="allowed", lengths=[60] * 6 + [40] * 6, training=allowed), "--json"))
+    assert not any("refuses" in line for line in shown["splits"]["train"]["warnings"])
+    single = json.loads(said("show", store(name="single", lengths=[80] * 6 + [40]), "--json"))["splits"]["train"]
+    assert [True] == ["1 pack filled below 0.65 is dropped" in line for line in single["warnings"] if "dropped" in line]
+
+
 @pytest.mark.parametrize(
     ("training", "ranks", "says"),
     [

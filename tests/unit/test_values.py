@@ -16,6 +16,7 @@ from core.packers import pack
 from core.samples import COLUMNS, Measurement, column, from_row, to_row
 
 EXAMPLES = {
+    "num_dropped": 4, "shortest": 51, "dropped_tokens": 212, "num_tokens": 300, "max_dropped_share": "0.01", "min_fill_ratio": "0.65",
     "padded": 96, "max_tokens": 95, "num_over": 2, "widest": 128, "num_sequences": 3, "num_shards": 2, "worker": 1,
     "method": "train", "number": float("inf"),
     "checkpoint": "runs/first/checkpoint-2",

@@ -211,7 +211,8 @@ def test_a_missing_file_and_one_that_is_no_text(tmp_path: Path):
 
 def test_numbers_that_are_none_and_empty_paths_are_faults():
     """Not a number is no share, and no folder is no other run."""
-    found = faults_of(minimal(packing_min_fill_ratio=math.nan, packing_lengths_from=""))
+    found = faults_of(minimal(packing_min_fill_ratio=math.nan, packing_lengths_from="", packing_max_dropped_share=1.1))
 
     assert "from 0 to 1" in found["training.packing_min_fill_ratio"]
+    assert "is 1.1, but has to be from 0 to 1" in found["training.packing_max_dropped_share"]
     assert "is empty" in found["training.packing_lengths_from"]
