@@ -35,6 +35,7 @@ def _packs(seen: Look) -> Iterator[Row]:
         f"{plan.num_packs:,}",
         f"of {plan.packing_length:,} tokens, {plan.samples_per_pack:.2f} samples each",
     )
+    yield "  longest", f"{plan.longest_pack:,}", f"tokens; {plan.oversized_packs:,} exceed 110 % of the packing length"
     yield "  dropped, underfilled", f"{plan.dropped_packs:,}", ""
     yield (
         "  above the lower bound",

@@ -19,6 +19,7 @@ from core.course import Course
 from core.lengths import IntArray, Lengths, as_lengths
 from core.metrics import padded_positions
 from core.plan import RawPlan
+from core.review import longest_pack
 from core.telemetry import EpochLedger, PackFacts
 
 
@@ -59,6 +60,12 @@ class PlanSummary:
 
     dropped_packs: int
     """Filled below the ratio."""
+
+    longest_pack: int
+    """Tokens of the longest pack; above the packing length it is a long sample."""
+
+    oversized_packs: int
+    """Packs of more than 1.1 times the packing length, each a long sample."""
 
     sample_coverage: float
     """Planned samples over all."""
@@ -143,6 +150,7 @@ def summarise(plan: RawPlan, lengths: Lengths, *, packed: bool = True) -> PlanSu
     """
     array = as_lengths(lengths)
     samples_per_pack = plan.planned_samples / len(plan.packs)
+    longest = longest_pack(plan, array)
     gap = mean = p5 = worst = saved = None
     if packed:
         filled = fills(plan, array)
@@ -166,6 +174,8 @@ def summarise(plan: RawPlan, lengths: Lengths, *, packed: bool = True) -> PlanSu
         skipped_tokens=plan.skipped_tokens,
         dropped_tokens=plan.dropped_tokens,
         dropped_packs=len(plan.dropped_packs),
+        longest_pack=longest.tokens,
+        oversized_packs=longest.num_oversized,
         sample_coverage=plan.planned_samples / plan.num_samples,
         token_coverage=plan.planned_tokens / plan.num_tokens,
         samples_per_pack=samples_per_pack,

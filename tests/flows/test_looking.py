@@ -267,6 +267,56 @@ def test_a_plan_that_drops_much_of_the_data_is_shown_with_a_warning_and_never_th
     assert [True] == ["1 pack filled below 0.65 is dropped" in line for line in single["warnings"] if "dropped" in line]
 
 
+def test_the_longest_pack_is_named_wherever_a_plan_is_shown(store, said, tmp_path):
+    """With the packs that exceed the length by more than a tenth, and the key that would skip them."""
+    path = store(lengths=[*LENGTHS, 88, 89, 200])
+    key = "training.packing_allow_single_long: false"
+    line = "train: the longest pack has 200 tokens; 2 packs, each a long sample, exceed the packing length of 80 by more than 10 %; "
+
+    assert [True] == [one.startswith(line + key) for one in _warnings_of(said, path) if "longest" in one]
+    table = " ".join(said("show", path).replace("│", " ").split())
+    assert "longest 200 tokens; 2 exceed 110 % of the packing length" in table
+    said("report", path, "-o", tmp_path / "plan.html")
+    page = (tmp_path / "plan.html").read_text()
+    assert "tokens; 2 exceed 110 % of the packing length" in page
+    assert line + key in page
+    row = json.loads(said("whatif", path, "--json"))["alternatives"][0]["plan"]
+    assert (200, 2) == (row["longest_pack"], row["oversized_packs"])
+    assert key in said("whatif", path)
+    for other in (
+        store(name="plain"),
+        store(name="skips", lengths=[*LENGTHS, 200], training={"packing_allow_single_long": False}),
+    ):
+        assert not [one for one in _warnings_of(said, other) if "longest" in one]
+        assert key not in said("whatif", other)
+
+
+def _warnings_of(said, path) -> list[str]:
+    return json.loads(said("show", path, "--json"))["splits"]["train"]["warnings"]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "training", "says"),
+    [
+        ([41] * 101, {}, "101 samples of more than half the packing length are packs by themselves"),
+        ([30] * 250, {}, r"the lengths \(median 30 tokens\) do not add up .* no plan has fewer than 125 packs"),
+        (
+            [50, 40, 30, 40] * 80,
+            {"packing_algorithm": "concatenative"},
+            "concatenative makes .* certified finds the fewest",
+        ),
+    ],
+)
+def test_a_low_fill_is_a_warning_with_its_reason(store, said, lengths, training, says):
+    """Of many packs alone: one pack fewer needs no reason."""
+    training = {**training, "packing_drop_last": False}
+
+    (line,) = [one for one in _warnings_of(said, store(lengths=lengths, training=training)) if "fill is" in one]
+    assert re.search(rf"train: fill is 0\.\d+, since .*{says}", line)
+    few = store(name="few", lengths=lengths[:100], training=training)
+    assert not [one for one in _warnings_of(said, few) if "fill is" in one]
+
+
 @pytest.mark.parametrize(
     ("training", "ranks", "says"),
     [
