@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import event, given
+from hypothesis import event, example, given
 from hypothesis import strategies as st
 
 from core.plan import build_raw_plan
@@ -46,6 +46,8 @@ def test_a_pack_of_exactly_a_tenth_more_is_not_counted():
         ([34] * 400, "certified", "lengths"),
         ([60, 50] * 150 + [40, 50] * 150, "concatenative", "algorithm"),
         ([51, 51, 49, 60, 60, 40] * 60 + [51] * 400, "constant_volume", "partners"),
+        ([51] * 300 + [60, 41, 40, 59], "concatenative", "partners"),  # one pack could be saved
+        ([34] * 400 + [70] * 2, "constant_volume", "lengths"),  # two have no partner
     ],
 )
 def test_the_reason_of_a_low_fill_is_what_makes_it(lengths, algorithm, reason):
@@ -61,8 +63,17 @@ def test_the_reason_of_a_low_fill_is_what_makes_it(lengths, algorithm, reason):
     assert low.lower_bound <= low.num_packs
 
 
+def test_the_room_of_dropped_packs_is_unused_too():
+    """Beside it, the 15 packs that next fit could save here are less than half of what is unused."""
+    lengths = [79] * 101 + [60, 41, 40, 59] * 15
+    plan = build_raw_plan(lengths, packing_length=100, algorithm="concatenative")
+    assert (116, 30, 131) == (len(plan.packs), len(plan.dropped_packs), plan.lower_bound)
+
+    assert "partners" == low_fill(plan, lengths).reason
+
+
 def test_packs_that_are_dropped_count_as_the_algorithms():
-    """Their room is unused too; next fit drops what a better algorithm would have filled."""
+    """Next fit drops what a better algorithm would have filled."""
     lengths = [70, 31] * 150 + [50] * 150
     plan = build_raw_plan(lengths, packing_length=100, algorithm="concatenative", min_fill_ratio="0.4")
     assert 149 == len(plan.dropped_packs)
@@ -72,6 +83,8 @@ def test_packs_that_are_dropped_count_as_the_algorithms():
     assert ("algorithm", len(plan.packs) + 149) == (low.reason, low.num_packs)
 
 
+@example(num=100, length=51, num_long=0)
+@example(num=101, length=51, num_long=0)
 @given(num=st.integers(1, 120), length=st.integers(30, 99), num_long=st.integers(0, 30))
 def test_a_fill_that_is_high_or_of_few_packs_needs_no_reason(num, length, num_long):
     """From 0.8, and up to `MIN_PACKS` packs."""
