@@ -24,7 +24,7 @@ from core.ports import StoredPlan
 
 log = logging.getLogger(__name__)
 
-SCHEMA = "packplan raw plan 1"
+SCHEMA = "packplan raw plan 2"
 
 ALIGNED_SCHEMA = "packplan aligned plan 1"
 
@@ -133,7 +133,7 @@ class DiskPlanStore:
         """Return the plan of a manifest; CorruptArtefactError if it is none, or not the one that the manifest names."""
         try:
             plan = plan_from_arrays(arrays)
-        except (ValueError, KeyError) as error:
+        except (ValueError, LookupError) as error:
             raise CorruptArtefactError(str(self._manifest), f"it is no plan: {error}") from None
         if plan_checksum(plan.packs) != manifest["checksum"]:
             raise CorruptArtefactError(str(self._manifest), "its packs do not have the checksum it names")
@@ -142,7 +142,7 @@ class DiskPlanStore:
         return plan
 
 
-def _counts(plan: RawPlan) -> dict[str, int]:
+def _counts(plan: RawPlan) -> dict[str, int | str]:
     """Return what a manifest says of a plan, for people."""
     return {
         "num_packs": len(plan.packs),
@@ -151,6 +151,7 @@ def _counts(plan: RawPlan) -> dict[str, int]:
         "num_dropped_packs": len(plan.dropped_packs),
         "num_dropped_samples": plan.dropped_samples,
         "lower_bound": plan.lower_bound,
+        "bound_kind": plan.bound_kind,
         "packing_length": plan.packing_length,
         "num_samples": plan.num_samples,
         "num_tokens": plan.num_tokens,

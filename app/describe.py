@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from fractions import Fraction
+from types import MappingProxyType
 
 from app.planning import Knobs, PlannedSplit
 from core.errors import counted
+from core.patterns.certificate import BoundKind
 from core.review import LowFill, longest_pack, low_fill
 from core.samples import column
 
 WORTH_A_WARNING = Fraction(1, 100)
 """Share of the tokens that may be dropped without a warning, where `training.packing_max_dropped_share` is no lower."""
+
+BOUNDS: Mapping[BoundKind, str] = MappingProxyType(
+    {"quick": "quick bound", "relaxation": "linear relaxation", "reached": "a packing reaches it"}
+)
+"""What is said of each kind of lower bound."""
 
 
 def describe(planned: PlannedSplit, knobs: Knobs, *, world_size: int) -> Iterator[tuple[int, str]]:
@@ -21,7 +28,10 @@ def describe(planned: PlannedSplit, knobs: Knobs, *, world_size: int) -> Iterato
     info, warning = logging.INFO, logging.WARNING
     held = "padded batches; each counts as a pack of its own below"
     if knobs.packing:
-        held = f"{len(raw.packs):,} packs, fill {raw.fill:.4f}, no plan has fewer than {raw.lower_bound:,} packs"
+        held = (
+            f"{len(raw.packs):,} packs, fill {raw.fill:.4f}, no plan has fewer than {raw.lower_bound:,} packs "
+            f"({BOUNDS[raw.bound_kind]})"
+        )
     yield (
         info,
         (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from app.describe import BOUNDS
 from app.looking import Look
 
 Row = tuple[str, str, str]
@@ -40,7 +41,7 @@ def _packs(seen: Look) -> Iterator[Row]:
     yield (
         "  above the lower bound",
         f"{plan.gap:.3%}",
-        f"dropped ones counted; no plan has fewer than {plan.lower_bound:,}",
+        f"dropped ones counted; no plan has fewer than {plan.lower_bound:,} ({BOUNDS[plan.bound_kind]})",
     )
     yield (
         "fill",

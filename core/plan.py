@@ -5,15 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from decimal import Decimal
 from fractions import Fraction
+from math import inf
+from typing import get_args
 
 import attrs
 import numpy as np
 
-from core.bounds import lower_bound
+from core.bounds import find_bound
 from core.errors import DroppedTokensError, EmptyPlanError, SampleTooLongError
 from core.lengths import IntArray, Lengths, as_lengths, positive
 from core.packers import pack
 from core.packs import Packs, by_first_index, concatenate
+from core.patterns.certificate import BoundKind
+
+BOUND_EFFORT = 120_000
+BOUND_EFFORT_OF_A_SAMPLE = 0.3
+"""Steps of the search for a lower bound: about a twentieth of a second, and about what planning a sample takes."""
 
 
 @attrs.frozen
@@ -49,6 +56,9 @@ class RawPlan:
 
     lower_bound: int
     """No plan of these samples, skipped ones aside and before the fill filter, has fewer packs."""
+
+    bound_kind: BoundKind
+    """How `lower_bound` was found."""
 
     @property
     def planned_samples(self) -> int:
@@ -102,7 +112,8 @@ def build_raw_plan(
         seed: For algorithms that draw: `first_fit_shuffle`.
 
         quick_bound: Take a lower bound that is found at once, though a stronger one may be known: for plans that are
-            only compared. The packs are the same.
+            only compared. Otherwise a stronger one is looked for with an effort in proportion to the plan's, but that of
+            `certified`, whatever it takes. The packs are the same.
 
     Raises:
         InvalidLengthError: A length is not a positive whole number.
@@ -126,8 +137,10 @@ def build_raw_plan(
 
     single = Packs(np.arange(long.size + 1), long) if allow_single_long else Packs.from_lists([])
     packs = by_first_index(concatenate([kept, single]))
+    effort = inf if algorithm == "certified" else BOUND_EFFORT + BOUND_EFFORT_OF_A_SAMPLE * array.size
     if not len(packs):
         raise EmptyPlanError(array.size, 0 if allow_single_long else long.size, len(dropped), packing_length)
+    bound = find_bound(array[short], capacity=packing_length, known=len(grouped), effort=0 if quick_bound else effort)
     return RawPlan(
         packs=packs,
         single_long=tuple(single.indices.tolist()),
@@ -140,8 +153,8 @@ def build_raw_plan(
         dropped_tokens=_tokens(array[dropped.indices]),
         skipped_tokens=0 if allow_single_long else _tokens(array[long]),
         long_tokens=_tokens(array[single.indices]),
-        lower_bound=len(single)
-        + lower_bound(array[short], capacity=packing_length, known=len(grouped), quick=quick_bound),
+        lower_bound=len(single) + bound.packs,
+        bound_kind=bound.kind,
     )
 
 
@@ -231,6 +244,7 @@ def one_sample_packs(lengths: Lengths, *, packing_length: int, allow_single_long
         skipped_tokens=_tokens(array) - _tokens(array[kept]),
         long_tokens=_tokens(array[is_long]) if allow_single_long else 0,
         lower_bound=kept.size,
+        bound_kind="reached",
     )
 
 
@@ -245,6 +259,8 @@ _COUNTS = (
     "lower_bound",
 )
 
+_BOUND_KINDS: tuple[BoundKind, ...] = get_args(BoundKind)
+
 
 def plan_to_arrays(plan: RawPlan) -> dict[str, IntArray]:
     """Return the plan as flat int64 arrays, for stores and for other ranks."""
@@ -256,6 +272,7 @@ def plan_to_arrays(plan: RawPlan) -> dict[str, IntArray]:
         "single_long": np.array(plan.single_long, dtype=np.int64),
         "skipped_long": np.array(plan.skipped_long, dtype=np.int64),
         "counts": np.array([getattr(plan, name) for name in _COUNTS], dtype=np.int64),
+        "bound_kind": np.array([_BOUND_KINDS.index(plan.bound_kind)], dtype=np.int64),
     }
 
 
@@ -266,6 +283,7 @@ def plan_from_arrays(arrays: Mapping[str, IntArray]) -> RawPlan:
         dropped_packs=Packs(arrays["dropped_offsets"], arrays["dropped_indices"]),
         single_long=tuple(arrays["single_long"].tolist()),
         skipped_long=tuple(arrays["skipped_long"].tolist()),
+        bound_kind=_BOUND_KINDS[int(arrays["bound_kind"][0])],
         **dict(zip(_COUNTS, arrays["counts"].tolist(), strict=True)),
     )
 

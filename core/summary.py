@@ -18,6 +18,7 @@ from core.align import aligned_size
 from core.course import Course
 from core.lengths import IntArray, Lengths, as_lengths
 from core.metrics import padded_positions
+from core.patterns.certificate import BoundKind
 from core.plan import RawPlan
 from core.review import longest_pack
 from core.telemetry import EpochLedger, PackFacts
@@ -34,6 +35,9 @@ class PlanSummary:
 
     lower_bound: int
     """No plan of the same samples has fewer packs, those of the fill filter included."""
+
+    bound_kind: BoundKind
+    """How the bound was found."""
 
     gap: float | None
     """Packs beyond the bound, over the bound; the packs that the fill filter drops count. None without packing."""
@@ -162,6 +166,7 @@ def summarise(plan: RawPlan, lengths: Lengths, *, packed: bool = True) -> PlanSu
         packing_length=plan.packing_length,
         num_packs=len(plan.packs),
         lower_bound=plan.lower_bound,
+        bound_kind=plan.bound_kind,
         gap=gap,
         num_samples=plan.num_samples,
         planned_samples=plan.planned_samples,

@@ -419,7 +419,7 @@ def test_a_manifest_whose_counts_are_not_its_plans_is_found(whole):
     """Though its digest is right."""
     from adapters import artefacts
 
-    content = artefacts.read_manifest(whole / "raw_plan.json", "packplan raw plan 1")
+    content = artefacts.read_manifest(whole / "raw_plan.json", "packplan raw plan 2")
     artefacts.write_manifest(whole / "raw_plan.json", content | {"num_tokens": 1})
 
     assert ["another num_tokens" in str(error) for error in DiskPlanStore(whole).damage()] == [True]

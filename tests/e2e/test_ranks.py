@@ -131,8 +131,8 @@ def test_more_ranks_than_packs_may_not_drop(start_ranks, write_run, tmp_path):
     statuses = finished(start_ranks(4, path, out))
 
     assert [2, 2, 2, 2] == statuses
-    assert "packs cannot feed 4 ranks" in (out / "rank0.log").read_text()
-    assert "packs cannot feed 4 ranks" in (out / "rank3.log").read_text()
+    assert "1 pack cannot feed 4 ranks" in (out / "rank0.log").read_text()
+    assert "1 pack cannot feed 4 ranks" in (out / "rank3.log").read_text()
 
 
 def test_sigterm_to_one_rank_ends_all_at_the_same_step(start_ranks, write_run, tmp_path):

@@ -11,6 +11,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import attrs
+import numpy as np
 import pytest
 import yaml
 
@@ -235,7 +236,7 @@ def test_whatif_gives_what_building_each_would_show(store, said):
         built = store(name=f"other{packing_length}", template={"max_length": packing_length})
         shown = json.loads(said("show", built, "--json", "--world-size", world_size))["splits"]["train"]
         assert shown["course"] == one["course"]
-        quick = ("lower_bound", "gap")
+        quick = ("lower_bound", "bound_kind", "gap")
         assert {k: v for k, v in shown["plan"].items() if k not in quick} == {
             k: v for k, v in one["plan"].items() if k not in quick
         }
@@ -293,6 +294,16 @@ def test_the_longest_pack_is_named_wherever_a_plan_is_shown(store, said, tmp_pat
 
 def _warnings_of(said, path) -> list[str]:
     return json.loads(said("show", path, "--json"))["splits"]["train"]["warnings"]
+
+
+def test_which_bound_is_shown_is_said(store, said, capfd):
+    """One that a packing reaches, or a quick one where more would take long."""
+    narrow = np.random.default_rng(7).normal(8192 / 5.4, 8192 / 50, 300).astype(int).tolist()
+    quick = store(name="narrow", lengths=narrow, template={"max_length": 8192}, training={"packing_drop_last": False})
+
+    for path, kind, words in ((store(), "reached", "a packing reaches it"), (quick, "quick", "quick bound")):
+        assert kind == json.loads(said("show", path, "--json"))["splits"]["train"]["plan"]["bound_kind"]
+        assert words in " ".join(said("show", path).replace("│", " ").split())
 
 
 @pytest.mark.parametrize(
