@@ -170,6 +170,7 @@ def _alignment(aligned: AlignedPlan, drop_last: bool) -> dict[str, Any]:  # noqa
         "num_raw_packs": aligned.num_raw_packs,
         "num_aligned_packs": len(aligned.packs),
         "pad_needed": aligned.pad_needed,
+        "repeated": list(aligned.repeated),
         "num_dropped": aligned.num_dropped,
     }
 
@@ -179,7 +180,7 @@ def _misaligned(path: Path, manifest: Mapping[str, Any], plan: RawPlan) -> Itera
     drop_last = manifest["dataloader_drop_last"]
     try:
         aligned = align_plan(plan, world_size=manifest["world_size"], dataloader_drop_last=drop_last)
-        differing = [name for name, value in _alignment(aligned, drop_last).items() if manifest[name] != value]
+        differing = [name for name, value in _alignment(aligned, drop_last).items() if manifest.get(name) != value]
     except PlanTooShortError as error:
         differing = [str(error)]
     if path.name != f"plan_ws{manifest['world_size']}.json":

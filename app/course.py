@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+
 import attrs
 
 from core.batch import Accumulation, resolve_accumulation
 from core.config import RunConfig
 from core.course import Course
 from core.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 
 @attrs.frozen
@@ -25,6 +29,12 @@ def require_static(config: RunConfig) -> None:
     if config.custom.trainer_variant != "sft":
         reason = "is rollout, whose packs come as samples come: there is no plan; set it to sft for what needs one"
         raise ConfigError.of("custom.trainer_variant", reason)
+
+
+def warn_of_ignored(config: RunConfig) -> None:
+    """Warn of a setting that another one makes meaningless."""
+    if config.training.eval_packing and not config.training.packing:
+        log.warning("training.eval_packing is true, but training.packing is false, so evaluation is not packed either")
 
 
 def batch_of(config: RunConfig, *, world_size: int) -> Batch:

@@ -12,7 +12,7 @@ from adapters.checkpoints import find_checkpoint, read_attention, read_bookmark
 from adapters.swift_samples import SwiftSamples
 from adapters.swift_trainer import PackTrainer
 from app import wiring, wiring_light
-from app.course import Batch, batch_of, course_of, require_static
+from app.course import Batch, batch_of, course_of, require_static, warn_of_ignored
 from app.describe import describe
 from app.planning import Knobs, PlannedSplit, bookmark_of, plan_split, usable_folders
 from core.batch import partial_window
@@ -72,6 +72,7 @@ def prepare(config: RunConfig, group: RankGroup) -> Prepared:
     if checkpoint is not None:
         course = attrs.evolve(course, start=_progress_of(checkpoint, bookmark_of(planned["train"], course, config)))
     if group.rank == 0:
+        warn_of_ignored(config)
         for split, plan in planned.items():
             for level, line in describe(plan, knobs[split], world_size=group.world_size):
                 log.log(level, line)

@@ -160,6 +160,10 @@ def test_the_disk_holds_small_readable_manifests_and_nothing_else(tmp_path: Path
     assert {"lengths.json", "raw_plan.json", "plan_ws4.json"} == set(manifests)
     assert 10 == manifests["lengths.json"]["samples"]["rows"]
     assert plan_checksum(PLAN.packs) == manifests["raw_plan.json"]["checksum"]
+    assert (
+        list(align_plan(PLAN, world_size=4, dataloader_drop_last=False).repeated)
+        == manifests["plan_ws4.json"]["repeated"]
+    )
     assert plan_checksum(aligned.packs) == manifests["plan_ws4.json"]["checksum"]
     assert len(aligned.packs) == manifests["plan_ws4.json"]["num_aligned_packs"]
 
