@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
-WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
+WORKERS ?= $(shell getconf _NPROCESSORS_ONLN)
 MINUTES ?= 10
 # Tests start processes of their own: more threads than cores only slow them down.
 test test-fast explore: export OMP_NUM_THREADS ?= 1
@@ -14,15 +14,16 @@ export PYTHONUNBUFFERED = 1
 demo: $(READY)
 	@$(RUN) -m app.demo
 
-test: lint
-	$(RUN) -m tests.budget -n $(WORKERS) --dist loadgroup --cov --cov-report=term:skip-covered --durations=20
+test: $(READY)
+	$(RUN) -m tests.budget -n $(WORKERS) --dist loadfile --no-loadscope-reorder --cov --cov-report=term:skip-covered --durations=20
 
 test-fast: $(READY)
-	$(RUN) -m pytest -n $(WORKERS) --dist loadgroup -m "not slow"
+	$(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow"
 
 explore: $(READY)
 	$(RUN) -m tests.explore $(MINUTES)
 
+# Tests run these too.
 lint: $(READY)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .

@@ -14,7 +14,7 @@ from swift import get_model_processor
 from swift.utils import HfConfigFactory
 from transformers.utils import logging as transformers_logging
 
-from adapters.attention import attend_by_varlen
+from adapters.attention import attend_by_varlen, project_patches
 from adapters.swift_template import swift_types
 from core.config import ModelConfig, TemplateConfig, TrainingConfig
 from core.errors import ConfigError
@@ -50,6 +50,7 @@ def open_model(
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConfigError.of("model.model", f"{model.model} cannot be loaded by ms-swift: {error}") from error
+    project_patches(opened)
     if attn_impl == VARLEN:
         attend_by_varlen(opened)
     # With the cache on, transformers builds no block-diagonal mask, and packed samples attend to each other.

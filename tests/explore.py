@@ -23,7 +23,9 @@ def main(minutes: str) -> int:
         variables = {"HYPOTHESIS_PROFILE": "explore", "EXPLORE_SEED": str(seed)}
         print(f"round {rounds + 1}, seed {seed}", flush=True)
         if status := subprocess.run(
-            [sys.executable, *command, "-n", str(os.cpu_count())], env={**os.environ, **variables}, check=False
+            [sys.executable, *command, "-n", str(os.cpu_count()), "--dist", "loadfile"],
+            env={**os.environ, **variables},
+            check=False,
         ).returncode:
             words = " ".join(f"{name}={value}" for name, value in variables.items())
             print(f"\nTo reproduce it, with the name of the test that failed:\n{words} {sys.executable} -m pytest "

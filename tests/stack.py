@@ -1,6 +1,8 @@
-"""What the server of `tests.processes` imports once: the libraries, and the adapters, but no command."""
+"""What the server of `tests.processes` imports once, and tests of training too: libraries and adapters, but no command."""
 
 from __future__ import annotations
+
+import gc
 
 from adapters import (  # noqa: F401
     dynamic_dataset,
@@ -13,3 +15,7 @@ from adapters import (  # noqa: F401
     swift_trainer,
     torch_group,
 )
+
+# A million objects that live as long as the process: trainers collect garbage at each start, and would look at all of them.
+gc.collect()
+gc.freeze()

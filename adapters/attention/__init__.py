@@ -3,7 +3,7 @@ Attention over packed rows: how samples of a row attend to themselves alone, and
 
 `attend_by_varlen` lets a model attend by our own functions; `native_attention` lets it attend as
 transformers does for a while, which is what references are computed by. `layout` says where a row's blocks are, `varlen`
-attends within them.
+attends within them; `vision` projects a tower's patches.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from adapters.attention.varlen import attend, attend_to_patches, row_mask
+from adapters.attention.vision import project_patches
 from core.isolation import NATIVE
 
-__all__ = ["NAME", "PATCHES_NAME", "attend_by_varlen", "native_attention"]
+__all__ = ["NAME", "PATCHES_NAME", "attend_by_varlen", "native_attention", "project_patches"]
 
 NAME = "packplan_varlen"
 """Our attention's name among transformers' functions."""

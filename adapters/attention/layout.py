@@ -3,7 +3,8 @@ Where the samples of a packed row lie, and what each token of them may attend to
 
 Rules: a layout is read off the model's own mask function, so that windows and overlays keep their meaning; it travels as
 the attention mask, from the model to its layers, so that backward passes and recomputed layers have the one of their own
-row; nothing global knows it. No tensor grows with the square of the row's length.
+row; nothing global knows it. No tensor grows with the square of the row's length; masks that are neither causal nor a
+window (overlays) grow with the squares of their own samples'.
 """
 
 from __future__ import annotations
@@ -83,8 +84,9 @@ def read_layout(mask_function: MaskFunction, *, length: int, window: int | None,
     Read the blocks of a row off a mask function; a block begins where a token does not attend to the one before it.
 
     A block is taken for plain causal, or causal within the window, when every token attends to the farthest key that
-    this allows and to all at distances that are powers of two, and neither to the first key beyond it nor to later
-    ones at such distances: T log T questions instead of T x T.
+    this allows, and neither to the first key beyond it, nor to the token after it, nor to the block's last; and when the
+    block's first and last token do as expected at distances that are powers of two. That is five questions a token,
+    and some for each block, instead of one for each pair.
 
     Args:
         mask_function: What the model means by its mask; it takes index tensors that broadcast.
@@ -107,9 +109,8 @@ def read_layout(mask_function: MaskFunction, *, length: int, window: int | None,
     cu_seqlens = torch.cat([first, first.new_tensor([length])]).to(torch.int32)
     layout = Layout.of_boundaries(cu_seqlens, is_causal=True)
     own = begins.cumsum(0) - 1
-    starts, ends = first[own], cu_seqlens[1:].long()[own] - 1
     reach = layout.longest if window is None else min(window, layout.longest)
-    if _is_causal_within(attends, starts, ends, reach):
+    if _is_causal_within(attends, first, cu_seqlens[1:].long() - 1, own, reach):
         return attrs.evolve(layout, window=None if reach == layout.longest else reach)
     masks = tuple(
         sdpa_mask(1, n, n, start, start, mask_function, allow_is_causal_skip=False, device=device)
@@ -120,15 +121,30 @@ def read_layout(mask_function: MaskFunction, *, length: int, window: int | None,
 
 def _is_causal_within(
     attends: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    starts: torch.Tensor,
-    ends: torch.Tensor,
+    first: torch.Tensor,
+    last: torch.Tensor,
+    own: torch.Tensor,
     reach: int,
 ) -> bool:
-    """Return whether tokens attend to the *reach* tokens up to themselves, as far as their block goes, and to no others."""
-    tokens = torch.arange(len(starts), device=starts.device)
-    steps = [1 << power for power in range(len(starts).bit_length()) if 1 << power < len(starts)]
-    offsets = torch.tensor([*steps, 0, reach - 1, reach], device=starts.device)[:, None]
-    keys = torch.cat([tokens - offsets, tokens + offsets, starts[None], ends[None]])
-    keys = torch.minimum(torch.maximum(keys, starts), ends)
-    expected = (keys <= tokens) & (keys > tokens - reach)
-    return bool(torch.equal(attends(tokens.expand(keys.shape), keys), expected))
+    """
+    Return whether tokens attend to the *reach* tokens up to themselves, as far as their block goes, and to no others.
+
+    Args:
+        attends: Answers for queries and keys, both of shape (questions,).
+
+        first: First token of each block; shape (blocks,).
+
+        last: Last token of each block; shape (blocks,).
+
+        own: Each token's block; shape (tokens,).
+
+        reach: Tokens, itself included.
+    """
+    tokens = torch.arange(len(own), device=own.device)
+    steps = [1 << power for power in range(1, len(own).bit_length())]
+    asked = [(tokens, key) for key in (tokens + 1, first[own], last[own], tokens - reach + 1, tokens - reach)]
+    asked += [(first, first + step) for step in steps] + [(last, last - step) for step in steps]
+    queries, keys = (torch.cat(part) for part in zip(*asked, strict=True))
+    keys = torch.minimum(torch.maximum(keys, first[own[queries]]), last[own[queries]])
+    expected = (keys <= queries) & (keys > queries - reach)
+    return torch.equal(attends(queries, keys), expected)

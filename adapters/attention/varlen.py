@@ -241,7 +241,7 @@ def _by_blocks(
         elif layout.window is not None and layout.window < q.shape[2]:
             attended = _windowed(sdpa, q, k, v, layout.window)
         else:
-            attended = sdpa(q, k, v, is_causal=layout.is_causal and q.shape[2] > 1, enable_gqa=q.shape[1] != k.shape[1])
+            attended = sdpa(q, k, v, is_causal=layout.is_causal, enable_gqa=q.shape[1] != k.shape[1])
         for i, block in zip(alike, torch.split(attended.transpose(1, 2), 1), strict=True):
             outputs[i] = block
     return torch.cat(outputs, 1)

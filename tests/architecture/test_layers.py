@@ -52,12 +52,15 @@ def test_core_loads_neither_torch_nor_a_clock_of_its_own():
 
 
 @pytest.mark.slow
-def test_layers_hold():
-    """import-linter finds no broken contract."""
-    linter = Path(sys.executable).with_name("lint-imports")
-    run = subprocess.run([linter], capture_output=True, text=True, check=False, cwd=ROOT)
+@pytest.mark.parametrize("command", ["ruff check .", "ruff format --check .", "mypy", "lint-imports"])
+def test_linters_find_nothing(command):
+    """Style, types, and what may import what: `make lint`, beside other tests."""
+    name, *options = command.split()
+    run = subprocess.run(
+        [Path(sys.executable).with_name(name), *options], capture_output=True, text=True, check=False, cwd=ROOT
+    )
 
-    assert 0 == run.returncode, run.stdout
+    assert 0 == run.returncode, run.stdout + run.stderr
 
 
 def test_no_pickle_and_no_unsafe_yaml():

@@ -15,6 +15,12 @@ from tests.processes import Started
 Sections = dict[str, dict[str, Any]]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _stack():
+    """Import the libraries before the first test of training, and keep them out of what the garbage collector looks at."""
+    import tests.stack  # noqa: F401
+
+
 @pytest.fixture
 def write_run(demo: Path, tmp_path: Path) -> Callable[..., Path]:
     """Return a function that writes a quick run's YAML; sections given to it overlay the quick ones."""

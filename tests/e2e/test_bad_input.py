@@ -154,6 +154,21 @@ def test_a_bad_setting_is_named_by_its_key(outcome, overlay, says):
     assert says in message
 
 
+@pytest.mark.parametrize("packing", [True, False])
+def test_varlen_on_a_model_that_it_is_not_shown_equal_for(outcome, tmp_path, packing):
+    """Refused by its key, before anything is measured, with what to use; packed or not, for caps and sinks would be lost."""
+    (tmp_path / "config.json").write_text('{"model_type": "gemma2"}')
+
+    status, message = outcome(
+        model={"model": str(tmp_path), "attn_impl": "varlen"}, training={"packing": packing}
+    )  # fmt: skip
+
+    assert 2 == status
+    assert "model.attn_impl varlen cannot be taken" in message
+    assert "use model.attn_impl: sdpa" in message
+    assert not list(tmp_path.rglob("lengths*"))
+
+
 def test_one_process_with_several_gpus_is_refused(outcome, monkeypatch):
     """The trainer would split packs over them, silently."""
     monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda _: 4))

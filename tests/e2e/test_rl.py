@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +13,7 @@ import yaml
 from core.errors import WholeBatchLossError
 from tests.nearness import FLOAT32, apart, norm
 from tests.network import free_port
-from tests.processes import DEADLINE_S, finished
+from tests.processes import finished
 
 pytestmark = pytest.mark.slow
 
@@ -282,23 +279,20 @@ def test_a_step_of_several_updates_says_what_all_of_them_did(write_rl, tmp_path,
     assert trained["loss/ratio"].mean() == pytest.approx(entry["loss/ratio"])
 
 
-def test_torchrun_and_ray_give_the_same(server, write_rl, tmp_path):
-    """The same rollouts, losses and figures from two ranks of torchrun and from two actors."""
+def test_ranks_and_ray_give_the_same(server, write_rl, tmp_path):
+    """The same rollouts, losses and figures from two ranks and from two actors."""
+    from app import rl
+
     grpo, policy = (
         {"num_steps": 1, "kl_coefficient": 0.01},
         {"sequence_packing": {"enabled": True, "train_mb_tokens": 200}},
     )
-    ran = subprocess.run(
-        [Path(sys.executable).with_name("torchrun"), "--nproc-per-node", "2", "--master-addr", "127.0.0.1",
-         "--master-port", str(free_port()), "-m", "app.rl", write_rl("torchrun", policy=policy, grpo=grpo)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=Path(__file__).parents[2],
-        capture_output=True, text=True, timeout=DEADLINE_S, check=False,
-    )  # fmt: skip
-    assert 0 == ran.returncode, ran.stderr[-3000:]
+    ranks = server.ranks(2, rl.main, [str(write_rl("ranks", policy=policy, grpo=grpo))], folder=tmp_path / "logs")
+    assert [0, 0] == finished(ranks)
     ray = server.packplan("rl", write_rl("ray", policy=policy, grpo=grpo), "--ray-workers", 2)
     assert 0 == ray.wait(), ray.said[-3000:]
 
-    ours, theirs = (logged(tmp_path / name) for name in ("torchrun", "ray"))
+    ours, theirs = (logged(tmp_path / name) for name in ("ranks", "ray"))
     assert 1 == len(ours)
     assert TIMES <= set(ours[0])
     assert [{k: v for k, v in entry.items() if k not in TIMES} for entry in ours] == [

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -15,8 +12,7 @@ import pytest
 import yaml
 
 from core.errors import ConfigError, DataSetError
-from tests.network import free_port
-from tests.processes import DEADLINE_S
+from tests.processes import finished
 
 pytestmark = pytest.mark.slow
 
@@ -302,7 +298,7 @@ def test_a_model_that_sees_answers_too(write_run, demo):
     assert all(0 <= entry["reward"] <= 1 for entry in history if "reward" in entry)
 
 
-def test_two_torchrun_ranks_with_unequal_data_end_together(write_rollout, tmp_path):
+def test_two_ranks_with_unequal_data_end_together(server, write_rollout, tmp_path):
     """One rank's samples are short, the other's long: it has more packs; both run the same steps."""
     path = tmp_path / "unequal.jsonl"
     records = [
@@ -316,14 +312,9 @@ def test_two_torchrun_ranks_with_unequal_data_end_together(write_rollout, tmp_pa
     ]
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     run_yaml = write_rollout({"train_jsonl": str(path)}, max_steps=25, use_cpu=True)
-    ran = subprocess.run(
-        [Path(sys.executable).with_name("torchrun"), "--nproc-per-node", "2", "--master-addr", "127.0.0.1",
-         "--master-port", str(free_port()), "-m", "app.sft", run_yaml],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=Path(__file__).parents[2],
-        capture_output=True, text=True, timeout=DEADLINE_S, check=False,
-    )  # fmt: skip
+    from app import sft
 
-    assert 0 == ran.returncode, ran.stderr[-3000:]
+    assert [0, 0] == finished(server.ranks(2, sft.main, [str(run_yaml)], folder=tmp_path / "logs"))
     lines = [json.loads(line) for line in (tmp_path / "run" / "logging.jsonl").read_text().splitlines()]
     assert 25 == sum("loss" in line for line in lines)
     ends = [line for line in lines if "epoch_samples" in line]

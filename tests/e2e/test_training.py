@@ -15,6 +15,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from core.errors import ConfigError, ContractError
+from tests.processes import server_context
 
 pytestmark = pytest.mark.slow
 
@@ -300,6 +301,9 @@ def test_several_processes_measure_the_same(demo, write_run, monkeypatch):
     from app import wiring
 
     monkeypatch.setattr(swift_samples.os, "cpu_count", lambda: 2)
+    # Workers that are spawned import the stack, too; these come from the server, which has.
+    context = server_context()
+    monkeypatch.setattr(swift_samples.multiprocessing, "get_context", lambda _: context)
     samples = wiring.open_samples(wiring.read_config(write_run()), pool_start_s=0.0)["train"]
     assert 2 == samples._workers
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.nearness import FLOAT32
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("guide")]
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 

@@ -28,6 +28,7 @@ from adapters import attention
 from adapters.attention import layout as layouts
 from adapters.attention import varlen
 from adapters.attention.layout import Layout, read_layout
+from adapters.attention.vision import PatchProjection
 
 MODELS = ["qwen2_5_vl", "qwen3_vl", "qwen2", "qwen3"]
 
@@ -265,7 +266,11 @@ def computed_twice(arguments):
 by_blocks = varlen._by_blocks
 
 
-@pytest.mark.parametrize("fault", [moved_boundary, joined_samples, lost_window, Stale()], ids=str)
+@pytest.mark.parametrize(
+    "fault",
+    [moved_boundary, joined_samples, lost_window, Stale()],
+    ids=["moved boundary", "joined samples", "lost window", "stale"],
+)
 def test_a_wrong_layout_is_found(monkeypatch, fault):
     """A boundary moved by one, two samples in one block, a window lost, the layout of the row before."""
     model = windowed_model()
@@ -481,13 +486,30 @@ def test_the_fused_kernel_gives_what_the_blocks_give(kind, key_heads):
         torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
 
 
+@given(st.integers(1, 9), st.booleans(), st.booleans())
+def test_patches_are_projected_as_by_the_convolution(number, bias, larger):
+    """Outputs and gradients, in float64; inputs of another size than the kernel's too."""
+    kernel = (2, 3, 3)
+    plain = torch.nn.Conv3d(3, 5, kernel, kernel, bias=bias, dtype=torch.float64)
+    ours = PatchProjection(3, 5, kernel, kernel, bias=bias, dtype=torch.float64)
+    ours.load_state_dict(plain.state_dict())
+    patches = torch.randn(number, 3, 2, 6 if larger else 3, 3, dtype=torch.float64)
+
+    results = []
+    for module in (ours, plain):
+        out = module(patches)
+        results.append((out, *torch.autograd.grad(out.square().sum(), list(module.parameters()))))
+
+    torch.testing.assert_close(*results)
+
+
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
 def test_a_vision_tower_attends_once_a_layer(opened, name, monkeypatch):
     """To all windows or images of a row; what it sees, and its gradients, are those of transformers' own loop."""
-    model, calls = opened(name), []
+    model, calls = opened(name).double(), []
     tower = model.model.visual
     grid = torch.tensor([[1, 4, 6], [1, 10, 12], [1, 4, 6], [1, 2, 2], [2, 8, 8]])
-    pixels = torch.randn(int(grid.prod(-1).sum()), tower.patch_embed.proj.weight[0].numel())
+    pixels = torch.randn(int(grid.prod(-1).sum()), tower.patch_embed.proj.weight[0].numel(), dtype=torch.float64)
     plain = varlen.attend_within
     monkeypatch.setattr(varlen, "attend_within", lambda *a, **o: calls.append(a[3]) or plain(*a, **o))
 
@@ -501,9 +523,12 @@ def test_a_vision_tower_attends_once_a_layer(opened, name, monkeypatch):
     assert len(tower.blocks) == len(calls)
     with attention.native_attention(model):
         expected = look()
+    attention.project_patches(tower)
+    projected = look()
 
-    assert len(tower.blocks) == len(calls)
-    assert max(apart(ours, expected)) < EQUAL
+    assert 2 * len(tower.blocks) == len(calls)
+    assert PatchProjection is type(tower.patch_embed.proj)
+    assert max(*apart(ours, expected), *apart(projected, expected)) < EQUAL_IN_FLOAT64
     assert all(not layout.is_causal for layout in calls)
 
 
@@ -519,13 +544,23 @@ def test_what_is_no_packed_row_is_left_to_transformers(opened):
             ids, attention_mask=left, do_sample=False, max_new_tokens=6, use_cache=True, pad_token_id=0
         )
         with torch.no_grad():
-            return generated, *(model(input_ids=ids, attention_mask=mask).logits for mask in (left, right))
+            padded = [model(input_ids=ids, attention_mask=mask).logits for mask in (left, right)]
+            # A batch of one is no packed row either, where it has padding.
+            return generated, *padded, model(input_ids=ids[1:2], attention_mask=left[1:2]).logits
 
     ours = run()
     with attention.native_attention(model):
         expected = run()
 
     assert all(torch.equal(*pair) for pair in zip(expected, ours, strict=True))
+
+
+def test_one_plain_sample_needs_no_layout():
+    """Nor a mask: torch's own causal attention does it; within a window, it is a row of one block."""
+    options = {"batch_size": 1, "q_length": 9, "kv_length": 9, "mask_function": causal_mask_function, "device": "cpu"}
+
+    assert varlen.row_mask(**options) is None
+    assert (9,) == varlen.row_mask(**options, local_size=4).lengths
 
 
 def test_native_attention_is_for_a_while(opened):
@@ -555,6 +590,9 @@ def test_a_saved_model_knows_nothing_of_it(opened, name, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor:UserWarning"
+)  # the compiler looks at all attributes
 def test_a_compiled_model_gives_the_same():
     """For rows of several layouts, one after the other; the attention itself runs as it is."""
     model = windowed_model()

@@ -14,7 +14,7 @@ import pytest
 from adapters.length_store import DiskLengthStore
 from tests.faults.runs import FLUSH_EVERY, KNOBS, FileSource, Forked, artefacts_of, at_each_line, execute, write_data
 
-pytestmark = [pytest.mark.slow, pytest.mark.seeded, pytest.mark.xdist_group("killed")]
+pytestmark = [pytest.mark.slow, pytest.mark.seeded]
 
 RUNS = 24
 

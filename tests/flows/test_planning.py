@@ -88,6 +88,18 @@ def test_a_changed_knob_plans_anew_and_measures_nothing():
     assert 2 == desk.plans.saves
 
 
+@pytest.mark.parametrize(
+    ("knob", "value"),
+    [("packing", False), ("packing_length", 90), ("algorithm", "certified"), ("min_fill_ratio", "0.7"),
+     ("drop_last", False), ("allow_single_long", False), ("seed", 7)],
+)  # fmt: skip
+def test_every_knob_of_a_run_enters_its_plans_fingerprint(knob, value):
+    """With an algorithm that draws, the seed too."""
+    drawn = {"algorithm": "first_fit_shuffle"}
+
+    assert knobs(**drawn).fingerprint("digest") != knobs(**{**drawn, knob: value}).fingerprint("digest")
+
+
 def test_another_world_size_never_plans_anew():
     """It aligns the same raw plan."""
     desk = Desk()

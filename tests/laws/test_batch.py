@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import event, given
+from hypothesis import event, example, given
 from hypothesis import strategies as st
 
 from core.batch import partial_window, resolve_accumulation
@@ -12,17 +12,23 @@ from core.errors import BatchSizeError
 small = st.integers(1, 12)
 
 
-@given(effective=st.integers(1, 200), per_device=small, accumulation=st.none() | small, world_size=small)
-def test_a_wanted_effective_batch_is_realised_exactly_or_refused(effective, per_device, accumulation, world_size):
-    """Ranks times accumulation is the packs per step that were asked for, whatever the other two say."""
+@given(effective=st.integers(1, 200), per_device=small, accumulation=st.none() | small, world_size=small, forced=small)
+# Divisible by the ranks, but not by the batches that each of them forms.
+@example(effective=6, per_device=1, accumulation=None, world_size=2, forced=2)
+def test_a_wanted_effective_batch_is_realised_exactly_or_refused(
+    effective, per_device, accumulation, world_size, forced
+):
+    """Ranks times batch times accumulation is what was asked for in a step, whatever the other two say."""
     options = {
         "effective_batch_size": effective,
         "per_device_train_batch_size": per_device,
         "gradient_accumulation_steps": accumulation,
         "world_size": world_size,
+        "forced_batch_size": forced,
     }
-    event(f"divisible: {effective % world_size == 0}")
-    if effective % world_size:
+    unit = world_size * forced
+    event(f"divisible: {effective % unit == 0}")
+    if effective % unit:
         with pytest.raises(BatchSizeError, match="divisible"):
             resolve_accumulation(**options)
         return
@@ -30,11 +36,11 @@ def test_a_wanted_effective_batch_is_realised_exactly_or_refused(effective, per_
     resolved = resolve_accumulation(**options)
 
     assert effective == resolved.requested == resolved.realised
-    assert effective == world_size * resolved.gradient_accumulation_steps
+    assert effective == unit * resolved.gradient_accumulation_steps
 
 
-@given(per_device=small, accumulation=small, world_size=small, forced=small)
-def test_an_unset_effective_batch_keeps_what_the_user_implied(per_device, accumulation, world_size, forced):
+@given(per_device=small, accumulation=small, world_size=small)
+def test_an_unset_effective_batch_keeps_what_the_user_implied(per_device, accumulation, world_size):
     """Packing takes over what per-device batch and accumulation gave; padding keeps both."""
     packed = resolve_accumulation(
         effective_batch_size=None,
