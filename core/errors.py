@@ -26,7 +26,7 @@ Everything that this project raises on purpose.
     │   ├── LockedError            another job writes the same folder
     │   ├── RankZeroError          rank 0 failed, died, or was too slow, while this rank waited for its plan
     │   ├── RankGoneError          another rank said nothing in time
-    │   ├── NotFiniteError         a loss or a gradient that is no finite number
+    │   ├── NotFiniteError         a loss, a gradient or a weight that is no finite number
     │   └── WorkerError            a worker of reinforcement learning raised or died
     └── VerificationError          something stored or shared is not what it claims: exit status 3
         ├── CorruptArtefactError   a file differs from its digest
@@ -454,16 +454,15 @@ class RankZeroError(UserError):
 
 @attrs.define(eq=False)
 class NotFiniteError(UserError):
-    """A loss or a gradient is no finite number."""
+    """A loss, a gradient or a weight is no finite number."""
 
     what: str
     number: float
 
+    consequence: str = "the policy was not updated and not saved: lower training.learning_rate, and look at what grpo.reward and grpo.loss give"
+
     def __str__(self) -> str:
-        return (
-            f"{self.what} is {self.number}, so the policy was not updated and not saved: lower training.learning_rate, and look at "
-            "what grpo.reward and grpo.loss give"
-        )
+        return f"{self.what} is {self.number}, so {self.consequence}"
 
 
 @attrs.define(eq=False)
