@@ -47,7 +47,7 @@ def prepare(config: RunConfig, group: RankGroup) -> Prepared:
     training = config.training
     checkpoint = None
     if training.resume_from_checkpoint is not None:
-        checkpoint = find_checkpoint(training.resume_from_checkpoint, training.output_dir)
+        checkpoint = find_checkpoint(training.resume_from_checkpoint, training.output_dir, group=group)
     # What the settings alone can get wrong is found before hours of measuring.
     batch = batch_of(config, world_size=group.world_size)
     samples = wiring.open_samples(config)
