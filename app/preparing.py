@@ -12,7 +12,7 @@ from adapters.checkpoints import find_checkpoint, read_attention, read_bookmark
 from adapters.swift_samples import SwiftSamples
 from adapters.swift_trainer import PackTrainer
 from app import wiring, wiring_light
-from app.course import Batch, batch_of, course_of, require_static
+from app.course import Batch, batch_of, course_of, forced_batches, require_static
 from app.describe import describe
 from app.planning import Knobs, PlannedSplit, bookmark_of, plan_split, usable_folders
 from core.batch import partial_window
@@ -94,15 +94,8 @@ def _progress_of(checkpoint: Path, now: Bookmark) -> Progress:
 def _log_course(config: RunConfig, batch: Batch, course: Course) -> None:
     training, accumulation = config.training, batch.accumulation
     unit = "packs" if training.packing else "samples"
-    if training.packing and training.per_device_train_batch_size != 1:
-        log.warning(
-            "packing forces training.per_device_train_batch_size from %d to 1; accumulation keeps the effective batch",
-            training.per_device_train_batch_size,
-        )
-    if config.eval_packing and training.per_device_eval_batch_size != 1:
-        log.warning(
-            "packing forces training.per_device_eval_batch_size from %d to 1", training.per_device_eval_batch_size
-        )
+    for forced in forced_batches(config):
+        log.warning("%s", forced)
     log.info(
         "effective batch: requested %d %s per optimizer step, realised %d = %d ranks x %d per device x %d accumulation",
         accumulation.requested,

@@ -224,6 +224,7 @@ def build_stream_trainer(
         evaluated = PackedDataset(samples["eval"], planned.raw.packs, planned.table, grouped=config.eval_packing)
     return StreamTrainer(
         packing_length=config.packing_length,
+        max_dropped_share=training.packing_max_dropped_share,
         extra=stream.logs,
         group=group,
         reduction=training.loss_reduction,

@@ -149,6 +149,10 @@ class TrainingConfig:
     packing_drop_last: bool = True
     """Whether packs filled below `packing_min_fill_ratio` are dropped."""
 
+    packing_max_dropped_share: Decimal = Decimal("0.01")
+    """Share of all tokens that may be in dropped packs: where more than one pack is dropped and they have more, planning
+    ends with an error. 1 allows any."""
+
     packing_allow_single_long: bool = True
     """Give a sample of the packing length or more a pack of its own; `false` skips it."""
 
@@ -309,11 +313,7 @@ def _number_faults(config: RunConfig) -> Iterator[Fault]:
     for path, value in at_least_one.items():
         if value is not None and value < 1:
             yield Fault(path, f"is {value}, but has to be at least 1")
-    ratio = training.packing_min_fill_ratio
-    if ratio.is_nan() or not 0 <= ratio <= 1:
-        yield Fault("training.packing_min_fill_ratio", f"is {ratio}, but has to be from 0 to 1")
-    if not 0 <= training.lora_dropout < 1:
-        yield Fault("training.lora_dropout", f"is {training.lora_dropout}, but has to be from 0 to below 1")
+    yield from _share_faults(training)
     if not 0 <= training.packing_wait_timeout_s < float("inf"):
         yield Fault(
             "training.packing_wait_timeout_s",
@@ -330,6 +330,15 @@ def _number_faults(config: RunConfig) -> Iterator[Fault]:
             "training.packing_algorithm",
             f"is {training.packing_algorithm!r}, but has to be one of {', '.join(ALGORITHMS)}",
         )
+
+
+def _share_faults(training: TrainingConfig) -> Iterator[Fault]:
+    for name in ("packing_min_fill_ratio", "packing_max_dropped_share"):
+        share = getattr(training, name)
+        if share.is_nan() or not 0 <= share <= 1:
+            yield Fault(f"training.{name}", f"is {share}, but has to be from 0 to 1")
+    if not 0 <= training.lora_dropout < 1:
+        yield Fault("training.lora_dropout", f"is {training.lora_dropout}, but has to be from 0 to below 1")
 
 
 def _mode_faults(config: RunConfig) -> Iterator[Fault]:
