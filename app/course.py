@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 
 import attrs
 
@@ -49,6 +50,18 @@ def batch_of(config: RunConfig, *, world_size: int) -> Batch:
         forced_batch_size=size,
     )
     return Batch(size, accumulation)
+
+
+def forced_batches(config: RunConfig) -> Iterator[str]:
+    """Yield what packing changes of the batch sizes that the run asks for."""
+    training = config.training
+    if training.packing and training.per_device_train_batch_size != 1:
+        yield (
+            f"packing forces training.per_device_train_batch_size from {training.per_device_train_batch_size:,} to 1; "
+            "accumulation keeps the effective batch"
+        )
+    if config.eval_packing and training.per_device_eval_batch_size != 1:
+        yield f"packing forces training.per_device_eval_batch_size from {training.per_device_eval_batch_size:,} to 1"
 
 
 def course_of(config: RunConfig, batch: Batch, *, num_packs: int, world_size: int) -> Course:

@@ -16,9 +16,13 @@ import attrs
 
 from core.errors import Fault
 from core.packers import ALGORITHMS
+from core.records import MAX_MESSAGES
 from core.rl_config import GrpoConfig, PolicyConfig
 
 PACKING_BUFFER = 512
+
+MAX_LINE_BYTES = 8 * 2**20
+"""Bytes of a line of a data file, unless `custom.max_line_bytes` says otherwise."""
 
 
 def _read_only(keys: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -95,6 +99,13 @@ class CustomConfig:
 
     use_summary: bool = False
     """Answer dense captions with their summary."""
+
+    max_line_bytes: int = MAX_LINE_BYTES
+    """Bytes of a data file's longest line; a longer one is refused before it is read, for reading it takes 160 times as much
+    memory."""
+
+    max_messages: int = MAX_MESSAGES
+    """Messages of a record; more are refused."""
 
     rollout_reward: str | None = None
     """Of the rollout variant: scores the model's own answers, the best of which are trained: one of
@@ -283,6 +294,8 @@ def faults(config: RunConfig) -> Iterator[Fault]:
 def _number_faults(config: RunConfig) -> Iterator[Fault]:
     training = config.training
     at_least_one = {
+        "custom.max_line_bytes": config.custom.max_line_bytes,
+        "custom.max_messages": config.custom.max_messages,
         "global_max_length": config.global_max_length,
         "model.max_model_len": config.model.max_model_len,
         "template.max_length": config.template.max_length,

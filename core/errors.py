@@ -27,7 +27,7 @@ Everything that this project raises on purpose.
     │   ├── LockedError            another job writes the same folder
     │   ├── RankZeroError          rank 0 failed, died, or was too slow, while this rank waited for its plan
     │   ├── RankGoneError          another rank said nothing in time
-    │   ├── NotFiniteError         a loss or a gradient that is no finite number
+    │   ├── NotFiniteError         a loss, a gradient or a weight that is no finite number
     │   └── WorkerError            a worker of reinforcement learning raised or died
     └── VerificationError          something stored or shared is not what it claims: exit status 3
         ├── CorruptArtefactError   a file differs from its digest
@@ -53,8 +53,41 @@ def _first(items: tuple[int, ...]) -> str:
     return ", ".join(map(str, items[:10])) + (", …" if len(items) > 10 else "") or "none"
 
 
+MAX_LINE, MAX_LINES = 500, 60
+"""Characters of a line of an error's text, and lines of it: whatever it quotes, the fact and the remedy can be read."""
+
+
+def shortened(text: str) -> str:
+    """
+    Return *text* with the middle of its long lines, and of too many lines, left out.
+
+    >>> len(shortened("x" * 100_000))
+    500
+    """
+    lines = text.split("\n")
+    if len(lines) > MAX_LINES:
+        left_out = f"  … {len(lines) - MAX_LINES + 1:,} more lines …"
+        lines = [*lines[: MAX_LINES - 3], left_out, *lines[-2:]]
+    return "\n".join(map(_shortened_line, lines))
+
+
+def _shortened_line(line: str) -> str:
+    if len(line) <= MAX_LINE:
+        return line
+    left_out = f" … {len(line):,} characters … "
+    kept = MAX_LINE - len(left_out)
+    return f"{line[: kept - kept // 2]}{left_out}{line[len(line) - kept // 2 :]}"
+
+
 class PackplanError(Exception):
-    """Base of all errors raised on purpose."""
+    """Base of all errors raised on purpose; its text is bounded, whatever the data or the YAML that it quotes."""
+
+    def _text(self) -> str:
+        """Return what is wrong, and what to do, however long."""
+        return super().__str__()
+
+    def __str__(self) -> str:
+        return shortened(self._text())
 
 
 class UserError(PackplanError):
@@ -93,7 +126,7 @@ class ConfigError(UserError):
         """Return the error of one fault, found after the YAML was read."""
         return cls("the configuration", (Fault(path, reason),))
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         count = "1 fault" if len(self.faults) == 1 else f"{len(self.faults)} faults"
         return "\n  ".join([f"{self.source} has {count}:", *map(str, self.faults)])
 
@@ -106,7 +139,7 @@ class RecordError(UserError):
     line: int
     reason: str
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         return f"{self.source}, line {self.line}: {self.reason}"
 
 
@@ -116,7 +149,7 @@ class DataSetError(UserError):
 
     reason: str
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         return self.reason
 
 
@@ -128,7 +161,7 @@ class InvalidLengthError(UserError):
     value: object
     reason: str
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         return f"length {self.index} is {self.value!r}: {self.reason}"
 
 
@@ -141,7 +174,7 @@ class TooFewSamplesError(UserError):
     min_bin_count: int
     bin_count_multiple: int
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         return (
             f"{self.num_samples:,} samples cannot fill {self.num_packs:,} packs (min_bin_count {self.min_bin_count:,}, "
             f"bin_count_multiple {self.bin_count_multiple:,}), for no pack is empty: ask for at most "
@@ -160,7 +193,7 @@ class OverBudgetError(UserError):
     num_over: int
     widest: int
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         rounded = f", {self.padded:,} when padded," if self.padded != self.length else ""
         others = f"; {self.num_over:,} sequences are too wide" if self.num_over > 1 else ""
         return (
@@ -176,7 +209,7 @@ class UnevenShardsError(UserError):
     num_sequences: int
     num_shards: int
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         return (
             f"{self.num_sequences:,} sequences of a batch cannot be divided evenly over {self.num_shards:,} workers: make "
             "the batch a multiple of the workers, allow uneven shards, or use packing or dynamic batching, which fill up"
@@ -192,7 +225,7 @@ class EmptyPlanError(UserError):
     num_dropped_packs: int
     packing_length: int
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         if self.num_samples == 0:
             return "the data set is empty: 0 samples give no pack"
         remedies = []
@@ -232,7 +265,7 @@ class DroppedTokensError(UserError):
 
     min_fill_ratio: str
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         each = f"{self.shortest:,}" if self.shortest == self.longest else f"{self.shortest:,} to {self.longest:,}"
         # Rounded up, so that the value that is named is one that suffices.
         enough = -(-self.dropped_tokens * 10_000 // self.num_tokens) / 10_000
@@ -255,7 +288,7 @@ class PlanTooShortError(UserError):
     batch_size: int = 1
     """Packs of a rank in one forward pass; more than 1 only without packing, where every pack is one sample."""
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         num, ranks, size = self.num_packs, self.world_size, self.batch_size
         ways = ["set training.dataloader_drop_last: false"]
         if size > 1:
@@ -282,7 +315,7 @@ class SampleTooLongError(UserError):
     num_samples: int
     longest: int
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         return (
             f"sample {self.index} has {self.length:,} tokens, but template.truncation_strategy: raise allows "
             f"{self.limit:,} (template.max_length); {self.num_too_long:,} of {self.num_samples:,} samples are too long. "
@@ -299,7 +332,7 @@ class BatchSizeError(UserError):
     world_size: int
     per_device: int
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         unit = self.world_size * self.per_device
         below = self.effective_batch_size // unit * unit
         nearest = f"{below:,} or {below + unit:,}" if below else f"{unit:,}"
@@ -319,7 +352,7 @@ class IsolationError(UserError):
     established: tuple[str, ...]
     detail: str = ""
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         ways = f"use model.attn_impl: {' or '.join(self.established)}, or " if self.established else ""
         return (
             f"model.attn_impl {self.attn_impl} is not established to keep the samples of a pack apart for "
@@ -335,7 +368,7 @@ class AttentionError(UserError):
     why_not: str
     instead: str
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         return f"model.attn_impl {self.attn_impl} cannot be taken: {self.why_not}; use model.attn_impl: {self.instead}"
 
 
@@ -345,7 +378,7 @@ class WholeBatchLossError(UserError):
 
     loss: str
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         return (
             f"the loss {self.loss} compares sequences with each other, so it needs the whole batch at once; sequence packing "
             "and dynamic batching compute it part by part. Set policy.sequence_packing.enabled: false and "
@@ -374,7 +407,7 @@ class StaleLengthsError(UserError):
     borrowed: bool = False
     """Whether they are another run's, which training.packing_lengths_from names."""
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         head = f"the lengths in {self.where} were measured from other inputs"
         tail = (
             "restore the inputs, or remove training.packing_lengths_from to measure here"
@@ -392,7 +425,7 @@ class PlanChangedError(UserError):
     checkpoint: str
     differences: tuple[Difference, ...]
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         head = f"{self.checkpoint} was trained from another plan or in another way, so this run cannot go on with it"
         tail = (
             "restore the data and the settings, or start anew from its weights: set model.model to it, and remove "
@@ -409,7 +442,7 @@ class ChangedImageError(UserError):
     image: int
     differences: tuple[Difference, ...]
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         changes = "; ".join(map(str, self.differences))
         return (
             f"image {self.image} of sample {self.index} is not the one that was measured: {changes}. Restore it, or use "
@@ -425,7 +458,7 @@ class ContractError(UserError):
     record: str
     differences: tuple[Difference, ...]
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         changes = "; ".join(f"{d.key} planned {d.stored}, fetched {d.current}" for d in self.differences)
         return (
             f"sample {self.index} ({self.record}) is not the one that was planned: {changes}. The data changed after "
@@ -440,7 +473,7 @@ class NotBuiltError(UserError):
     folder: str
     reason: str
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         return f"{self.folder} {self.reason}: python -m app.plan build measures and plans"
 
 
@@ -451,7 +484,7 @@ class OutputError(UserError):
     path: str
     reason: str
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         return f"training.output_dir {self.path} cannot be written: {self.reason}; choose a folder that you may write"
 
 
@@ -463,7 +496,7 @@ class LockedError(UserError):
     holder: str
     waited_s: float
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         return (
             f"{self.folder} is being written by {self.holder}, for more than {self.waited_s:,.0f} s: wait until it is "
             "done, end it, use another training.output_dir, or raise training.packing_wait_timeout_s"
@@ -476,7 +509,7 @@ class RankGoneError(UserError):
 
     reason: str
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         return self.reason
 
 
@@ -486,22 +519,21 @@ class RankZeroError(UserError):
 
     reason: str
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         return self.reason
 
 
 @attrs.define(eq=False)
 class NotFiniteError(UserError):
-    """A loss or a gradient is no finite number."""
+    """A loss, a gradient or a weight is no finite number."""
 
     what: str
     number: float
 
-    def __str__(self) -> str:
-        return (
-            f"{self.what} is {self.number}, so the policy was not updated and not saved: lower training.learning_rate, and look at "
-            "what grpo.reward and grpo.loss give"
-        )
+    consequence: str = "the policy was not updated and not saved: lower training.learning_rate, and look at what grpo.reward and grpo.loss give"
+
+    def _text(self) -> str:
+        return f"{self.what} is {self.number}, so {self.consequence}"
 
 
 @attrs.define(eq=False)
@@ -512,7 +544,7 @@ class WorkerError(UserError):
     method: str
     reason: str
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         return f"worker {self.worker} failed in {self.method}: {self.reason}"
 
 
@@ -524,7 +556,7 @@ class CorruptArtefactError(VerificationError):
     reason: str
     remedy: str = "delete its folder to measure and plan anew"
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         return f"{self.path} is damaged: {self.reason}; {self.remedy}"
 
 
@@ -535,7 +567,7 @@ class RanksDisagreeError(VerificationError):
     what: str
     values: tuple[str, ...]
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         rows = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(self.values))
         return f"ranks disagree on {self.what}: {rows}"
 
@@ -553,7 +585,7 @@ class CoverageError(VerificationError):
     surplus: tuple[int, ...]
     """Packs that were consumed too often."""
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         return (
             f"{self.what} did not consume what was planned: packs missing {_first(self.missing)}, packs in excess "
             f"{_first(self.surplus)}"
@@ -566,7 +598,7 @@ class UnequalError(VerificationError):
 
     checks: tuple[str, ...]
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         return (
             f"packed training is not the same training: {', '.join(self.checks)} differ; do not pack with this model and "
             "attention backend (model.attn_impl: another one, or training.packing: false)"
@@ -579,6 +611,6 @@ class UnsoundError(VerificationError):
 
     num_findings: int
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         findings = "1 finding" if self.num_findings == 1 else f"{self.num_findings:,} findings"
         return f"{findings}: what is stored is not what training would use"
