@@ -1,10 +1,12 @@
-"""Checkpoints: which one to resume from, and the bookmark in it that says how far the plan was trained."""
+"""Checkpoints: which one to resume from, whether it is what was saved, and the bookmark in it that says how far the plan was trained."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from cattrs.errors import BaseValidationError
 
 from core.course import Bookmark
 from core.errors import ConfigError
+from core.ports import RankGroup
 
 log = logging.getLogger(__name__)
 
@@ -29,23 +32,30 @@ _FILES = "packplan_files"
 """Where the sizes of the checkpoint's files are: weights, optimizer, generators of all ranks."""
 
 
-def find_checkpoint(wanted: str, output_dir: str) -> Path:
+_DIGESTS = "packplan_digests_*.json"
+"""The digests of the checkpoint's other files, of each rank's share of them one file: name -> SHA-256."""
+
+
+def find_checkpoint(wanted: str, output_dir: str, *, group: RankGroup) -> Path:
     """
-    Return the folder of the checkpoint to resume from.
+    Return the folder of the checkpoint to resume from; every rank calls this, and reads a share of its files.
 
     Args:
         wanted: A checkpoint's folder, or `last` for the newest whole one of *output_dir*.
 
         output_dir: Of the run.
 
+        group: The ranks, which take the same checkpoint.
+
     Raises:
-        ConfigError: There is no such checkpoint, or it is torn, or it holds no bookmark.
+        ConfigError: There is no such checkpoint, or it is torn or damaged, or it holds no bookmark.
     """
     candidates = _newest_first(Path(output_dir)) if wanted == "last" else iter([Path(wanted)])
     for folder in candidates:
-        reason = _why_not(folder)
-        if reason is None:
+        reason = _why_not(folder) or _damage(folder, group)
+        if not group.any(reason is not None):
             return folder
+        reason = reason or "but another rank cannot read it as it was saved: its own message says why"
         if wanted != "last":
             raise ConfigError.of("training.resume_from_checkpoint", f"is {wanted}, {reason}")
         log.warning("%s is passed over: it is a folder %s", folder, reason)
@@ -74,6 +84,72 @@ def files_to_state(folder: Path) -> dict[str, Any]:
     return {
         _FILES: {str(file.relative_to(folder)): file.stat().st_size for file in folder.rglob("*") if file.is_file()}
     }
+
+
+def remove_digests(folder: Path) -> None:
+    """Remove the digests of a checkpoint that is being written over."""
+    for file in folder.glob(_DIGESTS):
+        file.unlink()
+
+
+def write_digests(folder: Path, *, share: int, num_shares: int) -> int:
+    """
+    Write the digests of a share of a checkpoint's files, and return the bytes that were read.
+
+    Args:
+        folder: The checkpoint, with all but the trainer's state.
+
+        share: Which one, from 0; another one for each rank.
+
+        num_shares: Number of ranks that write to the folder.
+    """
+    others = {*folder.glob(_DIGESTS), folder / STATE}
+    sizes = {
+        str(file.relative_to(folder)): file.stat().st_size
+        for file in folder.rglob("*")
+        if file.is_file() and file not in others
+    }
+    mine = _shares(sizes)[share::num_shares]
+    digests = {name: _digest(folder / name) for name in mine}
+    (folder / _DIGESTS.replace("*", str(share))).write_text(json.dumps(digests), encoding="utf-8")
+    return sum(sizes[name] for name in mine)
+
+
+def _shares(sizes: Mapping[str, int]) -> list[str]:
+    """Return files in an order of which every n-th ones are about as many bytes."""
+    return sorted(sizes, key=lambda name: (-sizes[name], name))
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def _damage(folder: Path, group: RankGroup) -> str | None:
+    """Return which of this rank's share of a whole checkpoint's files is not what was saved, or None."""
+    started = time.perf_counter()
+    kept: dict[str, str] = {}
+    files = sorted(folder.glob(_DIGESTS))
+    if not files and group.rank == 0:
+        log.warning(
+            "%s has no digests, since an earlier version wrote it: only the sizes of its files were compared", folder
+        )
+    try:
+        for file in files:
+            kept |= json.loads(file.read_text(encoding="utf-8"))
+        sizes = {name: (folder / name).stat().st_size for name in kept}
+        mine = _shares(sizes)[group.rank :: group.world_size]
+        damaged = [name for name in mine if _digest(folder / name) != kept[name]]
+    except (ValueError, TypeError) as error:
+        return f"but its digests are damaged ({error}): name another checkpoint, or last for the newest whole one"
+    if damaged:
+        return (
+            f"but its {damaged[0]} is damaged, for it has another digest than what was saved: copy it anew, or name another "
+            "checkpoint (last takes the newest whole one)"
+        )
+    if files and group.rank == 0:
+        log.info("%s is what was saved: its files were read in %.1f s", folder, time.perf_counter() - started)
+    return None
 
 
 def _state(folder: Path) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from decimal import Decimal
 from typing import Protocol
 
 import attrs
@@ -12,6 +13,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from adapters.packed_dataset import EncodedPack, Sample
 from core.carry import Carry, CarryOptions, Emitted, advance, finish
 from core.errors import PackplanError
+from core.packs import Packs
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +54,29 @@ class StreamCounts:
     packed_tokens: int = 0
     """Theirs."""
 
+    tokens: int = 0
+    """Of all samples."""
+
+    dropped_packs: int = 0
+    """Underfilled packs that were dropped."""
+
+    dropped_tokens: int = 0
+    """Theirs."""
+
+    def drops_more_than(self, share: Decimal) -> bool:
+        """Return whether more than one pack, and more than this share of the tokens, was dropped as underfilled."""
+        return self.dropped_packs > 1 and self.dropped_tokens > share * self.tokens
+
     def __add__(self, other: StreamCounts) -> StreamCounts:
         return StreamCounts(*(a + b for a, b in zip(attrs.astuple(self), attrs.astuple(other), strict=True)))
+
+
+@attrs.frozen
+class StreamedPack(EncodedPack):
+    """A pack of a stream."""
+
+    counts: StreamCounts
+    """What became of the samples of its shard since the pack before it."""
 
 
 @attrs.frozen
@@ -61,11 +84,12 @@ class Ended:
     """A shard has come to its end; it has given all its packs."""
 
     counts: StreamCounts
+    """What became of its samples since its last pack."""
 
 
-class DynamicDataset(IterableDataset[EncodedPack | Ended | PackplanError]):
+class DynamicDataset(IterableDataset[StreamedPack | Ended | PackplanError]):
     """
-    Packs of a stream's samples, those of this rank and of this worker; after the last of them, what became of all.
+    Packs of a stream's samples, those of this rank and of this worker, each with what became of samples on the way to it.
 
     An error is yielded, not raised, as in `PackedDataset`, and ends the stream.
     """
@@ -91,7 +115,7 @@ class DynamicDataset(IterableDataset[EncodedPack | Ended | PackplanError]):
         """Let the stream begin *epoch*; the buffer begins empty with every iteration."""
         self.stream.set_epoch(epoch)
 
-    def __iter__(self) -> Iterator[EncodedPack | Ended | PackplanError]:
+    def __iter__(self) -> Iterator[StreamedPack | Ended | PackplanError]:
         """Yield packs as they fill."""
         worker = get_worker_info()
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
@@ -102,18 +126,18 @@ class DynamicDataset(IterableDataset[EncodedPack | Ended | PackplanError]):
                 held[index] = sample
                 carry, emitted = advance(carry, [index], [sample["length"]], options=self.options)
                 self._log_long(emitted, record, sample["length"])
-                counts += _counted(emitted, held, came=1)
+                counts += StreamCounts(samples=1, tokens=sample["length"]) + _counted(emitted, held)
                 for pack in _taken(emitted, held):
-                    yield EncodedPack(position, pack)
-                    position += 1
+                    yield StreamedPack(position, pack, counts)
+                    position, counts = position + 1, StreamCounts()
         except PackplanError as error:
             yield error
             return
         emitted = finish(carry, options=self.options)
-        counts += _counted(emitted, held, came=0)
+        counts += _counted(emitted, held)
         for pack in _taken(emitted, held):
-            yield EncodedPack(position, pack)
-            position += 1
+            yield StreamedPack(position, pack, counts)
+            position, counts = position + 1, StreamCounts()
         yield Ended(counts)
 
     def _log_long(self, emitted: Emitted, record: str, length: int) -> None:
@@ -129,17 +153,19 @@ class DynamicDataset(IterableDataset[EncodedPack | Ended | PackplanError]):
             )
 
 
-def _counted(emitted: Emitted, held: dict[int, Sample], *, came: int) -> StreamCounts:
+def _counted(emitted: Emitted, held: dict[int, Sample]) -> StreamCounts:
     long = set(emitted.single_long)
     loads = [sum(held[index]["length"] for index in pack) for pack in emitted.packs if pack[0] not in long]
+    dropped = emitted.underfilled if emitted.dropped else Packs.from_lists([])
     return StreamCounts(
-        samples=came,
         packs=len(emitted.packs),
         long=len(emitted.single_long),
         skipped=len(emitted.skipped_long),
-        dropped=emitted.underfilled.num_samples if emitted.dropped else 0,
+        dropped=dropped.num_samples,
         packed=len(loads),
         packed_tokens=sum(loads),
+        dropped_packs=len(dropped),
+        dropped_tokens=sum(held[index]["length"] for index in dropped.indices.tolist()),
     )
 
 

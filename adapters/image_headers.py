@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import stat
 import warnings
 from functools import cached_property
 from pathlib import Path
@@ -80,18 +81,23 @@ def read_size(path: str, *, decode: bool = False) -> tuple[int, int]:
         ValueError: The image cannot be used, and why.
     """
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(path) as image:
-                if decode:
-                    image.load()
-                return image.size
+        # A pipe would wait for a writer that never comes.
+        if stat.S_ISREG(Path(path).stat().st_mode):
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", Image.DecompressionBombWarning)
+                with Image.open(path) as image:
+                    if decode:
+                        image.load()
+                    return image.size
+        reason = f"the image {path} is a folder, a pipe or a device: name an image file"
     except FileNotFoundError:
         reason = f"the image {path} does not exist: relative paths start at the folder of the data file"
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         reason = f"the image {path} has more than {Image.MAX_IMAGE_PIXELS:,} pixels, which may be an attack: shrink it"
     except (OSError, SyntaxError, ValueError) as error:
-        reason = f"the image {path} cannot be read, it is damaged or no image: {error}"
+        # An error of the system quotes the path once more.
+        why = getattr(error, "strerror", None) or error
+        reason = f"the image {path} cannot be read, it is damaged or no image: {why}"
     raise ValueError(reason)
 
 

@@ -12,7 +12,7 @@ import torch
 from swift.dataloader import DataLoaderShard
 from swift.template import Template
 
-from adapters.dynamic_dataset import Ended, StreamCounts
+from adapters.dynamic_dataset import Ended, StreamCounts, StreamedPack
 from adapters.packed_dataset import EncodedPack
 from adapters.swift_samples import IGNORED_LABEL
 from core.course import Course
@@ -24,6 +24,9 @@ Reduction = Literal["token", "sample", "sqrt"]
 
 POSITIONS, NORMALISER, LENGTHS = "pack_positions", "loss_normaliser", "sample_lengths"
 """What a batch holds beside the model's inputs: which packs, the sum of their tokens' weights in the loss, their samples."""
+
+_COUNTS = "stream_counts"
+"""What a batch of a stream holds on its way to the loader."""
 
 _POWERS = {"token": 0.0, "sample": -1.0, "sqrt": -0.5}
 """A token of a sample of n supervised tokens weighs n to this power."""
@@ -96,6 +99,8 @@ class Collator:
         weights = loss_weights(batch["labels"], self._starts(batch), reduction=self.reduction)
         batch[POSITIONS] = tuple(pack.position for pack in packs)
         batch[LENGTHS] = tuple(sample["length"] for pack in packs for sample in pack.samples)
+        if counts := tuple(attrs.astuple(pack.counts) for pack in packs if isinstance(pack, StreamedPack)):
+            batch[_COUNTS] = counts
         batch[NORMALISER] = float(weights.sum(dtype=torch.float64))
         # ms-swift multiplies each token's loss by `loss_scale`. Without one, the model divides by its own tokens:
         # the same, but for a batch of none, which would be 0 / 0 and make every weight of the model NaN.
@@ -147,7 +152,7 @@ class PackLoader(DataLoaderShard):
     """ms-swift's sharded loader, which raises the errors that a data set returns, and tells it of the epoch."""
 
     counts = StreamCounts()
-    """What became of the samples of a stream, of all workers of this rank, once it has ended."""
+    """What became of the samples of a stream, of all workers of this rank, on the way to the last batch of the epoch so far."""
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the sampler, and a data set that asks for it."""
@@ -162,8 +167,10 @@ class PackLoader(DataLoaderShard):
                 raise batch
             if isinstance(batch, Ended):
                 self.counts += batch.counts
-            else:
-                yield batch
+                continue
+            for counts in batch.pop(_COUNTS, ()):
+                self.counts += StreamCounts(*counts)
+            yield batch
 
     def close(self) -> None:
         """End the worker processes that outlive epochs."""

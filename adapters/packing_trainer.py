@@ -3,12 +3,14 @@ ms-swift's trainer, fed with packs, wherever they come from.
 
 What it adds, each because the trainer goes wrong silently without it (measured; tests hold it): the fourth position row that
 keeps samples apart, a loss whose normaliser counts all ranks, an evaluation that weighs tokens and not packs, weights
-that resume as they were saved, errors that reach the caller, and a clean end on SIGTERM.
+that resume as they were saved, errors that reach the caller, a clean end on SIGTERM, and an end before anything is saved once a
+loss, a gradient or a weight is no finite number.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -21,6 +23,7 @@ import torch.nn.functional as F  # noqa: N812  # its usual name
 from swift.template import Template
 from swift.trainers import Seq2SeqTrainer
 from swift.trainers.patcher import PrinterCallbackNew, ProgressCallbackNew
+from torch.distributed.tensor import DTensor
 from transformers import TrainerControl
 from transformers.trainer_utils import EvalLoopOutput
 
@@ -29,11 +32,17 @@ from adapters.packed_dataset import PackedDataset
 from adapters.swift_samples import IGNORED_LABEL
 from adapters.trainer_callbacks import NotTwice, SaveOnSigterm
 from core.equality import Precision
-from core.errors import CoverageError
+from core.errors import CoverageError, NotFiniteError
 from core.ports import RankGroup
 
 _LOGIT_ROWS = 2048
 """Rows of logits whose loss is computed at a time in evaluation, so that float32 copies stay small."""
+
+_ENDED = (
+    "the run ended before anything of it was saved, and earlier checkpoints are as they were: lower training.learning_rate, or "
+    "look at the samples of that step"
+)
+"""What a number that is not finite comes to in training."""
 
 
 class PackingTrainer(Seq2SeqTrainer):
@@ -56,6 +65,8 @@ class PackingTrainer(Seq2SeqTrainer):
         """
         self.group, self.reduction = group, reduction
         self.control: TrainerControl
+        self._step_loss: torch.Tensor | float = 0.0
+        self._eval_batches: dict[str, int] = {}
         super().__init__(eval_dataset=eval_dataset, **options)
         for callback in self.callback_handler.callbacks:
             # ms-swift's own start their clock when training begins, and fail on what is logged before.
@@ -108,6 +119,45 @@ class PackingTrainer(Seq2SeqTrainer):
             if isinstance(loader := self.callback_handler.train_dataloader, PackLoader):
                 loader.close()
 
+    def training_step(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
+        """Train on one batch, and note its loss."""
+        loss: torch.Tensor = super().training_step(model, inputs, *arguments, **options)
+        self._step_loss = self._step_loss + loss
+        return loss
+
+    def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
+        """Log, with the steps of an evaluation where the trainer counts its samples."""
+        for prefix, batches in self._eval_batches.items():
+            if runtime := logs.get(f"{prefix}_runtime"):
+                logs[f"{prefix}_steps_per_second"] = round(batches / runtime, 3)
+        super().log(logs, *arguments, **options)
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        # ms-swift, which skips the update where the norm is nan, has waited for the device already.
+        loss, self._step_loss = float(self._step_loss), 0.0
+        # A gradient that overflows under fp16's loss scaler makes it skip the step and lower the scale, as it should; the
+        # loss is computed before it is scaled.
+        is_scaled = self.accelerator.mixed_precision == "fp16"
+        gradient = 0.0 if norm is None or is_scaled else float(norm)
+        step = f"optimizer step {self.state.global_step + 1:,}"
+        self._require_finite({f"the loss of {step}": loss, f"the gradient norm of {step}": gradient})
+        return norm
+
+    def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
+        broken = next(filter(None, map(_not_finite, self.model.parameters())), 0.0)
+        self._require_finite({f"a weight after optimizer step {self.state.global_step:,}": broken})
+        super()._save_checkpoint(*arguments, **options)
+
+    def _require_finite(self, numbers: Mapping[str, float]) -> None:
+        """Raise NotFiniteError, on every rank and with the same reason, if a number of any rank is not finite."""
+        sums = torch.tensor(list(numbers.values()), dtype=torch.float64)
+        if self.group.world_size > 1:
+            torch.distributed.all_reduce(sums)
+        for what, number in zip(numbers, sums.tolist(), strict=True):
+            if not math.isfinite(number):
+                raise NotFiniteError(what, number, _ENDED)
+
     def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> torch.Tensor:
         weights = sum(batch[NORMALISER] for batch in batch_samples)
         total = torch.tensor(weights, dtype=torch.float64)
@@ -141,8 +191,11 @@ class PackingTrainer(Seq2SeqTrainer):
 
         Raises:
             CoverageError: A pack was not counted exactly once.
+
+            NotFiniteError: The loss is not.
         """
         del description
+        self._eval_batches = {metric_key_prefix: len(dataloader)}
         sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
         model = self.model_wrapped if sharded else self.accelerator.unwrap_model(self.model, keep_torch_compile=True)
         if not sharded and next(model.parameters()).device != self.accelerator.device:
@@ -168,6 +221,8 @@ class PackingTrainer(Seq2SeqTrainer):
         packs = torch.arange(len(counted))
         require_packs("evaluation", packs.tolist(), packs.repeat_interleave(counted).tolist())
         loss, correct, tokens = sums.tolist()
+        if not math.isfinite(loss):
+            raise NotFiniteError(f"{metric_key_prefix}_loss", loss, _ENDED)
         metrics = {
             f"{metric_key_prefix}_loss": loss / tokens if tokens else float("nan"),
             f"{metric_key_prefix}_token_acc": correct / tokens if tokens else float("nan"),
@@ -227,6 +282,14 @@ def model_inputs(prepared: dict[str, Any]) -> dict[str, Any]:
     """Return what the model takes of prepared inputs, so that it gives logits and no loss."""
     others = ("labels", "compute_loss_func", "loss_scale", "text_position_ids", "channel")
     return {key: value for key, value in prepared.items() if key not in others}
+
+
+@torch.no_grad()
+def _not_finite(weight: torch.Tensor) -> float:
+    """Return a number of this rank's part of a weight that is not finite, or 0."""
+    held = weight.to_local() if isinstance(weight, DTensor) else weight
+    finite = torch.isfinite(held)
+    return 0.0 if bool(finite.all()) else float(held[~finite][0])
 
 
 def require_packs(what: str, planned: list[int], consumed: list[int]) -> None:

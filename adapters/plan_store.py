@@ -24,7 +24,7 @@ from core.ports import StoredPlan
 
 log = logging.getLogger(__name__)
 
-SCHEMA = "packplan raw plan 1"
+SCHEMA = "packplan raw plan 2"
 
 ALIGNED_SCHEMA = "packplan aligned plan 1"
 
@@ -133,7 +133,7 @@ class DiskPlanStore:
         """Return the plan of a manifest; CorruptArtefactError if it is none, or not the one that the manifest names."""
         try:
             plan = plan_from_arrays(arrays)
-        except (ValueError, KeyError) as error:
+        except (ValueError, LookupError) as error:
             raise CorruptArtefactError(str(self._manifest), f"it is no plan: {error}") from None
         if plan_checksum(plan.packs) != manifest["checksum"]:
             raise CorruptArtefactError(str(self._manifest), "its packs do not have the checksum it names")
@@ -142,7 +142,7 @@ class DiskPlanStore:
         return plan
 
 
-def _counts(plan: RawPlan) -> dict[str, int]:
+def _counts(plan: RawPlan) -> dict[str, int | str]:
     """Return what a manifest says of a plan, for people."""
     return {
         "num_packs": len(plan.packs),
@@ -151,6 +151,7 @@ def _counts(plan: RawPlan) -> dict[str, int]:
         "num_dropped_packs": len(plan.dropped_packs),
         "num_dropped_samples": plan.dropped_samples,
         "lower_bound": plan.lower_bound,
+        "bound_kind": plan.bound_kind,
         "packing_length": plan.packing_length,
         "num_samples": plan.num_samples,
         "num_tokens": plan.num_tokens,
@@ -169,6 +170,7 @@ def _alignment(aligned: AlignedPlan, drop_last: bool) -> dict[str, Any]:  # noqa
         "num_raw_packs": aligned.num_raw_packs,
         "num_aligned_packs": len(aligned.packs),
         "pad_needed": aligned.pad_needed,
+        "repeated": list(aligned.repeated),
         "num_dropped": aligned.num_dropped,
     }
 
@@ -178,7 +180,7 @@ def _misaligned(path: Path, manifest: Mapping[str, Any], plan: RawPlan) -> Itera
     drop_last = manifest["dataloader_drop_last"]
     try:
         aligned = align_plan(plan, world_size=manifest["world_size"], dataloader_drop_last=drop_last)
-        differing = [name for name, value in _alignment(aligned, drop_last).items() if manifest[name] != value]
+        differing = [name for name, value in _alignment(aligned, drop_last).items() if manifest.get(name) != value]
     except PlanTooShortError as error:
         differing = [str(error)]
     if path.name != f"plan_ws{manifest['world_size']}.json":

@@ -2,13 +2,16 @@
 The trainer of a stream: packs come as they fill, so nobody knows beforehand how many there are.
 
 Ranks run out at different times. Before each step they agree, by one small collective, whether all of them have a whole window of
-packs; when one has not, the epoch ends for all, and what the others had left is logged.
+packs; when one has not, the epoch ends for all, and what the others had left is logged. What the stream has lost so far is logged with
+every loss.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
+from decimal import Decimal
 from functools import partial
 from typing import Any
 
@@ -23,22 +26,53 @@ from adapters.dynamic_dataset import StreamCounts
 from adapters.pack_loader import LENGTHS, PackLoader
 from adapters.packing_trainer import PackingTrainer
 
+log = logging.getLogger(__name__)
+
+
+@attrs.frozen
+class StreamTotals:
+    """What became of the samples of a stream, over all ranks and epochs so far."""
+
+    counts: StreamCounts
+
+    trained: int
+    """Samples in packs that were trained."""
+
+    def __str__(self) -> str:
+        counts, share = self.counts, self.counts.dropped_tokens / max(1, self.counts.tokens)
+        waiting = counts.samples - self.trained - counts.dropped - counts.skipped
+        return (
+            f"{counts.samples:,} samples came: {self.trained:,} trained, {counts.dropped:,} dropped in "
+            f"{counts.dropped_packs:,} underfilled packs ({share:.2%} of the tokens), {counts.skipped:,} skipped as long, "
+            f"{waiting:,} in packs that were not trained or not full; {counts.long:,} long samples were packs of their own"
+        )
+
 
 class StreamTrainer(PackingTrainer):
     """ms-swift's trainer over a `DynamicDataset`; it ends after `max_steps`, whatever the epoch."""
 
-    def __init__(self, *, packing_length: int, extra: Callable[[], Mapping[str, float]], **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        packing_length: int,
+        max_dropped_share: Decimal,
+        extra: Callable[[], Mapping[str, float]],
+        **options: Any,
+    ) -> None:
         """
         Prepare training.
 
         Args:
             packing_length: Tokens of a pack, for its fill.
 
+            max_dropped_share: Share of the tokens in dropped packs above which the log warns, once.
+
             extra: What else to log of the steps since it was last called.
 
             **options: Of `PackingTrainer`; the train_dataset is a `DynamicDataset`.
         """
-        self.packing_length, self.extra = packing_length, extra
+        self.packing_length, self.max_dropped_share, self.extra = packing_length, max_dropped_share, extra
+        self._earlier, self._trained, self._has_warned = StreamCounts(), 0, False
         self._lengths: list[tuple[int, ...]] = []
         self._since = time.perf_counter()
         self._left_over = self._epoch = 0
@@ -77,13 +111,12 @@ class StreamTrainer(PackingTrainer):
         self._left_over, self._epoch = 0, epoch
         self._since = time.perf_counter()
         super()._run_epoch(epoch=epoch, **options)
+        counts = self._epoch_counts()
+        self._earlier += counts
+        self.callback_handler.train_dataloader.counts = StreamCounts()
         if not self.control.should_epoch_stop:
             return  # the steps ended, or SIGTERM came, before the stream: its counts are not whole
-        counts: StreamCounts = self.callback_handler.train_dataloader.counts
-        numbers = torch.tensor([*attrs.astuple(counts), self._left_over])
-        if self.group.world_size > 1:
-            torch.distributed.all_reduce(numbers)
-        *summed, left_over = numbers.tolist()
+        *summed, left_over = self._over_ranks(*attrs.astuple(counts), self._left_over)
         total = StreamCounts(*summed)
         logs = {
             "epoch_samples": total.samples,
@@ -96,18 +129,37 @@ class StreamTrainer(PackingTrainer):
             "epoch_dropped_samples": total.dropped,
             "epoch_left_over_packs": left_over,
         }
+        self.state.epoch = float(epoch)
         Trainer.log(self, {name: float(value) for name, value in logs.items()})
+
+    def totals(self) -> StreamTotals:
+        """Return what became of all samples so far; every rank calls this."""
+        *summed, trained = self._over_ranks(*attrs.astuple(self._earlier + self._epoch_counts()), self._trained)
+        return StreamTotals(StreamCounts(*summed), trained)
+
+    def _epoch_counts(self) -> StreamCounts:
+        """Return what became of this rank's samples of the running epoch, up to its last pack."""
+        counts: StreamCounts = self.callback_handler.train_dataloader.counts
+        return counts
+
+    def _over_ranks(self, *numbers: int) -> list[int]:
+        sums = torch.tensor(numbers)
+        if self.group.world_size > 1:
+            torch.distributed.all_reduce(sums)
+        summed: list[int] = sums.tolist()
+        return summed
 
     def training_step(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
         """Train on one pack, and note its samples' lengths."""
         self._lengths.append(inputs[LENGTHS])
+        self._trained += len(inputs[LENGTHS])
         loss: torch.Tensor = super().training_step(model, inputs, *arguments, **options)
         return loss
 
     def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
         """Add to a step's loss what the steps since the last one looked like, over all ranks."""
         if "loss" in logs:
-            logs = {**logs, **self._window()}
+            logs = {**logs, **self._window(), **self._losses()}
         logs.pop("train_samples_per_second", None)  # counts packs
         if self.state.epoch is not None:
             # Nobody knows how much of the epoch is over: the trainer's share of it is a guess.
@@ -119,6 +171,26 @@ class StreamTrainer(PackingTrainer):
         super()._maybe_log_save_evaluate(*arguments, **options)
         # Evaluating and saving are no training; a window that was read in between began then.
         self._since += time.perf_counter() - max(start, self._since)
+
+    def _losses(self) -> dict[str, int]:
+        """Return what the stream has lost so far; warn, once, when that is more than it may be."""
+        totals = self.totals()
+        counts = totals.counts
+        if counts.drops_more_than(self.max_dropped_share) and not self._has_warned:
+            self._has_warned = True
+            if self.group.rank == 0:
+                log.warning(
+                    "the stream drops more than %s of its tokens (training.packing_max_dropped_share); so far %s. Lower "
+                    "training.packing_min_fill_ratio, raise training.packing_buffer, or set training.packing_drop_last: false",
+                    self.max_dropped_share,
+                    totals,
+                )
+        return {
+            "stream_samples": counts.samples,
+            "stream_long_samples": counts.long,
+            "stream_skipped_samples": counts.skipped,
+            "stream_dropped_samples": counts.dropped,
+        }
 
     def _window(self) -> dict[str, float]:
         tokens = [sum(lengths) for lengths in self._lengths]

@@ -109,7 +109,7 @@ class SwiftSamples:
             pool_start_s: Seconds that a pool takes to start; what is left has to take longer than that in this process.
         """
         self.spec = spec
-        self.records = JsonlRecords(spec.paths)
+        self.records = JsonlRecords(spec.paths, max_line_bytes=spec.custom.max_line_bytes)
         self.template = template or open_template(spec.model, spec.template, packing_length=spec.packing_length)
         self._arithmetic = ImageArithmetic.of(self.template)
         self._pool_start_s = pool_start_s
@@ -281,6 +281,7 @@ class SwiftSamples:
                 self.records[index],
                 object_field_order=self.spec.custom.object_field_order,
                 use_summary=self.spec.custom.use_summary,
+                max_messages=self.spec.custom.max_messages,
             )
         except ValueError as error:
             raise self._fault(index, f"the record {error}") from None

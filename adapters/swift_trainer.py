@@ -8,6 +8,8 @@ what it consumed with it.
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -20,11 +22,13 @@ import torch
 from swift.utils import seed_worker
 from transformers import Trainer
 
-from adapters.checkpoints import files_to_state, to_state
+from adapters.checkpoints import files_to_state, remove_digests, to_state, write_digests
 from adapters.pack_loader import POSITIONS, PackLoader, TrainBatches
 from adapters.packing_trainer import PackingTrainer, require_packs
 from core.course import Bookmark, Course, Progress
 from core.telemetry import EpochLedger, PackFacts
+
+log = logging.getLogger(__name__)
 
 
 class PackTrainer(PackingTrainer):
@@ -126,9 +130,28 @@ class PackTrainer(PackingTrainer):
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        # The trainer's state, which makes a checkpoint whole, comes next, and only after every rank's part.
+        folder, args = Path(output_dir), self.args
+        if args.should_save:
+            remove_digests(folder)
+        # A rank reads what others have written, and the trainer's state, which makes a checkpoint whole, comes next.
+        self._meet()
+        started = time.perf_counter()
+        # Where every node writes a checkpoint of its own, its ranks share that.
+        on_node = args.local_process_index, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        share, num_shares = on_node if args.save_on_each_node else (self.group.rank, self.group.world_size)
+        num_bytes = write_digests(folder, share=share, num_shares=num_shares)
+        self._meet()
+        log.info(
+            "%s: digests of %.1f MB (of this rank's share) took %.2f s",
+            folder.name,
+            num_bytes / 1e6,
+            time.perf_counter() - started,
+        )
+        self.state.stateful_callbacks.update(files_to_state(folder))
+
+    def _meet(self) -> None:
+        """Wait for all ranks."""
         self.group.any(False)  # noqa: FBT003  # nothing to say but that this rank is here
-        self.state.stateful_callbacks.update(files_to_state(Path(output_dir)))
 
 
 class _Meter:

@@ -60,6 +60,8 @@ def parse_config(
             found.append(Fault(name, f"is {value!r}, but has to be a section of keys"))
         sections[name] = dict(value) if isinstance(value, dict) else {}
     training = sections["training"]
+    if training.get("packing_mode", "") is None:
+        del training["packing_mode"]
     own = {field.name for field in attrs.fields(TrainingConfig)} - {"trainer"}
     passed = {key: training.pop(key) for key in list(training) if key not in own}
     if trainer_fields is None:

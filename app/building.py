@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from app import wiring_light
+from app.course import warn_of_ignored
 from app.describe import describe
 from app.measuring import failures
 from app.planning import Knobs, plan_split, usable_folders
@@ -36,6 +37,8 @@ def build(
     Raises:
         PackplanError: Something the user can mend, or something stored that is damaged.
     """
+    if group.rank == 0:
+        warn_of_ignored(config)
     training = config.training
     timeout_s = training.packing_wait_timeout_s
     folders = [wiring_light.split_folder(training.output_dir, split) for split in samples]

@@ -107,12 +107,25 @@ def world_sizes(text: str) -> list[int]:
     return positive_numbers(text, world_size)
 
 
+class _MarkWarnings(logging.Formatter):
+    """Lines begin with the program's name, and those that are no mere notes with what they are."""
+
+    def __init__(self, prefix: str) -> None:
+        super().__init__(f"{prefix}: %(message)s")
+        self._marked = logging.Formatter(f"{prefix}: %(kind)s: %(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        if record.levelno < logging.WARNING:
+            return super().format(record)
+        record.kind = record.levelname.lower()
+        return self._marked.format(record)
+
+
 def _set_up_logging(*, verbose: bool, quiet: bool) -> None:
     """Log to standard error: all of ours on rank 0, warnings of other ranks, of the libraries, and in quiet."""
     rank = int(os.environ.get("RANK", "0"))
     handler = logging.StreamHandler()
-    prefix = "packplan" if rank == 0 else f"packplan rank {rank}"
-    handler.setFormatter(logging.Formatter(f"{prefix}: %(message)s"))
+    handler.setFormatter(_MarkWarnings("packplan" if rank == 0 else f"packplan rank {rank}"))
     for name in ("app", "adapters"):
         logger = logging.getLogger(name)
         logger.handlers = [handler]

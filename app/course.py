@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+
 import attrs
 
 from core.batch import Accumulation, resolve_accumulation
 from core.config import RunConfig
 from core.course import Course
 from core.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 
 @attrs.frozen
@@ -27,6 +32,12 @@ def require_static(config: RunConfig) -> None:
         raise ConfigError.of("custom.trainer_variant", reason)
 
 
+def warn_of_ignored(config: RunConfig) -> None:
+    """Warn of a setting that another one makes meaningless."""
+    if config.training.eval_packing and not config.training.packing:
+        log.warning("training.eval_packing is true, but training.packing is false, so evaluation is not packed either")
+
+
 def batch_of(config: RunConfig, *, world_size: int) -> Batch:
     """Return the batch of a run; BatchSizeError if the ranks cannot realise it."""
     training = config.training
@@ -39,6 +50,18 @@ def batch_of(config: RunConfig, *, world_size: int) -> Batch:
         forced_batch_size=size,
     )
     return Batch(size, accumulation)
+
+
+def forced_batches(config: RunConfig) -> Iterator[str]:
+    """Yield what packing changes of the batch sizes that the run asks for."""
+    training = config.training
+    if training.packing and training.per_device_train_batch_size != 1:
+        yield (
+            f"packing forces training.per_device_train_batch_size from {training.per_device_train_batch_size:,} to 1; "
+            "accumulation keeps the effective batch"
+        )
+    if config.eval_packing and training.per_device_eval_batch_size != 1:
+        yield f"packing forces training.per_device_eval_batch_size from {training.per_device_eval_batch_size:,} to 1"
 
 
 def course_of(config: RunConfig, batch: Batch, *, num_packs: int, world_size: int) -> Course:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from app.describe import BOUNDS
 from app.looking import Look
 
 Row = tuple[str, str, str]
@@ -35,11 +36,12 @@ def _packs(seen: Look) -> Iterator[Row]:
         f"{plan.num_packs:,}",
         f"of {plan.packing_length:,} tokens, {plan.samples_per_pack:.2f} samples each",
     )
+    yield "  longest", f"{plan.longest_pack:,}", f"tokens; {plan.oversized_packs:,} exceed 110 % of the packing length"
     yield "  dropped, underfilled", f"{plan.dropped_packs:,}", ""
     yield (
         "  above the lower bound",
         f"{plan.gap:.3%}",
-        f"dropped ones counted; no plan has fewer than {plan.lower_bound:,}",
+        f"dropped ones counted; no plan has fewer than {plan.lower_bound:,} ({BOUNDS[plan.bound_kind]})",
     )
     yield (
         "fill",

@@ -17,10 +17,9 @@ from core.batch import partial_window
 from core.checksum import plan_checksum
 from core.config import RunConfig
 from core.course import Course
-from core.errors import ConfigError, NotBuiltError, SampleTooLongError, UserError
+from core.errors import ConfigError, DroppedTokensError, NotBuiltError, SampleTooLongError, UserError
 from core.fingerprint import Fingerprint, configured_inputs
 from core.isolation import Attention
-from core.plan import refuse_longer
 from core.ports import StoredLengths, StoredPlan
 from core.summary import CourseSummary, PlanSummary, summarise, summarise_course
 
@@ -164,13 +163,18 @@ def _warnings(
 ) -> Iterator[str]:
     knobs = Knobs.of(config, planned.name)
     yield from (f"{planned.name}: {line}" for line in stale_inputs(config, stored.lengths))
-    if knobs.refuse_longer:
-        try:
-            refuse_longer(stored.lengths.tokens, limit=knobs.packing_length)
-        except SampleTooLongError as error:
-            yield f"{planned.name}: training refuses the data: {error}"
-    for difference in stored.plan.key.differences(knobs.fingerprint(stored.lengths.digest)):
+    try:
+        knobs.refuse_too_long(stored.lengths.tokens)
+    except SampleTooLongError as error:
+        yield f"{planned.name}: training refuses the data: {error}"
+    differences = stored.plan.key.differences(knobs.fingerprint(stored.lengths.digest))
+    for difference in differences:
         yield f"{planned.name}: this is the stored plan, but training would plan anew: {difference}"
+    if not differences:
+        try:
+            knobs.refuse_dropped(planned.raw, stored.lengths.tokens)
+        except DroppedTokensError as error:
+            yield f"{planned.name}: training refuses the plan: {error}"
     if stored.lengths.rows.probe is None:
         yield f"{planned.name}: the lengths are not yet probed: samples were not encoded twice; build does"
     shown_as = attrs.evolve(

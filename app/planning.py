@@ -18,7 +18,15 @@ from core.course import Bookmark, Course
 from core.errors import DataSetError, OutputError, RanksDisagreeError
 from core.fingerprint import Fingerprint, plan_fingerprint
 from core.lengths import IntArray
-from core.plan import RawPlan, build_raw_plan, one_sample_packs, plan_from_arrays, plan_to_arrays, refuse_longer
+from core.plan import (
+    RawPlan,
+    build_raw_plan,
+    one_sample_packs,
+    plan_from_arrays,
+    plan_to_arrays,
+    refuse_dropped,
+    refuse_longer,
+)
 from core.ports import Arrays, LengthSource, LengthStore, Lock, PlanStore, RankGroup, Tell
 from core.samples import Table, column
 
@@ -66,6 +74,9 @@ class Knobs:
     refuse_longer: bool
     """Whether a sample over the packing length is an error."""
 
+    max_dropped_share: str
+    """Share of the tokens that the fill filter may drop. The packs do not depend on it, nor does the fingerprint."""
+
     @classmethod
     def of(cls, config: RunConfig, split: str) -> Knobs:
         """Return the knobs of the split `train` or `eval`."""
@@ -84,6 +95,7 @@ class Knobs:
             batch_size=1 if packing else padded,
             seed=training.seed,
             refuse_longer=config.template.truncation_strategy == "raise",
+            max_dropped_share=str(training.packing_max_dropped_share),
         )
 
     def fingerprint(self, lengths_digest: str) -> Fingerprint:
@@ -104,6 +116,15 @@ class Knobs:
         return align_plan(
             raw, world_size=world_size, dataloader_drop_last=self.dataloader_drop_last, batch_size=self.batch_size
         )
+
+    def refuse_too_long(self, lengths: IntArray) -> None:
+        """Refuse samples that are too long for the template; SampleTooLongError."""
+        if self.refuse_longer:
+            refuse_longer(lengths, limit=self.packing_length)
+
+    def refuse_dropped(self, raw: RawPlan, lengths: IntArray) -> None:
+        """Refuse a plan that drops too much of the data; DroppedTokensError."""
+        refuse_dropped(raw, lengths, max_share=self.max_dropped_share, min_fill_ratio=self.min_fill_ratio)
 
     def plan(self, lengths: IntArray, *, quick_bound: bool = False) -> RawPlan:
         """Plan the split; with a bound that is found at once, where plans are only compared."""
@@ -170,11 +191,11 @@ def plan_split(
         with stores.lock.held(timeout_s=timeout_s, tell=tell):
             table = measure(name, source, stores.lengths, flush_every=flush_every, tell=tell)
             measured = column(table, "length").astype(np.int64)
-            if knobs.refuse_longer:
-                refuse_longer(measured, limit=knobs.packing_length)
+            knobs.refuse_too_long(measured)
             tell(f"planning {name}")
             key = knobs.fingerprint(stores.lengths.digest())
             raw = _plan(name, knobs, measured, key, stores.plans)
+            knobs.refuse_dropped(raw, measured)
             aligned = knobs.align(raw, world_size=world_size)
             stores.plans.save_aligned(key, aligned, drop_last=knobs.dataloader_drop_last)
         return {"table": table, **plan_to_arrays(raw)}

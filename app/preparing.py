@@ -12,7 +12,7 @@ from adapters.checkpoints import find_checkpoint, read_attention, read_bookmark
 from adapters.swift_samples import SwiftSamples
 from adapters.swift_trainer import PackTrainer
 from app import wiring, wiring_light
-from app.course import Batch, batch_of, course_of, require_static
+from app.course import Batch, batch_of, course_of, forced_batches, require_static, warn_of_ignored
 from app.describe import describe
 from app.planning import Knobs, PlannedSplit, bookmark_of, plan_split, usable_folders
 from core.batch import partial_window
@@ -47,7 +47,7 @@ def prepare(config: RunConfig, group: RankGroup) -> Prepared:
     training = config.training
     checkpoint = None
     if training.resume_from_checkpoint is not None:
-        checkpoint = find_checkpoint(training.resume_from_checkpoint, training.output_dir)
+        checkpoint = find_checkpoint(training.resume_from_checkpoint, training.output_dir, group=group)
     # What the settings alone can get wrong is found before hours of measuring.
     batch = batch_of(config, world_size=group.world_size)
     samples = wiring.open_samples(config)
@@ -72,6 +72,7 @@ def prepare(config: RunConfig, group: RankGroup) -> Prepared:
     if checkpoint is not None:
         course = attrs.evolve(course, start=_progress_of(checkpoint, bookmark_of(planned["train"], course, config)))
     if group.rank == 0:
+        warn_of_ignored(config)
         for split, plan in planned.items():
             for level, line in describe(plan, knobs[split], world_size=group.world_size):
                 log.log(level, line)
@@ -94,15 +95,8 @@ def _progress_of(checkpoint: Path, now: Bookmark) -> Progress:
 def _log_course(config: RunConfig, batch: Batch, course: Course) -> None:
     training, accumulation = config.training, batch.accumulation
     unit = "packs" if training.packing else "samples"
-    if training.packing and training.per_device_train_batch_size != 1:
-        log.warning(
-            "packing forces training.per_device_train_batch_size from %d to 1; accumulation keeps the effective batch",
-            training.per_device_train_batch_size,
-        )
-    if config.eval_packing and training.per_device_eval_batch_size != 1:
-        log.warning(
-            "packing forces training.per_device_eval_batch_size from %d to 1", training.per_device_eval_batch_size
-        )
+    for forced in forced_batches(config):
+        log.warning("%s", forced)
     log.info(
         "effective batch: requested %d %s per optimizer step, realised %d = %d ranks x %d per device x %d accumulation",
         accumulation.requested,

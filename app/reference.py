@@ -30,6 +30,8 @@ _TYPES = {str: "text", int: "whole number", float: "number", Decimal: "number", 
 MORE = {
     "custom.train_jsonl": "records.md",
     "custom.fusion_config": "mixing.md",
+    "custom.max_line_bytes": "records.md",
+    "custom.max_messages": "records.md",
     "custom.trainer_variant": "modes.md",
     "custom.rollout_reward": "modes.md#rollouts",
     "training.packing": "training.md#packed-or-padded",

@@ -9,7 +9,7 @@ import numpy as np
 from adapters.packing_trainer import history, was_terminated
 from adapters.rollouts import Order, Sampling
 from app import wiring, wiring_light
-from app.course import batch_of
+from app.course import batch_of, forced_batches
 from app.describe import describe
 from app.functions import named_function
 from app.materialise import open_mix
@@ -55,6 +55,8 @@ def run(config: RunConfig, group: RankGroup) -> tuple[int, bool, list[dict[str, 
         config, arguments, group=group, samples=samples, planned=planned, order=order, rollout=_rollout(config)
     )
     if group.rank == 0:
+        for forced in forced_batches(config):
+            log.warning("%s", forced)
         log.info(
             "%d optimizer steps of %d packs over %d ranks; packs come as samples come, so the steps of an epoch are not known",
             training.max_steps,
@@ -62,6 +64,10 @@ def run(config: RunConfig, group: RankGroup) -> tuple[int, bool, list[dict[str, 
             group.world_size,
         )
     trainer.train()
+    totals = trainer.totals()
+    if group.rank == 0:
+        dropped = totals.counts.drops_more_than(training.packing_max_dropped_share)
+        log.log(logging.WARNING if dropped else logging.INFO, "the stream has ended: %s", totals)
     steps, terminated = trainer.state.global_step, was_terminated(trainer)
     if terminated and group.rank == 0:
         log.warning("SIGTERM: saved the weights at step %d of %d; a stream starts anew", steps, training.max_steps)

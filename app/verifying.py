@@ -13,9 +13,15 @@ import numpy as np
 from app import wiring_light
 from app.planning import Knobs
 from app.progress import progress
-from core.errors import CorruptArtefactError, Difference, NotBuiltError, RecordError, SampleTooLongError
+from core.errors import (
+    CorruptArtefactError,
+    Difference,
+    DroppedTokensError,
+    NotBuiltError,
+    RecordError,
+    SampleTooLongError,
+)
 from core.lengths import IntArray
-from core.plan import refuse_longer
 from core.ports import LengthSource, Origin, StoredLengths, StoredPlan
 from core.samples import ImageTable, Measured, Table, column, from_row, from_tables
 from core.verification import plan_faults
@@ -127,13 +133,17 @@ def _check_plan(folder: Path, knobs: Knobs, lengths: StoredLengths, stored: Stor
         return
     packed, ratio = bool(stored.key.inputs["packing"]), stored.key.inputs.get("min_fill_ratio")
     tokens = lengths.tokens
-    if knobs.refuse_longer:
-        try:
-            refuse_longer(tokens, limit=knobs.packing_length)
-        except SampleTooLongError as error:
-            yield Finding("plan", str(folder), f"training refuses the data: {error}")
+    try:
+        knobs.refuse_too_long(tokens)
+    except SampleTooLongError as error:
+        yield Finding("plan", str(folder), f"training refuses the data: {error}")
     faults = list(plan_faults(stored.plan, tokens, packed=packed, min_fill_ratio=None if ratio is None else str(ratio)))
     yield from (Finding("plan", str(folder), fault) for fault in faults)
+    if not differences and not faults:
+        try:
+            knobs.refuse_dropped(stored.plan, tokens)
+        except DroppedTokensError as error:
+            yield Finding("plan", str(folder), f"training refuses the plan: {error}")
     if not differences and not faults and knobs.plan(tokens, quick_bound=True).packs != stored.plan.packs:
         yield Finding("plan", str(folder), "planned again from the stored lengths, it is another one")
 

@@ -116,18 +116,27 @@ def open_samples(
         train_paths: Data files of `train`, if not those of `custom.train_jsonl`.
     """
     template = open_template(config.model, config.template, packing_length=config.packing_length)
+    opened: dict[str, SwiftSamples] = {}
     paths = {"train": train_paths or config.custom.train_jsonl, "eval": config.custom.val_jsonl}
-    return {
-        split: SwiftSamples(
+    for split, files in paths.items():
+        if not files:
+            continue
+        opened[split] = SwiftSamples(
             SampleSpec(config.model, config.template, config.custom, files, config.packing_length),
             workers=config.training.packing_length_precompute_workers,
             sharers=measuring_ranks,
             template=template,
             pool_start_s=pool_start_s,
         )
-        for split, files in paths.items()
-        if files
-    }
+        with_tags = opened[split].records.num_with_media_tags
+        if with_tags and os.environ.get("RANK", "0") == "0":
+            log.warning(
+                "%s: %s of %s records say <video> or <audio> without such media, which stays text",
+                split,
+                f"{with_tags:,}",
+                f"{len(opened[split]):,}",
+            )
+    return opened
 
 
 def open_arguments(config: RunConfig, batch_size: int, accumulation: Accumulation) -> TrainingArguments:
@@ -215,6 +224,7 @@ def build_stream_trainer(
         evaluated = PackedDataset(samples["eval"], planned.raw.packs, planned.table, grouped=config.eval_packing)
     return StreamTrainer(
         packing_length=config.packing_length,
+        max_dropped_share=training.packing_max_dropped_share,
         extra=stream.logs,
         group=group,
         reduction=training.loss_reduction,

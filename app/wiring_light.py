@@ -81,7 +81,7 @@ def damage(folder: Path) -> Iterator[CorruptArtefactError]:
 
 
 def open_records(paths: tuple[str, ...]) -> JsonlRecords:
-    """Open data files; DataSetError if one cannot be read."""
+    """Open data files, to say where records stand; DataSetError if one cannot be read."""
     return JsonlRecords(paths)
 
 

@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
+from math import inf
+
+import attrs
+
 from core.any_fit import fit_decreasing
 from core.lengths import Lengths, lengths_up_to, positive
-from core.patterns.certificate import certify, reduced
+from core.patterns.certificate import BoundKind, certify, reduced
+from core.patterns.effort import Effort
 from core.patterns.quick_bounds import quick_bound
 from core.runs import Runs
 
 
-def lower_bound(lengths: Lengths, *, capacity: int, known: int | None = None, quick: bool = False) -> int:
+@attrs.frozen
+class Bound:
+    """A number of packs that no packing can go below."""
+
+    packs: int
+    kind: BoundKind
+
+
+def lower_bound(lengths: Lengths, *, capacity: int, known: int | None = None, effort: float = inf) -> int:
     """
-    Return a number of packs that no packing can go below: the strongest bound that is known.
+    Return a number of packs that no packing can go below: the packs of `find_bound`, which documents the arguments.
+
+    >>> lower_bound([60, 60, 50], capacity=100)
+    3
+    """
+    return find_bound(lengths, capacity=capacity, known=known, effort=effort).packs
+
+
+def find_bound(lengths: Lengths, *, capacity: int, known: int | None = None, effort: float = inf) -> Bound:
+    """
+    Return the strongest lower bound on the packs of a packing that an effort finds.
 
     Martello and Toth's L2 and dual-feasible functions; where no quick packing shows that they are tight, the linear
     relaxation over patterns, which takes some seconds for thousands of distinct lengths, and minutes for ten thousand. Where the
@@ -25,20 +48,23 @@ def lower_bound(lengths: Lengths, *, capacity: int, known: int | None = None, qu
 
         known: Packs of a packing that is known; a bound of so many ends the search.
 
-        quick: Leave the relaxation out in any case, which takes a fraction of a second.
+        effort: Steps that may be spent beyond the quick bounds, each of about a third of a microsecond
+            (`core.patterns.effort`); 0 leaves the relaxation out. Counted, so that the bound is the same on every machine.
 
     Raises:
         InvalidLengthError: A length is not a whole number from 1 to *capacity*.
 
-    >>> lower_bound([60, 60, 50], capacity=100)
-    3
+    >>> find_bound([60, 60, 50, 40], capacity=100)
+    Bound(packs=3, kind='reached')
     """
     capacity = positive("capacity", capacity)
     runs = Runs.of(lengths_up_to(lengths, capacity=capacity))
     if not runs.sizes:
-        return 0
+        return Bound(0, "reached")
     runs, capacity = reduced(runs, capacity=capacity)
-    if quick:
-        return quick_bound(runs, capacity=capacity)
+    if not effort:
+        packs = quick_bound(runs, capacity=capacity)
+        return Bound(packs, "reached" if packs == known else "quick")
     best_fit = fit_decreasing(runs, capacity=capacity, fullest=True).num_bins
-    return certify(runs, capacity=capacity, known=min(best_fit, known or best_fit)).bound
+    found = certify(runs, capacity=capacity, known=min(best_fit, known or best_fit), effort=Effort(effort))
+    return Bound(found.bound, found.kind)

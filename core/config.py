@@ -16,9 +16,13 @@ import attrs
 
 from core.errors import Fault
 from core.packers import ALGORITHMS
+from core.records import MAX_MESSAGES
 from core.rl_config import GrpoConfig, PolicyConfig
 
 PACKING_BUFFER = 512
+
+MAX_LINE_BYTES = 8 * 2**20
+"""Bytes of a line of a data file, unless `custom.max_line_bytes` says otherwise."""
 
 
 def _read_only(keys: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -96,6 +100,13 @@ class CustomConfig:
     use_summary: bool = False
     """Answer dense captions with their summary."""
 
+    max_line_bytes: int = MAX_LINE_BYTES
+    """Bytes of a data file's longest line; a longer one is refused before it is read, for reading it takes 160 times as much
+    memory."""
+
+    max_messages: int = MAX_MESSAGES
+    """Messages of a record; more are refused."""
+
     rollout_reward: str | None = None
     """Of the rollout variant: scores the model's own answers, the best of which are trained: one of
     `core.rewards.REWARDS`, or `module:function`. Unset, the data are trained as they are."""
@@ -137,6 +148,10 @@ class TrainingConfig:
 
     packing_drop_last: bool = True
     """Whether packs filled below `packing_min_fill_ratio` are dropped."""
+
+    packing_max_dropped_share: Decimal = Decimal("0.01")
+    """Share of all tokens that may be in dropped packs: where more than one pack is dropped and they have more, planning
+    ends with an error. 1 allows any."""
 
     packing_allow_single_long: bool = True
     """Give a sample of the packing length or more a pack of its own; `false` skips it."""
@@ -279,6 +294,8 @@ def faults(config: RunConfig) -> Iterator[Fault]:
 def _number_faults(config: RunConfig) -> Iterator[Fault]:
     training = config.training
     at_least_one = {
+        "custom.max_line_bytes": config.custom.max_line_bytes,
+        "custom.max_messages": config.custom.max_messages,
         "global_max_length": config.global_max_length,
         "model.max_model_len": config.model.max_model_len,
         "template.max_length": config.template.max_length,
@@ -296,11 +313,7 @@ def _number_faults(config: RunConfig) -> Iterator[Fault]:
     for path, value in at_least_one.items():
         if value is not None and value < 1:
             yield Fault(path, f"is {value}, but has to be at least 1")
-    ratio = training.packing_min_fill_ratio
-    if ratio.is_nan() or not 0 <= ratio <= 1:
-        yield Fault("training.packing_min_fill_ratio", f"is {ratio}, but has to be from 0 to 1")
-    if not 0 <= training.lora_dropout < 1:
-        yield Fault("training.lora_dropout", f"is {training.lora_dropout}, but has to be from 0 to below 1")
+    yield from _share_faults(training)
     if not 0 <= training.packing_wait_timeout_s < float("inf"):
         yield Fault(
             "training.packing_wait_timeout_s",
@@ -317,6 +330,15 @@ def _number_faults(config: RunConfig) -> Iterator[Fault]:
             "training.packing_algorithm",
             f"is {training.packing_algorithm!r}, but has to be one of {', '.join(ALGORITHMS)}",
         )
+
+
+def _share_faults(training: TrainingConfig) -> Iterator[Fault]:
+    for name in ("packing_min_fill_ratio", "packing_max_dropped_share"):
+        share = getattr(training, name)
+        if share.is_nan() or not 0 <= share <= 1:
+            yield Fault(f"training.{name}", f"is {share}, but has to be from 0 to 1")
+    if not 0 <= training.lora_dropout < 1:
+        yield Fault("training.lora_dropout", f"is {training.lora_dropout}, but has to be from 0 to below 1")
 
 
 def _mode_faults(config: RunConfig) -> Iterator[Fault]:

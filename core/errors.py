@@ -11,6 +11,7 @@ Everything that this project raises on purpose.
     │   ├── OverBudgetError        a sequence of an RL batch is wider than a microbatch may be
     │   ├── UnevenShardsError      the workers do not divide an RL batch
     │   ├── EmptyPlanError         no pack remains
+    │   ├── DroppedTokensError     the fill filter drops packs with more of the tokens than it may
     │   ├── SampleTooLongError     a sample over the limit, where the template is to raise
     │   ├── PlanTooShortError      too few packs for a batch on each rank, and the remainder is to be dropped
     │   ├── BatchSizeError         an effective batch that the ranks cannot realise
@@ -26,7 +27,7 @@ Everything that this project raises on purpose.
     │   ├── LockedError            another job writes the same folder
     │   ├── RankZeroError          rank 0 failed, died, or was too slow, while this rank waited for its plan
     │   ├── RankGoneError          another rank said nothing in time
-    │   ├── NotFiniteError         a loss or a gradient that is no finite number
+    │   ├── NotFiniteError         a loss, a gradient or a weight that is no finite number
     │   └── WorkerError            a worker of reinforcement learning raised or died
     └── VerificationError          something stored or shared is not what it claims: exit status 3
         ├── CorruptArtefactError   a file differs from its digest
@@ -43,7 +44,8 @@ from __future__ import annotations
 import attrs
 
 
-def _counted(number: int, name: str) -> str:
+def counted(number: int, name: str) -> str:
+    """Return the number with its noun, in the plural where that is due: `1 pack`, `2 packs`."""
     return f"{number:,} {name}" + ("" if number == 1 else "s")
 
 
@@ -51,8 +53,41 @@ def _first(items: tuple[int, ...]) -> str:
     return ", ".join(map(str, items[:10])) + (", …" if len(items) > 10 else "") or "none"
 
 
+MAX_LINE, MAX_LINES = 500, 60
+"""Characters of a line of an error's text, and lines of it: whatever it quotes, the fact and the remedy can be read."""
+
+
+def shortened(text: str) -> str:
+    """
+    Return *text* with the middle of its long lines, and of too many lines, left out.
+
+    >>> len(shortened("x" * 100_000))
+    500
+    """
+    lines = text.split("\n")
+    if len(lines) > MAX_LINES:
+        left_out = f"  … {len(lines) - MAX_LINES + 1:,} more lines …"
+        lines = [*lines[: MAX_LINES - 3], left_out, *lines[-2:]]
+    return "\n".join(map(_shortened_line, lines))
+
+
+def _shortened_line(line: str) -> str:
+    if len(line) <= MAX_LINE:
+        return line
+    left_out = f" … {len(line):,} characters … "
+    kept = MAX_LINE - len(left_out)
+    return f"{line[: kept - kept // 2]}{left_out}{line[len(line) - kept // 2 :]}"
+
+
 class PackplanError(Exception):
-    """Base of all errors raised on purpose."""
+    """Base of all errors raised on purpose; its text is bounded, whatever the data or the YAML that it quotes."""
+
+    def _text(self) -> str:
+        """Return what is wrong, and what to do, however long."""
+        return super().__str__()
+
+    def __str__(self) -> str:
+        return shortened(self._text())
 
 
 class UserError(PackplanError):
@@ -91,7 +126,7 @@ class ConfigError(UserError):
         """Return the error of one fault, found after the YAML was read."""
         return cls("the configuration", (Fault(path, reason),))
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         count = "1 fault" if len(self.faults) == 1 else f"{len(self.faults)} faults"
         return "\n  ".join([f"{self.source} has {count}:", *map(str, self.faults)])
 
@@ -104,7 +139,7 @@ class RecordError(UserError):
     line: int
     reason: str
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         return f"{self.source}, line {self.line}: {self.reason}"
 
 
@@ -114,7 +149,7 @@ class DataSetError(UserError):
 
     reason: str
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         return self.reason
 
 
@@ -126,7 +161,7 @@ class InvalidLengthError(UserError):
     value: object
     reason: str
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         return f"length {self.index} is {self.value!r}: {self.reason}"
 
 
@@ -139,7 +174,7 @@ class TooFewSamplesError(UserError):
     min_bin_count: int
     bin_count_multiple: int
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         return (
             f"{self.num_samples:,} samples cannot fill {self.num_packs:,} packs (min_bin_count {self.min_bin_count:,}, "
             f"bin_count_multiple {self.bin_count_multiple:,}), for no pack is empty: ask for at most "
@@ -158,7 +193,7 @@ class OverBudgetError(UserError):
     num_over: int
     widest: int
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         rounded = f", {self.padded:,} when padded," if self.padded != self.length else ""
         others = f"; {self.num_over:,} sequences are too wide" if self.num_over > 1 else ""
         return (
@@ -174,7 +209,7 @@ class UnevenShardsError(UserError):
     num_sequences: int
     num_shards: int
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         return (
             f"{self.num_sequences:,} sequences of a batch cannot be divided evenly over {self.num_shards:,} workers: make "
             "the batch a multiple of the workers, allow uneven shards, or use packing or dynamic batching, which fill up"
@@ -190,7 +225,7 @@ class EmptyPlanError(UserError):
     num_dropped_packs: int
     packing_length: int
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         if self.num_samples == 0:
             return "the data set is empty: 0 samples give no pack"
         remedies = []
@@ -201,10 +236,46 @@ class EmptyPlanError(UserError):
             )
         if self.num_dropped_packs:
             remedies.append(
-                f"{self.num_dropped_packs:,} packs are filled below training.packing_min_fill_ratio: "
+                f"{counted(self.num_dropped_packs, 'pack')} {'is' if self.num_dropped_packs == 1 else 'are'} filled below "
+                "training.packing_min_fill_ratio: "
                 "lower it, or set training.packing_drop_last: false"
             )
         return f"none of {self.num_samples:,} samples is left to train on: {'; '.join(remedies)}"
+
+
+@attrs.define(eq=False)
+class DroppedTokensError(UserError):
+    """The fill filter drops several packs, and with them a larger share of the tokens than is allowed."""
+
+    num_dropped_packs: int
+    num_dropped: int
+    """Samples in these packs."""
+
+    num_samples: int
+    shortest: int
+    longest: int
+    """Tokens of the shortest and of the longest sample that is dropped."""
+
+    dropped_tokens: int
+    num_tokens: int
+    """Tokens of the whole data set."""
+
+    max_dropped_share: str
+    """Share of the tokens that may be dropped, as the user wrote it."""
+
+    min_fill_ratio: str
+
+    def _text(self) -> str:
+        each = f"{self.shortest:,}" if self.shortest == self.longest else f"{self.shortest:,} to {self.longest:,}"
+        # Rounded up, so that the value that is named is one that suffices.
+        enough = -(-self.dropped_tokens * 10_000 // self.num_tokens) / 10_000
+        return (
+            f"{self.num_dropped:,} of {self.num_samples:,} samples (of {each} tokens) would never be trained: their "
+            f"{self.num_dropped_packs:,} packs are filled below {self.min_fill_ratio}, and have "
+            f"{self.dropped_tokens / self.num_tokens:.2%} of all tokens. Set training.packing_drop_last: false to train all "
+            "of them, lower training.packing_min_fill_ratio, or raise training.packing_max_dropped_share from "
+            f"{self.max_dropped_share} to {enough}"
+        )
 
 
 @attrs.define(eq=False)
@@ -217,17 +288,17 @@ class PlanTooShortError(UserError):
     batch_size: int = 1
     """Packs of a rank in one forward pass; more than 1 only without packing, where every pack is one sample."""
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         num, ranks, size = self.num_packs, self.world_size, self.batch_size
         ways = ["set training.dataloader_drop_last: false"]
         if size > 1:
-            what = f"{_counted(num, 'sample')} cannot feed {_counted(ranks, 'rank')} with a batch of {size:,} each"
+            what = f"{counted(num, 'sample')} cannot feed {counted(ranks, 'rank')} with a batch of {size:,} each"
             if num >= ranks:
                 ways.append(f"lower training.per_device_train_batch_size to {num // ranks:,}")
         else:
-            what = f"{_counted(num, 'pack')} cannot feed {_counted(ranks, 'rank')}"
+            what = f"{counted(num, 'pack')} cannot feed {counted(ranks, 'rank')}"
         if num >= size:
-            ways.append(f"use {_counted(num // size, 'rank')} at most")
+            ways.append(f"use {counted(num // size, 'rank')} at most")
         if size == 1:
             ways.append("when packing, lower template.max_length to get more packs")
         return f"{what} while the remainder is dropped: {', or '.join(ways)}"
@@ -244,7 +315,7 @@ class SampleTooLongError(UserError):
     num_samples: int
     longest: int
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         return (
             f"sample {self.index} has {self.length:,} tokens, but template.truncation_strategy: raise allows "
             f"{self.limit:,} (template.max_length); {self.num_too_long:,} of {self.num_samples:,} samples are too long. "
@@ -261,7 +332,7 @@ class BatchSizeError(UserError):
     world_size: int
     per_device: int
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         unit = self.world_size * self.per_device
         below = self.effective_batch_size // unit * unit
         nearest = f"{below:,} or {below + unit:,}" if below else f"{unit:,}"
@@ -281,7 +352,7 @@ class IsolationError(UserError):
     established: tuple[str, ...]
     detail: str = ""
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         ways = f"use model.attn_impl: {' or '.join(self.established)}, or " if self.established else ""
         return (
             f"model.attn_impl {self.attn_impl} is not established to keep the samples of a pack apart for "
@@ -297,7 +368,7 @@ class AttentionError(UserError):
     why_not: str
     instead: str
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         return f"model.attn_impl {self.attn_impl} cannot be taken: {self.why_not}; use model.attn_impl: {self.instead}"
 
 
@@ -307,7 +378,7 @@ class WholeBatchLossError(UserError):
 
     loss: str
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         return (
             f"the loss {self.loss} compares sequences with each other, so it needs the whole batch at once; sequence packing "
             "and dynamic batching compute it part by part. Set policy.sequence_packing.enabled: false and "
@@ -336,7 +407,7 @@ class StaleLengthsError(UserError):
     borrowed: bool = False
     """Whether they are another run's, which training.packing_lengths_from names."""
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         head = f"the lengths in {self.where} were measured from other inputs"
         tail = (
             "restore the inputs, or remove training.packing_lengths_from to measure here"
@@ -354,7 +425,7 @@ class PlanChangedError(UserError):
     checkpoint: str
     differences: tuple[Difference, ...]
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         head = f"{self.checkpoint} was trained from another plan or in another way, so this run cannot go on with it"
         tail = (
             "restore the data and the settings, or start anew from its weights: set model.model to it, and remove "
@@ -371,7 +442,7 @@ class ChangedImageError(UserError):
     image: int
     differences: tuple[Difference, ...]
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         changes = "; ".join(map(str, self.differences))
         return (
             f"image {self.image} of sample {self.index} is not the one that was measured: {changes}. Restore it, or use "
@@ -387,7 +458,7 @@ class ContractError(UserError):
     record: str
     differences: tuple[Difference, ...]
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         changes = "; ".join(f"{d.key} planned {d.stored}, fetched {d.current}" for d in self.differences)
         return (
             f"sample {self.index} ({self.record}) is not the one that was planned: {changes}. The data changed after "
@@ -402,7 +473,7 @@ class NotBuiltError(UserError):
     folder: str
     reason: str
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         return f"{self.folder} {self.reason}: python -m app.plan build measures and plans"
 
 
@@ -413,7 +484,7 @@ class OutputError(UserError):
     path: str
     reason: str
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         return f"training.output_dir {self.path} cannot be written: {self.reason}; choose a folder that you may write"
 
 
@@ -425,7 +496,7 @@ class LockedError(UserError):
     holder: str
     waited_s: float
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         return (
             f"{self.folder} is being written by {self.holder}, for more than {self.waited_s:,.0f} s: wait until it is "
             "done, end it, use another training.output_dir, or raise training.packing_wait_timeout_s"
@@ -438,7 +509,7 @@ class RankGoneError(UserError):
 
     reason: str
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         return self.reason
 
 
@@ -448,22 +519,21 @@ class RankZeroError(UserError):
 
     reason: str
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         return self.reason
 
 
 @attrs.define(eq=False)
 class NotFiniteError(UserError):
-    """A loss or a gradient is no finite number."""
+    """A loss, a gradient or a weight is no finite number."""
 
     what: str
     number: float
 
-    def __str__(self) -> str:
-        return (
-            f"{self.what} is {self.number}, so the policy was not updated and not saved: lower training.learning_rate, and look at "
-            "what grpo.reward and grpo.loss give"
-        )
+    consequence: str = "the policy was not updated and not saved: lower training.learning_rate, and look at what grpo.reward and grpo.loss give"
+
+    def _text(self) -> str:
+        return f"{self.what} is {self.number}, so {self.consequence}"
 
 
 @attrs.define(eq=False)
@@ -474,7 +544,7 @@ class WorkerError(UserError):
     method: str
     reason: str
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         return f"worker {self.worker} failed in {self.method}: {self.reason}"
 
 
@@ -486,7 +556,7 @@ class CorruptArtefactError(VerificationError):
     reason: str
     remedy: str = "delete its folder to measure and plan anew"
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         return f"{self.path} is damaged: {self.reason}; {self.remedy}"
 
 
@@ -497,7 +567,7 @@ class RanksDisagreeError(VerificationError):
     what: str
     values: tuple[str, ...]
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         rows = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(self.values))
         return f"ranks disagree on {self.what}: {rows}"
 
@@ -515,7 +585,7 @@ class CoverageError(VerificationError):
     surplus: tuple[int, ...]
     """Packs that were consumed too often."""
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         return (
             f"{self.what} did not consume what was planned: packs missing {_first(self.missing)}, packs in excess "
             f"{_first(self.surplus)}"
@@ -528,7 +598,7 @@ class UnequalError(VerificationError):
 
     checks: tuple[str, ...]
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         return (
             f"packed training is not the same training: {', '.join(self.checks)} differ; do not pack with this model and "
             "attention backend (model.attn_impl: another one, or training.packing: false)"
@@ -541,6 +611,6 @@ class UnsoundError(VerificationError):
 
     num_findings: int
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         findings = "1 finding" if self.num_findings == 1 else f"{self.num_findings:,} findings"
         return f"{findings}: what is stored is not what training would use"

@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from decimal import Decimal
 from fractions import Fraction
+from math import inf
+from typing import get_args
 
 import attrs
 import numpy as np
 
-from core.bounds import lower_bound
-from core.errors import EmptyPlanError, SampleTooLongError
+from core.bounds import find_bound
+from core.errors import DroppedTokensError, EmptyPlanError, SampleTooLongError
 from core.lengths import IntArray, Lengths, as_lengths, positive
 from core.packers import pack
 from core.packs import Packs, by_first_index, concatenate
+from core.patterns.certificate import BoundKind
 
-DROPPED_TOKENS_WORTH_A_WARNING = Fraction(1, 100)
+BOUND_EFFORT = 120_000
+BOUND_EFFORT_OF_A_SAMPLE = 0.3
+"""Steps of the search for a lower bound: about a twentieth of a second, and about what planning a sample takes."""
 
 
 @attrs.frozen
@@ -52,6 +57,9 @@ class RawPlan:
     lower_bound: int
     """No plan of these samples, skipped ones aside and before the fill filter, has fewer packs."""
 
+    bound_kind: BoundKind
+    """How `lower_bound` was found."""
+
     @property
     def planned_samples(self) -> int:
         """Samples that training sees each epoch."""
@@ -69,9 +77,9 @@ class RawPlan:
         return (self.planned_tokens - self.long_tokens + len(self.single_long) * self.packing_length) / capacity
 
     @property
-    def drops_many_tokens(self) -> bool:
-        """Whether the fill filter takes more than 1 % of the tokens."""
-        return self.dropped_tokens > DROPPED_TOKENS_WORTH_A_WARNING * self.num_tokens
+    def dropped_share(self) -> Fraction:
+        """Share of all tokens that the fill filter drops."""
+        return Fraction(self.dropped_tokens, self.num_tokens)
 
 
 def build_raw_plan(
@@ -104,7 +112,8 @@ def build_raw_plan(
         seed: For algorithms that draw: `first_fit_shuffle`.
 
         quick_bound: Take a lower bound that is found at once, though a stronger one may be known: for plans that are
-            only compared. The packs are the same.
+            only compared. Otherwise a stronger one is looked for with an effort in proportion to the plan's, but that of
+            `certified`, whatever it takes. The packs are the same.
 
     Raises:
         InvalidLengthError: A length is not a positive whole number.
@@ -128,8 +137,10 @@ def build_raw_plan(
 
     single = Packs(np.arange(long.size + 1), long) if allow_single_long else Packs.from_lists([])
     packs = by_first_index(concatenate([kept, single]))
+    effort = inf if algorithm == "certified" else BOUND_EFFORT + BOUND_EFFORT_OF_A_SAMPLE * array.size
     if not len(packs):
         raise EmptyPlanError(array.size, 0 if allow_single_long else long.size, len(dropped), packing_length)
+    bound = find_bound(array[short], capacity=packing_length, known=len(grouped), effort=0 if quick_bound else effort)
     return RawPlan(
         packs=packs,
         single_long=tuple(single.indices.tolist()),
@@ -142,8 +153,8 @@ def build_raw_plan(
         dropped_tokens=_tokens(array[dropped.indices]),
         skipped_tokens=0 if allow_single_long else _tokens(array[long]),
         long_tokens=_tokens(array[single.indices]),
-        lower_bound=len(single)
-        + lower_bound(array[short], capacity=packing_length, known=len(grouped), quick=quick_bound),
+        lower_bound=len(single) + bound.packs,
+        bound_kind=bound.kind,
     )
 
 
@@ -159,6 +170,45 @@ def refuse_longer(lengths: Lengths, *, limit: int) -> None:
     if over.size:
         first = int(over[0])
         raise SampleTooLongError(first, int(array[first]), limit, over.size, array.size, int(array.max()))
+
+
+def refuse_dropped(
+    plan: RawPlan, lengths: Lengths, *, max_share: float | str | Decimal, min_fill_ratio: float | str | Decimal
+) -> None:
+    """
+    Check that the fill filter drops no larger share of the tokens than is allowed; one pack it may always drop.
+
+    The last pack of a small data set is rarely full, so that one dropped pack is no error, whatever its share.
+
+    Args:
+        plan: What was planned.
+
+        lengths: Tokens of each sample that was planned, shape (num_samples,).
+
+        max_share: Share of all tokens from 0 to 1, read as `Decimal(str(…))` and compared exactly.
+
+        min_fill_ratio: That the plan was made with, for the message.
+
+    Raises:
+        DroppedTokensError: More than one pack, and more than *max_share* of the tokens, is dropped.
+
+    >>> plan = build_raw_plan([51, 51, 90], packing_length=100, min_fill_ratio="0.5")
+    >>> refuse_dropped(plan, [51, 51, 90], max_share="0.01", min_fill_ratio="0.5")
+    """
+    if len(plan.dropped_packs) <= 1 or plan.dropped_share <= Fraction(Decimal(str(max_share))):
+        return
+    dropped = as_lengths(lengths)[plan.dropped_packs.indices]
+    raise DroppedTokensError(
+        len(plan.dropped_packs),
+        plan.dropped_samples,
+        plan.num_samples,
+        int(dropped.min()),
+        int(dropped.max()),
+        plan.dropped_tokens,
+        plan.num_tokens,
+        str(max_share),
+        str(min_fill_ratio),
+    )
 
 
 def one_sample_packs(lengths: Lengths, *, packing_length: int, allow_single_long: bool = True) -> RawPlan:
@@ -194,6 +244,7 @@ def one_sample_packs(lengths: Lengths, *, packing_length: int, allow_single_long
         skipped_tokens=_tokens(array) - _tokens(array[kept]),
         long_tokens=_tokens(array[is_long]) if allow_single_long else 0,
         lower_bound=kept.size,
+        bound_kind="reached",
     )
 
 
@@ -208,6 +259,8 @@ _COUNTS = (
     "lower_bound",
 )
 
+_BOUND_KINDS: tuple[BoundKind, ...] = get_args(BoundKind)
+
 
 def plan_to_arrays(plan: RawPlan) -> dict[str, IntArray]:
     """Return the plan as flat int64 arrays, for stores and for other ranks."""
@@ -219,6 +272,7 @@ def plan_to_arrays(plan: RawPlan) -> dict[str, IntArray]:
         "single_long": np.array(plan.single_long, dtype=np.int64),
         "skipped_long": np.array(plan.skipped_long, dtype=np.int64),
         "counts": np.array([getattr(plan, name) for name in _COUNTS], dtype=np.int64),
+        "bound_kind": np.array([_BOUND_KINDS.index(plan.bound_kind)], dtype=np.int64),
     }
 
 
@@ -229,6 +283,7 @@ def plan_from_arrays(arrays: Mapping[str, IntArray]) -> RawPlan:
         dropped_packs=Packs(arrays["dropped_offsets"], arrays["dropped_indices"]),
         single_long=tuple(arrays["single_long"].tolist()),
         skipped_long=tuple(arrays["skipped_long"].tolist()),
+        bound_kind=_BOUND_KINDS[int(arrays["bound_kind"][0])],
         **dict(zip(_COUNTS, arrays["counts"].tolist(), strict=True)),
     )
 

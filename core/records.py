@@ -13,6 +13,9 @@ from typing import Any, Literal, NoReturn
 
 IMAGE_TAG = "<image>"
 
+MAX_MESSAGES = 4096
+"""Messages of a record, unless `custom.max_messages` says otherwise."""
+
 DENSE_PROMPT = "List every object in the image, each with its description and its place in pixels."
 
 SUMMARY_PROMPT = "Summarise the image in one sentence."
@@ -31,12 +34,25 @@ _REFUSED = {
 }
 """Keys that ms-swift would give a meaning which packing here does not; all other unknown keys are ignored."""
 
+_REFUSED_IN_MESSAGES = {
+    "reasoning_content": "write it into 'content', between the tags that the model thinks in, or remove it",
+    "reasoning": "write it into 'content', between the tags that the model thinks in, or remove it",
+    "thinking": "write it into 'content', between the tags that the model thinks in, or remove it",
+    "tool_calls": "write the calls into 'content', as the model writes them",
+    "function_call": "write the call into 'content', as the model writes it",
+}
+"""Keys of a message that hold what a model says, and that are not trained."""
+
 _GEOMETRY = {"bbox_2d": 4, "poly": 6}
 """Kind of geometry -> fewest coordinates."""
 
 
 def to_messages(
-    record: object, *, object_field_order: FieldOrder = "desc_first", use_summary: bool = False
+    record: object,
+    *,
+    object_field_order: FieldOrder = "desc_first",
+    use_summary: bool = False,
+    max_messages: int = MAX_MESSAGES,
 ) -> dict[str, Any]:
     """
     Return *record* as ms-swift reads it: `messages`, and `images` and `channel` where it has them.
@@ -47,6 +63,8 @@ def to_messages(
         object_field_order: Whether each object's description or its geometry comes first.
 
         use_summary: Answer a dense caption with its `summary` instead of its objects.
+
+        max_messages: A record of more messages is refused.
 
     Raises:
         ValueError: What is wrong with the record, in words for its author.
@@ -62,7 +80,7 @@ def to_messages(
             _fail(f"has {name!r}: {remedy}")
     images = _images(record)
     if "messages" in record:
-        messages = _messages(record["messages"])
+        messages = _messages(record["messages"], max_messages)
     elif "objects" in record:
         messages = _dense(record, len(images), object_field_order, use_summary=use_summary)
     else:
@@ -97,15 +115,21 @@ def _images(record: Mapping[str, Any]) -> list[str]:
     return list(images)
 
 
-def _messages(value: object) -> list[dict[str, Any]]:
+def _messages(value: object, most: int) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not value:
         _fail("has no message in 'messages'")
+    if len(value) > most:
+        reason = f"has {len(value):,} messages, but may have {most:,}: split it, or raise custom.max_messages"
+        _fail(reason)
     messages = []
     for message in value:
         if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
             _fail("has a message that is not an object with a text 'content'")
         if message.get("role") not in {"system", "user", "assistant"}:
             _fail(f"has a message with the role {message.get('role')!r}; known are system, user and assistant")
+        for name, remedy in _REFUSED_IN_MESSAGES.items():
+            if message.get(name):
+                _fail(f"has a message with {name!r}, which would be ignored: {remedy}")
         if message.get("loss_scale") not in {None, 0, 1}:
             _fail(f"has a message with the loss_scale {message['loss_scale']!r}, which would be ignored: remove it")
         # `loss` and the like steer ms-swift's per-message loss, and pass through.

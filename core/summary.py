@@ -18,7 +18,9 @@ from core.align import aligned_size
 from core.course import Course
 from core.lengths import IntArray, Lengths, as_lengths
 from core.metrics import padded_positions
+from core.patterns.certificate import BoundKind
 from core.plan import RawPlan
+from core.review import longest_pack
 from core.telemetry import EpochLedger, PackFacts
 
 
@@ -33,6 +35,9 @@ class PlanSummary:
 
     lower_bound: int
     """No plan of the same samples has fewer packs, those of the fill filter included."""
+
+    bound_kind: BoundKind
+    """How the bound was found."""
 
     gap: float | None
     """Packs beyond the bound, over the bound; the packs that the fill filter drops count. None without packing."""
@@ -59,6 +64,12 @@ class PlanSummary:
 
     dropped_packs: int
     """Filled below the ratio."""
+
+    longest_pack: int
+    """Tokens of the longest pack; above the packing length it is a long sample."""
+
+    oversized_packs: int
+    """Packs of more than 1.1 times the packing length, each a long sample."""
 
     sample_coverage: float
     """Planned samples over all."""
@@ -143,6 +154,7 @@ def summarise(plan: RawPlan, lengths: Lengths, *, packed: bool = True) -> PlanSu
     """
     array = as_lengths(lengths)
     samples_per_pack = plan.planned_samples / len(plan.packs)
+    longest = longest_pack(plan, array)
     gap = mean = p5 = worst = saved = None
     if packed:
         filled = fills(plan, array)
@@ -154,6 +166,7 @@ def summarise(plan: RawPlan, lengths: Lengths, *, packed: bool = True) -> PlanSu
         packing_length=plan.packing_length,
         num_packs=len(plan.packs),
         lower_bound=plan.lower_bound,
+        bound_kind=plan.bound_kind,
         gap=gap,
         num_samples=plan.num_samples,
         planned_samples=plan.planned_samples,
@@ -166,6 +179,8 @@ def summarise(plan: RawPlan, lengths: Lengths, *, packed: bool = True) -> PlanSu
         skipped_tokens=plan.skipped_tokens,
         dropped_tokens=plan.dropped_tokens,
         dropped_packs=len(plan.dropped_packs),
+        longest_pack=longest.tokens,
+        oversized_packs=longest.num_oversized,
         sample_coverage=plan.planned_samples / plan.num_samples,
         token_coverage=plan.planned_tokens / plan.num_tokens,
         samples_per_pack=samples_per_pack,

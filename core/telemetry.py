@@ -160,6 +160,7 @@ class EpochLedger:
             **{f"epoch_fill_{name}": float(value) for name, value in spread.items()},
             "epoch_long_share": num_long / int(facts.samples[packs].sum()),
             "epoch_long_samples": num_long,
+            "epoch_long_pack_share": num_long / packs.size,
             "epoch_skipped_share": facts.skipped_samples / facts.all_samples,
             "epoch_skipped_samples": facts.skipped_samples,
             "epoch_coverage": self._coverage(stop),

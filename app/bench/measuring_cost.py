@@ -50,6 +50,7 @@ KNOBS = Knobs(
     batch_size=1,
     seed=0,
     refuse_longer=False,
+    max_dropped_share="0.01",
 )
 
 

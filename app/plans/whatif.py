@@ -25,7 +25,7 @@ from app.progress import progress
 from core.config import RunConfig
 from core.course import Course
 from core.errors import ConfigError
-from core.plan import RawPlan, refuse_longer
+from core.plan import RawPlan
 from core.ports import StoredLengths
 from core.whatif import Alternative, best_of, what_if
 
@@ -92,9 +92,10 @@ def _alternatives(
     def plan(packing_length: int) -> RawPlan:
         other = attrs.evolve(config, template=attrs.evolve(config.template, max_length=packing_length))
         knobs = Knobs.of(other, split)
-        if knobs.refuse_longer:
-            refuse_longer(lengths, limit=packing_length)
-        return knobs.plan(lengths, quick_bound=True)
+        knobs.refuse_too_long(lengths)
+        raw = knobs.plan(lengths, quick_bound=True)
+        knobs.refuse_dropped(raw, lengths)
+        return raw
 
     def course(raw: RawPlan, world_size: int) -> Course:
         return split_course(config, split, num_packs=len(raw.packs), world_size=world_size)
@@ -110,6 +111,8 @@ def _print(alternatives: list[Alternative], best: dict[int, Alternative]) -> Non
         "packs",
         "fill",
         "long",
+        "longest",
+        "over 110 %",
         "dropped tokens",
         "steps",
         "work a step",
@@ -127,6 +130,11 @@ def _print(alternatives: list[Alternative], best: dict[int, Alternative]) -> Non
     console = Console(width=max(Console().width, needed), highlight=False)
     console.print(table)
     console.print(f"best, for each number of ranks: the highest {RULE}", markup=False, soft_wrap=True)
+    if any(one.plan and one.plan.oversized_packs for one in alternatives):
+        console.print(
+            "over 110 %: packs that exceed max_length by more than 10 %, each a long sample; "
+            "training.packing_allow_single_long: false skips long samples", markup=False, soft_wrap=True,
+        )  # fmt: skip
     for one in alternatives:
         if one.problem:
             where = f"max_length {one.packing_length:,}, {one.world_size:,} ranks"
@@ -135,10 +143,11 @@ def _print(alternatives: list[Alternative], best: dict[int, Alternative]) -> Non
 
 def _cells(one: Alternative) -> tuple[str, ...]:
     if one.plan is None or one.course is None:
-        return f"{one.packing_length:,}", f"{one.world_size:,}", *["-"] * 8
+        return f"{one.packing_length:,}", f"{one.world_size:,}", *["-"] * 10
     plan, course = one.plan, one.course
     return (
         f"{one.packing_length:,}", f"{one.world_size:,}", f"{plan.num_packs:,}", f"{plan.fill_mean:.4f}",
-        f"{plan.long_samples + plan.skipped_samples:,}", f"{plan.dropped_tokens + plan.skipped_tokens:,}",
+        f"{plan.long_samples + plan.skipped_samples:,}", f"{plan.longest_pack:,}", f"{plan.oversized_packs:,}",
+        f"{plan.dropped_tokens + plan.skipped_tokens:,}",
         f"{course.total_steps:,}", f"{course.work_per_step:.3g}", f"{course.work_imbalance:.3f}", f"{one.score:.4f}",
     )  # fmt: skip

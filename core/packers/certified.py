@@ -20,6 +20,7 @@ from core.packers.modified_first_fit_decreasing import modified_first_fit_decrea
 from core.packs import Packs
 from core.patterns import Filling, num_packs
 from core.patterns.certificate import certify, reduced
+from core.patterns.effort import Effort
 from core.patterns.rounding import dives, restarts
 from core.runs import Ledger, Runs
 
@@ -52,7 +53,7 @@ def _fewest(runs: Runs, *, capacity: int) -> tuple[Ledger, int]:
     """Return the best packing over runs, and the bound that it was compared with."""
     best_fit = best_fit_decreasing(runs, capacity=capacity)
     runs, capacity = reduced(runs, capacity=capacity)
-    certificate = certify(runs, capacity=capacity, known=best_fit.num_bins)
+    certificate = certify(runs, capacity=capacity, known=best_fit.num_bins, effort=Effort())
     bound, best = certificate.bound, certificate.filling
     if best is None or best_fit.num_bins == bound:
         return best_fit, bound

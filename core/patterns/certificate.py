@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from math import gcd
+from typing import Literal
 
 import attrs
 
 from core.patterns import Filling, Pattern, num_packs
+from core.patterns.effort import Effort, SpentError
 from core.patterns.fill import fill_exactly, refill
 from core.patterns.quick_bounds import quick_bound
 from core.patterns.relaxation import MAX_CAPACITY, MAX_RUNS, relax
 from core.runs import Runs
+
+BoundKind = Literal["quick", "relaxation", "reached"]
+"""
+What a lower bound is: the better of L2 and dual-feasible functions, beyond which nothing was found, or not looked for; that of the
+linear relaxation over patterns; or one that a packing reaches, which proves both.
+"""
 
 
 @attrs.frozen
@@ -26,8 +34,10 @@ class Certificate:
     patterns: list[Pattern]
     """What the linear relaxation used; empty where the others met before."""
 
+    kind: BoundKind
 
-def certify(runs: Runs, *, capacity: int, known: int) -> Certificate:
+
+def certify(runs: Runs, *, capacity: int, known: int, effort: Effort) -> Certificate:
     """
     Bound the number of packs from below, and from above where that helps.
 
@@ -37,22 +47,36 @@ def certify(runs: Runs, *, capacity: int, known: int) -> Certificate:
         capacity: Tokens a pack may hold.
 
         known: Packs of a packing that is known.
+
+        effort: What the search beyond the quick bounds may cost.
     """
     bound = quick_bound(runs, capacity=capacity)
-    if known == bound or capacity > MAX_CAPACITY or len(runs.sizes) > MAX_RUNS:
-        return Certificate(bound, None, [])
-    drawn = refill(fill_exactly(runs, capacity=capacity, seed=0), runs, capacity=capacity, enough=bound)
+    if known == bound:
+        return Certificate(bound, None, [], "reached")
+    if capacity > MAX_CAPACITY or len(runs.sizes) > MAX_RUNS:
+        return Certificate(bound, None, [], "quick")
+    try:
+        return _search(runs, capacity=capacity, known=known, effort=effort, bound=bound)
+    except SpentError:
+        return Certificate(bound, None, [], "quick")
+
+
+def _search(runs: Runs, *, capacity: int, known: int, effort: Effort, bound: int) -> Certificate:
+    """Bound a packing problem by more than the quick *bound*; SpentError if the effort does not reach the relaxation."""
+    drawn = fill_exactly(runs, capacity=capacity, effort=effort, seed=0)
+    drawn = refill(drawn, runs, capacity=capacity, enough=bound, effort=effort)
     if num_packs(drawn) == bound:
-        return Certificate(bound, drawn, [])
+        return Certificate(bound, drawn, [], "reached")
     fillings = [
         drawn,
-        fill_exactly(runs, capacity=capacity),
-        fill_exactly(runs, capacity=capacity, largest_first=False, seed=0),
+        fill_exactly(runs, capacity=capacity, effort=effort),
+        fill_exactly(runs, capacity=capacity, effort=effort, largest_first=False, seed=0),
     ]
     best = min(fillings, key=num_packs)
     enough = min(known, num_packs(best))
-    relaxation = relax(runs, capacity=capacity, fillings=fillings, bound=bound, enough=enough)
-    return Certificate(relaxation.bound, best, relaxation.patterns)
+    relaxation = relax(runs, capacity=capacity, fillings=fillings, bound=bound, enough=enough, effort=effort)
+    kind: BoundKind = "relaxation" if relaxation.is_complete or relaxation.bound > bound else "quick"
+    return Certificate(relaxation.bound, best, relaxation.patterns, "reached" if relaxation.bound == enough else kind)
 
 
 def reduced(runs: Runs, *, capacity: int) -> tuple[Runs, int]:

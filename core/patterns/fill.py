@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from core.patterns import Filling, Pattern, num_packs
+from core.patterns.effort import Effort
 from core.runs import Runs
 
 MAX_RUNS = 400
@@ -26,8 +27,16 @@ MAX_REFILLS = 12
 NUM_DRAWN = 60
 """Runs that are drawn for a completion before all are looked at in order."""
 
+_STEPS_OF_A_BIN = 300
+"""Steps that a bin costs beside its completions: draws, and what is left of each run."""
 
-def fill_exactly(runs: Runs, *, capacity: int, largest_first: bool = True, seed: int | None = None) -> Filling:
+_BITS_OF_A_STEP = 1 << 15
+"""Bits that a step shifts; capacities beyond take so many more."""
+
+
+def fill_exactly(
+    runs: Runs, *, capacity: int, effort: Effort, largest_first: bool = True, seed: int | None = None
+) -> Filling:
     """
     Pack all samples, bin by bin.
 
@@ -35,6 +44,8 @@ def fill_exactly(runs: Runs, *, capacity: int, largest_first: bool = True, seed:
         runs: Lengths from 1 to *capacity*; counts may be 0.
 
         capacity: Tokens a bin may hold.
+
+        effort: What the filling may cost; SpentError beyond.
 
         largest_first: Start each bin with the longest sample left, else with a drawn one.
 
@@ -52,11 +63,12 @@ def fill_exactly(runs: Runs, *, capacity: int, largest_first: bool = True, seed:
         room = capacity - sizes[start]
         pattern: Pattern = {}
         total = 0
+        effort.spend(_STEPS_OF_A_BIN)
         if draws is not None:
-            total, pattern = _complete(room, _some(draws, sizes, left, room), sizes, left)
+            total, pattern = _complete(room, _some(draws, sizes, left, room), sizes, left, effort)
         if total < room:
             fitting = bisect_left(alive, bisect_left(negated, -room))
-            found = _complete(room, alive[fitting:], sizes, left)
+            found = _complete(room, alive[fitting:], sizes, left, effort)
             pattern = found[1] if found[0] > total else pattern
         left[start] += 1
         pattern[start] = pattern.get(start, 0) + 1
@@ -69,7 +81,7 @@ def fill_exactly(runs: Runs, *, capacity: int, largest_first: bool = True, seed:
     return filling
 
 
-def refill(filling: Filling, runs: Runs, *, capacity: int, enough: int) -> Filling:
+def refill(filling: Filling, runs: Runs, *, capacity: int, enough: int, effort: Effort) -> Filling:
     """
     Pack again what is not full, with some full bins beside it, as long as that saves packs.
 
@@ -81,6 +93,8 @@ def refill(filling: Filling, runs: Runs, *, capacity: int, enough: int) -> Filli
         capacity: Tokens a bin may hold.
 
         enough: A number of packs that ends the search.
+
+        effort: What the search may cost; SpentError beyond.
     """
     idle = 0
     for seed in range(1, MAX_REFILLS + 1):
@@ -88,7 +102,7 @@ def refill(filling: Filling, runs: Runs, *, capacity: int, enough: int) -> Filli
         if before <= enough or idle == 2:
             break
         kept, left = _take_apart(filling, runs, capacity, seed)
-        found = kept + fill_exactly(Runs(runs.sizes, left), capacity=capacity, seed=seed)
+        found = kept + fill_exactly(Runs(runs.sizes, left), capacity=capacity, effort=effort, seed=seed)
         saved = before - num_packs(found)
         idle = 0 if saved * 10 >= before - enough else idle + 1
         if saved >= 0:
@@ -116,13 +130,17 @@ def _take_apart(filling: Filling, runs: Runs, capacity: int, seed: int) -> tuple
     return kept, left
 
 
-def _complete(room: int, candidates: Iterable[int], sizes: list[int], left: list[int]) -> tuple[int, Pattern]:
+def _complete(
+    room: int, candidates: Iterable[int], sizes: list[int], left: list[int], effort: Effort
+) -> tuple[int, Pattern]:
     """Return the largest sum up to *room* that the candidates reach, and a pattern for it; early if it is *room*."""
     within = (1 << (room + 1)) - 1
     reached = [1]  # bit n of the last: n tokens are reachable
     used: list[tuple[int, int]] = []
+    steps = 1 + room // _BITS_OF_A_STEP
     for run in candidates:
         most = min(left[run], room // sizes[run])
+        effort.spend(most.bit_length() * steps)
         copies = 1
         while most > 0:  # 1, 2, 4, … copies and the rest reach every number of them
             copies = min(copies, most)

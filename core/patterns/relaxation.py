@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from core.lengths import IntArray
 from core.patterns import Filling, Pattern, PatternKey, key_of
+from core.patterns.effort import Effort, SpentError
 from core.runs import Runs
 
 MAX_ROUNDS = 30
@@ -49,8 +50,11 @@ class Relaxation:
     patterns: list[Pattern]
     """All patterns of the last master program."""
 
+    is_complete: bool
+    """Whether it ended before its effort was spent."""
 
-def relax(runs: Runs, *, capacity: int, fillings: list[Filling], bound: int, enough: int) -> Relaxation:
+
+def relax(runs: Runs, *, capacity: int, fillings: list[Filling], bound: int, enough: int, effort: Effort) -> Relaxation:
     """
     Raise a lower bound on the number of packs.
 
@@ -64,6 +68,8 @@ def relax(runs: Runs, *, capacity: int, fillings: list[Filling], bound: int, eno
         bound: A lower bound that is known.
 
         enough: A bound that is as good as any, for a packing has that many packs.
+
+        effort: What the search may cost; it ends with the best bound so far.
     """
     sizes, counts = np.array(runs.sizes), np.array(runs.counts)
     pool = {key_of(pattern): pattern for filling in fillings for pattern, _ in filling}
@@ -71,25 +77,41 @@ def relax(runs: Runs, *, capacity: int, fillings: list[Filling], bound: int, eno
         pool.setdefault(((run, capacity // size),), {run: capacity // size})
     centre = sizes / capacity
     best = 0.0
-    for _ in range(MAX_ROUNDS):
-        master = solve_master(list(pool.values()), sizes=sizes, counts=counts)
-        if master is None:
-            break
-        added = 0
-        for smoothing in (_SMOOTHING, 0.0):
-            smoothed = smoothing * centre + (1 - smoothing) * master.duals
-            knapsack = solve_knapsack(sizes, np.floor(np.maximum(smoothed, 0) * _SCALE).astype(np.int64), capacity)
-            total = sum(price * count for price, count in zip(knapsack.prices.tolist(), runs.counts, strict=True))
-            bound = max(bound, -(-total // knapsack.best))
-            if total / knapsack.best > best:
-                best = total / knapsack.best
-                centre = knapsack.prices / knapsack.best
-            added = _add_patterns(pool, knapsack, master.duals)
-            if added:
+    try:
+        for _ in range(MAX_ROUNDS):
+            effort.spend(_steps_of_a_master(pool))
+            master = solve_master(list(pool.values()), sizes=sizes, counts=counts)
+            if master is None:
                 break
-        if not added or bound >= min(enough, np.ceil(master.num_packs - 1e-6)):
-            break
-    return Relaxation(bound, list(pool.values()))
+            added = 0
+            for smoothing in (_SMOOTHING, 0.0):
+                effort.spend(_steps_of_a_knapsack(sizes.size, capacity))
+                smoothed = smoothing * centre + (1 - smoothing) * master.duals
+                knapsack = solve_knapsack(sizes, np.floor(np.maximum(smoothed, 0) * _SCALE).astype(np.int64), capacity)
+                total = sum(price * count for price, count in zip(knapsack.prices.tolist(), runs.counts, strict=True))
+                bound = max(bound, -(-total // knapsack.best))
+                if total / knapsack.best > best:
+                    best = total / knapsack.best
+                    centre = knapsack.prices / knapsack.best
+                added = _add_patterns(pool, knapsack, master.duals)
+                if added:
+                    break
+            if not added or bound >= min(enough, np.ceil(master.num_packs - 1e-6)):
+                break
+    except SpentError:
+        return Relaxation(bound, list(pool.values()), is_complete=False)
+    return Relaxation(bound, list(pool.values()), is_complete=True)
+
+
+def _steps_of_a_master(pool: dict[PatternKey, Pattern]) -> int:
+    """Return about what a master program costs: some milliseconds, and the product of its runs and its entries."""
+    num_runs = len({run for pattern in pool.values() for run in pattern})
+    return 15_000 + num_runs * sum(map(len, pool.values())) // 4
+
+
+def _steps_of_a_knapsack(num_runs: int, capacity: int) -> int:
+    """Return about what a knapsack costs: a pass over the runs for each capacity up to the one that is asked for."""
+    return capacity * (12 + num_runs // 150)
 
 
 @attrs.frozen

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from core.patterns import Filling, Pattern, PatternKey, key_of, num_packs
+from core.patterns.effort import Effort
 from core.patterns.fill import fill_exactly
 from core.patterns.integer import fewest_patterns
 from core.patterns.relaxation import FloatArray, Master, solve_master
@@ -56,7 +57,7 @@ def dives(runs: Runs, *, capacity: int, patterns: list[Pattern]) -> Iterator[Fil
             return
         rest = Runs(runs.sizes, left)
         fillings = [
-            fill_exactly(rest, capacity=capacity, largest_first=largest_first, seed=seed)
+            fill_exactly(rest, capacity=capacity, effort=Effort(), largest_first=largest_first, seed=seed)
             for largest_first, seed in ((True, dive), (True, None), (False, dive), (False, MAX_DIVES + dive))
         ]
         yield fixed + min(fillings, key=num_packs)
@@ -69,7 +70,7 @@ def restarts(runs: Runs, *, capacity: int) -> Iterator[Filling]:
         return
     pool: dict[PatternKey, Pattern] = {}
     for seed in range(MAX_RESTARTS):
-        filling = fill_exactly(runs, capacity=capacity, largest_first=seed % 2 == 0, seed=seed)
+        filling = fill_exactly(runs, capacity=capacity, effort=Effort(), largest_first=seed % 2 == 0, seed=seed)
         yield filling
         pool.update({key_of(pattern): pattern for pattern, _ in filling})
     chosen = fewest_patterns(list(pool.values()), runs)

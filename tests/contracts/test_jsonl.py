@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import tracemalloc
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from adapters import jsonl_records
 from adapters.jsonl_records import JsonlRecords
 from core.errors import DataSetError, RecordError
 
@@ -91,8 +94,11 @@ def test_several_files_are_one_data_set(tmp_path: Path):
         (b"\xff\xfe", "UTF-8"),
         (b"NaN", "NaN is no JSON"),
         (b"[" * 100_000, "nested too deeply"),
+        (b'{"a": [{"b": 1, "c": 2, "b": 3}]}', "the key 'b' is written twice"),
+        (b'{"a": "\\ud83d"}', r"has \\ud83d without its other half"),
+        (b'{"\\uDC00": 1}', r"has \\udc00 without its other half"),
     ],
-    ids=["torn", "bytes", "nan", "deep"],
+    ids=["torn", "bytes", "nan", "deep", "twice", "half", "half of a key"],
 )
 def test_a_malformed_line_is_named(tmp_path: Path, line, says):
     """Line 7, when line 7 is wrong, and only when it is read."""
@@ -103,6 +109,73 @@ def test_a_malformed_line_is_named(tmp_path: Path, line, says):
     assert {} == records[4]
     with pytest.raises(RecordError, match=rf"a\.jsonl, line 7: .*{says}"):
         records[5]
+
+
+def test_what_only_looks_like_half_a_character_is_none(tmp_path: Path):
+    """A whole pair, and an escaped backslash."""
+    (tmp_path / "a.jsonl").write_bytes(b'["\\ud83d\\ude00", "\\\\ud83d"]')
+
+    assert ["\U0001f600", "\\ud83d"] == JsonlRecords((str(tmp_path / "a.jsonl"),))[0]
+
+
+@given(st.lists(st.sampled_from([1, 2, 7, 8, 9, 30]), min_size=1), st.integers(1, 10))
+def test_lines_are_found_whatever_is_read_at_once(tmp_path_factory, sizes, chunk):
+    """And have the digest of their text; those beyond the limit are refused without being read, and name the key."""
+    path = tmp_path_factory.mktemp("chunks") / "a.jsonl"
+    path.write_text("".join(f"  {'1' * size} \n\n" for size in sizes))
+    plain = JsonlRecords((str(path),))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jsonl_records, "_CHUNK", chunk)
+        records = JsonlRecords((str(path),), max_line_bytes=12)
+
+        assert plain.digest(len(plain)) == records.digest(len(records))
+        for index, size in enumerate(sizes):
+            if size + 4 <= 12:
+                assert int("1" * size) == records[index]
+                continue
+            with pytest.raises(
+                RecordError,
+                match=rf"line {2 * index + 1}: the line has {size + 4} bytes, but may have 12.*max_line_bytes",
+            ):
+                records[index]
+
+
+def test_a_long_line_is_never_in_memory_whole(tmp_path: Path):
+    """Opening, digesting and refusing a line of 64 MB takes a few MB."""
+    path = tmp_path / "a.jsonl"
+    with path.open("wb") as file:
+        file.write(b'{"a": "')
+        for _ in range(64):
+            file.write(b"x" * 1_000_000)
+        file.write(b'"}\n{}\n')
+
+    tracemalloc.start()
+    try:
+        records = pickle.loads(pickle.dumps(JsonlRecords((str(path),), max_line_bytes=1000)))  # noqa: S301  # our own bytes
+        records.digest(2)
+        with pytest.raises(RecordError, match="line 1: the line has 64,000,010 bytes"):
+            records[0]
+        assert {} == records[1]
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 8_000_000
+
+
+def test_records_that_name_other_media_are_counted(tmp_path: Path):
+    """Each once, however JSON writes the tags."""
+    rows = ["<video> and <video>", "a video", "<audio>", "\\u003cvideo\\u003E", "<videos>", "<image>"]
+    (tmp_path / "a.jsonl").write_text("".join(f'"{row}"\n' for row in rows))
+
+    assert 3 == JsonlRecords((str(tmp_path / "a.jsonl"),)).num_with_media_tags
+
+
+def test_a_pipe_is_no_data_file(tmp_path: Path):
+    """It is refused, and not waited for; a folder too."""
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    for path in (tmp_path / "pipe.jsonl", tmp_path):
+        with pytest.raises(DataSetError, match="is a folder, a pipe or a device: name a JSONL file"):
+            JsonlRecords((str(path),))
 
 
 def test_files_that_hold_nothing_or_are_not_there(tmp_path: Path):

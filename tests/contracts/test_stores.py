@@ -160,6 +160,10 @@ def test_the_disk_holds_small_readable_manifests_and_nothing_else(tmp_path: Path
     assert {"lengths.json", "raw_plan.json", "plan_ws4.json"} == set(manifests)
     assert 10 == manifests["lengths.json"]["samples"]["rows"]
     assert plan_checksum(PLAN.packs) == manifests["raw_plan.json"]["checksum"]
+    assert (
+        list(align_plan(PLAN, world_size=4, dataloader_drop_last=False).repeated)
+        == manifests["plan_ws4.json"]["repeated"]
+    )
     assert plan_checksum(aligned.packs) == manifests["plan_ws4.json"]["checksum"]
     assert len(aligned.packs) == manifests["plan_ws4.json"]["num_aligned_packs"]
 
@@ -419,7 +423,7 @@ def test_a_manifest_whose_counts_are_not_its_plans_is_found(whole):
     """Though its digest is right."""
     from adapters import artefacts
 
-    content = artefacts.read_manifest(whole / "raw_plan.json", "packplan raw plan 1")
+    content = artefacts.read_manifest(whole / "raw_plan.json", "packplan raw plan 2")
     artefacts.write_manifest(whole / "raw_plan.json", content | {"num_tokens": 1})
 
     assert ["another num_tokens" in str(error) for error in DiskPlanStore(whole).damage()] == [True]

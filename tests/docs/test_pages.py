@@ -211,7 +211,7 @@ def planned(tmp_path, monkeypatch) -> str:
     monkeypatch.chdir(tmp_path)
     knobs = Knobs(
         packing=True, packing_length=1024, algorithm="constant_volume", min_fill_ratio="0.65", drop_last=True,
-        allow_single_long=True, dataloader_drop_last=False, batch_size=1, seed=0, refuse_longer=False,
+        allow_single_long=True, dataloader_drop_last=False, batch_size=1, seed=0, refuse_longer=False, max_dropped_share="0.01",
     )  # fmt: skip
     lengths = np.random.default_rng(1).geometric(1 / 200, 300).tolist()
     stores = Stores(DiskLengthStore(folder), DiskPlanStore(folder), FreeLock())

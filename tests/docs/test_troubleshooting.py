@@ -29,6 +29,7 @@ EXAMPLES = (
     errors.OverBudgetError(7, 530, 576, 512, 3, 640),
     errors.UnevenShardsError(30, 8),
     errors.EmptyPlanError(4, 3, 1, 1024),
+    errors.DroppedTokensError(34, 34, 46, 580, 590, 19924, 24600, "0.01", "0.65"),
     errors.SampleTooLongError(18342, 5120, 4096, 37, 52000, 7168),
     errors.PlanTooShortError(3, 4),
     errors.BatchSizeError(30, 8, 1),

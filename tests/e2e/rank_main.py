@@ -2,12 +2,13 @@
 Runs `app.sft` as one rank, and writes down what the rank saw: `rank_main.py run.yaml out_folder [fault]`.
 
 A fault, on one rank alone: `measure` fails measuring on rank 0. `gradients` writes each step's gradients down,
-and silences the records that say so.
+and silences the records that say so. `infinite` adds infinity to the loss of rank 1's second step.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,9 @@ def main(config: str, out: str, fault: str = "") -> int:
         trainer = built(*args, planned=planned, **kwargs)
         if fault == "gradients":
             trainer.add_callback(gradients)
+        if fault == "infinite" and trainer.group.rank == 1:
+            loss = trainer.compute_loss
+            trainer.compute_loss = lambda *a, **k: loss(*a, **k) + (math.inf if trainer.state.global_step else 0)
         return trainer
 
     def command() -> None:

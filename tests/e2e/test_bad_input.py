@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import struct
 import subprocess
 import sys
@@ -67,6 +69,14 @@ def outcome(write_run, tmp_path, capfd, monkeypatch):
         ({**SEEN, "images": ["huge.png"]}, "pixels, which may be an attack"),
         ({**SEEN, "images": ["line.png"]}, "aspect ratio"),
         ({**SEEN, "videos": ["a.mp4"]}, "'videos'"),
+        ({**SEEN, "images": ["pipe.png"]}, "pipe.png is a folder, a pipe or a device"),
+        ({**SEEN, "images": ["iVBORw0KGgo" * 7000]}, "damaged or no image: File name too long"),
+        (
+            {"messages": [QUESTION, {**ANSWER, "reasoning_content": "red"}]},
+            "'reasoning_content', which would be ignored",
+        ),
+        ('{"messages": [], "messages": []}', "the key 'messages' is written twice"),
+        ({"messages": [QUESTION, {**ANSWER, "content": "\ud83d"}]}, "without its other half"),
         ({"messages": [{"role": "user", "content": "<|image_pad|>"}, ANSWER]}, "image token itself"),
     ],
 )
@@ -79,12 +89,38 @@ def test_a_bad_record_is_named_by_its_line(outcome, tmp_path, record, says):
     (tmp_path / "torn.jpg").write_bytes(jpeg[: len(jpeg) // 2])
     Image.new("RGB", (4000, 10)).save(tmp_path / "line.png")
     huge_png(tmp_path / "huge.png")
+    os.mkfifo(tmp_path / "pipe.png")
 
     status, message = outcome(record)
 
     assert 2 == status
     assert f"{tmp_path / 'data.jsonl'}, line 7: " in message
     assert says in message
+    assert len(message) <= 520
+
+
+def test_a_line_or_a_record_beyond_its_bound(outcome):
+    """The keys that raise it are named."""
+    status, message = outcome({**GOOD, "id": "x" * 500}, custom={"max_line_bytes": 400})
+    assert (2, True) == (status, "line 7: the line has" in message and "raise custom.max_line_bytes" in message)
+
+    status, message = outcome({"messages": [QUESTION, ANSWER] * 2}, custom={"max_messages": 3})
+    assert (2, True) == (status, "has 4 messages, but may have 3" in message and "custom.max_messages" in message)
+
+
+def test_tags_of_media_that_a_record_has_not_stay_text(write_run, tmp_path, caplog):
+    """They reach the model as they are written, and the log says of how many records."""
+    from app import wiring
+
+    said = {"messages": [{"role": "user", "content": "what is <video>?"}, ANSWER]}
+    (tmp_path / "tags.jsonl").write_text(f"{json.dumps(said)}\n{json.dumps(GOOD)}\n{json.dumps(said)}\n")
+    logging.getLogger("app").propagate = True
+    config = wiring.read_config(write_run(custom={"train_jsonl": str(tmp_path / "tags.jsonl")}))
+    with caplog.at_level(logging.WARNING, logger="app"):
+        samples = wiring.open_samples(config)["train"]
+
+    assert "train: 2 of 3 records say <video> or <audio> without such media, which stays text" in caplog.text
+    assert "what is <video>?" in samples.template.tokenizer.decode(samples.encode(0)["input_ids"])
 
 
 def test_an_empty_data_set(outcome):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import torch
@@ -181,7 +182,13 @@ def test_evaluation_is_the_token_mean_over_all_samples_once(prepared, model):
     unpacked = prepared(model, val=True, training={"packing": False})
 
     assert planned.raw.num_samples == planned.raw.planned_samples
-    for metrics in (packed, padded.trainer.evaluate(), unpacked.trainer.evaluate()):
+    samples = len(planned.table)
+    for metrics, steps in (
+        (packed, len(planned.raw.packs)),
+        (padded.trainer.evaluate(), math.ceil(samples / 3)),
+        (unpacked.trainer.evaluate(), samples),
+    ):
+        assert steps == pytest.approx(metrics["eval_steps_per_second"] * metrics["eval_runtime"], rel=0.02)
         assert float(reference.mean()) == pytest.approx(metrics["eval_loss"], rel=FLOAT32)
         assert len(reference) == metrics["eval_tokens"] == planned.table[:, 1].sum()
 

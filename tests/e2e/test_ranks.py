@@ -38,7 +38,7 @@ def check_run(ranks: list[dict], *, epochs: int, accumulation: int) -> None:
     assert all(loss == pytest.approx(losses[0]) for loss in losses)
 
 
-KEYS = {"num_train_epochs": 2, "effective_batch_size": 4}
+KEYS = {"num_train_epochs": 2, "effective_batch_size": 4, "packing_max_dropped_share": 1}
 
 
 def test_four_ranks_consume_every_aligned_pack_once_an_epoch(start_ranks, write_run, execute, demo, tmp_path):
@@ -64,7 +64,7 @@ def test_the_loss_of_a_step_and_of_an_evaluation_do_not_depend_on_the_ranks(
     """One step over the same four packs, whoever holds which; then an evaluation whose repeated packs weigh nothing."""
     custom = {"val_jsonl": str(demo / "data" / "val.jsonl")}
     keys = {"learning_rate": 0.0, "max_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "effective_batch_size": 4,
-            "train_dataloader_shuffle": False}  # fmt: skip
+            "train_dataloader_shuffle": False, "packing_max_dropped_share": 1}  # fmt: skip
     small = {"max_length": 400}
     result = execute(write_run(name="alone", custom=custom, training=keys, template=small))
     assert 1 == len(result.planned["eval"].raw.packs) % 2, "repeats would be even, and weigh nothing in a mean anyway"

@@ -170,8 +170,14 @@ def tear(folder: Path, part: str) -> None:
         content = json.loads(state.read_text())
         del content["stateful_callbacks"]["packplan"]
         state.write_text(json.dumps(content))
-    elif part == "optimizer.pt":
+    elif part in {"optimizer.pt", "packplan_digests_0.json"}:
         (folder / part).unlink()
+    elif part.startswith("64 bytes of "):
+        file = folder / part.removeprefix("64 bytes of ")
+        content = bytearray(file.read_bytes())
+        middle = len(content) // 2
+        content[middle : middle + 64] = bytes(255 - byte for byte in content[middle : middle + 64])
+        file.write_bytes(content)
     else:
         (folder / part).write_bytes((folder / part).read_bytes()[:-1])
 
@@ -184,6 +190,13 @@ def tear(folder: Path, part: str) -> None:
         ("optimizer.pt", "its optimizer.pt is missing or torn"),
         ("model.safetensors", "its model.safetensors is missing or torn"),
         ("rng_state.pth", "its rng_state.pth is missing or torn"),
+        (
+            "64 bytes of model.safetensors",
+            "its model.safetensors is damaged, .*: copy it anew, or name another checkpoint",
+        ),
+        ("64 bytes of optimizer.pt", "its optimizer.pt is damaged"),
+        ("64 bytes of packplan_digests_0.json", "its .* damaged"),
+        ("packplan_digests_0.json", "its packplan_digests_0.json is missing or torn"),
     ],
 )
 def test_a_torn_or_foreign_checkpoint_is_no_checkpoint(  # noqa: PLR0917  # fixtures
@@ -222,6 +235,24 @@ def trained(demo, tmp_path_factory):
     (folder / "run.yaml").write_text(yaml.safe_dump(document))
     sft.run(wiring.read_config(folder / "run.yaml"), OneRank())
     return {**sections, "custom": custom}, folder / "run"
+
+
+def test_a_checkpoint_without_digests_is_taken_by_its_sizes(trained, write_run, execute, caplog):
+    """As earlier versions wrote them; the log says so."""
+    logging.getLogger("adapters").propagate = True
+    sections, folder = trained
+    old = folder / "checkpoint-4"
+    shutil.copytree(folder / "checkpoint-2", old)
+    (old / "packplan_digests_0.json").unlink()
+    state = json.loads((old / "trainer_state.json").read_text())
+    del state["stateful_callbacks"]["packplan_files"]["packplan_digests_0.json"]
+    (old / "trainer_state.json").write_text(json.dumps(state))
+
+    resumed = execute(write_run(training={**KEYS, "max_steps": 2, "resume_from_checkpoint": str(old)}, **sections))
+
+    assert 2 == resumed.course.start.step
+    assert "checkpoint-4 has no digests" in caplog.text
+    shutil.rmtree(old)
 
 
 def test_weights_alone_are_nothing_to_resume_from(write_run, execute, tmp_path):

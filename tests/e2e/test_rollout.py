@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 import statistics
 from collections import Counter
 from pathlib import Path
@@ -61,10 +63,10 @@ def test_every_sample_goes_to_one_rank_and_one_worker(world_size, workers):
 
     assert dict.fromkeys(range(300), 1) == Counter(sample["number"] for pack in packs for sample in pack)
     assert all(sum(sample["length"] for sample in pack) <= 100 or len(pack) == 1 for pack in packs)
-    counts = sum((item.counts for item in items if isinstance(item, Ended)), StreamCounts())
+    counts = sum((item.counts for item in items), StreamCounts())
     num_long = sum(length >= 100 for length in LENGTHS)
     loads = [sum(s["length"] for s in pack) for pack in packs if len(pack) > 1 or pack[0]["length"] < 100]
-    expected = {"long": num_long, "packed": len(loads), "packed_tokens": sum(loads)}
+    expected = {"long": num_long, "packed": len(loads), "packed_tokens": sum(loads), "tokens": sum(LENGTHS)}
     assert StreamCounts(samples=300, packs=len(packs), **expected) == counts
 
     def numbers(epoch):
@@ -75,10 +77,14 @@ def test_every_sample_goes_to_one_rank_and_one_worker(world_size, workers):
     assert numbers(0) != numbers(1)
 
     dropping = items_of(0, world_size=world_size, workers=workers, allow_single_long=False, min_fill_ratio="0.9")
-    counts = sum((item.counts for item in dropping if isinstance(item, Ended)), StreamCounts())
-    trained = sum(len(item.samples) for item in dropping if not isinstance(item, Ended))
+    counts = sum((item.counts for item in dropping), StreamCounts())
+    kept_samples = [sample for item in dropping if not isinstance(item, Ended) for sample in item.samples]
     assert num_long == counts.skipped
-    assert 300 == trained + counts.skipped + counts.dropped
+    assert 300 == len(kept_samples) + counts.skipped + counts.dropped
+    skipped_tokens = sum(length for length in LENGTHS if length >= 100)
+    trained_tokens = sum(sample["length"] for sample in kept_samples)
+    assert sum(LENGTHS) == trained_tokens + skipped_tokens + counts.dropped_tokens
+    assert 0 < counts.dropped_packs <= counts.dropped
 
 
 def test_what_was_emitted_is_not_held():
@@ -175,8 +181,6 @@ def test_a_stream_is_trained_epoch_after_epoch(write_rollout, text_jsonl, monkey
 @pytest.mark.parametrize(("allowed", "says"), [(True, "a pack of its own"), (False, "skipped; training.packing_allow")])
 def test_long_samples_are_logged_one_by_one(write_rollout, text_jsonl, caplog, allowed, says):
     """With their record, their length and the limit."""
-    import logging
-
     logging.getLogger("adapters").propagate = True
     with caplog.at_level(logging.INFO, logger="adapters"):
         _, _, history = run(write_rollout(max_steps=20, packing_allow_single_long=allowed, packing_buffer=2,
@@ -187,6 +191,40 @@ def test_long_samples_are_logged_one_by_one(write_rollout, text_jsonl, caplog, a
     assert num_long["epoch_long_samples" if allowed else "epoch_skipped_samples"] > 0
     assert len(lines) >= num_long["epoch_long_samples" if allowed else "epoch_skipped_samples"]
     assert all(f"{text_jsonl}, line " in line and "where a pack holds 50" in line for line in lines)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_that_its_steps_end_says_what_it_lost(write_rollout, caplog, workers):
+    """With every loss, and at the end, although no epoch ended: each sample that came is in one of the numbers. A warning, once."""
+    logging.getLogger("app").propagate = logging.getLogger("adapters").propagate = True
+    keys = {"max_steps": 5, "packing_allow_single_long": False, "packing_min_fill_ratio": "0.97", "packing_buffer": 4,
+            "dataloader_num_workers": workers, "per_device_train_batch_size": 2,
+            "per_device_eval_batch_size": 3, "eval_packing": True, "effective_batch_size": 1}  # fmt: skip
+    with caplog.at_level(logging.INFO):
+        _, _, history = run(write_rollout(name="long", **keys))
+
+    logged = [entry for entry in history if "loss" in entry]
+    names = ["stream_samples", "stream_long_samples", "stream_skipped_samples", "stream_dropped_samples"]
+    assert all(name in entry for entry in logged for name in names)
+    assert all((values := [entry[name] for entry in logged]) == sorted(values) for name in names)
+    (end,) = (line for line in caplog.messages if line.startswith("the stream has ended: "))
+    came, trained, dropped, packs, _, _, skipped, waiting, long = map(int, re.findall(r"\d+", end))
+    assert came == trained + dropped + skipped + waiting
+    assert min(dropped, packs, skipped, trained) > 0 == long
+    assert sum(entry["samples_per_pack"] for entry in logged) == trained
+    assert [came, long, skipped, dropped] == [logged[-1][name] for name in names]
+    assert 1 == sum(line.startswith("the stream drops more than 0.01 of its tokens") for line in caplog.messages)
+    assert "packing forces training.per_device_train_batch_size from 2 to 1" in caplog.text
+    assert "packing forces training.per_device_eval_batch_size from 3 to 1" in caplog.text
+
+
+def test_the_line_of_an_epoch_has_its_epoch(write_rollout):
+    """Also where no loss was logged in it."""
+    _, _, history = run(write_rollout(max_steps=12, logging_steps=100))
+
+    ends = [entry["epoch"] for entry in history if "epoch_samples" in entry]
+    assert len(ends) > 1
+    assert list(range(len(ends))) == ends
 
 
 def test_an_epoch_without_a_step_ends_training(write_rollout):

@@ -24,7 +24,7 @@ FLUSH_EVERY = 7
 
 KNOBS = Knobs(
     packing=True, packing_length=80, algorithm="constant_volume", min_fill_ratio="0.65", drop_last=True,
-    allow_single_long=True, dataloader_drop_last=False, batch_size=1, seed=0, refuse_longer=False,
+    allow_single_long=True, dataloader_drop_last=False, batch_size=1, seed=0, refuse_longer=False, max_dropped_share="0.01",
 )  # fmt: skip
 
 

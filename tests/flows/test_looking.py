@@ -11,6 +11,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import attrs
+import numpy as np
 import pytest
 import yaml
 
@@ -235,7 +236,7 @@ def test_whatif_gives_what_building_each_would_show(store, said):
         built = store(name=f"other{packing_length}", template={"max_length": packing_length})
         shown = json.loads(said("show", built, "--json", "--world-size", world_size))["splits"]["train"]
         assert shown["course"] == one["course"]
-        quick = ("lower_bound", "gap")
+        quick = ("lower_bound", "bound_kind", "gap")
         assert {k: v for k, v in shown["plan"].items() if k not in quick} == {
             k: v for k, v in one["plan"].items() if k not in quick
         }
@@ -250,6 +251,81 @@ def test_whatif_says_why_a_combination_has_no_plan(store, said):
 
     assert "not divisible by 3 ranks" in table
     assert "best" in table
+
+
+def test_a_plan_that_drops_much_of_the_data_is_shown_with_a_warning_and_never_the_best(store, said):
+    """What training refuses; a share that allows it is no fault, and a single dropped pack never is."""
+    path = store(lengths=[60] * 6 + [40] * 6, training={"packing_min_fill_ratio": 0.8})
+    allowed = {"packing_min_fill_ratio": 0.8, "packing_max_dropped_share": 1}
+
+    assert "training refuses the plan: 6 of 12 samples (of 60 tokens)" in said("show", path)
+    rows = json.loads(said("whatif", path, "--max-length", "80,100", "--world-size", "2", "--json"))["alternatives"]
+    assert [False, True] == [row["best"] for row in rows]
+    assert re.search("6 of 12 samples.*training.packing_max_dropped_share", rows[0]["problem"])
+    shown = json.loads(said("show", store(name="allowed", lengths=[60] * 6 + [40] * 6, training=allowed), "--json"))
+    assert not any("refuses" in line for line in shown["splits"]["train"]["warnings"])
+    single = json.loads(said("show", store(name="single", lengths=[80] * 6 + [40]), "--json"))["splits"]["train"]
+    assert [True] == ["1 pack filled below 0.65 is dropped" in line for line in single["warnings"] if "dropped" in line]
+
+
+def test_the_longest_pack_is_named_wherever_a_plan_is_shown(store, said, tmp_path):
+    """With the packs that exceed the length by more than a tenth, and the key that would skip them."""
+    path = store(lengths=[*LENGTHS, 88, 89, 200])
+    key = "training.packing_allow_single_long: false"
+    line = "train: the longest pack has 200 tokens; 2 packs, each a long sample, exceed the packing length of 80 by more than 10 %; "
+
+    assert [True] == [one.startswith(line + key) for one in _warnings_of(said, path) if "longest" in one]
+    table = " ".join(said("show", path).replace("│", " ").split())
+    assert "longest 200 tokens; 2 exceed 110 % of the packing length" in table
+    said("report", path, "-o", tmp_path / "plan.html")
+    page = (tmp_path / "plan.html").read_text()
+    assert "tokens; 2 exceed 110 % of the packing length" in page
+    assert line + key in page
+    row = json.loads(said("whatif", path, "--json"))["alternatives"][0]["plan"]
+    assert (200, 2) == (row["longest_pack"], row["oversized_packs"])
+    assert key in said("whatif", path)
+    for other in (
+        store(name="plain"),
+        store(name="skips", lengths=[*LENGTHS, 200], training={"packing_allow_single_long": False}),
+    ):
+        assert not [one for one in _warnings_of(said, other) if "longest" in one]
+        assert key not in said("whatif", other)
+
+
+def _warnings_of(said, path) -> list[str]:
+    return json.loads(said("show", path, "--json"))["splits"]["train"]["warnings"]
+
+
+def test_which_bound_is_shown_is_said(store, said, capfd):
+    """One that a packing reaches, or a quick one where more would take long."""
+    narrow = np.random.default_rng(7).normal(8192 / 5.4, 8192 / 50, 300).astype(int).tolist()
+    quick = store(name="narrow", lengths=narrow, template={"max_length": 8192}, training={"packing_drop_last": False})
+
+    for path, kind, words in ((store(), "reached", "a packing reaches it"), (quick, "quick", "quick bound")):
+        assert kind == json.loads(said("show", path, "--json"))["splits"]["train"]["plan"]["bound_kind"]
+        assert words in " ".join(said("show", path).replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("lengths", "training", "says"),
+    [
+        ([41] * 101, {}, "101 samples of more than half the packing length are packs by themselves"),
+        ([30] * 250, {}, r"the lengths \(median 30 tokens\) do not add up .* no plan has fewer than 125 packs"),
+        (
+            [50, 40, 30, 40] * 80,
+            {"packing_algorithm": "concatenative"},
+            "concatenative makes .* certified finds the fewest",
+        ),
+    ],
+)
+def test_a_low_fill_is_a_warning_with_its_reason(store, said, lengths, training, says):
+    """Of many packs alone: one pack fewer needs no reason."""
+    training = {**training, "packing_drop_last": False}
+
+    (line,) = [one for one in _warnings_of(said, store(lengths=lengths, training=training)) if "fill is" in one]
+    assert re.search(rf"train: fill is 0\.\d+, since .*{says}", line)
+    few = store(name="few", lengths=lengths[:100], training=training)
+    assert not [one for one in _warnings_of(said, few) if "fill is" in one]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from core.errors import (
     ChangedImageError,
     CorruptArtefactError,
     DataSetError,
+    DroppedTokensError,
     PlanTooShortError,
     RanksDisagreeError,
     RecordError,
@@ -41,7 +42,7 @@ def knobs(**changes) -> Knobs:
     options = {
         "packing": True, "packing_length": 80, "algorithm": "constant_volume", "min_fill_ratio": "0.65",
         "drop_last": True, "allow_single_long": True, "dataloader_drop_last": False, "batch_size": 1,
-        "seed": 0, "refuse_longer": False,
+        "seed": 0, "refuse_longer": False, "max_dropped_share": "0.01",
     }  # fmt: skip
     return Knobs(**(options | changes))
 
@@ -321,3 +322,23 @@ def test_a_plan_too_short_for_the_ranks_is_refused_where_it_is_planned(changes, 
 
     assert [] == desk.plans.aligned
     assert desk.plan(dataloader_drop_last=False, **changes).aligned
+
+
+UNMATCHED = [60] * 6 + [40, 40, 80]
+"""At 80 tokens a pack and a ratio of 0.8, six packs of one sample each are dropped."""
+
+
+def test_a_plan_that_drops_much_of_the_data_is_refused_where_it_is_planned():
+    """Stored or new; nothing is said to be aligned, and another share plans nothing anew."""
+    desk = Desk(ListSource(UNMATCHED))
+
+    for _ in range(2):
+        with pytest.raises(
+            DroppedTokensError, match=r"6 of 9 samples .*training\.packing_max_dropped_share from 0\.01 to"
+        ):
+            desk.plan(min_fill_ratio="0.8")
+    assert [] == desk.plans.aligned
+
+    assert 360 == desk.plan(min_fill_ratio="0.8", max_dropped_share="1").raw.dropped_tokens
+    assert 1 == desk.plans.saves
+    assert 0 == desk.plan(drop_last=False).raw.dropped_tokens

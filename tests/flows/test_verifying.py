@@ -13,7 +13,7 @@ from core.errors import NotBuiltError, RecordError
 from core.packs import Packs
 from core.plan import build_raw_plan
 from tests.fakes import FailingSource, FreeLock, ListSource, RestlessSource, ScriptedGroup
-from tests.flows.test_planning import LENGTHS, knobs
+from tests.flows.test_planning import LENGTHS, UNMATCHED, knobs
 
 
 @pytest.fixture
@@ -196,3 +196,13 @@ def test_padded_batches_are_verified_by_their_own_laws(tmp_path):
     build(tmp_path, ListSource(LENGTHS), packing=False)
 
     assert [] == found(tmp_path, ListSource(LENGTHS), packing=False)
+
+
+def test_a_plan_that_training_refuses_is_a_finding(tmp_path):
+    """It was built under another share."""
+    source = ListSource(UNMATCHED)
+    build(tmp_path, source, min_fill_ratio="0.8", max_dropped_share="1")
+
+    assert [] == found(tmp_path, source, min_fill_ratio="0.8", max_dropped_share="1")
+    (finding,) = found(tmp_path, source, min_fill_ratio="0.8")
+    assert "training refuses the plan: 6 of 9 samples" in finding

@@ -10,14 +10,16 @@ import pytest
 from hypothesis import assume, event, example, given
 from hypothesis import strategies as st
 
-from core.bounds import lower_bound
+from core.bounds import find_bound, lower_bound
 from core.packers import pack
 from core.patterns import num_packs
 from core.patterns.certificate import certify, reduced
+from core.patterns.effort import Effort, SpentError
 from core.patterns.fill import fill_exactly, refill
 from core.patterns.integer import fewest_patterns
 from core.patterns.quick_bounds import quick_bound
 from core.patterns.relaxation import relax, solve_knapsack, solve_master
+from core.plan import build_raw_plan
 from core.runs import Runs
 from tests import references
 from tests.strategies import packable, packable_arrays
@@ -45,8 +47,8 @@ def test_exact_filling_holds_each_sample_once(case, largest_first, seed):
     lengths, capacity = case
     runs = Runs.of(np.array(lengths))
 
-    filling = fill_exactly(runs, capacity=capacity, largest_first=largest_first, seed=seed)
-    again = refill(filling, runs, capacity=capacity, enough=1)
+    filling = fill_exactly(runs, capacity=capacity, effort=Effort(), largest_first=largest_first, seed=seed)
+    again = refill(filling, runs, capacity=capacity, enough=1, effort=Effort())
 
     event(f"saved: {num_packs(filling) - num_packs(again)}")
     for found in (filling, again):
@@ -67,7 +69,7 @@ def test_a_bin_is_completed_to_the_largest_reachable_sum(case, capacity):
     best = max(total for total in sums if total + max(lengths) <= capacity)
 
     for seed in (None, 0):
-        pattern, _ = fill_exactly(runs, capacity=capacity, seed=seed)[0]
+        pattern, _ = fill_exactly(runs, capacity=capacity, effort=Effort(), seed=seed)[0]
         assert max(lengths) + best == sum(runs.sizes[run] * per_bin for run, per_bin in pattern.items())
 
 
@@ -79,8 +81,8 @@ def test_the_relaxation_is_a_bound_and_no_weaker_than_the_one_it_is_given(case):
     best = references.fewest(lengths, capacity)
 
     for enough in (1, best, 99):
-        assert relax(runs, capacity=capacity, fillings=[], bound=0, enough=enough).bound <= best
-    assert best == relax(runs, capacity=capacity, fillings=[], bound=best, enough=99).bound
+        assert relax(runs, capacity=capacity, fillings=[], bound=0, enough=enough, effort=Effort()).bound <= best
+    assert best == relax(runs, capacity=capacity, fillings=[], bound=best, enough=99, effort=Effort()).bound
 
 
 @given(case=packable(max_size=8, min_size=1))
@@ -138,7 +140,7 @@ def test_the_master_program_is_below_every_packing_of_its_patterns(case):
     """And its dual values price every sample at as much as the packs cost."""
     lengths, capacity = case
     runs = Runs.of(np.array(lengths))
-    filling = fill_exactly(runs, capacity=capacity)
+    filling = fill_exactly(runs, capacity=capacity, effort=Effort())
 
     master = solve_master([pattern for pattern, _ in filling], sizes=np.array(runs.sizes), counts=np.array(runs.counts))
 
@@ -267,9 +269,62 @@ def test_a_certificate_holds(case):
     """What it knows of the best packing agrees with its bound."""
     lengths, capacity = case
     runs = Runs.of(np.array(lengths))
-    certificate = certify(runs, capacity=capacity, known=len(lengths) + 1)
+    certificate = certify(runs, capacity=capacity, known=len(lengths) + 1, effort=Effort())
     assume(certificate.filling is not None)
 
     event(f"relaxed: {bool(certificate.patterns)}")
     assert certificate.bound <= num_packs(certificate.filling)
     assert Counter(lengths) == contents(certificate.filling, runs)[0]
+
+
+@given(case=packable(min_size=1, max_size=8), efforts=st.lists(st.integers(0, 100_000), min_size=2, max_size=2))
+def test_a_bound_of_any_effort_is_one_and_more_effort_never_weakens_it(case, efforts):
+    """Against exhaustive search; what it says of itself is so."""
+    lengths, capacity = case
+    fewest = references.fewest(lengths, capacity)
+    less, more = (find_bound(lengths, capacity=capacity, effort=effort) for effort in sorted(efforts))
+    event(f"{less.kind}, then {more.kind}")
+
+    assert less.packs <= more.packs <= lower_bound(lengths, capacity=capacity) <= fewest
+    for found in (less, more):
+        assert found.kind != "reached" or found.packs == fewest
+    quick = find_bound(lengths, capacity=capacity, effort=0)
+    assert ("quick", quick_bound(Runs.of(np.array(lengths)), capacity=capacity)) == (quick.kind, quick.packs)
+
+
+@pytest.mark.parametrize("limit", [0, 1_000, 20_000, 150_000, 1_000_000])
+def test_a_search_never_spends_more_than_its_effort(limit):
+    """And ends where it is spent, with a bound that is none the worse; nothing is solved that was not paid for."""
+    lengths, capacity = narrow()
+    runs = Runs.of(lengths)
+    effort = Effort(limit)
+    with patch("core.patterns.relaxation.solve_master", side_effect=solve_master) as masters:
+        certificate = certify(runs, capacity=capacity, known=len(lengths), effort=effort)
+
+    assert 0 <= effort.left <= limit
+    assert masters.call_count * 15_000 <= limit - effort.left
+    assert quick_bound(runs, capacity=capacity) <= certificate.bound
+    assert certificate.kind in ({"quick"} if limit < 1_000_000 else {"quick", "relaxation"})
+    assert certificate == certify(runs, capacity=capacity, known=len(lengths), effort=Effort(limit))
+
+
+def test_effort_is_taken_before_it_is_used():
+    """What is not left is not spent, and what is left may still be."""
+    effort = Effort(10)
+
+    effort.spend(4)
+    with pytest.raises(SpentError):
+        effort.spend(7)
+    effort.spend(6)
+
+    assert 0 == effort.left
+
+
+def test_a_plan_of_many_distinct_lengths_waits_for_no_linear_program():
+    """2,750 of them; the bound says that it is a quick one, and is asked for more by `certified` alone."""
+    lengths = np.random.default_rng(0).integers(2_500, 5_250, 20_000)
+    with patch("core.patterns.relaxation.solve_master", side_effect=AssertionError("a program")):
+        plan = build_raw_plan(lengths, packing_length=8192)
+
+    assert "quick" == plan.bound_kind
+    assert quick_bound(Runs.of(lengths), capacity=8192) == plan.lower_bound

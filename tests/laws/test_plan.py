@@ -12,8 +12,15 @@ from hypothesis import assume, event, given
 from hypothesis import strategies as st
 
 from core import packers
-from core.errors import EmptyPlanError, InvalidLengthError, SampleTooLongError
-from core.plan import build_raw_plan, one_sample_packs, plan_from_arrays, plan_to_arrays, refuse_longer
+from core.errors import DroppedTokensError, EmptyPlanError, InvalidLengthError, SampleTooLongError
+from core.plan import (
+    build_raw_plan,
+    one_sample_packs,
+    plan_from_arrays,
+    plan_to_arrays,
+    refuse_dropped,
+    refuse_longer,
+)
 from tests.strategies import raw_lengths
 
 ratios = st.decimals(0, 1, places=2).map(str)
@@ -140,13 +147,57 @@ def test_worked_cases(lengths, knobs, expected):
     assert expected == build_raw_plan(lengths, packing_length=80, **knobs).packs.tolist()
 
 
-def test_dropping_more_than_one_percent_of_the_tokens_is_worth_a_warning():
-    """Exactly 1 % is not."""
-    few = build_raw_plan([99] * 10 + [10], packing_length=100, min_fill_ratio="0.5")
-    assert (10, False) == (few.dropped_tokens, few.drops_many_tokens)
+@given(case=raw_lengths(), ratio=ratios, share=ratios)
+def test_a_plan_that_drops_more_than_its_share_is_refused(case, ratio, share):
+    """With several packs alone; a share that is exactly reached is allowed, and the one that the message names suffices."""
+    lengths, packing_length = case
+    plan = planned(lengths, packing_length, min_fill_ratio=ratio)
+    assume(plan is not None)
+    dropped = [lengths[index] for pack in plan.dropped_packs for index in pack]
+    too_many = len(plan.dropped_packs) > 1 and Fraction(sum(dropped), sum(lengths)) > Fraction(share)
+    event(f"packs dropped: {min(len(plan.dropped_packs), 2)}, refused: {too_many}")
+    if not too_many:
+        assert refuse_dropped(plan, lengths, max_share=share, min_fill_ratio=ratio) is None
+        return
 
-    many = build_raw_plan([99] * 10 + [11], packing_length=100, min_fill_ratio="0.5")
-    assert (11, True) == (many.dropped_tokens, many.drops_many_tokens)
+    with pytest.raises(DroppedTokensError) as raised:
+        refuse_dropped(plan, lengths, max_share=share, min_fill_ratio=ratio)
+
+    error = raised.value
+    assert (len(dropped), min(dropped), max(dropped)) == (error.num_dropped, error.shortest, error.longest)
+    enough = str(error).rsplit(" ", 1)[1]
+    assert refuse_dropped(plan, lengths, max_share=enough, min_fill_ratio=ratio) is None
+
+
+def test_samples_of_one_length_that_find_no_partner_are_not_dropped_silently():
+    """46 samples of 58 % of the packing length, 12 of which short ones complete: most of the tokens would go."""
+    lengths = [580] * 46 + [400] * 12
+    plan = build_raw_plan(lengths, packing_length=1000)
+
+    with pytest.raises(DroppedTokensError, match=r"34 of 58 samples \(of 580 tokens\).*their 34 packs.*62\.64% of"):
+        refuse_dropped(plan, lengths, max_share="0.01", min_fill_ratio="0.65")
+    assert refuse_dropped(plan, lengths, max_share=1, min_fill_ratio="0.65") is None
+
+
+def test_a_share_that_is_exactly_reached_is_allowed():
+    """Compared as the decimal it is: 120 of 480 tokens are 0.25."""
+    lengths = [60, 60, 90, 90, 90, 90]
+    plan = build_raw_plan(lengths, packing_length=100)
+
+    assert refuse_dropped(plan, lengths, max_share=0.25, min_fill_ratio="0.65") is None
+    with pytest.raises(DroppedTokensError):
+        refuse_dropped(plan, lengths, max_share="0.2499", min_fill_ratio="0.65")
+
+
+def test_a_single_pack_may_be_dropped_whatever_its_share():
+    """The last pack of a small data set; a second one is too many."""
+    one, two = [95, 30], [95, 60, 60]
+
+    plan = build_raw_plan(one, packing_length=100)
+    assert (1, Fraction(30, 125)) == (len(plan.dropped_packs), plan.dropped_share)
+    assert refuse_dropped(plan, one, max_share=0, min_fill_ratio="0.65") is None
+    with pytest.raises(DroppedTokensError, match="2 of 3 samples"):
+        refuse_dropped(build_raw_plan(two, packing_length=100), two, max_share="0.01", min_fill_ratio="0.65")
 
 
 @given(case=raw_lengths())
@@ -171,7 +222,7 @@ def test_no_pack_left_is_an_error_that_says_why():
         build_raw_plan([], packing_length=10)
     with pytest.raises(EmptyPlanError, match=r"2 have 10 tokens or more .*packing_allow_single_long: true"):
         build_raw_plan([10, 11], packing_length=10, allow_single_long=False)
-    with pytest.raises(EmptyPlanError, match=r"1 packs are filled below .*packing_drop_last: false"):
+    with pytest.raises(EmptyPlanError, match=r"1 pack is filled below .*packing_drop_last: false"):
         build_raw_plan([1], packing_length=10)
 
 

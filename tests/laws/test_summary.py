@@ -159,7 +159,7 @@ def test_a_quick_bound_is_a_bound_of_the_same_packs(of):
 
     assert quick.lower_bound <= proven.lower_bound
     assert attrs.evolve(quick, lower_bound=proven.lower_bound) == proven
-    assert -(-sum(lengths) // capacity) <= lower_bound(lengths, capacity=capacity, quick=True)
+    assert -(-sum(lengths) // capacity) <= lower_bound(lengths, capacity=capacity, effort=0)
 
 
 def test_padded_batches_have_no_fill_and_no_gap():

@@ -112,6 +112,7 @@ def test_an_epoch_covers_what_the_plan_does(training):
     assert len(plan.skipped_long) / len(lengths) == statistics["epoch_skipped_share"]
     assert len(plan.single_long) == statistics["epoch_long_samples"]
     assert len(plan.single_long) / plan.planned_samples == statistics["epoch_long_share"]
+    assert len(plan.single_long) / len(plan.packs) == statistics["epoch_long_pack_share"]
     if facts.packed and not plan.single_long:
         fills = plan.packs.loads(np.array(lengths)) / plan.packing_length
         assert fills.min() == statistics["epoch_fill_min"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 
 import pytest
 
@@ -37,3 +38,19 @@ def test_progress_is_shown_on_a_terminal_unless_it_is_to_be_quiet(quiet, file, s
     assert 0 == run_command(command, verbose=False, quiet=quiet)
     assert shown == ("measuring" in seen.getvalue())
     assert shown == ("00:00<" in seen.getvalue())
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_warnings_are_marked_as_warnings(capfd, monkeypatch, quiet):
+    """A note is not; quiet keeps them, and other ranks say which they are."""
+    log = logging.getLogger("app.anything")
+
+    def command():
+        log.info("%s is planned", "a note")
+        log.warning("%s is dropped", "a pack")
+
+    for rank, name in (("0", "packplan"), ("3", "packplan rank 3")):
+        monkeypatch.setenv("RANK", rank)
+        assert 0 == run_command(command, verbose=False, quiet=quiet)
+        note = ["packplan: a note is planned"] * (rank == "0" and not quiet)
+        assert [*note, f"{name}: warning: a pack is dropped"] == capfd.readouterr().err.splitlines()

@@ -70,6 +70,12 @@ def test_polygons_and_text_alone():
         ({"messages": [{"role": "user"}]}, "text 'content'"),
         ({"messages": [{"role": "bot", "content": "x"}]}, "role 'bot'"),
         ({"messages": [QUESTION]}, "assistant"),
+        (
+            {"messages": [QUESTION, {**ANSWER, "reasoning_content": "because"}]},
+            "'reasoning_content', which would be ignored",
+        ),
+        ({"messages": [QUESTION, {**ANSWER, "tool_calls": [{}]}]}, "'tool_calls', which would be ignored"),
+        ({"messages": [QUESTION, *[ANSWER] * 4096]}, "has 4,097 messages, but may have 4,096: .* custom.max_messages"),
         ({"messages": [QUESTION, {"role": "assistant", "content": " "}]}, "assistant"),
         ({"messages": [QUESTION, ANSWER], "images": ["a.png"]}, "0 <image> tags but 1 images"),
         ({"messages": [{"role": "user", "content": "<image>"}, ANSWER]}, "1 <image> tags but 0 images"),
@@ -93,6 +99,22 @@ def test_what_cannot_be_learned_from_is_refused_by_name(record, reason):
     """Each with its reason."""
     with pytest.raises(ValueError, match=reason.replace("(", r"\(")):
         to_messages(record)
+
+
+def test_what_a_message_holds_empty_is_no_concern():
+    """As exports write it; and the most messages are as many as asked for."""
+    answer = {**ANSWER, "reasoning_content": None, "tool_calls": []}
+
+    assert to_messages({"messages": [QUESTION, answer]}, max_messages=2)
+    with pytest.raises(ValueError, match="may have 1"):
+        to_messages({"messages": [QUESTION, answer]}, max_messages=1)
+
+
+def test_tags_of_other_media_are_text():
+    """Where no such media are declared."""
+    said = [{"role": "user", "content": "what does <video> mean in <audio>?"}, ANSWER]
+
+    assert said == to_messages({"messages": said})["messages"]
 
 
 def test_a_missing_summary_is_refused_only_when_asked_for():

@@ -16,8 +16,9 @@ from core.packers import pack
 from core.samples import COLUMNS, Measurement, column, from_row, to_row
 
 EXAMPLES = {
+    "num_dropped": 4, "shortest": 51, "dropped_tokens": 212, "num_tokens": 300, "max_dropped_share": "0.01", "min_fill_ratio": "0.65",
     "padded": 96, "max_tokens": 95, "num_over": 2, "widest": 128, "num_sequences": 3, "num_shards": 2, "worker": 1,
-    "method": "train", "number": float("inf"),
+    "method": "train", "number": float("inf"), "consequence": "nothing was saved",
     "checkpoint": "runs/first/checkpoint-2",
     "checks": ("logits", "gradients"),
     "why_not": "it is not established for gemma2", "instead": "sdpa",
@@ -47,6 +48,36 @@ def test_errors_survive_pickling_and_say_something(cls):
     assert attrs.astuple(error) == attrs.astuple(again)
     assert len(str(error)) > 5
     assert cls.__name__ in errors.__doc__
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_no_error_prints_at_length_what_it_quotes(cls):
+    """A path, a value or a list as long as data can make it; the ends of the text stay."""
+    long, many = "x" * 100_000, (Fault("a.b", "y" * 100_000),) * 1000
+    grown = {"faults": many, "differences": (Difference("key", long, long),) * 1000, "values": (long,) * 9}
+    texts = {name: long for name, example in EXAMPLES.items() if isinstance(example, str)}
+    error = cls(*({**EXAMPLES, **texts, **grown}[field.name] for field in attrs.fields(cls)))
+
+    lines = str(error).split("\n")
+
+    assert len(lines) <= errors.MAX_LINES
+    assert all(len(line) <= errors.MAX_LINE for line in lines)
+    assert "__str__" not in vars(cls)
+
+
+def test_a_shortened_text_says_how_much_is_left_out():
+    """Its beginning and its end are there; what is short is as it was."""
+    found = errors.shortened("the image " + "x" * 75_852 + " does not exist: name another")
+
+    assert errors.MAX_LINE == len(found)
+    assert found.startswith("the image xxx")
+    assert "… 75,891 characters …" in found
+    assert found.endswith("xxx does not exist: name another")
+    assert "as it was" == errors.shortened("as it was")
+    lines = errors.shortened("\n".join(map(str, range(1000)))).split("\n")
+    assert ["0", "1"] == lines[:2]
+    assert ["  … 941 more lines …", "998", "999"] == lines[-3:]
+    assert errors.MAX_LINES == len(lines)
 
 
 def test_measurements_survive_the_table():

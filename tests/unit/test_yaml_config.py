@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from adapters.yaml_config import load_config, parse_config
+from app.course import warn_of_ignored
 from core.config import REFUSED_TRAINING_KEYS, RunConfig, TrainingConfig
 from core.errors import ConfigError
 
@@ -211,7 +212,25 @@ def test_a_missing_file_and_one_that_is_no_text(tmp_path: Path):
 
 def test_numbers_that_are_none_and_empty_paths_are_faults():
     """Not a number is no share, and no folder is no other run."""
-    found = faults_of(minimal(packing_min_fill_ratio=math.nan, packing_lengths_from=""))
+    found = faults_of(minimal(packing_min_fill_ratio=math.nan, packing_lengths_from="", packing_max_dropped_share=1.1))
 
     assert "from 0 to 1" in found["training.packing_min_fill_ratio"]
+    assert "is 1.1, but has to be from 0 to 1" in found["training.packing_max_dropped_share"]
     assert "is empty" in found["training.packing_lengths_from"]
+
+
+def test_a_mode_of_null_is_the_default():
+    """As if it were not set."""
+    assert parse(minimal()) == parse(minimal(packing_mode=None))
+
+
+def test_packed_evaluation_without_packing_is_said(caplog):
+    """It is not packed; what does not ask for it needs no word."""
+    for keys in ({"packing": False}, {"packing": False, "eval_packing": False}, {"eval_packing": True}):
+        warn_of_ignored(parse(minimal(**keys)))
+    assert not caplog.records
+
+    warn_of_ignored(parse(minimal(packing=False, eval_packing=True)))
+    assert [
+        "training.eval_packing is true, but training.packing is false, so evaluation is not packed either"
+    ] == caplog.messages

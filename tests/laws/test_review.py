@@ -1,0 +1,95 @@
+"""What asks for attention in a plan: packs over the packing length, and why room is unused."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import event, example, given
+from hypothesis import strategies as st
+
+from core.plan import build_raw_plan
+from core.review import MIN_PACKS, longest_pack, low_fill
+from tests.strategies import raw_lengths
+
+
+@given(case=raw_lengths())
+def test_packs_that_exceed_the_packing_length_are_counted(case):
+    """Against a count over lists: more than 1.1 times the length, exactly."""
+    lengths, packing_length = case
+    plan = build_raw_plan(lengths, packing_length=packing_length, drop_last=False)
+    loads = [sum(lengths[index] for index in pack) for pack in plan.packs]
+    over = [load for load in loads if Fraction(load, packing_length) > Fraction(11, 10)]
+    event(f"over: {min(len(over), 2)}")
+
+    found = longest_pack(plan, lengths)
+
+    assert (max(loads), len(over)) == (found.tokens, found.num_oversized)
+
+
+def test_a_pack_of_exactly_a_tenth_more_is_not_counted():
+    """Though 1.1 is no binary fraction: 330 of 300."""
+    lengths = [330, 331, 300, 10]
+
+    found = longest_pack(build_raw_plan(lengths, packing_length=300, drop_last=False), lengths)
+
+    assert (331, 1) == (found.tokens, found.num_oversized)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "algorithm", "reason"),
+    [
+        ([51] * 150, "constant_volume", "partners"),
+        ([51] * 150 + [100] * 20, "constant_volume", "partners"),
+        ([34] * 400, "constant_volume", "lengths"),
+        ([34] * 400, "certified", "lengths"),
+        ([60, 50] * 150 + [40, 50] * 150, "concatenative", "algorithm"),
+        ([51, 51, 49, 60, 60, 40] * 60 + [51] * 400, "constant_volume", "partners"),
+        ([51] * 300 + [60, 41, 40, 59], "concatenative", "partners"),  # one pack could be saved
+        ([34] * 400 + [70] * 2, "constant_volume", "lengths"),  # two have no partner
+    ],
+)
+def test_the_reason_of_a_low_fill_is_what_makes_it(lengths, algorithm, reason):
+    """Samples without a partner, lengths that do not add up, or an algorithm that leaves packs to save."""
+    plan = build_raw_plan(lengths, packing_length=100, algorithm=algorithm, drop_last=False)
+
+    low = low_fill(plan, lengths)
+
+    assert (reason, plan.fill) == (low.reason, low.fill)
+    short = [length for length in lengths if length < 100]
+    assert (len(plan.packs) - len(plan.single_long), int(np.median(short))) == (low.num_packs, low.median)
+    assert sum(len(pack) == 1 and 50 < lengths[pack[0]] < 100 for pack in plan.packs) == low.num_alone
+    assert low.lower_bound <= low.num_packs
+
+
+def test_the_room_of_dropped_packs_is_unused_too():
+    """Beside it, the 15 packs that next fit could save here are less than half of what is unused."""
+    lengths = [79] * 101 + [60, 41, 40, 59] * 15
+    plan = build_raw_plan(lengths, packing_length=100, algorithm="concatenative")
+    assert (116, 30, 131) == (len(plan.packs), len(plan.dropped_packs), plan.lower_bound)
+
+    assert "partners" == low_fill(plan, lengths).reason
+
+
+def test_packs_that_are_dropped_count_as_the_algorithms():
+    """Next fit drops what a better algorithm would have filled."""
+    lengths = [70, 31] * 150 + [50] * 150
+    plan = build_raw_plan(lengths, packing_length=100, algorithm="concatenative", min_fill_ratio="0.4")
+    assert 149 == len(plan.dropped_packs)
+
+    low = low_fill(plan, lengths)
+
+    assert ("algorithm", len(plan.packs) + 149) == (low.reason, low.num_packs)
+
+
+@example(num=100, length=51, num_long=0)
+@example(num=101, length=51, num_long=0)
+@given(num=st.integers(1, 120), length=st.integers(30, 99), num_long=st.integers(0, 30))
+def test_a_fill_that_is_high_or_of_few_packs_needs_no_reason(num, length, num_long):
+    """From 0.8, and up to `MIN_PACKS` packs."""
+    lengths = [length] * num + [150] * num_long
+    plan = build_raw_plan(lengths, packing_length=100, drop_last=False)
+    event(f"low: {low_fill(plan, lengths) is not None}")
+
+    assert (len(plan.packs) > MIN_PACKS and plan.fill < 0.8) == (low_fill(plan, lengths) is not None)
