@@ -168,6 +168,7 @@ def test_the_disk_holds_small_readable_manifests_and_nothing_else(tmp_path: Path
     assert len(aligned.packs) == manifests["plan_ws4.json"]["num_aligned_packs"]
 
 
+@pytest.mark.slow
 def test_one_changed_byte_anywhere_is_found(tmp_path: Path):
     """Bytes all over each file of lengths and plan in turn, inverted, and with one bit changed, which may stay JSON."""
     lengths, plans = DiskLengthStore(tmp_path), DiskPlanStore(tmp_path)
@@ -357,6 +358,7 @@ def test_nothing_is_stored_in_an_empty_folder(tmp_path):
     assert [] == damage(tmp_path)
 
 
+@pytest.mark.slow
 def test_any_flipped_bit_of_any_artefact_is_found(whole):
     """In every third byte of every file; that file is named, and what is whole is not."""
     assert [] == damage(whole)

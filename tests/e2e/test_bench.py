@@ -120,6 +120,7 @@ def test_a_call_is_measured_in_seconds_and_bytes():
     assert NotMeasured("its process died") == measure(lambda: lambda: os._exit(3), str, repeat=1, limit_s=60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "capacity"), [("chat", 2048), ("sft", 2048), ("detcap", 12288), ("detcap", 8192)])
 def test_certified_meets_the_bound_on_real_lengths(name, capacity):
     """Proven to be the fewest packs; no other algorithm has fewer, and modified first fit no more than first fit."""

@@ -30,6 +30,8 @@ from adapters.attention import varlen
 from adapters.attention.layout import Layout, read_layout
 from adapters.attention.vision import PatchProjection
 
+pytestmark = pytest.mark.slow
+
 MODELS = ["qwen2_5_vl", "qwen3_vl", "qwen2", "qwen3"]
 
 PACKS = {"one": [33], "two": [1, 40], "sixty": [1 + 7 * n % 31 for n in range(60)]}
@@ -589,7 +591,6 @@ def test_a_saved_model_knows_nothing_of_it(opened, name, tmp_path):
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == model.config.model_type
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor:UserWarning"
 )  # the compiler looks at all attributes

@@ -444,6 +444,7 @@ class _Page(HTMLParser):
         self.text.append(data)
 
 
+@pytest.mark.slow
 def test_a_report_is_one_page_that_loads_nothing(store, said, tmp_path):
     """Coverage and warnings come first, every plot has its numbers as a table; written twice, it is the same."""
     path = store(eval_lengths=LENGTHS[:9], training={"packing_min_fill_ratio": 1.0, "effective_batch_size": 6})
@@ -488,6 +489,7 @@ def test_a_page_that_cannot_be_written_is_named(store, capfd, tmp_path):
     assert "--output" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["keep.yaml", "-", "folder.html"])
 def test_a_page_replaces_nothing_but_a_page(store, capfd, tmp_path, name):
     """No configuration, no device, no folder; where a link points, the page is written."""

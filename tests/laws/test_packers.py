@@ -146,6 +146,7 @@ def test_constant_volume_packs_as_the_library_does(case):
     assert by_the_library(lengths, capacity) == pack(lengths, capacity=capacity, algorithm="constant_volume").tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.no_cover  # large, and no new line
 def test_constant_volume_packs_as_the_library_does_on_many_shapes():
     """6,000 data sets of four kinds of lengths, more than one example search reaches; some of many samples."""
