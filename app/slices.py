@@ -14,7 +14,7 @@ from itertools import pairwise
 import attrs
 import numpy as np
 
-from app.measuring import measure_rows
+from app.measuring import measure_rows, probe_first
 from core.errors import DataSetError, PackplanError
 from core.ports import Arrays, LengthSource, LengthStore, Lock, RankGroup, Stored, Tell
 from core.samples import Outcome
@@ -37,7 +37,9 @@ def measure_slices(
     timeout_s: float,
 ) -> None:
     """
-    Measure what a store lacks, a slice on each rank; every rank calls this. What is measured is not yet probed.
+    Measure what a store lacks, a slice on each rank; every rank calls this.
+
+    Where that is much, a few samples are probed before; what is measured is not yet probed.
 
     Args:
         name: Of the split, for messages.
@@ -64,6 +66,7 @@ def measure_slices(
     def count(tell: Tell) -> Arrays:
         with lock.held(timeout_s=timeout_s, tell=tell):
             stored = store.resume(key, total, source.data_digest)
+            probe_first(source, len(stored.table), tell=tell)
         return {"known": np.array([len(stored.table), stored.in_full])}
 
     first, in_full = group.from_rank_zero(count, timeout_s=timeout_s)["known"].tolist()

@@ -100,10 +100,13 @@ class ElsewhereSource(ListSource):
     def __init__(self, lengths: list[int], *, epoch_matters: bool) -> None:
         super().__init__(lengths)
         self.epoch_matters = epoch_matters
+        self.differs = 0  # which one
 
     def measure_elsewhere(self, indices: Sequence[int], *, epoch: int) -> list[Outcome]:
         more = epoch if self.epoch_matters else 1
-        return [Measured(Measurement(self.lengths[index] + more * (index == 0), 1, 1, 4)) for index in indices]
+        return [
+            Measured(Measurement(self.lengths[index] + more * (index == self.differs), 1, 1, 4)) for index in indices
+        ]
 
 
 class GuessingSource(ListSource):

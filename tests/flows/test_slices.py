@@ -8,11 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.measuring import measure
+from app.measuring import PROBED_SAMPLES, measure
 from app.slices import measure_slices
 from core.errors import DataSetError
 from core.samples import Measured, to_tables
-from tests.fakes import FailingSource, FreeLock, GuessingSource, ListSource, MemoryLengthStore, ScriptedGroup
+from tests.fakes import (
+    FailingSource,
+    FreeLock,
+    GuessingSource,
+    ListSource,
+    MemoryLengthStore,
+    RestlessSource,
+    ScriptedGroup,
+)
 
 LENGTHS = [60, 20, 50, 30, 40, 40, 80, 7]
 
@@ -98,6 +106,17 @@ def test_slices_that_rank_zero_does_not_see_are_refused():
     """It says what they need: one disk."""
     with pytest.raises(DataSetError, match="on a disk that all of them share"):
         Slices().measure(ListSource(LENGTHS), world_size=2, others=lambda _: "elsewhere")
+
+
+def test_ranks_do_not_measure_many_samples_when_a_few_measure_differently():
+    """Rank 0 finds it, while the others wait; no slice is opened."""
+    source, slices = RestlessSource(LENGTHS * 1000), Slices()
+
+    with pytest.raises(DataSetError, match="encode the same every time"):
+        slices.measure(source, world_size=2, others=lambda value: value)
+
+    assert {} == slices.stores
+    assert len(source.measured) <= 2 * PROBED_SAMPLES
 
 
 def test_nothing_is_opened_when_all_is_stored():
