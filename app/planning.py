@@ -10,12 +10,13 @@ from tempfile import TemporaryFile
 import attrs
 import numpy as np
 
+from app.deadline import Deadline
 from app.measuring import measure
 from core.align import AlignedPlan, align_plan
 from core.checksum import plan_checksum
 from core.config import RunConfig
 from core.course import Bookmark, Course
-from core.errors import DataSetError, OutputError, RanksDisagreeError
+from core.errors import DataSetError, EmptyPlanError, OutputError, RanksDisagreeError
 from core.fingerprint import Fingerprint, plan_fingerprint
 from core.lengths import IntArray
 from core.plan import (
@@ -152,7 +153,7 @@ def plan_split(
     stores: Stores,
     group: RankGroup,
     flush_every: int | None,
-    timeout_s: float,
+    deadline: Deadline,
     world_size: int | None = None,
 ) -> PlannedSplit:
     """
@@ -171,13 +172,14 @@ def plan_split(
 
         flush_every: Samples between two flushes of what is measured; None adapts to their number.
 
-        timeout_s: Seconds to wait for rank 0, and for another job that writes the same stores; 0 means for ever.
+        deadline: For rank 0, and for another job that writes the same stores.
 
         world_size: Ranks to align for, if not those of the group.
 
     Raises:
         PackplanError: Whatever rank 0 finds wrong, on every rank; RanksDisagreeError if ranks hold different plans;
-            DataSetError if the source mixes its samples anew each epoch.
+            DataSetError if the source mixes its samples anew each epoch; EmptyPlanError, before anything is stored, if it
+            has none.
     """
     if source.mixes:
         message = (
@@ -185,10 +187,12 @@ def plan_split(
             "JSONL (python -m app.plan materialise mix.yaml -o mix.jsonl), or set custom.trainer_variant: rollout"
         )
         raise DataSetError(message)
+    if not len(source):
+        raise EmptyPlanError(0, 0, 0, knobs.packing_length)
     world_size = world_size or group.world_size
 
     def build(tell: Tell) -> Arrays:
-        with stores.lock.held(timeout_s=timeout_s, tell=tell):
+        with stores.lock.held(timeout_s=deadline.left_s(), tell=tell):
             table = measure(name, source, stores.lengths, flush_every=flush_every, tell=tell)
             measured = column(table, "length").astype(np.int64)
             knobs.refuse_too_long(measured)
@@ -200,7 +204,7 @@ def plan_split(
             stores.plans.save_aligned(key, aligned, drop_last=knobs.dataloader_drop_last)
         return {"table": table, **plan_to_arrays(raw)}
 
-    arrays = dict(group.from_rank_zero(build, timeout_s=timeout_s))
+    arrays = dict(group.from_rank_zero(build, timeout_s=deadline.left_s()))
     table = arrays.pop("table")
     raw = plan_from_arrays(arrays)
     aligned = knobs.align(raw, world_size=world_size)

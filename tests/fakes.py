@@ -182,9 +182,13 @@ class FreeLock:
 
     is_held = False
 
+    def __init__(self) -> None:
+        self.waits: list[float] = []  # seconds that each holder would have waited
+
     @contextmanager
     def held(self, *, timeout_s: float, tell: Tell) -> Iterator[None]:
         assert not self.is_held
+        self.waits.append(timeout_s)
         self.is_held = True
         try:
             yield
@@ -230,11 +234,15 @@ class ScriptedGroup:
         hear: Tell = lambda _: None,
     ) -> None:
         self.rank, self.world_size, self._others, self._hear = rank, world_size, others, hear
+        self.waits: list[float] = []  # seconds that each wait could have taken
 
     def from_rank_zero(self, build, *, timeout_s: float):
+        self.waits.append(timeout_s)
         return build(self._hear)
 
     def gather(self, value: str, *, timeout_s: float | None = None) -> tuple[str, ...]:
+        if timeout_s is not None:
+            self.waits.append(timeout_s)
         return tuple(value if rank == self.rank else self._others(value) for rank in range(self.world_size))
 
     def gather_arrays(self, arrays):

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.deadline import Deadline
 from app.measuring import PROBED_FIRST_ABOVE, PROBED_SAMPLES, failures
 from app.planning import Knobs, Stores, plan_split
 from core.errors import (
@@ -13,6 +14,7 @@ from core.errors import (
     CorruptArtefactError,
     DataSetError,
     DroppedTokensError,
+    EmptyPlanError,
     PlanTooShortError,
     RanksDisagreeError,
     RecordError,
@@ -51,15 +53,15 @@ class Desk:
     """A source, its stores, and a group: what a run has."""
 
     def __init__(self, source=None, plans=None, group=None) -> None:
-        self.source = source or ListSource(LENGTHS)
+        self.source = ListSource(LENGTHS) if source is None else source
         self.lengths, self.plans = MemoryLengthStore(), plans or MemoryPlanStore()
         self.group = group or ScriptedGroup()
         self.lock = FreeLock()
 
-    def plan(self, flush_every=None, **changes):
+    def plan(self, flush_every=None, deadline=None, **changes):
         return plan_split(
             "train", knobs(**changes), source=self.source, stores=Stores(self.lengths, self.plans, self.lock),
-            group=self.group, flush_every=flush_every, timeout_s=1,
+            group=self.group, flush_every=flush_every, deadline=deadline or Deadline(1),
         )  # fmt: skip
 
 
@@ -308,6 +310,34 @@ def test_the_probe_encodes_the_same_samples_in_another_order_elsewhere():
 
     assert sorted(desk.lengths.probe["samples"]) == sorted(desk.source.elsewhere)
     assert desk.source.elsewhere not in (list(range(8)), list(range(7, -1, -1)))
+
+
+def test_a_source_without_samples_is_refused_before_anything_is_stored():
+    """Not even a lock is taken."""
+    desk = Desk(ListSource([]))
+
+    with pytest.raises(EmptyPlanError, match="the data set is empty"):
+        desk.plan()
+    assert [] == desk.lock.waits
+    assert desk.lengths.key is None
+
+
+def test_training_and_evaluation_share_one_deadline():
+    """What one wait has taken, the next ones do not have; for ever stays for ever; what is late still asks once."""
+    now = iter([100, 103, 104, 109, 109.5, 120, 130])
+    deadline = Deadline(10, clock=lambda: next(now))
+    train, evaluation, late = Desk(), Desk(), Desk()
+
+    for desk in (train, evaluation, late):
+        desk.plan(deadline=deadline)
+
+    assert ([7], [6]) == (train.group.waits, train.lock.waits)
+    assert ([1], [0.5]) == (evaluation.group.waits, evaluation.lock.waits)
+    assert all(0 < wait < 0.1 for wait in late.group.waits + late.lock.waits)
+
+    for_ever = Desk()
+    for_ever.plan(deadline=Deadline(0, clock=iter([0]).__next__))
+    assert ([0], [0]) == (for_ever.group.waits, for_ever.lock.waits)
 
 
 def test_a_damaged_plan_is_never_used():
