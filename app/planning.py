@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -12,6 +13,7 @@ import numpy as np
 
 from app.deadline import Deadline
 from app.measuring import measure
+from app.progress import progress
 from core.align import AlignedPlan, align_plan
 from core.checksum import plan_checksum
 from core.config import RunConfig
@@ -127,8 +129,17 @@ class Knobs:
         """Refuse a plan that drops too much of the data; DroppedTokensError."""
         refuse_dropped(raw, lengths, max_share=self.max_dropped_share, min_fill_ratio=self.min_fill_ratio)
 
-    def plan(self, lengths: IntArray, *, quick_bound: bool = False) -> RawPlan:
-        """Plan the split; with a bound that is found at once, where plans are only compared."""
+    def plan(self, lengths: IntArray, *, quick_bound: bool = False, tell: Tell = lambda _: None) -> RawPlan:
+        """
+        Plan the split.
+
+        Args:
+            lengths: Tokens of each sample, shape (num_samples,).
+
+            quick_bound: Take a bound that is found at once, where plans are only compared.
+
+            tell: Hears how far `certified` is.
+        """
         if not self.packing:
             return one_sample_packs(
                 lengths, packing_length=self.packing_length, allow_single_long=self.allow_single_long
@@ -142,6 +153,7 @@ class Knobs:
             allow_single_long=self.allow_single_long,
             seed=self.seed,
             quick_bound=quick_bound,
+            tell=tell,
         )
 
 
@@ -198,7 +210,7 @@ def plan_split(
             knobs.refuse_too_long(measured)
             tell(f"planning {name}")
             key = knobs.fingerprint(stores.lengths.digest())
-            raw = _plan(name, knobs, measured, key, stores.plans)
+            raw = _plan(name, knobs, measured, key, stores.plans, tell=tell)
             knobs.refuse_dropped(raw, measured)
             aligned = knobs.align(raw, world_size=world_size)
             stores.plans.save_aligned(key, aligned, drop_last=knobs.dataloader_drop_last)
@@ -225,14 +237,31 @@ def bookmark_of(planned: PlannedSplit, course: Course, config: RunConfig) -> Boo
     return Bookmark(planned.raw_checksum, planned.data_digest, course.seed, course.shuffle, tuner, course.start)
 
 
-def _plan(name: str, knobs: Knobs, lengths: IntArray, key: Fingerprint, plans: PlanStore) -> RawPlan:
+def _plan(name: str, knobs: Knobs, lengths: IntArray, key: Fingerprint, plans: PlanStore, *, tell: Tell) -> RawPlan:
     raw = plans.load(key)
     if raw is not None:
         log.info("%s: the stored plan fits and is used again", name)
         return raw
     log.info("%s: planning %s samples anew", name, f"{lengths.size:,}")
-    raw = knobs.plan(lengths)
+    takes_long = knobs.packing and knobs.algorithm == "certified"
+    raw = _plan_with_progress(name, knobs, lengths, tell) if takes_long else knobs.plan(lengths)
     plans.save(key, raw)
+    return raw
+
+
+def _plan_with_progress(name: str, knobs: Knobs, lengths: IntArray, tell: Tell) -> RawPlan:
+    """Plan by an algorithm that takes its time, and say when it starts, how far it is, and how long it took."""
+    log.info("%s: %s looks for the fewest packs, which may take minutes", name, knobs.algorithm)
+    started = time.monotonic()
+    with progress(desc=f"planning {name}", bar_format="{desc}{postfix} [{elapsed}]", miniters=1) as bar:
+
+        def say(words: str) -> None:
+            tell(f"planning {name}: {words}")
+            bar.set_postfix_str(words, refresh=False)
+            bar.update()
+
+        raw = knobs.plan(lengths, tell=say)
+    log.info("%s: %s took %.1f s", name, knobs.algorithm, time.monotonic() - started)
     return raw
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -220,6 +221,13 @@ class TornPlanStore(MemoryPlanStore):
 
     def load(self, key: Fingerprint):
         raise CorruptArtefactError("memory", "torn")
+
+
+class Terminal(io.StringIO):
+    """Keeps what is shown on it."""
+
+    def isatty(self) -> bool:
+        return True
 
 
 class ScriptedGroup:

@@ -34,6 +34,7 @@ from tests.fakes import (
     OrderedSource,
     RestlessSource,
     ScriptedGroup,
+    Terminal,
     TornPlanStore,
 )
 
@@ -320,6 +321,23 @@ def test_a_source_without_samples_is_refused_before_anything_is_stored():
         desk.plan()
     assert [] == desk.lock.waits
     assert desk.lengths.key is None
+
+
+def test_the_algorithm_that_takes_long_says_how_far_it_is(monkeypatch, caplog):
+    """In the log when it starts and ends, on a terminal, and to the ranks that wait; another algorithm does not."""
+    caplog.set_level("INFO")
+    heard, terminal = [], Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+
+    Desk(group=ScriptedGroup(hear=heard.append)).plan(algorithm="certified")
+    assert [True, True] == ["train: certified looks for" in caplog.text, "train: certified took 0" in caplog.text]
+    assert "planning train, " in terminal.getvalue()
+    assert any("planning train: 4 packs, looking for the bound" in words for words in heard)
+
+    caplog.clear()
+    Desk(group=ScriptedGroup(hear=heard.append)).plan(algorithm="best_fit_decreasing")
+    assert "certified" not in caplog.text
+    assert "planning train" == heard[-1]
 
 
 def test_training_and_evaluation_share_one_deadline():
