@@ -8,6 +8,7 @@ from functools import partial
 
 from app import wiring_light
 from app.course import warn_of_ignored
+from app.deadline import Deadline
 from app.describe import describe
 from app.measuring import failures
 from app.planning import Knobs, plan_split, usable_folders
@@ -40,9 +41,9 @@ def build(
     if group.rank == 0:
         warn_of_ignored(config)
     training = config.training
-    timeout_s = training.packing_wait_timeout_s
+    deadline = Deadline(training.packing_wait_timeout_s)
     folders = [wiring_light.split_folder(training.output_dir, split) for split in samples]
-    group.from_rank_zero(lambda _: usable_folders(folders), timeout_s=timeout_s)
+    group.from_rank_zero(lambda _: usable_folders(folders), timeout_s=deadline.left_s())
     for split, source in samples.items():
         stores, knobs = wiring_light.open_stores(config, split), Knobs.of(config, split)
         flush_every = training.packing_length_cache_persist_every
@@ -50,11 +51,11 @@ def build(
             open_slice = partial(wiring_light.open_slice, config, split)
             measure_slices(
                 split, source, stores.lengths, stores.lock, open_slice,
-                group=group, flush_every=flush_every, timeout_s=timeout_s,
+                group=group, flush_every=flush_every, deadline=deadline,
             )  # fmt: skip
         planned = plan_split(
             split, knobs, source=source, stores=stores, group=group,
-            flush_every=flush_every, timeout_s=timeout_s, world_size=world_size,
+            flush_every=flush_every, deadline=deadline, world_size=world_size,
         )  # fmt: skip
         if group.rank == 0:
             wiring_light.remove_slices(config, split)

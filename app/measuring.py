@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from typing import Any
 
@@ -29,10 +29,13 @@ from core.samples import (
 log = logging.getLogger(__name__)
 
 PROBED_SAMPLES = 8
-"""Samples that are encoded again, in other orders, processes and epochs, before new lengths are trusted."""
+"""Samples that are encoded again, in other orders, processes and epochs, before and after the others are measured."""
 
 PROBED_EPOCH = 1
 """The epoch under which they are encoded again; measuring is in epoch 0."""
+
+PROBED_FIRST_ABOVE = 64
+"""More samples than this are measured only after some of them have been encoded again; fewer are measured at once."""
 
 
 def measure(name: str, source: LengthSource, store: LengthStore, *, flush_every: int | None, tell: Tell) -> Table:
@@ -55,7 +58,7 @@ def measure(name: str, source: LengthSource, store: LengthStore, *, flush_every:
     Raises:
         RecordError: A record cannot become a sample; what was measured before it is kept.
 
-        DataSetError: Encoding a sample twice gives two results.
+        DataSetError: Encoding a sample twice gives two results; where many are to be measured, this is found before.
 
         ChangedImageError: An image is not the one that was measured.
     """
@@ -66,6 +69,7 @@ def measure(name: str, source: LengthSource, store: LengthStore, *, flush_every:
         log.info("%s: the lengths of all %s samples are stored", name, f"{total:,}")
         return stored.table
     known = len(stored.table)
+    probe_first(source, known, tell=tell)
     if known < total:
         log.info("%s: measuring %s samples, %s are stored", name, f"{total - known:,}", f"{known:,}")
     else:
@@ -189,24 +193,60 @@ def _probe(source: LengthSource, stored: Stored) -> dict[str, Any]:
         if encoded == from_row(table, index):
             continue
         if stored.in_full or encoded != source.measure(index):
-            raise _unsteady(index, table, encoded, "later")
+            raise _unsteady(index, from_row(table, index), encoded, "later")
         message = (
             f"sample {index} measured {tuple(table[index].tolist())} from its images' headers, "
             f"but encodes to {to_row(encoded)} ({', '.join(COLUMNS)})"
         )
         raise _ShortcutError(message)
+    _compare_elsewhere(source, {index: from_row(table, index) for index in indices})
+    return {"samples": indices, "orders": 3, "processes": 2, "epochs": [0, PROBED_EPOCH]}
+
+
+def probe_first(source: LengthSource, known: int, *, tell: Tell) -> None:
+    """
+    Encode a few of the samples that are to be measured, if those are many, and compare: before hours of measuring.
+
+    Forwards, then backwards, then in another process and epoch, in a third order.
+
+    Args:
+        source: The samples.
+
+        known: How many of them, from the first, are measured already.
+
+        tell: Hears that this is done.
+
+    Raises:
+        RecordError: One of them cannot become a sample.
+
+        DataSetError: One of them encodes differently each time.
+    """
+    left = len(source) - known
+    if left <= PROBED_FIRST_ABOVE:
+        return
+    tell("a few samples are encoded more than once, before all are measured")
+    first = {known + place: source.measure(known + place) for place in _spread(left)}
+    for index in reversed(first):
+        if (encoded := source.measure(index)) != first[index]:
+            raise _unsteady(index, first[index], encoded, "later")
+    _compare_elsewhere(source, first)
+
+
+def _compare_elsewhere(source: LengthSource, measured: Mapping[int, Measurement]) -> None:
+    """Encode samples in another process and epoch, in an order of their own; DataSetError if one differs."""
+    indices = [*measured]
     elsewhere = indices[::2] + indices[1::2]
     for index, outcome in zip(elsewhere, source.measure_elsewhere(elsewhere, epoch=PROBED_EPOCH), strict=True):
         if isinstance(outcome, RecordError):
             raise outcome
-        if outcome.measurement != from_row(table, index):
-            raise _unsteady(index, table, outcome.measurement, f"in another process and epoch {PROBED_EPOCH}")
-    return {"samples": indices, "orders": 3, "processes": 2, "epochs": [0, PROBED_EPOCH]}
+        if outcome.measurement != measured[index]:
+            when = f"in another process and epoch {PROBED_EPOCH}"
+            raise _unsteady(index, measured[index], outcome.measurement, when)
 
 
-def _unsteady(index: int, table: Table, encoded: Measurement, when: str) -> DataSetError:
+def _unsteady(index: int, first: Measurement, encoded: Measurement, when: str) -> DataSetError:
     return DataSetError(
-        f"sample {index} measured {tuple(table[index].tolist())} first and {to_row(encoded)} {when} "
+        f"sample {index} measured {to_row(first)} first and {to_row(encoded)} {when} "
         f"({', '.join(COLUMNS)}): a plan needs samples that encode the same every time: make the "
         "preprocessing deterministic"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -10,12 +11,14 @@ from tempfile import TemporaryFile
 import attrs
 import numpy as np
 
+from app.deadline import Deadline
 from app.measuring import measure
+from app.progress import progress
 from core.align import AlignedPlan, align_plan
 from core.checksum import plan_checksum
 from core.config import RunConfig
 from core.course import Bookmark, Course
-from core.errors import DataSetError, OutputError, RanksDisagreeError
+from core.errors import DataSetError, EmptyPlanError, OutputError, RanksDisagreeError
 from core.fingerprint import Fingerprint, plan_fingerprint
 from core.lengths import IntArray
 from core.plan import (
@@ -126,8 +129,17 @@ class Knobs:
         """Refuse a plan that drops too much of the data; DroppedTokensError."""
         refuse_dropped(raw, lengths, max_share=self.max_dropped_share, min_fill_ratio=self.min_fill_ratio)
 
-    def plan(self, lengths: IntArray, *, quick_bound: bool = False) -> RawPlan:
-        """Plan the split; with a bound that is found at once, where plans are only compared."""
+    def plan(self, lengths: IntArray, *, quick_bound: bool = False, tell: Tell = lambda _: None) -> RawPlan:
+        """
+        Plan the split.
+
+        Args:
+            lengths: Tokens of each sample, shape (num_samples,).
+
+            quick_bound: Take a bound that is found at once, where plans are only compared.
+
+            tell: Hears how far `certified` is.
+        """
         if not self.packing:
             return one_sample_packs(
                 lengths, packing_length=self.packing_length, allow_single_long=self.allow_single_long
@@ -141,6 +153,7 @@ class Knobs:
             allow_single_long=self.allow_single_long,
             seed=self.seed,
             quick_bound=quick_bound,
+            tell=tell,
         )
 
 
@@ -152,7 +165,7 @@ def plan_split(
     stores: Stores,
     group: RankGroup,
     flush_every: int | None,
-    timeout_s: float,
+    deadline: Deadline,
     world_size: int | None = None,
 ) -> PlannedSplit:
     """
@@ -171,13 +184,14 @@ def plan_split(
 
         flush_every: Samples between two flushes of what is measured; None adapts to their number.
 
-        timeout_s: Seconds to wait for rank 0, and for another job that writes the same stores; 0 means for ever.
+        deadline: For rank 0, and for another job that writes the same stores.
 
         world_size: Ranks to align for, if not those of the group.
 
     Raises:
         PackplanError: Whatever rank 0 finds wrong, on every rank; RanksDisagreeError if ranks hold different plans;
-            DataSetError if the source mixes its samples anew each epoch.
+            DataSetError if the source mixes its samples anew each epoch; EmptyPlanError, before anything is stored, if it
+            has none.
     """
     if source.mixes:
         message = (
@@ -185,22 +199,24 @@ def plan_split(
             "JSONL (python -m app.plan materialise mix.yaml -o mix.jsonl), or set custom.trainer_variant: rollout"
         )
         raise DataSetError(message)
+    if not len(source):
+        raise EmptyPlanError(0, 0, 0, knobs.packing_length)
     world_size = world_size or group.world_size
 
     def build(tell: Tell) -> Arrays:
-        with stores.lock.held(timeout_s=timeout_s, tell=tell):
+        with stores.lock.held(timeout_s=deadline.left_s(), tell=tell):
             table = measure(name, source, stores.lengths, flush_every=flush_every, tell=tell)
             measured = column(table, "length").astype(np.int64)
             knobs.refuse_too_long(measured)
             tell(f"planning {name}")
             key = knobs.fingerprint(stores.lengths.digest())
-            raw = _plan(name, knobs, measured, key, stores.plans)
+            raw = _plan(name, knobs, measured, key, stores.plans, tell=tell)
             knobs.refuse_dropped(raw, measured)
             aligned = knobs.align(raw, world_size=world_size)
             stores.plans.save_aligned(key, aligned, drop_last=knobs.dataloader_drop_last)
         return {"table": table, **plan_to_arrays(raw)}
 
-    arrays = dict(group.from_rank_zero(build, timeout_s=timeout_s))
+    arrays = dict(group.from_rank_zero(build, timeout_s=deadline.left_s()))
     table = arrays.pop("table")
     raw = plan_from_arrays(arrays)
     aligned = knobs.align(raw, world_size=world_size)
@@ -221,14 +237,31 @@ def bookmark_of(planned: PlannedSplit, course: Course, config: RunConfig) -> Boo
     return Bookmark(planned.raw_checksum, planned.data_digest, course.seed, course.shuffle, tuner, course.start)
 
 
-def _plan(name: str, knobs: Knobs, lengths: IntArray, key: Fingerprint, plans: PlanStore) -> RawPlan:
+def _plan(name: str, knobs: Knobs, lengths: IntArray, key: Fingerprint, plans: PlanStore, *, tell: Tell) -> RawPlan:
     raw = plans.load(key)
     if raw is not None:
         log.info("%s: the stored plan fits and is used again", name)
         return raw
     log.info("%s: planning %s samples anew", name, f"{lengths.size:,}")
-    raw = knobs.plan(lengths)
+    takes_long = knobs.packing and knobs.algorithm == "certified"
+    raw = _plan_with_progress(name, knobs, lengths, tell) if takes_long else knobs.plan(lengths)
     plans.save(key, raw)
+    return raw
+
+
+def _plan_with_progress(name: str, knobs: Knobs, lengths: IntArray, tell: Tell) -> RawPlan:
+    """Plan by an algorithm that takes its time, and say when it starts, how far it is, and how long it took."""
+    log.info("%s: %s looks for the fewest packs, which may take minutes", name, knobs.algorithm)
+    started = time.monotonic()
+    with progress(desc=f"planning {name}", bar_format="{desc}{postfix} [{elapsed}]", miniters=1) as bar:
+
+        def say(words: str) -> None:
+            tell(f"planning {name}: {words}")
+            bar.set_postfix_str(words, refresh=False)
+            bar.update()
+
+        raw = knobs.plan(lengths, tell=say)
+    log.info("%s: %s took %.1f s", name, knobs.algorithm, time.monotonic() - started)
     return raw
 
 

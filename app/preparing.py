@@ -13,6 +13,7 @@ from adapters.swift_samples import SwiftSamples
 from adapters.swift_trainer import PackTrainer
 from app import wiring, wiring_light
 from app.course import Batch, batch_of, course_of, forced_batches, require_static, warn_of_ignored
+from app.deadline import Deadline
 from app.describe import describe
 from app.planning import Knobs, PlannedSplit, bookmark_of, plan_split, usable_folders
 from core.batch import partial_window
@@ -52,7 +53,8 @@ def prepare(config: RunConfig, group: RankGroup) -> Prepared:
     batch = batch_of(config, world_size=group.world_size)
     samples = wiring.open_samples(config)
     folders = [wiring_light.split_folder(training.output_dir, split) for split in samples]
-    group.from_rank_zero(lambda _: usable_folders(folders), timeout_s=training.packing_wait_timeout_s)
+    deadline = Deadline(training.packing_wait_timeout_s)
+    group.from_rank_zero(lambda _: usable_folders(folders), timeout_s=deadline.left_s())
     arguments = wiring.open_arguments(config, batch.size, batch.accumulation)
 
     knobs = {split: Knobs.of(config, split) for split in samples}
@@ -65,7 +67,7 @@ def prepare(config: RunConfig, group: RankGroup) -> Prepared:
             stores=wiring_light.open_stores(config, split),
             group=group,
             flush_every=training.packing_length_cache_persist_every,
-            timeout_s=training.packing_wait_timeout_s,
+            deadline=deadline,
         )
     group.settle()
     course = course_of(config, batch, num_packs=len(planned["train"].raw.packs), world_size=group.world_size)

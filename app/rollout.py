@@ -10,6 +10,7 @@ from adapters.packing_trainer import history, was_terminated
 from adapters.rollouts import Order, Sampling
 from app import wiring, wiring_light
 from app.course import batch_of, forced_batches
+from app.deadline import Deadline
 from app.describe import describe
 from app.functions import named_function
 from app.materialise import open_mix
@@ -38,14 +39,15 @@ def run(config: RunConfig, group: RankGroup) -> tuple[int, bool, list[dict[str, 
     order, paths = _order(config)
     samples = wiring.open_samples(config, train_paths=paths)
     folders = [wiring_light.split_folder(training.output_dir, split) for split in samples if split == "eval"]
-    group.from_rank_zero(lambda _: usable_folders(folders), timeout_s=training.packing_wait_timeout_s)
+    deadline = Deadline(training.packing_wait_timeout_s)
+    group.from_rank_zero(lambda _: usable_folders(folders), timeout_s=deadline.left_s())
     arguments = wiring.open_arguments(config, batch.size, batch.accumulation)
     planned = None
     if "eval" in samples:
         knobs = Knobs.of(config, "eval")
         planned = plan_split(
             "eval", knobs, source=samples["eval"], stores=wiring_light.open_stores(config, "eval"), group=group,
-            flush_every=training.packing_length_cache_persist_every, timeout_s=training.packing_wait_timeout_s,
+            flush_every=training.packing_length_cache_persist_every, deadline=deadline,
         )  # fmt: skip
         if group.rank == 0:
             for level, line in describe(planned, knobs, world_size=group.world_size):

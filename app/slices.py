@@ -14,7 +14,8 @@ from itertools import pairwise
 import attrs
 import numpy as np
 
-from app.measuring import measure_rows
+from app.deadline import Deadline
+from app.measuring import measure_rows, probe_first
 from core.errors import DataSetError, PackplanError
 from core.ports import Arrays, LengthSource, LengthStore, Lock, RankGroup, Stored, Tell
 from core.samples import Outcome
@@ -34,10 +35,12 @@ def measure_slices(
     *,
     group: RankGroup,
     flush_every: int | None,
-    timeout_s: float,
+    deadline: Deadline,
 ) -> None:
     """
-    Measure what a store lacks, a slice on each rank; every rank calls this. What is measured is not yet probed.
+    Measure what a store lacks, a slice on each rank; every rank calls this.
+
+    Where that is much, a few samples are probed before; what is measured is not yet probed.
 
     Args:
         name: Of the split, for messages.
@@ -54,7 +57,7 @@ def measure_slices(
 
         flush_every: Samples between two flushes; None adapts to their number.
 
-        timeout_s: Seconds to wait for other ranks and other jobs; 0 means for ever.
+        deadline: For other ranks and other jobs.
 
     Raises:
         PackplanError: A rank failed, on every rank; what was measured is kept.
@@ -62,11 +65,12 @@ def measure_slices(
     key, total = source.fingerprint(), len(source)
 
     def count(tell: Tell) -> Arrays:
-        with lock.held(timeout_s=timeout_s, tell=tell):
+        with lock.held(timeout_s=deadline.left_s(), tell=tell):
             stored = store.resume(key, total, source.data_digest)
+            probe_first(source, len(stored.table), tell=tell)
         return {"known": np.array([len(stored.table), stored.in_full])}
 
-    first, in_full = group.from_rank_zero(count, timeout_s=timeout_s)["known"].tolist()
+    first, in_full = group.from_rank_zero(count, timeout_s=deadline.left_s())["known"].tolist()
     if first == total:
         return
     if group.rank == 0:
@@ -82,16 +86,16 @@ def measure_slices(
         open_slice,
         in_full=bool(in_full),
         flush_every=flush_every,
-        timeout_s=timeout_s,
+        deadline=deadline,
     )
-    digests = group.gather(_or_reason(own), timeout_s=timeout_s)
+    digests = group.gather(_or_reason(own), timeout_s=deadline.left_s())
     for rank, digest in enumerate(digests):
         if digest.startswith(_FAILED):
             message = f"rank {rank} cannot measure its slice of {name}: {digest.removeprefix(_FAILED)}"
             raise DataSetError(message)
 
     def put_together(tell: Tell) -> Arrays:
-        with lock.held(timeout_s=timeout_s, tell=tell):
+        with lock.held(timeout_s=deadline.left_s(), tell=tell):
             if len(store.resume(key, total, source.data_digest).table) != first:
                 message = f"another job measured {name} at the same time: run this again, to use what it measured"
                 raise DataSetError(message)
@@ -104,15 +108,15 @@ def measure_slices(
             store.append(table, images, source.data_digest(total), in_full=bool(in_full))
         return {}
 
-    group.from_rank_zero(put_together, timeout_s=timeout_s)
+    group.from_rank_zero(put_together, timeout_s=deadline.left_s())
 
 
 def _measure_slice(
-    part: _Slice, open_slice: OpenSlice, *, in_full: bool, flush_every: int | None, timeout_s: float
+    part: _Slice, open_slice: OpenSlice, *, in_full: bool, flush_every: int | None, deadline: Deadline
 ) -> str:
     """Measure a slice into its store; return the digest of its rows."""
     store, lock = open_slice(part.start, part.stop)
-    with lock.held(timeout_s=timeout_s, tell=_no_one):
+    with lock.held(timeout_s=deadline.left_s(), tell=_no_one):
         stored = store.resume(part.source.fingerprint(), len(part), part.data_digest)
         if stored.in_full != in_full:
             store.discard()

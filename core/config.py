@@ -161,7 +161,8 @@ class TrainingConfig:
     is the same either way."""
 
     packing_wait_timeout_s: float = 7200.0
-    """Seconds that other ranks wait for rank 0 to measure and plan; 0 means for ever."""
+    """Seconds in all, for training and evaluation data together, that other ranks wait for rank 0 to measure and plan, and rank 0
+    for other jobs that write the same folders; 0 means for ever."""
 
     packing_lengths_from: str | None = None
     """The `output_dir` of another run, whose lengths are taken over where this run has none: a series of compared runs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from decimal import Decimal
 from fractions import Fraction
 from math import inf
@@ -92,6 +92,7 @@ def build_raw_plan(
     allow_single_long: bool = True,
     seed: int = 0,
     quick_bound: bool = False,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> RawPlan:
     """
     Plan which samples train together.
@@ -115,6 +116,8 @@ def build_raw_plan(
             only compared. Otherwise a stronger one is looked for with an effort in proportion to the plan's, but that of
             `certified`, whatever it takes. The packs are the same.
 
+        tell: Hears how far `certified` is.
+
     Raises:
         InvalidLengthError: A length is not a positive whole number.
 
@@ -128,7 +131,7 @@ def build_raw_plan(
     is_long = array >= packing_length
     short, long = np.flatnonzero(~is_long), np.flatnonzero(is_long)
 
-    grouped = pack(array[short], capacity=packing_length, algorithm=algorithm, seed=seed)
+    grouped = pack(array[short], capacity=packing_length, algorithm=algorithm, seed=seed, tell=tell)
     grouped = Packs(grouped.offsets, short[grouped.indices])
     keep = np.ones(len(grouped), dtype=bool)
     if drop_last:
@@ -140,6 +143,7 @@ def build_raw_plan(
     effort = inf if algorithm == "certified" else BOUND_EFFORT + BOUND_EFFORT_OF_A_SAMPLE * array.size
     if not len(packs):
         raise EmptyPlanError(array.size, 0 if allow_single_long else long.size, len(dropped), packing_length)
+    tell(f"{len(grouped):,} packs, looking for the plan's bound")
     bound = find_bound(array[short], capacity=packing_length, known=len(grouped), effort=0 if quick_bound else effort)
     return RawPlan(
         packs=packs,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -100,10 +101,13 @@ class ElsewhereSource(ListSource):
     def __init__(self, lengths: list[int], *, epoch_matters: bool) -> None:
         super().__init__(lengths)
         self.epoch_matters = epoch_matters
+        self.differs = 0  # which one
 
     def measure_elsewhere(self, indices: Sequence[int], *, epoch: int) -> list[Outcome]:
         more = epoch if self.epoch_matters else 1
-        return [Measured(Measurement(self.lengths[index] + more * (index == 0), 1, 1, 4)) for index in indices]
+        return [
+            Measured(Measurement(self.lengths[index] + more * (index == self.differs), 1, 1, 4)) for index in indices
+        ]
 
 
 class GuessingSource(ListSource):
@@ -179,9 +183,13 @@ class FreeLock:
 
     is_held = False
 
+    def __init__(self) -> None:
+        self.waits: list[float] = []  # seconds that each holder would have waited
+
     @contextmanager
     def held(self, *, timeout_s: float, tell: Tell) -> Iterator[None]:
         assert not self.is_held
+        self.waits.append(timeout_s)
         self.is_held = True
         try:
             yield
@@ -215,6 +223,13 @@ class TornPlanStore(MemoryPlanStore):
         raise CorruptArtefactError("memory", "torn")
 
 
+class Terminal(io.StringIO):
+    """Keeps what is shown on it."""
+
+    def isatty(self) -> bool:
+        return True
+
+
 class ScriptedGroup:
     """One rank of a larger group, whose others say what the script says."""
 
@@ -227,11 +242,15 @@ class ScriptedGroup:
         hear: Tell = lambda _: None,
     ) -> None:
         self.rank, self.world_size, self._others, self._hear = rank, world_size, others, hear
+        self.waits: list[float] = []  # seconds that each wait could have taken
 
     def from_rank_zero(self, build, *, timeout_s: float):
+        self.waits.append(timeout_s)
         return build(self._hear)
 
     def gather(self, value: str, *, timeout_s: float | None = None) -> tuple[str, ...]:
+        if timeout_s is not None:
+            self.waits.append(timeout_s)
         return tuple(value if rank == self.rank else self._others(value) for rank in range(self.world_size))
 
     def gather_arrays(self, arrays):

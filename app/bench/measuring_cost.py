@@ -23,6 +23,7 @@ from tqdm import tqdm
 from app import wiring, wiring_light
 from app.bench.distributions import DISTRIBUTIONS
 from app.bench.measure import Measured, measure
+from app.deadline import Deadline
 from app.demo.tiny_models import write_model
 from app.measuring import measure as measure_lengths
 from app.planning import Knobs, Stores, plan_split
@@ -234,7 +235,7 @@ def _rank_memory(stores: Stores) -> int:
         def plan() -> int:
             with joined:
                 planned = plan_split(
-                    "train", KNOBS, source=source, stores=stores, group=group, flush_every=None, timeout_s=600
+                    "train", KNOBS, source=source, stores=stores, group=group, flush_every=None, deadline=Deadline(600)
                 )
                 return len(planned.aligned.packs)
 

@@ -25,6 +25,7 @@ from app.bench.process import Turns
 from app.bench.training_data import write_model_of, write_records
 from app.bench.turns import Turned, run_alone, take_turns
 from app.bench.ways import WAYS, Row, Setting, Way, compared
+from app.deadline import Deadline
 from app.planning import Knobs, plan_split, usable_folders
 from app.preparing import Prepared, prepare
 from core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
@@ -149,7 +150,7 @@ def _planned(config: RunConfig) -> RawPlan:
         stores=wiring_light.open_stores(config, "train"),
         group=OneRank(),
         flush_every=None,
-        timeout_s=LIMIT_S,
+        deadline=Deadline(LIMIT_S),
     ).raw
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from numbers import Integral
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 import attrs
 import scipy
@@ -26,8 +26,8 @@ from core.runs import Ledger, Runs
 class Packer(Protocol):
     """Puts samples into packs."""
 
-    def __call__(self, lengths: IntArray, /, *, capacity: int, seed: int) -> Packs:
-        """Return packs in canonical order; *lengths* are from 1 to *capacity*."""
+    def __call__(self, lengths: IntArray, /, *, capacity: int, seed: int, tell: Callable[[str], None]) -> Packs:
+        """Return packs in canonical order; *lengths* are from 1 to *capacity*. What takes long says how far it is."""
 
 
 @attrs.frozen
@@ -46,15 +46,19 @@ class Algorithm:
 def _over_runs(plan: Callable[..., Ledger]) -> Packer:
     """Turn an algorithm over runs of equal length into one over samples."""
 
-    def packer(lengths: IntArray, /, *, capacity: int, seed: int) -> Packs:  # noqa: ARG001  # it draws nothing
+    def packer(lengths: IntArray, /, *, capacity: int, **_: Any) -> Packs:
         runs = Runs.of(lengths)
         return plan(runs, capacity=capacity).packs(lengths, runs)
 
     return packer
 
 
-def _concatenative(lengths: IntArray, /, *, capacity: int, seed: int) -> Packs:  # noqa: ARG001  # it draws nothing
+def _concatenative(lengths: IntArray, /, *, capacity: int, **_: Any) -> Packs:
     return concatenative(lengths, capacity=capacity)
+
+
+def _first_fit_shuffle(lengths: IntArray, /, *, capacity: int, seed: int, **_: Any) -> Packs:
+    return first_fit_shuffle(lengths, capacity=capacity, seed=seed)
 
 
 ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
@@ -64,7 +68,7 @@ ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
         "first_fit_decreasing": Algorithm(_over_runs(first_fit_decreasing), "1"),
         "modified_first_fit_decreasing": Algorithm(_over_runs(modified_first_fit_decreasing), "1"),
         "concatenative": Algorithm(_concatenative, "1"),
-        "first_fit_shuffle": Algorithm(first_fit_shuffle, "1", draws=True),
+        "first_fit_shuffle": Algorithm(_first_fit_shuffle, "1", draws=True),
         "certified": Algorithm(certified, f"1, scipy {scipy.__version__}", draws=True),
     }
 )
@@ -79,6 +83,7 @@ def pack(
     seed: int = 0,
     min_bin_count: int = 1,
     bin_count_multiple: int = 1,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> Packs:
     """
     Group samples into packs of at most *capacity* tokens, in canonical order.
@@ -95,6 +100,8 @@ def pack(
         min_bin_count: Packs at least; the fullest are split where there are fewer.
 
         bin_count_multiple: The number of packs is made a multiple of this, likewise.
+
+        tell: Hears how far `certified` is; the others are done at once.
 
     Raises:
         InvalidLengthError: A length is not a whole number from 1 to *capacity*.
@@ -118,5 +125,5 @@ def pack(
     if array.size:
         # No pack holds more than all tokens, and their sum fits 64 bits where the capacity may not.
         capacity = min(capacity, int(array.sum()))
-        packs = ALGORITHMS[algorithm].packer(array, capacity=capacity, seed=int(seed))
+        packs = ALGORITHMS[algorithm].packer(array, capacity=capacity, seed=int(seed), tell=tell)
     return with_bin_count(packs, array, minimum=min_bin_count, multiple=bin_count_multiple)

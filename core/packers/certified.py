@@ -8,6 +8,7 @@ that of any other algorithm: where a gap stays, they are all tried.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import chain
 
 from core.lengths import IntArray
@@ -20,12 +21,12 @@ from core.packers.modified_first_fit_decreasing import modified_first_fit_decrea
 from core.packs import Packs
 from core.patterns import Filling, num_packs
 from core.patterns.certificate import certify, reduced
-from core.patterns.effort import Effort
+from core.patterns.effort import ToldEffort
 from core.patterns.rounding import dives, restarts
 from core.runs import Ledger, Runs
 
 
-def certified(lengths: IntArray, *, capacity: int, seed: int) -> Packs:
+def certified(lengths: IntArray, *, capacity: int, seed: int, tell: Callable[[str], None]) -> Packs:
     """
     Return the fewest packs found.
 
@@ -35,10 +36,13 @@ def certified(lengths: IntArray, *, capacity: int, seed: int) -> Packs:
         capacity: Tokens a pack may hold.
 
         seed: Of first-fit-shuffle, which is tried last.
+
+        tell: Hears what is looked for, and how many packs are found.
     """
     runs = Runs.of(lengths)
-    best, bound = _fewest(runs, capacity=capacity)
+    best, bound = _fewest(runs, capacity=capacity, tell=tell)
     if best.num_bins > bound:
+        tell(f"{best.num_bins:,} packs, the bound is {bound:,}: trying the other algorithms")
         for algorithm in (constant_volume, first_fit_decreasing, modified_first_fit_decreasing):
             best = min(best, algorithm(runs, capacity=capacity), key=lambda ledger: ledger.num_bins)
     packs = best.packs(lengths, runs)
@@ -49,17 +53,21 @@ def certified(lengths: IntArray, *, capacity: int, seed: int) -> Packs:
     return packs
 
 
-def _fewest(runs: Runs, *, capacity: int) -> tuple[Ledger, int]:
+def _fewest(runs: Runs, *, capacity: int, tell: Callable[[str], None]) -> tuple[Ledger, int]:
     """Return the best packing over runs, and the bound that it was compared with."""
     best_fit = best_fit_decreasing(runs, capacity=capacity)
     runs, capacity = reduced(runs, capacity=capacity)
-    certificate = certify(runs, capacity=capacity, known=best_fit.num_bins, effort=Effort())
+    bounding = f"{best_fit.num_bins:,} packs, looking for the bound"
+    tell(bounding)
+    effort = ToldEffort(lambda steps: tell(f"{bounding}: {steps:,} steps"))
+    certificate = certify(runs, capacity=capacity, known=best_fit.num_bins, effort=effort)
     bound, best = certificate.bound, certificate.filling
     if best is None or best_fit.num_bins == bound:
         return best_fit, bound
     searches = chain(dives(runs, capacity=capacity, patterns=certificate.patterns), restarts(runs, capacity=capacity))
     while num_packs(best) > bound and (found := next(searches, None)) is not None:
         best = min(best, found, key=num_packs)
+        tell(f"{min(num_packs(best), best_fit.num_bins):,} packs, the bound is {bound:,}: looking for fewer")
     return min(best_fit, _ledger_of(best), key=lambda ledger: ledger.num_bins), bound
 
 

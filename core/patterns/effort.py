@@ -7,7 +7,11 @@ searches are such that their steps take about as long.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import inf
+
+TOLD_EVERY = 1_000_000
+"""Steps between two times that a search says how many it took: about a third of a second."""
 
 
 class SpentError(Exception):
@@ -26,3 +30,19 @@ class Effort:
         if steps > self.left:
             raise SpentError
         self.left -= steps
+
+
+class ToldEffort(Effort):
+    """Effort without a limit, which says how much of it is spent."""
+
+    def __init__(self, tell: Callable[[int], None]) -> None:
+        """Call *tell* with the steps so far, every `TOLD_EVERY` steps at most."""
+        super().__init__()
+        self._tell, self._spent, self._told = tell, 0, 0
+
+    def spend(self, steps: int) -> None:
+        """Count *steps*, and say how many they are by now."""
+        self._spent += steps
+        if self._spent - self._told >= TOLD_EVERY:
+            self._told = self._spent
+            self._tell(self._spent)

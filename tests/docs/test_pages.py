@@ -16,6 +16,7 @@ import yaml
 from adapters.length_store import DiskLengthStore
 from adapters.plan_store import DiskPlanStore
 from app.__main__ import COMMANDS
+from app.deadline import Deadline
 from app.planning import Knobs, Stores, plan_split
 from app.reference import rewritten
 from tests.fakes import FreeLock, ListSource, ScriptedGroup
@@ -216,7 +217,13 @@ def planned(tmp_path, monkeypatch) -> str:
     lengths = np.random.default_rng(1).geometric(1 / 200, 300).tolist()
     stores = Stores(DiskLengthStore(folder), DiskPlanStore(folder), FreeLock())
     split = plan_split(
-        "train", knobs, source=ListSource(lengths), stores=stores, group=ScriptedGroup(), flush_every=None, timeout_s=1
+        "train",
+        knobs,
+        source=ListSource(lengths),
+        stores=stores,
+        group=ScriptedGroup(),
+        flush_every=None,
+        deadline=Deadline(1),
     )
     return split.raw_checksum
 

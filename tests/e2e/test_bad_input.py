@@ -123,9 +123,14 @@ def test_tags_of_media_that_a_record_has_not_stay_text(write_run, tmp_path, capl
     assert "what is <video>?" in samples.template.tokenizer.decode(samples.encode(0)["input_ids"])
 
 
-def test_an_empty_data_set(outcome):
-    """No line, or blank ones."""
+def test_an_empty_data_set(outcome, tmp_path, capfd):
+    """No line, or blank ones: neither training nor building leaves a file."""
     assert (2, True) == ((found := outcome(lines=["", "  "]))[0], "the data set is empty" in found[1])
+    assert not (tmp_path / "run").exists()
+
+    assert 2 == plan.main(["build", str(tmp_path / "run.yaml")])
+    assert "the data set is empty" in capfd.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_data_set_where_every_sample_is_too_long(outcome):

@@ -15,6 +15,7 @@ from adapters.folder_lock import FolderLock
 from adapters.jsonl_records import JsonlRecords
 from adapters.length_store import DiskLengthStore
 from adapters.plan_store import DiskPlanStore
+from app.deadline import Deadline
 from app.planning import Knobs, PlannedSplit, Stores, plan_split
 from core.ports import Tell
 from core.samples import Measurement
@@ -56,7 +57,13 @@ def execute(
     stores = Stores(DiskLengthStore(folder), DiskPlanStore(folder), FolderLock(folder))
     group = ScriptedGroup(hear=tell)
     return plan_split(
-        "train", knobs, source=source, stores=stores, group=group, flush_every=FLUSH_EVERY, timeout_s=timeout_s
+        "train",
+        knobs,
+        source=source,
+        stores=stores,
+        group=group,
+        flush_every=FLUSH_EVERY,
+        deadline=Deadline(timeout_s),
     )
 
 

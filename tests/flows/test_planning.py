@@ -6,13 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.measuring import PROBED_SAMPLES, failures
+from app.deadline import Deadline
+from app.measuring import PROBED_FIRST_ABOVE, PROBED_SAMPLES, failures
 from app.planning import Knobs, Stores, plan_split
 from core.errors import (
     ChangedImageError,
     CorruptArtefactError,
     DataSetError,
     DroppedTokensError,
+    EmptyPlanError,
     PlanTooShortError,
     RanksDisagreeError,
     RecordError,
@@ -32,6 +34,7 @@ from tests.fakes import (
     OrderedSource,
     RestlessSource,
     ScriptedGroup,
+    Terminal,
     TornPlanStore,
 )
 
@@ -51,15 +54,15 @@ class Desk:
     """A source, its stores, and a group: what a run has."""
 
     def __init__(self, source=None, plans=None, group=None) -> None:
-        self.source = source or ListSource(LENGTHS)
+        self.source = ListSource(LENGTHS) if source is None else source
         self.lengths, self.plans = MemoryLengthStore(), plans or MemoryPlanStore()
         self.group = group or ScriptedGroup()
         self.lock = FreeLock()
 
-    def plan(self, flush_every=None, **changes):
+    def plan(self, flush_every=None, deadline=None, **changes):
         return plan_split(
             "train", knobs(**changes), source=self.source, stores=Stores(self.lengths, self.plans, self.lock),
-            group=self.group, flush_every=flush_every, timeout_s=1,
+            group=self.group, flush_every=flush_every, deadline=deadline or Deadline(1),
         )  # fmt: skip
 
 
@@ -191,6 +194,48 @@ def test_samples_that_measure_differently_are_refused(source):
         assert desk.lengths.probe is None
 
 
+@pytest.mark.parametrize("known", [0, 8])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(RestlessSource, {}), (OrderedSource, {}),
+     (ElsewhereSource, {"epoch_matters": True}), (ElsewhereSource, {"epoch_matters": False})],
+    ids=["each call", "order", "epoch", "process"],
+)  # fmt: skip
+def test_many_samples_are_not_measured_when_a_few_measure_differently(kind, options, known):
+    """No hours are lost: the few that are probed first are all that is encoded; nothing more is stored."""
+    lengths = LENGTHS * 1000
+    desk = Desk(ListSource(lengths[:known]))
+    if known:
+        desk.plan()
+    desk.source = kind(lengths, **options)
+    desk.source.differs = known
+
+    with pytest.raises(DataSetError, match="encode the same every time"):
+        desk.plan()
+
+    assert len(set(desk.source.measured)) <= PROBED_SAMPLES
+    assert len(desk.source.measured) <= 2 * PROBED_SAMPLES
+    assert known == sum(desk.lengths.flushes)
+
+
+@pytest.mark.parametrize("left", [PROBED_FIRST_ABOVE, PROBED_FIRST_ABOVE + 1])
+def test_some_samples_are_probed_before_many_are_measured(left):
+    """Forwards and backwards here, all over what is to be measured, and elsewhere in a third order; few are measured at once."""
+    desk = Desk(ListSource([7] * 10))
+    desk.plan()
+    desk.source = ListSource([7] * (10 + left))
+    desk.plan()
+
+    probed = desk.source.measured[: desk.source.measured.index(11)]
+    if left == PROBED_FIRST_ABOVE:
+        assert [10] == probed
+    else:
+        few = probed[:PROBED_SAMPLES]
+        assert (10, 10 + left - 1) == (few[0], few[-1])
+        assert few == sorted(set(few))
+        assert [*few, *few[::-1], *few[::2], *few[1::2], 10] == probed
+
+
 def test_lengths_measured_but_not_probed_are_probed_by_the_next_run():
     """An interrupted run's rows are complete by chance when the data is cut to them."""
     desk = Desk(FailingSource(LENGTHS, bad={6}))
@@ -266,6 +311,51 @@ def test_the_probe_encodes_the_same_samples_in_another_order_elsewhere():
 
     assert sorted(desk.lengths.probe["samples"]) == sorted(desk.source.elsewhere)
     assert desk.source.elsewhere not in (list(range(8)), list(range(7, -1, -1)))
+
+
+def test_a_source_without_samples_is_refused_before_anything_is_stored():
+    """Not even a lock is taken."""
+    desk = Desk(ListSource([]))
+
+    with pytest.raises(EmptyPlanError, match="the data set is empty"):
+        desk.plan()
+    assert [] == desk.lock.waits
+    assert desk.lengths.key is None
+
+
+def test_the_algorithm_that_takes_long_says_how_far_it_is(monkeypatch, caplog):
+    """In the log when it starts and ends, on a terminal, and to the ranks that wait; another algorithm does not."""
+    caplog.set_level("INFO")
+    heard, terminal = [], Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+
+    Desk(group=ScriptedGroup(hear=heard.append)).plan(algorithm="certified")
+    assert [True, True] == ["train: certified looks for" in caplog.text, "train: certified took 0" in caplog.text]
+    assert "planning train, " in terminal.getvalue()
+    assert any("planning train: 4 packs, looking for the bound" in words for words in heard)
+
+    caplog.clear()
+    Desk(group=ScriptedGroup(hear=heard.append)).plan(algorithm="best_fit_decreasing")
+    assert "certified" not in caplog.text
+    assert "planning train" == heard[-1]
+
+
+def test_training_and_evaluation_share_one_deadline():
+    """What one wait has taken, the next ones do not have; for ever stays for ever; what is late still asks once."""
+    now = iter([100, 103, 104, 109, 109.5, 120, 130])
+    deadline = Deadline(10, clock=lambda: next(now))
+    train, evaluation, late = Desk(), Desk(), Desk()
+
+    for desk in (train, evaluation, late):
+        desk.plan(deadline=deadline)
+
+    assert ([7], [6]) == (train.group.waits, train.lock.waits)
+    assert ([1], [0.5]) == (evaluation.group.waits, evaluation.lock.waits)
+    assert all(0 < wait < 0.1 for wait in late.group.waits + late.lock.waits)
+
+    for_ever = Desk()
+    for_ever.plan(deadline=Deadline(0, clock=iter([0]).__next__))
+    assert ([0], [0]) == (for_ever.group.waits, for_ever.lock.waits)
 
 
 def test_a_damaged_plan_is_never_used():

@@ -8,11 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.measuring import measure
+from app.deadline import Deadline
+from app.measuring import PROBED_SAMPLES, measure
 from app.slices import measure_slices
 from core.errors import DataSetError
 from core.samples import Measured, to_tables
-from tests.fakes import FailingSource, FreeLock, GuessingSource, ListSource, MemoryLengthStore, ScriptedGroup
+from tests.fakes import (
+    FailingSource,
+    FreeLock,
+    GuessingSource,
+    ListSource,
+    MemoryLengthStore,
+    RestlessSource,
+    ScriptedGroup,
+)
 
 LENGTHS = [60, 20, 50, 30, 40, 40, 80, 7]
 
@@ -22,14 +31,15 @@ class Slices:
 
     def __init__(self) -> None:
         self.whole, self.stores = MemoryLengthStore(), {}
+        self.lock = FreeLock()
 
     def open(self, start: int, stop: int):
         return self.stores.setdefault((start, stop), (MemoryLengthStore(), FreeLock()))
 
-    def measure(self, source, *, world_size: int, others) -> None:
-        group = ScriptedGroup(world_size=world_size, others=others)
+    def measure(self, source, *, world_size: int, others, deadline=None) -> None:
+        self.group = ScriptedGroup(world_size=world_size, others=others)
         measure_slices(
-            "train", source, self.whole, FreeLock(), self.open, group=group, flush_every=2, timeout_s=1
+            "train", source, self.whole, self.lock, self.open, group=self.group, flush_every=2, deadline=deadline or Deadline(1)
         )  # fmt: skip
 
 
@@ -94,10 +104,36 @@ def test_a_rank_that_fails_stops_all_with_its_reason():
         Slices().measure(FailingSource(LENGTHS, bad={1}), world_size=2, others=lambda _: "digest")
 
 
+def test_waits_for_slices_share_one_deadline():
+    """Rank 0, its lock, the lock of a slice, the other ranks, and rank 0 again."""
+    source, slices, now = ListSource(LENGTHS), Slices(), iter(range(100))
+    other = slices.open(4, 8)[0]
+    measure("train", ListSource(LENGTHS[4:]), other, flush_every=None, tell=print)
+
+    slices.measure(
+        source, world_size=2, others=lambda _: other.digest(), deadline=Deadline(50, clock=lambda: next(now))
+    )
+
+    assert [49, 46, 45] == slices.group.waits
+    assert [48, 44] == slices.lock.waits
+    assert [47] == slices.open(0, 4)[1].waits
+
+
 def test_slices_that_rank_zero_does_not_see_are_refused():
     """It says what they need: one disk."""
     with pytest.raises(DataSetError, match="on a disk that all of them share"):
         Slices().measure(ListSource(LENGTHS), world_size=2, others=lambda _: "elsewhere")
+
+
+def test_ranks_do_not_measure_many_samples_when_a_few_measure_differently():
+    """Rank 0 finds it, while the others wait; no slice is opened."""
+    source, slices = RestlessSource(LENGTHS * 1000), Slices()
+
+    with pytest.raises(DataSetError, match="encode the same every time"):
+        slices.measure(source, world_size=2, others=lambda value: value)
+
+    assert {} == slices.stores
+    assert len(source.measured) <= 2 * PROBED_SAMPLES
 
 
 def test_nothing_is_opened_when_all_is_stored():

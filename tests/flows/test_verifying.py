@@ -7,6 +7,7 @@ import pytest
 
 from adapters.length_store import DiskLengthStore
 from adapters.plan_store import DiskPlanStore
+from app.deadline import Deadline
 from app.planning import Stores, plan_split
 from app.verifying import verify
 from core.errors import NotBuiltError, RecordError
@@ -26,7 +27,13 @@ def built(tmp_path):
 def build(folder, source, **changes):
     stores = Stores(DiskLengthStore(folder), DiskPlanStore(folder), FreeLock())
     plan_split(
-        "train", knobs(**changes), source=source, stores=stores, group=ScriptedGroup(), flush_every=None, timeout_s=1
+        "train",
+        knobs(**changes),
+        source=source,
+        stores=stores,
+        group=ScriptedGroup(),
+        flush_every=None,
+        deadline=Deadline(1),
     )
 
 

@@ -14,7 +14,7 @@ from core.bounds import find_bound, lower_bound
 from core.packers import pack
 from core.patterns import num_packs
 from core.patterns.certificate import certify, reduced
-from core.patterns.effort import Effort, SpentError
+from core.patterns.effort import TOLD_EVERY, Effort, SpentError, ToldEffort
 from core.patterns.fill import fill_exactly, refill
 from core.patterns.integer import fewest_patterns
 from core.patterns.quick_bounds import quick_bound
@@ -328,3 +328,26 @@ def test_a_plan_of_many_distinct_lengths_waits_for_no_linear_program():
 
     assert "quick" == plan.bound_kind
     assert quick_bound(Runs.of(lengths), capacity=8192) == plan.lower_bound
+
+
+def test_a_search_that_takes_long_says_how_many_steps_it_took():
+    """At most once a million, and it is never refused any."""
+    said = []
+    effort = ToldEffort(said.append)
+    for steps in (TOLD_EVERY - 1, 1, 5, 2 * TOLD_EVERY, TOLD_EVERY - 6):
+        effort.spend(steps)
+
+    assert [TOLD_EVERY, 3 * TOLD_EVERY + 5] == said
+
+
+def test_certified_says_how_far_it_is_and_packs_the_same():
+    """First that it looks for the bound, then after each packing found, with packs that never grow."""
+    lengths, words = np.random.default_rng(2).integers(20, 70, 60), []
+
+    packs = pack(lengths, capacity=100, algorithm="certified", tell=words.append)
+
+    assert pack(lengths, capacity=100, algorithm="certified") == packs
+    assert "looking for the bound" in words[0]
+    counts = [int(one.split()[0]) for one in words]
+    assert sorted(counts, reverse=True) == counts
+    assert len(packs) <= counts[-1]

@@ -9,13 +9,7 @@ import pytest
 
 from app.command import run_command
 from app.progress import hide, progress
-
-
-class Terminal(io.StringIO):
-    """Keeps what is shown."""
-
-    def isatty(self) -> bool:
-        return True
+from tests.fakes import Terminal
 
 
 @pytest.fixture(autouse=True)
