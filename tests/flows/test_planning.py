@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.deadline import Deadline
-from app.measuring import PROBED_FIRST_ABOVE, PROBED_SAMPLES, failures
+from app.measuring import PROBED_SAMPLES, failures
 from app.planning import Knobs, Stores, plan_split
 from core.errors import (
     ChangedImageError,
@@ -192,48 +192,6 @@ def test_samples_that_measure_differently_are_refused(source):
         with pytest.raises(DataSetError, match="encode the same every time: make the preprocessing deterministic"):
             desk.plan(flush_every=flush_every)
         assert desk.lengths.probe is None
-
-
-@pytest.mark.parametrize("known", [0, 8])
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [(RestlessSource, {}), (OrderedSource, {}),
-     (ElsewhereSource, {"epoch_matters": True}), (ElsewhereSource, {"epoch_matters": False})],
-    ids=["each call", "order", "epoch", "process"],
-)  # fmt: skip
-def test_many_samples_are_not_measured_when_a_few_measure_differently(kind, options, known):
-    """No hours are lost: the few that are probed first are all that is encoded; nothing more is stored."""
-    lengths = LENGTHS * 1000
-    desk = Desk(ListSource(lengths[:known]))
-    if known:
-        desk.plan()
-    desk.source = kind(lengths, **options)
-    desk.source.differs = known
-
-    with pytest.raises(DataSetError, match="encode the same every time"):
-        desk.plan()
-
-    assert len(set(desk.source.measured)) <= PROBED_SAMPLES
-    assert len(desk.source.measured) <= 2 * PROBED_SAMPLES
-    assert known == sum(desk.lengths.flushes)
-
-
-@pytest.mark.parametrize("left", [PROBED_FIRST_ABOVE, PROBED_FIRST_ABOVE + 1])
-def test_some_samples_are_probed_before_many_are_measured(left):
-    """Forwards and backwards here, all over what is to be measured, and elsewhere in a third order; few are measured at once."""
-    desk = Desk(ListSource([7] * 10))
-    desk.plan()
-    desk.source = ListSource([7] * (10 + left))
-    desk.plan()
-
-    probed = desk.source.measured[: desk.source.measured.index(11)]
-    if left == PROBED_FIRST_ABOVE:
-        assert [10] == probed
-    else:
-        few = probed[:PROBED_SAMPLES]
-        assert (10, 10 + left - 1) == (few[0], few[-1])
-        assert few == sorted(set(few))
-        assert [*few, *few[::-1], *few[::2], *few[1::2], 10] == probed
 
 
 def test_lengths_measured_but_not_probed_are_probed_by_the_next_run():
