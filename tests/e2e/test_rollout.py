@@ -389,6 +389,7 @@ def test_prompts_are_answered_where_the_model_is(write_rollout):
     assert 0 == wiring.open_arguments(config, batch.size, batch.accumulation).dataloader_num_workers
 
 
+@pytest.mark.covers
 @pytest.mark.parametrize(
     ("custom", "training", "says"),
     [

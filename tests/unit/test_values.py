@@ -65,6 +65,11 @@ def test_no_error_prints_at_length_what_it_quotes(cls):
     assert "__str__" not in vars(cls)
 
 
+def test_an_error_of_one_text_says_it():
+    """Those that have no fields."""
+    assert "there is no sample" == str(errors.DataSetError("there is no sample"))
+
+
 def test_a_shortened_text_says_how_much_is_left_out():
     """Its beginning and its end are there; what is short is as it was."""
     found = errors.shortened("the image " + "x" * 75_852 + " does not exist: name another")
