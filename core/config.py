@@ -15,6 +15,7 @@ from typing import Any, Literal
 import attrs
 
 from core.errors import Fault
+from core.isolation import BACKENDS
 from core.packers import ALGORITHMS
 from core.records import MAX_MESSAGES
 from core.rl_config import GrpoConfig, PolicyConfig
@@ -290,6 +291,9 @@ def faults(config: RunConfig) -> Iterator[Fault]:
         yield Fault("template.max_length", "is not set, and it is the budget of a pack: set it to a number of tokens")
     if not config.custom.train_jsonl and config.custom.fusion_config is None:
         yield Fault("custom.train_jsonl", "is not set: name the data file, or a list of them")
+    attn_impl = config.model.attn_impl
+    if attn_impl not in BACKENDS and not {"/", "|"} & set(attn_impl):
+        yield Fault("model.attn_impl", f"is {attn_impl}, but has to be one of {', '.join(BACKENDS)}")
 
 
 def _number_faults(config: RunConfig) -> Iterator[Fault]:

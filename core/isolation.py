@@ -27,6 +27,9 @@ _FLASH = ("flash_attention_2", "flash_attention_3", "flash_attn")
 
 _FLEX = "flex_attention"
 
+BACKENDS = (AUTO, VARLEN, NATIVE, "eager", _FLEX, *_FLASH)
+"""Names that `model.attn_impl` takes; transformers has others, of kernels from a hub (with a slash) and paged ones (with a bar)."""
+
 ESTABLISHED = {
     "qwen2_5_vl": (VARLEN, "sdpa", "eager", *_FLASH),
     "qwen3_vl": (VARLEN, "sdpa", "eager", *_FLASH),

@@ -42,6 +42,14 @@ def faults_of(document) -> dict[str, str]:
     return {fault.path: fault.reason for fault in raised.value.faults}
 
 
+@pytest.mark.parametrize("name", ["varlan", "flash", "SDPA", ""])
+def test_an_attention_that_is_none_is_named_with_those_that_are(name):
+    """Before anything is measured, by every command; names of kernels are left to transformers."""
+    with pytest.raises(ConfigError, match=f"model.attn_impl: is {name}, but has to be one of auto, varlen, sdpa"):
+        parse(minimal() | {"model": {"model": "m", "attn_impl": name}})
+    assert "paged|sdpa" == parse(minimal() | {"model": {"model": "m", "attn_impl": "paged|sdpa"}}).model.attn_impl
+
+
 def test_defaults_are_the_specifications():
     """A YAML of four sections is enough."""
     config = parse(minimal())
