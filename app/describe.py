@@ -28,8 +28,9 @@ def describe(planned: PlannedSplit, knobs: Knobs, *, world_size: int) -> Iterato
     info, warning = logging.INFO, logging.WARNING
     held = "padded batches; each counts as a pack of its own below"
     if knobs.packing:
+        counts = f", {len(raw.dropped_packs):,} dropped ones counted" if raw.dropped_packs else ""
         held = (
-            f"{len(raw.packs):,} packs, fill {raw.fill:.4f}, no plan has fewer than {raw.lower_bound:,} packs "
+            f"{len(raw.packs):,} packs, fill {raw.fill:.4f}, no plan has fewer than {raw.lower_bound:,} packs{counts} "
             f"({BOUNDS[raw.bound_kind]})"
         )
     yield (
