@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
@@ -26,6 +27,17 @@ def pytest_collection_modifyitems(items):
         is_elsewhere = item.path.parent.name in {"architecture", "contracts", "docs", "e2e", "faults"}
         if is_elsewhere and not item.get_closest_marker("covers"):
             item.add_marker("no_cover")
+
+
+@pytest.fixture(autouse=True)
+def _loggers():
+    """Give the project's loggers back as they were: a command sets them up for its whole process."""
+    loggers = [logging.getLogger(name) for name in ("app", "adapters")]
+    before = [(list(logger.handlers), logger.level, logger.propagate) for logger in loggers]
+    yield
+    for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
+        logger.handlers, logger.propagate = handlers, propagate
+        logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")

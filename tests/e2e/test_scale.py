@@ -71,6 +71,7 @@ def test_deepspeed_reaches_ms_swift_as_it_was_written(write_run, monkeypatch):
     assert written == taken["deepspeed"]
 
 
+@pytest.mark.covers
 @pytest.mark.parametrize(
     ("settings", "says"),
     [

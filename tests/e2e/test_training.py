@@ -312,6 +312,7 @@ def test_several_processes_measure_the_same(demo, write_run, monkeypatch):
     )
 
 
+@pytest.mark.covers
 def test_channels_are_collated_with_their_packs(write_run, tmp_path):
     """A channel on each record reaches the batch; a loss per channel is refused, since packs mix them."""
     from adapters.torch_group import OneRank

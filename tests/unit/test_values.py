@@ -67,7 +67,7 @@ def test_no_error_prints_at_length_what_it_quotes(cls):
 
 def test_an_error_of_one_text_says_it():
     """Those that have no fields."""
-    assert "there is no sample" == str(errors.DataSetError("there is no sample"))
+    assert "there is no sample" == str(errors.PackplanError("there is no sample"))
 
 
 def test_a_shortened_text_says_how_much_is_left_out():
