@@ -144,7 +144,7 @@ def _damage(folder: Path, group: RankGroup) -> str | None:
         return f"but its digests are damaged ({error}): name another checkpoint, or last for the newest whole one"
     if damaged:
         return (
-            f"but its {damaged[0]} is damaged, for it has another digest than what was saved: copy it anew, or name another "
+            f"but its {damaged[0]} is damaged, for it has another digest than what was saved: copy it again, or name another "
             "checkpoint (last takes the newest whole one)"
         )
     if files and group.rank == 0:

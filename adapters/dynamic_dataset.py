@@ -52,16 +52,16 @@ class StreamCounts:
     """Packs of no long sample."""
 
     packed_tokens: int = 0
-    """Theirs."""
+    """Tokens in those packs."""
 
     tokens: int = 0
-    """Of all samples."""
+    """Tokens of all samples that came."""
 
     dropped_packs: int = 0
     """Underfilled packs that were dropped."""
 
     dropped_tokens: int = 0
-    """Theirs."""
+    """Tokens in the packs that were dropped."""
 
     def drops_more_than(self, share: Decimal) -> bool:
         """Return whether more than one pack, and more than this share of the tokens, was dropped as underfilled."""

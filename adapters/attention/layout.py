@@ -42,7 +42,7 @@ class Layout:
     """Tokens, itself included, that a token of a causal block attends to at most; None: to all before it."""
 
     masks: tuple[torch.Tensor, ...] | None = None
-    """Of blocks that are neither plain nor windowed: each one's own; bool of shape (1, 1, length, length)."""
+    """The mask of each block, where blocks are neither plain nor windowed; bool of shape (1, 1, length, length)."""
 
     _longest: int | None = None
 

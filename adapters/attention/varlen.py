@@ -28,7 +28,7 @@ _HEAD_SIZE, _HEAD_STEP = 256, 8
 """Largest head of torch's variable-length kernel, and what sizes are multiples of."""
 
 _CAPABILITY = (8, 0)
-"""Of the first GPUs that have the kernel."""
+"""Compute capability of the first GPUs that have the kernel."""
 
 
 def row_mask(

@@ -40,7 +40,7 @@ class LossCost:
     fused_kept_bytes: int
 
     loss_difference: float
-    """Of the two losses, over the mean absolute advantage: losses of tokens have both signs, and cancel."""
+    """How far the two losses are apart, over the mean absolute advantage: losses of tokens have both signs, and cancel."""
 
     gradient_difference: float
     """Of the norm of the logits' gradients, relative."""

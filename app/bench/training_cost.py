@@ -55,10 +55,10 @@ class Device:
     """What computes."""
 
     name: str | None
-    """Of the GPU; None if torch sees none, or none was asked for."""
+    """Name of the GPU; None if torch sees none, or none was asked for."""
 
     threads: int
-    """Of one operation on the CPU."""
+    """Threads of one operation on the CPU."""
 
 
 def find_device(kind: str) -> Device:

@@ -70,7 +70,7 @@ class Setting:
     """`cpu` or `cuda`."""
 
     shape: str
-    """Of the model: `tiny` or `3b`."""
+    """Layout of the model: `tiny` or `3b`."""
 
     num_samples: int
     """Samples of each kind."""

@@ -192,7 +192,7 @@ def tear(folder: Path, part: str) -> None:
         ("rng_state.pth", "its rng_state.pth is missing or torn"),
         (
             "64 bytes of model.safetensors",
-            "its model.safetensors is damaged, .*: copy it anew, or name another checkpoint",
+            "its model.safetensors is damaged, .*: copy it again, or name another checkpoint",
         ),
         ("64 bytes of optimizer.pt", "its optimizer.pt is damaged"),
         ("64 bytes of packplan_digests_0.json", "its .* damaged"),

@@ -37,7 +37,7 @@ MODELS = ["qwen2_5_vl", "qwen3_vl", "qwen2", "qwen3"]
 PACKS = {"one": [33], "two": [1, 40], "sixty": [1 + 7 * n % 31 for n in range(60)]}
 
 EQUAL = 1e-6
-"""Of the largest value, in float32."""
+"""Largest difference in float32, as a share of the largest value."""
 
 EQUAL_IN_FLOAT64 = 1e-12
 
