@@ -18,7 +18,7 @@ test: $(READY)
 	$(RUN) -m tests.budget -n $(WORKERS) --dist loadfile --no-loadscope-reorder --cov --cov-report=term:skip-covered --durations=20
 
 test-fast: $(READY)
-	$(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow"
+	$(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow" --ignore=tests/e2e
 
 explore: $(READY)
 	$(RUN) -m tests.explore $(MINUTES)
@@ -31,7 +31,7 @@ lint: $(READY)
 	$(VENV)/bin/lint-imports
 
 reference: $(READY)
-	$(RUN) -m app.reference docs/configuration.md docs/mixing.md
+	$(RUN) -m app.reference docs/configuration.md docs/mixing.md adapters/config/trainer_keys.json
 
 $(READY): constraints.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Packplan needs Python 3.11 or later")'

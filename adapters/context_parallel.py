@@ -1,8 +1,9 @@
 """
 Attention of a rank that holds a part of a packed row: its own queries, everybody's keys and values.
 
-Rules: the layout travels as an argument of the model's forward pass, and nothing global knows it; every rank of the group runs the same
-layers in the same order, forward and backward; a parameter's gradients are summed over the group by whoever trains.
+Rules: the layout travels as an argument of the model's forward pass, and nothing global knows it; every rank of the
+group runs the same layers in the same order, forward and backward; a parameter's gradients are summed over the group by
+whoever trains.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """
 A batch of sequences as tensors, and its microbatches: packed rows, or padded batches of the width that they need.
 
-Rules: every field has one entry per sequence, along the first dimension of a tensor or in a list (images, texts). Tensors
-that run along the sequence are right-padded to one width; which dimension that is, is found once, where the batch is made.
+Rules: every field has one entry per sequence, along the first dimension of a tensor or in a list (images, texts).
+Tensors that run along the sequence are right-padded to one width; which dimension that is, is found once, where the
+batch is made.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from core.context_parallel import PackedLayout, cu_seqlens
-from core.errors import DataSetError
+from core.errors import BatchError
 from core.shard import Mode, ShardChunk, Sharding
 
 Field = Tensor | list[Any]
@@ -42,7 +43,7 @@ class BatchedData:
     """Tokens of each sequence; int64, shape (batch,)."""
 
     sequence_dims: Mapping[str, int]
-    """Of each field that runs along the sequence, the dimension that does."""
+    """The dimension that runs along the sequence, for each field that has one."""
 
     @classmethod
     def of(
@@ -60,26 +61,26 @@ class BatchedData:
 
             lengths: Tokens of each sequence.
 
-            sequence_dims: Dimensions that run along the sequence, by field; None: the second, wherever it is as long as that of
-                `input_ids`.
+            sequence_dims: Dimensions that run along the sequence, by field; None: the second, wherever it is as long as
+                that of `input_ids`.
 
         Raises:
-            DataSetError: A field has another number of entries, a sequence is longer than the batch is wide, or
+            BatchError: A field has another number of entries, a sequence is longer than the batch is wide, or
                 `input_ids` or lengths are not what they have to be.
         """
         lengths = torch.as_tensor(lengths)
         if lengths.ndim != 1 or lengths.is_floating_point() or (len(lengths) and int(lengths.min()) < 1):
             message = "lengths of a batch are whole numbers of at least 1 token, one for each sequence"
-            raise DataSetError(message)
+            raise BatchError(message)
         lengths = lengths.to(torch.int64)
         ids = fields.get("input_ids")
         if not isinstance(ids, Tensor) or ids.ndim != 2:
             message = "a batch has input_ids, a tensor of shape (batch, width)"
-            raise DataSetError(message)
+            raise BatchError(message)
         for name, field in fields.items():
             if len(field) != len(lengths):
                 message = f"field {name} has {len(field):,} entries, but the batch has {len(lengths):,} sequences"
-                raise DataSetError(message)
+                raise BatchError(message)
         if sequence_dims is None:
             width = ids.shape[1]
             sequence_dims = {
@@ -90,7 +91,7 @@ class BatchedData:
         batch = cls(MappingProxyType(dict(fields)), lengths, MappingProxyType(dict(sequence_dims)))
         if len(lengths) and int(lengths.max()) > batch.width:
             message = f"a sequence has {int(lengths.max()):,} tokens, but the batch is {batch.width:,} wide"
-            raise DataSetError(message)
+            raise BatchError(message)
         return batch
 
     @property
@@ -138,7 +139,10 @@ class BatchedData:
         return BatchedData(fields, self.lengths[start:stop], self.sequence_dims)
 
     def truncate(self, width: int) -> BatchedData:
-        """Return the batch *width* positions wide, in every field that runs along the sequence: padding is cut, or added as 0."""
+        """
+        Return the batch *width* positions wide, in every field that runs along the sequence: padding is cut, or added
+        as 0.
+        """
         fields = {
             name: _fitted(field, self.sequence_dims[name], width)
             if isinstance(field, Tensor) and name in self.sequence_dims
@@ -153,10 +157,10 @@ class BatchedData:
         return BatchedData(fields, self.lengths, self.sequence_dims)
 
     def shard(self, sharding: Sharding) -> list[ShardedData]:
-        """Return what each worker holds, with its weights; DataSetError if it is another batch's sharding."""
+        """Return what each worker holds, with its weights; BatchError if it is another batch's sharding."""
         if sharding.lengths.tolist() != self.lengths.tolist():
             message = "the sharding was made for sequences of other lengths than those of this batch"
-            raise DataSetError(message)
+            raise BatchError(message)
         held = []
         for chunks in sharding:
             weights = torch.cat([torch.tensor(chunk.weights) for chunk in chunks]).to(torch.float32)
@@ -230,7 +234,10 @@ class Microbatch:
 
     @property
     def attention_mask(self) -> Tensor | None:
-        """Which positions of padded rows hold tokens; None for a packed row, which is told apart by its position ids."""
+        """
+        Which positions of padded rows hold tokens; None for a packed row, which is told apart by its
+        position ids.
+        """
         if len(self.input_ids) == 1:
             return None
         return torch.as_tensor(self.layout.is_token, device=self.input_ids.device).view(self.input_ids.shape)
@@ -278,14 +285,14 @@ def pack_row(batch: BatchedData, *, multiple: int, row_length: int | None = None
             of one shape.
 
     Raises:
-        DataSetError: The sequences need more than *row_length* positions.
+        BatchError: The sequences need more than *row_length* positions.
     """
     lengths = batch.lengths.tolist()
     ends = cu_seqlens(lengths, pad_to_multiple_of=multiple)
     if row_length is not None:
         if ends[-1] > row_length:
             message = f"sequences of {ends[-1]:,} positions do not fit a row of {row_length:,}: raise the row length"
-            raise DataSetError(message)
+            raise BatchError(message)
         ends[-1] = row_length
     layout = PackedLayout(cu_seqlens(lengths), ends)
     source = batch.tensor("input_ids")
@@ -300,7 +307,7 @@ def _tensor(fields: Mapping[str, Field], name: str) -> Tensor:
     field = fields[name]
     if not isinstance(field, Tensor):
         message = f"field {name} is a list, where a tensor is needed"
-        raise DataSetError(message)
+        raise BatchError(message)
     return field
 
 

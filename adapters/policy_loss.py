@@ -1,12 +1,16 @@
-"""The clipped policy gradient, as a loss on tokens."""
+"""Policy losses on tokens, by the name that `grpo.loss` gives them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Literal
 
 import attrs
 import torch
+
+from adapters.sequence_loss import TokenLoss
+from core.config import GrpoConfig
 
 
 def _from_zero(_: Any, attribute: attrs.Attribute[float], value: float) -> None:
@@ -20,8 +24,8 @@ class ClippedPolicyLoss:
     """
     The clipped surrogate objective, negated, with a penalty for leaving a reference.
 
-    Schulman et al. 2017, "Proximal Policy Optimization Algorithms", equation 7, with the two limits apart; the penalty, and
-    advantages of whole answers, as in Shao et al. 2024, "DeepSeekMath" (GRPO), equations 3 and 4.
+    Schulman et al. 2017, "Proximal Policy Optimization Algorithms", equation 7, with the two limits apart; the penalty,
+    and advantages of whole answers, as in Shao et al. 2024, "DeepSeekMath" (GRPO), equations 3 and 4.
 
     Reads `advantages`, of sequences or of tokens, `old_log_probabilities` and, where there is a penalty,
     `reference_log_probabilities`, of tokens.
@@ -31,15 +35,20 @@ class ClippedPolicyLoss:
     """How far below 1 the ratio of probabilities still counts."""
 
     clip_high: float = attrs.field(default=0.2, validator=_from_zero)
-    """How far above 1."""
+    """How far above 1 the ratio of probabilities still counts."""
 
     kl_weight: float = attrs.field(default=0.0, validator=_from_zero)
-    """Of the penalty; 0 needs no reference."""
+    """Weight of the penalty for leaving the reference; 0 needs none."""
 
     normalisation: Literal["token", "sequence"] = attrs.field(
         default="token", validator=attrs.validators.in_(("token", "sequence"))
     )
     """See `TokenLoss`; GRPO as published takes sequences."""
+
+    @classmethod
+    def of(cls, grpo: GrpoConfig) -> ClippedPolicyLoss:
+        """Return the loss of a run."""
+        return cls(grpo.ratio_clip_min, grpo.ratio_clip_max, grpo.kl_coefficient, grpo.normalisation)
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -64,3 +73,7 @@ class ClippedPolicyLoss:
             losses = losses + self.kl_weight * divergence
             metrics["reference_kl"] = divergence
         return losses, metrics
+
+
+LOSSES: Mapping[str, Callable[[GrpoConfig], TokenLoss]] = MappingProxyType({"clipped": ClippedPolicyLoss.of})
+"""What `grpo.loss` may name, beside a loss of your own (`module:function`): each opens its loss with a run's settings."""

@@ -1,11 +1,11 @@
 """
 Losses on packed logits: an ordinary loss, one sequence after the other, or a loss on tokens, all of the row at once.
 
-Rules: data are fields of a batch of sequences, padded on the right; a field is sequence-wide if its second dimension is that of
-`input_ids`. Entry t of a sequence-wide field speaks of token t, which the logits at t - 1 predict: the entry of a
-first token is never used. `token_mask` weighs the tokens that count. What a loss is divided by, sequences and tokens that
-count, are those of the whole global batch; so losses and metrics of parts (sequences, microbatches, ranks) add up, and metrics
-named `…_min` and `…_max` combine as such.
+Rules: data are fields of a batch of sequences, padded on the right; a field is sequence-wide if its second dimension is
+that of `input_ids`. Entry t of a sequence-wide field speaks of token t, which the logits at t - 1 predict: the entry of
+a first token is never used. `token_mask` weighs the tokens that count. What a loss is divided by, sequences and tokens
+that count, are those of the whole global batch; so losses and metrics of parts (sequences, microbatches, ranks) add up,
+and metrics named `…_min` and `…_max` combine as such.
 """
 
 from __future__ import annotations
@@ -287,7 +287,7 @@ _EXTREMES = {"_min": (torch.amin, torch.inf), "_max": (torch.amax, -torch.inf)}
 
 @attrs.frozen(eq=False)
 class _Predicted:
-    """Of each row of logits, the token that it predicts."""
+    """The token that each row of logits predicts."""
 
     width: int
     """Positions of a sequence-wide field."""
@@ -359,7 +359,10 @@ def _returned(
         case (torch.Tensor(ndim=0) as found, Mapping() as metrics):
             return found, metrics
         case other:
-            message = f"the loss {_name_of(loss)} returned {type(other).__name__}, but has to return a scalar tensor and metrics"
+            message = (
+                f"the loss {_name_of(loss)} returned {type(other).__name__}, but has to return a scalar tensor and "
+                "metrics"
+            )
             raise TypeError(message)
 
 

@@ -1,1 +1,26 @@
-"""Commands: gather, decide, apply."""
+"""
+The commands, and what they do around core and adapters.
+
+`python -m app.COMMAND` imports this first: from here on, Ctrl-C is answered by a line, also while modules are being
+imported.
+"""
+
+import sys
+from types import TracebackType
+
+
+def answer_ctrl_c() -> None:
+    """Have Ctrl-C that nothing catches end this process with a line and no traceback."""
+    sys.excepthook = _line_for_ctrl_c
+
+
+def _line_for_ctrl_c(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if issubclass(kind, KeyboardInterrupt):
+        print("interrupted", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+# What `python -m` calls itself until it has found the module; whoever imports this package keeps their own answer.
+if sys.argv[:1] == ["-m"]:
+    answer_ctrl_c()

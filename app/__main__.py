@@ -12,12 +12,14 @@ import sys
 from importlib import import_module
 from types import MappingProxyType
 
+from app.cli.command import run_program
+
 COMMANDS = MappingProxyType(
     {
         "sft": ("app.sft", "fine-tune a model from a static pack plan, or from a stream"),
-        "plan": ("app.plan", "measure, plan, and look at plans, before training"),
+        "plan": ("app.plan.__main__", "measure, plan, and look at plans, before training"),
         "check": ("app.check", "show that packed training is the same training, on your own model"),
-        "rl": ("app.rl", "train on the model's own answers, in sharded microbatches"),
+        "rl": ("app.rl.__main__", "train on the model's own answers, in sharded microbatches"),
         "bench": ("app.bench.__main__", "measure what this project claims"),
         "demo": ("app.demo.__main__", "make tiny models and a data set, and train on them"),
     }
@@ -43,4 +45,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

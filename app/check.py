@@ -21,15 +21,24 @@ import attrs
 from rich.console import Console
 from rich.table import Table
 
-from app.command import add_logging_options, positive_number, program, run_command
-from app.progress import progress
+from adapters.progress import progress
+from app.cli.command import (
+    add_config_arguments,
+    add_logging_options,
+    parse_arguments,
+    positive_number,
+    program,
+    run_command,
+    run_program,
+)
+from app.wiring import stores
 from core.config import RunConfig
 from core.equality import CHECKS, Finding, Verdict, choose_packs, judge, kind
-from core.errors import ConfigError, UnequalError
+from core.errors import ConfigError, UnequalError, counted
 from core.samples import column
 
 if TYPE_CHECKING:
-    from app.preparing import Prepared
+    from app.training.prepare import Prepared
 
 log = logging.getLogger("app.check")
 
@@ -43,11 +52,11 @@ class Report:
     attn_impl: str
     precision: str
     packs: tuple[tuple[int, str, int], ...]
-    """Of each pack: its position in the plan, its kind, and how many samples it has."""
+    """Position in the plan, kind and number of samples of each pack."""
 
     verdicts: tuple[Verdict, ...]
     records: tuple[str, ...]
-    """Of each verdict: the file and line of its sample, or nothing."""
+    """File and line of each verdict's sample, or nothing."""
 
     not_compared: Mapping[str, str]
     """Checks that were left out, and why."""
@@ -68,15 +77,15 @@ def check(config: RunConfig, *, num_packs: int) -> Report:
         num_packs: How many packs, at most.
 
     Raises:
-        PackplanError: Something the user can mend, or something stored that is damaged.
+        PackplanError: Something the user can fix, or something stored that is damaged.
     """
-    from app import wiring
-    from app.preparing import prepare
+    from app.training.prepare import prepare
+    from app.wiring import training
 
     if not config.training.packing:
         raise ConfigError.of("training.packing", "is false: nothing is packed, so there is nothing to compare")
-    wiring.require_isolation(config, packed=False)
-    with wiring.joined_ranks({}) as group:
+    training.require_isolation(config, packed=False)
+    with training.joined_ranks({}) as group:
         prepared = prepare(
             attrs.evolve(config, training=attrs.evolve(config.training, resume_from_checkpoint=None)), group
         )
@@ -84,16 +93,24 @@ def check(config: RunConfig, *, num_packs: int) -> Report:
 
 
 def compare(config: RunConfig, prepared: Prepared, *, num_packs: int) -> Report:
-    """Compare packs of a run that is ready to train; see `check`."""
-    from adapters.packed_equality import PackComparison
-    from app import wiring, wiring_light
+    """
+    Compare packs of a run that is ready to train; see `check`.
+
+    Args:
+        config: The run.
+
+        prepared: The run, ready to train.
+
+        num_packs: Packs of the plan to compare.
+    """
+    from app.wiring import training
 
     train, samples = prepared.planned["train"], prepared.samples["train"]
     chosen = choose_packs(train.raw.packs, train.table, count=num_packs)
     if not chosen:
         reason = "leaves no pack of several samples, so there is nothing to compare: raise it"
         raise ConfigError.of("template.max_length", reason)
-    comparison = PackComparison(prepared.trainer, samples.encode)
+    comparison = training.open_comparison(prepared.trainer, samples)
     findings: list[Finding] = []
     for pack in progress(chosen, desc="comparing", unit=" packs"):
         findings += comparison.findings(pack)
@@ -102,8 +119,8 @@ def compare(config: RunConfig, prepared: Prepared, *, num_packs: int) -> Report:
     images = column(train.table, "images")
     return Report(
         model=config.model.model,
-        model_type=wiring.model_type_of(config),
-        attn_impl=wiring_light.attention_of(config).name,
+        model_type=training.model_type_of(config),
+        attn_impl=stores.attention_of(config).name,
         precision=precision,
         packs=tuple(
             (pack, kind(images[train.raw.packs[pack]].tolist()), len(train.raw.packs[pack])) for pack in chosen
@@ -117,8 +134,7 @@ def compare(config: RunConfig, prepared: Prepared, *, num_packs: int) -> Report:
 def _record(samples: Any, verdict: Verdict) -> str:
     if verdict.worst.sample is None:
         return ""
-    source, line = samples.records.where(verdict.worst.sample)
-    return f"{source}, line {line}"
+    return str(samples.records.where(verdict.worst.sample))
 
 
 def show(report: Report) -> None:
@@ -127,8 +143,9 @@ def show(report: Report) -> None:
     samples = sum(number for _, _, number in report.packs)
     console = Console(width=None if Console().is_terminal else 140)
     console.print(
-        f"{report.model} ({report.model_type}), {report.attn_impl}, {report.precision}: {len(report.packs)} packs of "
-        f"{samples} samples ({', '.join(f'{number} {kind}' for kind, number in kinds.items())})",
+        f"{report.model} ({report.model_type}), {report.attn_impl}, {report.precision}: "
+        f"{counted(len(report.packs), 'pack')} of "
+        f"{counted(samples, 'sample')} ({', '.join(f'{number} {kind}' for kind, number in kinds.items())})",
         highlight=False, markup=False, soft_wrap=True,
     )  # fmt: skip
     table = Table()
@@ -188,22 +205,24 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog=program("check"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("config", metavar="run.yaml", help="the run; see docs/configuration.md")
+    add_config_arguments(parser)
     parser.add_argument(
         "--packs", type=positive_number, default=4, metavar="N", help="packs to compare, at most (default: %(default)s)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
     add_logging_options(parser)
-    options = parser.parse_args(arguments)
+    options = parse_arguments(parser, arguments)
 
     def command() -> None:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ConfigError.of("", "app.check compares on one process: start it without torchrun")
-        from app import wiring
+        config = stores.read_config(options.config, options.overrides)
+        stores.require_present(config)
 
-        config = wiring.read_config(options.config)
+        from app.wiring import training
+
         if options.quiet:
-            config = wiring.without_progress(config)
+            config = training.without_progress(config)
         report = check(config, num_packs=options.packs)
         if options.json:
             print(as_json(report))
@@ -216,4 +235,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_program(main))

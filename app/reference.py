@@ -2,7 +2,8 @@
 Write the keys of a YAML into the pages that describe them: `python -m app.reference docs/configuration.md …`.
 
 A page says where, and of what: the tables between `<!-- keys of core.config.RunConfig -->` and `<!-- end of keys -->`
-are those of a frozen class, section by section, from its fields' types, defaults and docstrings; or of a mapping, key by key.
+are those of a frozen class, section by section, from its fields' types, defaults and docstrings; or of a mapping, key
+by key. A file that ends in .json becomes the table of the keys that the installed ms-swift takes.
 """
 
 from __future__ import annotations
@@ -21,11 +22,21 @@ from typing import Any
 
 import attrs
 
+from adapters.config.trainer_keys import as_table
+from core.config import PathText
+
 _MARKED = re.compile(r"(<!-- keys of ([\w.]+) -->).*?(<!-- end of keys -->)", re.DOTALL)
 
 _NAMES = re.compile(r"`(core(?:\.\w+)*\.[A-Z_]+)`")
 
-_TYPES = {str: "text", int: "whole number", float: "number", Decimal: "number", bool: "`true`, `false`"}
+_TYPES = {
+    str: "text",
+    PathText: "path",
+    int: "whole number",
+    float: "number",
+    Decimal: "number",
+    bool: "`true`, `false`",
+}
 
 MORE = {
     "custom.train_jsonl": "records.md",
@@ -46,8 +57,15 @@ MORE = {
 
 
 def rewritten(page: str) -> str:
-    """Return *page* with every marked part written anew."""
+    """Return *page* with every marked part written again."""
     return _MARKED.sub(lambda found: "\n".join([found[1], *_part(found[2]), found[3]]), page)
+
+
+def trainer_table() -> str:
+    """Return the table of the keys that the training arguments of the installed ms-swift take."""
+    from adapters.trainer.keys import installed_keys
+
+    return as_table(installed_keys())
 
 
 def _part(name: str) -> Iterator[str]:
@@ -116,7 +134,8 @@ def _type(kind: Any) -> str:
     if typing.get_origin(kind) is typing.Literal:
         return ", ".join(f"`{choice}`" for choice in typing.get_args(kind))
     if typing.get_origin(kind) is tuple:
-        return "list" if _item(kind) else "text, or a list of texts"
+        one = _TYPES.get(typing.get_args(kind)[0])
+        return f"{one}, or a list of {one}s" if one else "list"
     return _TYPES[kind]
 
 
@@ -149,7 +168,8 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("pages", nargs="+", type=Path, metavar="page.md", help="what to rewrite")
     for page in parser.parse_args(arguments).pages:
-        page.write_text(rewritten(page.read_text(encoding="utf-8")), encoding="utf-8")
+        text = trainer_table() if page.suffix == ".json" else rewritten(page.read_text(encoding="utf-8"))
+        page.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

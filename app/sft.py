@@ -13,14 +13,22 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from app.command import add_logging_options, program, run_command
-from app.planning import PlannedSplit
+from app.cli.command import (
+    add_config_arguments,
+    add_logging_options,
+    parse_arguments,
+    program,
+    run_command,
+    run_program,
+)
+from app.planning.split import PlannedSplit
+from app.wiring import stores
 from core.config import RunConfig
-from core.course import Course
 from core.ports import RankGroup
+from core.schedule import Course
 
 if TYPE_CHECKING:
-    from app.preparing import Prepared
+    from app.training.prepare import Prepared
 
 # Not by __name__, which is __main__ when this module is the command.
 log = logging.getLogger("app.sft")
@@ -45,12 +53,12 @@ def run(config: RunConfig, group: RankGroup) -> Result:
     Plan and train.
 
     Raises:
-        PackplanError: Something the user can mend, or something stored that is damaged.
+        PackplanError: Something the user can fix, or something stored that is damaged.
     """
-    from app import wiring
-    from app.preparing import prepare
+    from app.training.prepare import prepare
+    from app.wiring import training
 
-    wiring.require_isolation(config, packed=config.training.packing)
+    training.require_isolation(config, packed=config.training.packing)
     prepared = prepare(config, group)
     checkpoint = prepared.checkpoint
     prepared.trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
@@ -58,10 +66,9 @@ def run(config: RunConfig, group: RankGroup) -> Result:
 
 
 def _result(config: RunConfig, prepared: Prepared) -> Result:
-    from adapters.packing_trainer import history, was_terminated
 
     trainer, course = prepared.trainer, prepared.course
-    num_steps, terminated = trainer.state.global_step, was_terminated(trainer)
+    num_steps, terminated = trainer.state.global_step, trainer.was_terminated
     total = max(course.total_steps, course.start.step)
     if terminated and num_steps < total:
         log.warning(
@@ -72,25 +79,28 @@ def _result(config: RunConfig, prepared: Prepared) -> Result:
     elif num_steps != total and not config.training.trainer.get("early_stop_interval"):
         message = f"the trainer ran {num_steps} optimizer steps, but {total} were planned"
         raise RuntimeError(message)
-    return Result(prepared.planned, course, num_steps, terminated, history(trainer))
+    return Result(prepared.planned, course, num_steps, terminated, trainer.history)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
     parser = argparse.ArgumentParser(prog=program("sft"), description=__doc__)
-    parser.add_argument("config", metavar="run.yaml", help="the run; see docs/configuration.md")
+    add_config_arguments(parser)
     add_logging_options(parser)
-    options = parser.parse_args(arguments)
+    options = parse_arguments(parser, arguments)
 
     def command() -> None:
-        from app import rollout, wiring
+        config = stores.read_config(options.config, options.overrides)
+        stores.require_present(config)
 
-        config = wiring.read_config(options.config)
+        from app.training import stream
+        from app.wiring import training
+
         if options.quiet:
-            config = wiring.without_progress(config)
-        with wiring.joined_ranks(config.training.trainer) as group:
+            config = training.without_progress(config)
+        with training.joined_ranks(config.training.trainer) as group:
             if config.custom.trainer_variant == "rollout":
-                rollout.run(config, group)
+                stream.run(config, group)
             else:
                 run(config, group)
 
@@ -98,4 +108,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_program(main))

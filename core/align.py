@@ -21,6 +21,12 @@ class AlignedPlan:
     world_size: int
     """Data-parallel learners."""
 
+    dataloader_drop_last: bool
+    """Whether packs, and padded batches, that do not fill all ranks are dropped; else packs repeat."""
+
+    batch_size: int
+    """Packs of a rank in one forward pass."""
+
     num_raw_packs: int
 
     repeated: tuple[int, ...]
@@ -71,6 +77,8 @@ def align_plan(raw_plan: RawPlan, *, world_size: int, dataloader_drop_last: bool
     return AlignedPlan(
         packs=concatenate([kept, packs.take(repeated)]) if repeated.size else kept,
         world_size=world_size,
+        dataloader_drop_last=dataloader_drop_last,
+        batch_size=batch_size,
         num_raw_packs=len(packs),
         repeated=tuple(repeated.tolist()),
         num_dropped=len(packs) - len(kept),
@@ -80,6 +88,13 @@ def align_plan(raw_plan: RawPlan, *, world_size: int, dataloader_drop_last: bool
 def aligned_positions(num: int, world_size: int, drop_last: bool) -> IntArray:  # noqa: FBT001  # three plain values
     """
     Return the numbers below *num*, cut at the end or repeated from the front until the ranks divide them.
+
+    Args:
+        num: How many there are, >= 0.
+
+        world_size: Data-parallel learners, >= 1.
+
+        drop_last: Cut at the end if true, else repeat from the front.
 
     >>> aligned_positions(3, 2, False).tolist(), aligned_positions(3, 2, True).tolist()
     ([0, 1, 2, 0], [0, 1])
@@ -92,6 +107,13 @@ def aligned_size(num: int, world_size: int, drop_last: bool) -> int:  # noqa: FB
     """
     Return how many of *num* there are once they are cut, or repeated, until the ranks divide them.
 
+    Args:
+        num: How many there are, >= 0.
+
+        world_size: Data-parallel learners, >= 1.
+
+        drop_last: Cut at the end if true, else repeat from the front.
+
     >>> aligned_size(3, 2, False), aligned_size(3, 2, True), aligned_size(0, 2, False)
     (4, 2, 0)
     """
@@ -101,6 +123,13 @@ def aligned_size(num: int, world_size: int, drop_last: bool) -> int:  # noqa: FB
 def batches_of(num: int, *, batch_size: int, drop_last: bool) -> int:
     """
     Return how many batches a rank forms of *num* packs; the last may be smaller, or is dropped.
+
+    Args:
+        num: Packs of one rank, >= 0.
+
+        batch_size: Packs of a rank in one forward pass, >= 1.
+
+        drop_last: Drop a last batch that is smaller.
 
     >>> batches_of(7, batch_size=3, drop_last=False), batches_of(7, batch_size=3, drop_last=True)
     (3, 2)

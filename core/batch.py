@@ -76,7 +76,8 @@ class PartialWindow:
 
     def __str__(self) -> str:
         return (
-            f"the last optimizer step of each epoch sees {self.remainder} of {self.gradient_accumulation_steps} batches "
+            f"the last optimizer step of each epoch sees {self.remainder} of {self.gradient_accumulation_steps} "
+            "batches "
             f"per rank ({self.per_rank_batches} batches per rank and epoch): its packs per step are inexact; choose "
             "training.effective_batch_size so that accumulation divides the batches, or accept it"
         )

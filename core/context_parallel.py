@@ -1,9 +1,9 @@
 """
 Context parallelism: how sequences lie in one packed row, and which rank computes which part of it.
 
-Each sequence is padded on its own and cut into 2 x cp_size chunks; rank r takes chunk r from its head and chunk r from its tail, so
-that all ranks have the same causal work. A rank's row is its chunks of the first sequence, then those of the second, and
-so on. Targets are rolled before the row is cut: the token after a chunk's last one is another rank's.
+Each sequence is padded on its own and cut into 2 x cp_size chunks; rank r takes chunk r from its head and chunk r from
+its tail, so that all ranks have the same causal work. A rank's row is its chunks of the first sequence, then those of
+the second, and so on. Targets are rolled before the row is cut: the token after a chunk's last one is another rank's.
 """
 
 from __future__ import annotations
@@ -184,9 +184,8 @@ class PackedLayout:
         Args:
             cp_rank: From 0.
 
-        Returns:
-            Of each stretch: the start of its sequence, its own start, its own end; shape (num_blocks, 3). A query in
-            it sees the keys from the start of its sequence up to itself.
+        Returns: Three numbers of each stretch: the start of its sequence, its own start, its own end; shape
+            (num_blocks, 3). A query in it sees the keys from the start of its sequence up to itself.
         """
         if not 0 <= cp_rank < self.cp_size:
             message = f"cp_rank is {cp_rank}, but {self.cp_size} ranks share the row"

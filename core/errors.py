@@ -2,32 +2,34 @@
 Everything that this project raises on purpose.
 
     PackplanError
-    ├── UserError                  the caller can mend it: exit status 2
+    ├── UserError                  the caller can fix it: exit status 2
     │   ├── ConfigError            the YAML: every fault at once, each with its path
     │   ├── RecordError            one record of a data file: file, line, reason
     │   ├── DataSetError           a data set as a whole
-    │   ├── InvalidLengthError     a length no packer can place: index and value
-    │   ├── TooFewSamplesError     more packs are wanted than there are samples
-    │   ├── OverBudgetError        a sequence of an RL batch is wider than a microbatch may be
-    │   ├── UnevenShardsError      the workers do not divide an RL batch
-    │   ├── EmptyPlanError         no pack remains
-    │   ├── DroppedTokensError     the fill filter drops packs with more of the tokens than it may
-    │   ├── SampleTooLongError     a sample over the limit, where the template is to raise
-    │   ├── PlanTooShortError      too few packs for a batch on each rank, and the remainder is to be dropped
-    │   ├── BatchSizeError         an effective batch that the ranks cannot realise
+    │   ├── ArgumentError          what a library function was given; a ValueError too
+    │   │   ├── InvalidLengthError  a length no packer can place: index and value
+    │   │   ├── TooFewSamplesError  more packs are wanted than there are samples
+    │   │   ├── OverBudgetError     a sequence of an RL batch is wider than a microbatch may be
+    │   │   ├── UnevenShardsError   the workers do not divide an RL batch
+    │   │   ├── BatchError          a batch in memory that is none, or does not fit
+    │   │   ├── EmptyPlanError      no pack remains
+    │   │   ├── DroppedTokensError  the fill filter drops packs with more of the tokens than it may
+    │   │   ├── SampleTooLongError  a sample over the limit, where the template is to raise
+    │   │   ├── PlanTooShortError   too few packs for a batch on each rank, and the remainder is to be dropped
+    │   │   ├── BatchSizeError      an effective batch that the ranks cannot realise
+    │   │   └── WholeBatchLossError a loss that cannot be computed part by part
     │   ├── IsolationError         an attention backend that is not known to keep samples apart
     │   ├── AttentionError         an attention backend that does not run as configured
-    │   ├── WholeBatchLossError    a loss that cannot be computed part by part
     │   ├── StaleLengthsError      stored lengths were measured from other inputs
     │   ├── PlanChangedError       a checkpoint was trained from another plan
     │   ├── ChangedImageError      an image is not the one that was measured
     │   ├── ContractError          a fetched sample is not the sample that was planned
     │   ├── NotBuiltError          what is to be looked at is not stored
-    │   ├── OutputError            the output folder cannot be used
+    │   ├── OutputError            the output cannot be written, or has no room
     │   ├── LockedError            another job writes the same folder
     │   ├── RankZeroError          rank 0 failed, died, or was too slow, while this rank waited for its plan
-    │   ├── RankGoneError          another rank said nothing in time
-    │   ├── NotFiniteError         a loss, a gradient or a weight that is no finite number
+    │   ├── RankGoneError          another rank did not respond in time
+    │   ├── NotFiniteError         a loss or a gradient that is no finite number, or weights that are ruined
     │   └── WorkerError            a worker of reinforcement learning raised or died
     └── VerificationError          something stored or shared is not what it claims: exit status 3
         ├── CorruptArtefactError   a file differs from its digest
@@ -45,8 +47,36 @@ import attrs
 
 
 def counted(number: int, name: str) -> str:
-    """Return the number with its noun, in the plural where that is due: `1 pack`, `2 packs`."""
-    return f"{number:,} {name}" + ("" if number == 1 else "s")
+    """Return the number with its noun, in the plural where that is due: `1 pack`, `2 packs`, `0 batches`."""
+    return f"{number:,} {name}" + ("" if number == 1 else "es" if name.endswith("ch") else "s")
+
+
+def agree(number: int, one: str = "is", many: str = "are") -> str:
+    """
+    Return the verb that agrees with a number: `is` or `are`, or what is given instead.
+
+    Args:
+        number: How many there are.
+
+        one: The verb for exactly one.
+
+        many: The verb for any other number.
+    """
+    return one if number == 1 else many
+
+
+def ranging(lowest: int, highest: int, name: str) -> str:
+    """
+    Return what numbers range over, with their noun: `7 tokens`, or `7 to 9 tokens`.
+
+    Args:
+        lowest: The least of them.
+
+        highest: The greatest.
+
+        name: The noun, in the singular.
+    """
+    return counted(highest, name) if lowest == highest else f"{lowest:,} to {counted(highest, name)}"
 
 
 def _first(items: tuple[int, ...]) -> str:
@@ -91,7 +121,11 @@ class PackplanError(Exception):
 
 
 class UserError(PackplanError):
-    """The caller can mend it; the text says what is wrong and what to do."""
+    """The caller can fix it; the text says what is wrong and what to do."""
+
+
+class ArgumentError(UserError, ValueError):
+    """What a library function was given cannot be used: lengths, a batch, the number of ranks."""
 
 
 class VerificationError(PackplanError):
@@ -108,8 +142,12 @@ class Fault:
     reason: str
     """What is wrong, and the remedy."""
 
+    place: str = ""
+    """Where the value stands, if not in the YAML: what the command line says, `training.seed=x`."""
+
     def __str__(self) -> str:
-        return f"{self.path}: {self.reason}" if self.path else self.reason
+        place = f" (command line: {self.place})" if self.place else ""
+        return f"{self.path}{place}: {self.reason}" if self.path else self.reason
 
 
 @attrs.define(eq=False)
@@ -127,7 +165,7 @@ class ConfigError(UserError):
         return cls("the configuration", (Fault(path, reason),))
 
     def _text(self) -> str:
-        count = "1 fault" if len(self.faults) == 1 else f"{len(self.faults)} faults"
+        count = counted(len(self.faults), "fault")
         return "\n  ".join([f"{self.source} has {count}:", *map(str, self.faults)])
 
 
@@ -135,12 +173,13 @@ class ConfigError(UserError):
 class RecordError(UserError):
     """One record cannot become a sample."""
 
-    source: str
-    line: int
+    where: str
+    """Its place: `core.samples.Place` prints it."""
+
     reason: str
 
     def _text(self) -> str:
-        return f"{self.source}, line {self.line}: {self.reason}"
+        return f"{self.where}: {self.reason}"
 
 
 @attrs.define(eq=False)
@@ -154,7 +193,7 @@ class DataSetError(UserError):
 
 
 @attrs.define(eq=False)
-class InvalidLengthError(UserError):
+class InvalidLengthError(ArgumentError):
     """A length that no packer can place."""
 
     index: int
@@ -166,7 +205,7 @@ class InvalidLengthError(UserError):
 
 
 @attrs.define(eq=False)
-class TooFewSamplesError(UserError):
+class TooFewSamplesError(ArgumentError):
     """More packs are wanted than there are samples."""
 
     num_samples: int
@@ -176,14 +215,15 @@ class TooFewSamplesError(UserError):
 
     def _text(self) -> str:
         return (
-            f"{self.num_samples:,} samples cannot fill {self.num_packs:,} packs (min_bin_count {self.min_bin_count:,}, "
+            f"{counted(self.num_samples, 'sample')} cannot fill {counted(self.num_packs, 'pack')} (min_bin_count "
+            f"{self.min_bin_count:,}, "
             f"bin_count_multiple {self.bin_count_multiple:,}), for no pack is empty: ask for at most "
-            f"{self.num_samples:,} packs, or give more samples"
+            f"{counted(self.num_samples, 'pack')}, or give more samples"
         )
 
 
 @attrs.define(eq=False)
-class OverBudgetError(UserError):
+class OverBudgetError(ArgumentError):
     """A sequence of an RL batch is wider than a microbatch may be."""
 
     index: int
@@ -195,15 +235,17 @@ class OverBudgetError(UserError):
 
     def _text(self) -> str:
         rounded = f", {self.padded:,} when padded," if self.padded != self.length else ""
-        others = f"; {self.num_over:,} sequences are too wide" if self.num_over > 1 else ""
+        others = f"; {counted(self.num_over, 'sequence')} are too wide" if self.num_over > 1 else ""
         return (
-            f"sequence {self.index} has {self.length:,} tokens{rounded} but a microbatch holds {self.max_tokens:,} "
-            f"(max_tokens_per_microbatch){others}: raise train_mb_tokens and logprob_mb_tokens to at least {self.widest:,}"
+            f"sequence {self.index} has {counted(self.length, 'token')}{rounded} but a microbatch holds "
+            f"{self.max_tokens:,} "
+            f"(max_tokens_per_microbatch){others}: raise train_mb_tokens and logprob_mb_tokens to at least "
+            f"{self.widest:,}"
         )
 
 
 @attrs.define(eq=False)
-class UnevenShardsError(UserError):
+class UnevenShardsError(ArgumentError):
     """The workers do not divide an RL batch."""
 
     num_sequences: int
@@ -211,19 +253,40 @@ class UnevenShardsError(UserError):
 
     def _text(self) -> str:
         return (
-            f"{self.num_sequences:,} sequences of a batch cannot be divided evenly over {self.num_shards:,} workers: make "
-            "the batch a multiple of the workers, allow uneven shards, or use packing or dynamic batching, which fill up"
+            f"{counted(self.num_sequences, 'sequence')} of a batch cannot be divided evenly over "
+            f"{counted(self.num_shards, 'worker')}: make "
+            "the batch a multiple of the workers, allow uneven shards, or use packing or dynamic batching, which "
+            "fill up"
         )
 
 
 @attrs.define(eq=False)
-class EmptyPlanError(UserError):
+class BatchError(ArgumentError):
+    """A batch in memory is none, or does not fit what it is to be used with."""
+
+    reason: str
+
+    def _text(self) -> str:
+        return self.reason
+
+
+@attrs.define(eq=False)
+class EmptyPlanError(ArgumentError):
     """No pack remains, so there is nothing to train on."""
 
     num_samples: int
     num_skipped_long: int
-    num_dropped_packs: int
     packing_length: int
+    num_dropped_packs: int = 0
+
+    dropped_lengths: tuple[int, int] = (0, 0)
+    """Tokens of the shortest and of the longest sample in dropped packs."""
+
+    fullest: int = 0
+    """Tokens of the fullest pack that is dropped."""
+
+    min_fill_ratio: str = ""
+    """As the user wrote it."""
 
     def _text(self) -> str:
         if self.num_samples == 0:
@@ -231,20 +294,29 @@ class EmptyPlanError(UserError):
         remedies = []
         if self.num_skipped_long:
             remedies.append(
-                f"{self.num_skipped_long:,} have {self.packing_length:,} tokens or more (template.max_length): raise "
+                f"{counted(self.num_skipped_long, 'sample')} {agree(self.num_skipped_long, 'has', 'have')} "
+                f"{counted(self.packing_length, 'token')} or more (template.max_length): raise "
                 "template.max_length, lower template.max_pixels, or set training.packing_allow_single_long: true"
             )
         if self.num_dropped_packs:
-            remedies.append(
-                f"{counted(self.num_dropped_packs, 'pack')} {'is' if self.num_dropped_packs == 1 else 'are'} filled below "
-                "training.packing_min_fill_ratio: "
-                "lower it, or set training.packing_drop_last: false"
+            # Rounded down, so that the value that is named is one that suffices.
+            enough = self.fullest * 10_000 // self.packing_length / 10_000
+            packs, lengths = (
+                counted(self.num_dropped_packs, "pack"),
+                f"samples of {ranging(*self.dropped_lengths, 'token')}",
             )
-        return f"none of {self.num_samples:,} samples is left to train on: {'; '.join(remedies)}"
+            remedies.append(
+                f"{packs} ({lengths}) {agree(self.num_dropped_packs)} filled below "
+                f"training.packing_min_fill_ratio ({self.min_fill_ratio}), the fullest to {enough:g} of "
+                f"{counted(self.packing_length, 'token')}: set training.packing_drop_last: false to train all of "
+                "them, or "
+                f"lower the ratio, to at most {enough:g} for a first pack"
+            )
+        return f"none of {counted(self.num_samples, 'sample')} is left to train on: {'; '.join(remedies)}"
 
 
 @attrs.define(eq=False)
-class DroppedTokensError(UserError):
+class DroppedTokensError(ArgumentError):
     """The fill filter drops several packs, and with them a larger share of the tokens than is allowed."""
 
     num_dropped_packs: int
@@ -266,20 +338,21 @@ class DroppedTokensError(UserError):
     min_fill_ratio: str
 
     def _text(self) -> str:
-        each = f"{self.shortest:,}" if self.shortest == self.longest else f"{self.shortest:,} to {self.longest:,}"
         # Rounded up, so that the value that is named is one that suffices.
         enough = -(-self.dropped_tokens * 10_000 // self.num_tokens) / 10_000
         return (
-            f"{self.num_dropped:,} of {self.num_samples:,} samples (of {each} tokens) would never be trained: their "
-            f"{self.num_dropped_packs:,} packs are filled below {self.min_fill_ratio}, and have "
-            f"{self.dropped_tokens / self.num_tokens:.2%} of all tokens. Set training.packing_drop_last: false to train all "
+            f"{self.num_dropped:,} of {counted(self.num_samples, 'sample')} (of "
+            f"{ranging(self.shortest, self.longest, 'token')}) would never be trained: their "
+            f"{counted(self.num_dropped_packs, 'pack')} are filled below {self.min_fill_ratio}, and have "
+            f"{self.dropped_tokens / self.num_tokens:.2%} of all tokens. Set training.packing_drop_last: false to "
+            "train all "
             "of them, lower training.packing_min_fill_ratio, or raise training.packing_max_dropped_share from "
             f"{self.max_dropped_share} to {enough}"
         )
 
 
 @attrs.define(eq=False)
-class PlanTooShortError(UserError):
+class PlanTooShortError(ArgumentError):
     """Dropping what does not fill a batch on each rank would leave no batch."""
 
     num_packs: int
@@ -305,7 +378,7 @@ class PlanTooShortError(UserError):
 
 
 @attrs.define(eq=False)
-class SampleTooLongError(UserError):
+class SampleTooLongError(ArgumentError):
     """A sample is over the limit, and the template is to raise then."""
 
     index: int
@@ -317,15 +390,17 @@ class SampleTooLongError(UserError):
 
     def _text(self) -> str:
         return (
-            f"sample {self.index} has {self.length:,} tokens, but template.truncation_strategy: raise allows "
-            f"{self.limit:,} (template.max_length); {self.num_too_long:,} of {self.num_samples:,} samples are too long. "
+            f"sample {self.index} has {counted(self.length, 'token')}, but template.truncation_strategy: raise allows "
+            f"{self.limit:,} (template.max_length); {self.num_too_long:,} of {counted(self.num_samples, 'sample')} "
+            f"{agree(self.num_too_long)} "
+            "too long. "
             f"Raise template.max_length to {self.longest:,}, lower template.max_pixels, or remove "
             "template.truncation_strategy, so that they are packs of their own"
         )
 
 
 @attrs.define(eq=False)
-class BatchSizeError(UserError):
+class BatchSizeError(ArgumentError):
     """The effective batch cannot be realised exactly."""
 
     effective_batch_size: int
@@ -336,7 +411,7 @@ class BatchSizeError(UserError):
         unit = self.world_size * self.per_device
         below = self.effective_batch_size // unit * unit
         nearest = f"{below:,} or {below + unit:,}" if below else f"{unit:,}"
-        each = f"{self.world_size:,} ranks" + (f" x {self.per_device:,} per device" if self.per_device > 1 else "")
+        each = counted(self.world_size, "rank") + (f" x {self.per_device:,} per device" if self.per_device > 1 else "")
         return (
             f"training.effective_batch_size is {self.effective_batch_size:,}, which is not divisible by {each}: "
             f"set it to {nearest}, or change the number of ranks"
@@ -373,14 +448,15 @@ class AttentionError(UserError):
 
 
 @attrs.define(eq=False)
-class WholeBatchLossError(UserError):
+class WholeBatchLossError(ArgumentError):
     """A loss compares sequences that packing and dynamic batching compute apart."""
 
     loss: str
 
     def _text(self) -> str:
         return (
-            f"the loss {self.loss} compares sequences with each other, so it needs the whole batch at once; sequence packing "
+            f"the loss {self.loss} compares sequences with each other, so it needs the whole batch at once; sequence "
+            "packing "
             "and dynamic batching compute it part by part. Set policy.sequence_packing.enabled: false and "
             "policy.dynamic_batching.enabled: false, or, if its parts add up, give it needs_whole_batch = False"
         )
@@ -412,7 +488,7 @@ class StaleLengthsError(UserError):
         tail = (
             "restore the inputs, or remove training.packing_lengths_from to measure here"
             if self.borrowed
-            else "use another training.output_dir, restore the inputs, or delete that folder to measure anew "
+            else "use another training.output_dir, restore the inputs, or delete that folder to measure again "
             "(checkpoints lie elsewhere and stay)"
         )
         return "\n  ".join([f"{head}:", *map(str, self.differences), tail])
@@ -427,11 +503,14 @@ class PlanChangedError(UserError):
 
     def _text(self) -> str:
         head = f"{self.checkpoint} was trained from another plan or in another way, so this run cannot go on with it"
-        tail = (
-            "restore the data and the settings, or start anew from its weights: set model.model to it, and remove "
-            "training.resume_from_checkpoint"
-        )
-        return "\n  ".join([f"{head}:", *map(str, self.differences), tail])
+        ways = []
+        keys = {difference.key for difference in self.differences}
+        if "order_version" in keys:
+            ways.append("this version trains packs in another order: install the one that wrote the checkpoint")
+        if keys - {"order_version"}:
+            ways.append("restore the data and the settings")
+        again = "start again from its weights: set model.model to it, and remove training.resume_from_checkpoint"
+        return "\n  ".join([f"{head}:", *map(str, self.differences), f"{' and '.join(ways)}, or {again}"])
 
 
 @attrs.define(eq=False)
@@ -445,8 +524,9 @@ class ChangedImageError(UserError):
     def _text(self) -> str:
         changes = "; ".join(map(str, self.differences))
         return (
-            f"image {self.image} of sample {self.index} is not the one that was measured: {changes}. Restore it, or use "
-            "another training.output_dir to measure and plan anew"
+            f"image {self.image} of sample {self.index} is not the one that was measured: {changes}. Restore it, or "
+            "use "
+            "another training.output_dir to measure and plan again"
         )
 
 
@@ -462,7 +542,7 @@ class ContractError(UserError):
         changes = "; ".join(f"{d.key} planned {d.stored}, fetched {d.current}" for d in self.differences)
         return (
             f"sample {self.index} ({self.record}) is not the one that was planned: {changes}. The data changed after "
-            "it was measured: restore it, or use another training.output_dir to measure and plan anew"
+            "it was measured: restore it, or use another training.output_dir to measure and plan again"
         )
 
 
@@ -479,13 +559,14 @@ class NotBuiltError(UserError):
 
 @attrs.define(eq=False)
 class OutputError(UserError):
-    """The output folder cannot be used."""
+    """A file, a folder or a stream cannot be written: no right to, or no room."""
 
     path: str
     reason: str
+    remedy: str = "make room, or choose a training.output_dir that you may write"
 
     def _text(self) -> str:
-        return f"training.output_dir {self.path} cannot be written: {self.reason}; choose a folder that you may write"
+        return f"{self.path} cannot be written: {self.reason}; {self.remedy}"
 
 
 @attrs.define(eq=False)
@@ -494,18 +575,20 @@ class LockedError(UserError):
 
     folder: str
     holder: str
-    waited_s: float
+    limit_s: float
+    """Seconds that a run waits, for all that it waits for."""
 
     def _text(self) -> str:
         return (
-            f"{self.folder} is being written by {self.holder}, for more than {self.waited_s:,.0f} s: wait until it is "
-            "done, end it, use another training.output_dir, or raise training.packing_wait_timeout_s"
+            f"{self.folder} is being written by {self.holder}, and this run has waited {self.limit_s:,g} s in all: "
+            "wait until "
+            "it is done, end it, use another training.output_dir, or raise training.packing_wait_timeout_s"
         )
 
 
 @attrs.define(eq=False)
 class RankGoneError(UserError):
-    """Another rank said nothing in time."""
+    """Another rank did not respond in time."""
 
     reason: str
 
@@ -525,12 +608,15 @@ class RankZeroError(UserError):
 
 @attrs.define(eq=False)
 class NotFiniteError(UserError):
-    """A loss, a gradient or a weight is no finite number."""
+    """A loss or a gradient is no finite number, or the weights are ruined."""
 
     what: str
     number: float
 
-    consequence: str = "the policy was not updated and not saved: lower training.learning_rate, and look at what grpo.reward and grpo.loss give"
+    consequence: str = (
+        "the policy was not updated and not saved: lower training.learning_rate, and look at what grpo.reward and "
+        "grpo.loss give"
+    )
 
     def _text(self) -> str:
         return f"{self.what} is {self.number}, so {self.consequence}"
@@ -554,7 +640,7 @@ class CorruptArtefactError(VerificationError):
 
     path: str
     reason: str
-    remedy: str = "delete its folder to measure and plan anew"
+    remedy: str = "delete its folder to measure and plan again"
 
     def _text(self) -> str:
         return f"{self.path} is damaged: {self.reason}; {self.remedy}"
@@ -577,7 +663,7 @@ class CoverageError(VerificationError):
     """A rank consumed other packs than its share."""
 
     what: str
-    """Of what: training's epoch, or an evaluation."""
+    """What was consumed: training's epoch, or an evaluation."""
 
     missing: tuple[int, ...]
     """Packs that were not consumed, or not often enough."""
@@ -600,7 +686,8 @@ class UnequalError(VerificationError):
 
     def _text(self) -> str:
         return (
-            f"packed training is not the same training: {', '.join(self.checks)} differ; do not pack with this model and "
+            f"packed training is not the same training: {', '.join(self.checks)} differ; do not pack with this model "
+            "and "
             "attention backend (model.attn_impl: another one, or training.packing: false)"
         )
 
@@ -612,5 +699,5 @@ class UnsoundError(VerificationError):
     num_findings: int
 
     def _text(self) -> str:
-        findings = "1 finding" if self.num_findings == 1 else f"{self.num_findings:,} findings"
+        findings = counted(self.num_findings, "finding")
         return f"{findings}: what is stored is not what training would use"

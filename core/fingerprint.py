@@ -3,7 +3,7 @@ What lengths, and what a plan, depend on -> digest.
 
 A fingerprint is a flat mapping of named inputs to JSON values, so that two of them can be compared key by key and
 a person can read what changed. Lengths depend on everything that decides how a record becomes tokens; a plan depends
-on the digest of the measured lengths and on the planning knobs, and on nothing else.
+on the digest of the measured lengths and on its policy (`core.policy`), and on nothing else.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import attrs
 
 from core.config import CustomConfig, TemplateConfig
 from core.errors import Difference
-from core.packers import ALGORITHMS
 
 _ABSENT = "(absent)"
 
@@ -57,6 +56,13 @@ def configured_inputs(template: TemplateConfig, custom: CustomConfig, *, packing
     Name what of a configuration lengths depend on, as far as it can be told without opening the model.
 
     Where the template cuts, the limit decides lengths; to raise, or not, decides none.
+
+    Args:
+        template: How a record becomes tokens.
+
+        custom: How records are read.
+
+        packing_length: Tokens of a pack; it decides lengths only where the template truncates.
     """
     cut = template.truncation_strategy if template.truncation_strategy in {"left", "right"} else None
     return {
@@ -67,46 +73,3 @@ def configured_inputs(template: TemplateConfig, custom: CustomConfig, *, packing
         "template.truncation_strategy": cut,
         "packing_length": packing_length if cut else None,
     }
-
-
-def plan_fingerprint(
-    *,
-    lengths_digest: str,
-    packing: bool,
-    packing_length: int,
-    algorithm: str,
-    min_fill_ratio: str,
-    drop_last: bool,
-    allow_single_long: bool,
-    seed: int,
-) -> Fingerprint:
-    """
-    Name what a raw plan depends on; a knob that cannot change the plan is left out.
-
-    Args:
-        lengths_digest: Digest of the stored lengths themselves.
-
-        packing: Whether samples share packs; if not, no other knob but *packing_length* matters.
-
-        packing_length: Tokens a pack may hold.
-
-        algorithm: A name in `core.packers.ALGORITHMS`; its version enters too.
-
-        min_fill_ratio: The decimal the user wrote.
-
-        drop_last: Whether the fill filter drops; if not, the ratio is left out.
-
-        allow_single_long: Whether long samples are packs of their own.
-
-        seed: Left out unless the algorithm draws.
-    """
-    inputs: dict[str, Value] = {"lengths": lengths_digest, "packing": packing, "packing_length": packing_length}
-    if packing:
-        inputs |= {
-            "algorithm": f"{algorithm} {ALGORITHMS[algorithm].version}",
-            "min_fill_ratio": min_fill_ratio if drop_last else None,
-            "allow_single_long": allow_single_long,
-        }
-        if ALGORITHMS[algorithm].draws:
-            inputs["seed"] = seed
-    return Fingerprint(inputs)

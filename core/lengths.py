@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
+from fractions import Fraction
 from numbers import Integral
 
 import numpy as np
@@ -105,3 +107,20 @@ def positive(name: str, value: int) -> int:
         message = f"{name} is {value!r}, but has to be a whole number of at least 1"
         raise ValueError(message)
     return int(value)
+
+
+def share(name: str, value: float | str | Decimal | Fraction) -> Fraction:
+    """
+    Return *value*, read as the decimal it is written as, if it is from 0 to 1; ValueError naming it otherwise.
+
+    >>> share("min_fill_ratio", 0.55)
+    Fraction(11, 20)
+    """
+    try:
+        exact = value if isinstance(value, Fraction) else Fraction(Decimal(str(value)))
+    except (ArithmeticError, ValueError):  # no number, or not a finite one
+        exact = Fraction(-1)
+    if not 0 <= exact <= 1:
+        message = f"{name} is {value}, but has to be from 0 to 1"
+        raise ValueError(message)
+    return exact

@@ -169,6 +169,13 @@ def count_up(counts: IntArray, *, starts: IntArray, dtype: type[np.signedinteger
     """
     Count up from each start: `starts[0], starts[0] + 1, …`, *counts*[0] numbers, then from `starts[1]`.
 
+    Args:
+        counts: How many numbers follow each start, >= 0; shape (num_starts,).
+
+        starts: The first number of each; shape (num_starts,).
+
+        dtype: Integer type of the result.
+
     >>> count_up(np.array([2, 0, 3]), starts=np.array([7, 5, 1])).tolist()
     [7, 8, 1, 2, 3]
     """

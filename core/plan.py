@@ -6,17 +6,18 @@ from collections.abc import Callable, Mapping
 from decimal import Decimal
 from fractions import Fraction
 from math import inf
-from typing import get_args
+from typing import Any, get_args
 
 import attrs
 import numpy as np
 
 from core.bounds import find_bound
-from core.errors import DroppedTokensError, EmptyPlanError, SampleTooLongError
-from core.lengths import IntArray, Lengths, as_lengths, positive
+from core.errors import DroppedTokensError, EmptyPlanError, SampleTooLongError, counted
+from core.lengths import IntArray, Lengths, as_lengths, share
 from core.packers import pack
 from core.packs import Packs, by_first_index, concatenate
 from core.patterns.certificate import BoundKind
+from core.policy import PlanPolicy
 
 BOUND_EFFORT = 120_000
 BOUND_EFFORT_OF_A_SAMPLE = 0.3
@@ -44,7 +45,7 @@ class RawPlan:
 
     num_samples: int
     num_tokens: int
-    """Of the whole data set."""
+    """Tokens of the whole data set."""
 
     planned_tokens: int
     dropped_tokens: int
@@ -52,7 +53,7 @@ class RawPlan:
     """Their sum is `num_tokens`."""
 
     long_tokens: int
-    """Of the packs of `single_long`; part of `planned_tokens`."""
+    """Tokens of the packs of `single_long`; part of `planned_tokens`."""
 
     lower_bound: int
     """No plan of these samples, skipped ones aside and before the fill filter, has fewer packs."""
@@ -84,15 +85,11 @@ class RawPlan:
 
 def build_raw_plan(
     lengths: Lengths,
+    policy: PlanPolicy | None = None,
     *,
-    packing_length: int,
-    algorithm: str = "constant_volume",
-    min_fill_ratio: float | str | Decimal = "0.65",
-    drop_last: bool = True,
-    allow_single_long: bool = True,
-    seed: int = 0,
     quick_bound: bool = False,
     tell: Callable[[str], None] = lambda _: None,
+    **fields: Any,
 ) -> RawPlan:
     """
     Plan which samples train together.
@@ -100,17 +97,7 @@ def build_raw_plan(
     Args:
         lengths: Tokens of each sample, >= 1.
 
-        packing_length: Tokens a pack of several samples may hold, >= 1. A sample of that many or more is long.
-
-        algorithm: A name in `core.packers.ALGORITHMS`.
-
-        min_fill_ratio: Share of *packing_length* from 0 to 1, read as `Decimal(str(…))` and compared exactly.
-
-        drop_last: Drop every pack filled below *min_fill_ratio*, wherever it stands; long packs are exempt.
-
-        allow_single_long: Give each long sample a pack of its own; otherwise skip it.
-
-        seed: For algorithms that draw: `first_fit_shuffle`.
+        policy: How they are planned; by default what *fields* say alone, `packing_length` at least.
 
         quick_bound: Take a lower bound that is found at once, though a stronger one may be known: for plans that are
             only compared. Otherwise a stronger one is looked for with an effort in proportion to the plan's, but that of
@@ -118,32 +105,40 @@ def build_raw_plan(
 
         tell: Hears how far `certified` is.
 
+        fields: Fields of `PlanPolicy` by name, in place of those of *policy*: `packing_length`, `algorithm`,
+            `min_fill_ratio`, `drop_last`, `allow_single_long`, `seed`, …
+
     Raises:
         InvalidLengthError: A length is not a positive whole number.
 
         EmptyPlanError: No pack remains.
 
+        ValueError: A field has no meaning; TypeError if there is no such field, or no `packing_length`.
+
     >>> build_raw_plan([80, 81, 20, 20, 20, 20], packing_length=80).packs.tolist()
     [[0], [1], [2, 3, 4, 5]]
     """
-    packing_length = positive("packing_length", packing_length)
+    policy = PlanPolicy(**fields) if policy is None else attrs.evolve(policy, **fields)
+    packing_length, allow_single_long = policy.packing_length, policy.allow_single_long
     array = as_lengths(lengths)
+    if not policy.packing:
+        return one_sample_packs(array, packing_length=packing_length, allow_single_long=allow_single_long)
     is_long = array >= packing_length
     short, long = np.flatnonzero(~is_long), np.flatnonzero(is_long)
 
-    grouped = pack(array[short], capacity=packing_length, algorithm=algorithm, seed=seed, tell=tell)
+    grouped = pack(array[short], capacity=packing_length, algorithm=policy.algorithm, seed=policy.seed, tell=tell)
     grouped = Packs(grouped.offsets, short[grouped.indices])
     keep = np.ones(len(grouped), dtype=bool)
-    if drop_last:
-        keep = grouped.loads(array) >= min_load(min_fill_ratio, packing_length)
+    if policy.drop_last:
+        keep = grouped.loads(array) >= min_load(policy.min_fill_ratio, packing_length)
     kept, dropped = grouped.take(np.flatnonzero(keep)), grouped.take(np.flatnonzero(~keep))
 
     single = Packs(np.arange(long.size + 1), long) if allow_single_long else Packs.from_lists([])
     packs = by_first_index(concatenate([kept, single]))
-    effort = inf if algorithm == "certified" else BOUND_EFFORT + BOUND_EFFORT_OF_A_SAMPLE * array.size
+    effort = inf if policy.algorithm == "certified" else BOUND_EFFORT + BOUND_EFFORT_OF_A_SAMPLE * array.size
     if not len(packs):
-        raise EmptyPlanError(array.size, 0 if allow_single_long else long.size, len(dropped), packing_length)
-    tell(f"{len(grouped):,} packs, looking for the plan's bound")
+        raise _empty_plan(array, 0 if allow_single_long else long.size, dropped, policy)
+    tell(f"{counted(len(grouped), 'pack')}, looking for the plan's bound")
     bound = find_bound(array[short], capacity=packing_length, known=len(grouped), effort=0 if quick_bound else effort)
     return RawPlan(
         packs=packs,
@@ -162,23 +157,38 @@ def build_raw_plan(
     )
 
 
-def refuse_longer(lengths: Lengths, *, limit: int) -> None:
+def _empty_plan(lengths: IntArray, num_skipped: int, dropped: Packs, policy: PlanPolicy) -> EmptyPlanError:
+    """Return the error of a plan that is left without packs, with what the fill filter would have to let pass."""
+    if not len(dropped):
+        return EmptyPlanError(lengths.size, num_skipped, policy.packing_length)
+    short = lengths[dropped.indices]
+    fullest = int(dropped.loads(lengths).max())
+    return EmptyPlanError(
+        lengths.size,
+        num_skipped,
+        policy.packing_length,
+        len(dropped),
+        (int(short.min()), int(short.max())),
+        fullest,
+        policy.min_fill_ratio,
+    )
+
+
+def refuse_longer(lengths: Lengths, policy: PlanPolicy) -> None:
     """
-    Check that no sample has more than *limit* tokens.
+    Check that no sample has more tokens than a pack, where the policy refuses such samples.
 
     Raises:
         SampleTooLongError: The first that has, and how many there are.
     """
-    array = as_lengths(lengths)
+    array, limit = as_lengths(lengths), policy.packing_length
     over = np.flatnonzero(array > limit)
-    if over.size:
+    if policy.refuse_longer and over.size:
         first = int(over[0])
         raise SampleTooLongError(first, int(array[first]), limit, over.size, array.size, int(array.max()))
 
 
-def refuse_dropped(
-    plan: RawPlan, lengths: Lengths, *, max_share: float | str | Decimal, min_fill_ratio: float | str | Decimal
-) -> None:
+def refuse_dropped(plan: RawPlan, lengths: Lengths, policy: PlanPolicy) -> None:
     """
     Check that the fill filter drops no larger share of the tokens than is allowed; one pack it may always drop.
 
@@ -189,17 +199,15 @@ def refuse_dropped(
 
         lengths: Tokens of each sample that was planned, shape (num_samples,).
 
-        max_share: Share of all tokens from 0 to 1, read as `Decimal(str(…))` and compared exactly.
-
-        min_fill_ratio: That the plan was made with, for the message.
+        policy: How it was planned.
 
     Raises:
-        DroppedTokensError: More than one pack, and more than *max_share* of the tokens, is dropped.
+        DroppedTokensError: More than one pack, and more than the policy's `max_dropped_share` of the tokens, is dropped.
 
-    >>> plan = build_raw_plan([51, 51, 90], packing_length=100, min_fill_ratio="0.5")
-    >>> refuse_dropped(plan, [51, 51, 90], max_share="0.01", min_fill_ratio="0.5")
+    >>> policy = PlanPolicy(packing_length=100, min_fill_ratio="0.5")
+    >>> refuse_dropped(build_raw_plan([51, 51, 90], policy), [51, 51, 90], policy)
     """
-    if len(plan.dropped_packs) <= 1 or plan.dropped_share <= Fraction(Decimal(str(max_share))):
+    if len(plan.dropped_packs) <= 1 or plan.dropped_share <= share("max_dropped_share", policy.max_dropped_share):
         return
     dropped = as_lengths(lengths)[plan.dropped_packs.indices]
     raise DroppedTokensError(
@@ -210,8 +218,8 @@ def refuse_dropped(
         int(dropped.max()),
         plan.dropped_tokens,
         plan.num_tokens,
-        str(max_share),
-        str(min_fill_ratio),
+        policy.max_dropped_share,
+        policy.min_fill_ratio,
     )
 
 
@@ -234,7 +242,7 @@ def one_sample_packs(lengths: Lengths, *, packing_length: int, allow_single_long
     long = tuple(np.flatnonzero(is_long).tolist())
     kept = np.arange(array.size) if allow_single_long else np.flatnonzero(~is_long)
     if not kept.size:
-        raise EmptyPlanError(array.size, len(long), 0, packing_length)
+        raise EmptyPlanError(array.size, len(long), packing_length)
     return RawPlan(
         packs=Packs(np.arange(kept.size + 1), kept),
         single_long=long if allow_single_long else (),
@@ -298,8 +306,4 @@ def _tokens(lengths: IntArray) -> int:
 
 def min_load(ratio: float | str | Decimal, packing_length: int) -> int:
     """Return the fewest whole tokens that reach the decimal the user wrote: 55 of 100 at 0.55."""
-    exact = Fraction(Decimal(str(ratio)))
-    if not 0 <= exact <= 1:
-        message = f"min_fill_ratio is {ratio}, but has to be from 0 to 1"
-        raise ValueError(message)
-    return -int(-exact * packing_length // 1)
+    return -int(-share("min_fill_ratio", ratio) * packing_length // 1)

@@ -15,12 +15,31 @@ from core.errors import Difference
 from core.fingerprint import Fingerprint
 from core.lengths import IntArray
 from core.plan import RawPlan
-from core.samples import ImageFacts, ImageTable, Measurement, Outcome, Table, column
+from core.samples import ImageFacts, ImageTable, Measurement, Outcome, Place, Table, column
 
 Arrays = Mapping[str, NDArray[Any]]
 
 Tell = Callable[[str], None]
 """Takes a few words on what has been done so far; cheap enough for every sample."""
+
+
+class Records(Protocol):
+    """Records of a data set, by index in any order; one implementation for each format of files."""
+
+    def __len__(self) -> int:
+        """Return the number of records."""
+
+    def __getitem__(self, index: int, /) -> Any:
+        """Return a record's JSON value; RecordError naming its place if there is none."""
+
+    def where(self, index: int, /) -> Place:
+        """Return where the record stands."""
+
+    def folder(self, index: int, /) -> str:
+        """Return the folder that relative media of the record start at."""
+
+    def digest(self, count: int, /, *, start: int = 0) -> str:
+        """Return the digest of *count* records from *start* on, and of the folders of their media."""
 
 
 class Measurable(Protocol):
@@ -75,10 +94,10 @@ class Stored:
     """What a store holds."""
 
     table: Table
-    """Of the first samples."""
+    """Measurements of the first samples."""
 
     images: ImageTable
-    """Theirs."""
+    """What is known of their images."""
 
     in_full: bool = False
     """Whether they were encoded in full, since the shortcut proved wrong."""
@@ -95,13 +114,13 @@ class Origin:
     """What they depend on, the data aside."""
 
     num_samples: int
-    """Of the data, when they were last measured."""
+    """Samples of the data, when they were last measured."""
 
     num_measured: int
-    """The first so many of them."""
+    """How many of them, from the first on, were measured."""
 
     data_digest: str
-    """Of the data of those."""
+    """Digest of the data of the measured samples."""
 
     def differences(
         self, key: Fingerprint, num_samples: int, data_digest: Callable[[int], str]
@@ -134,11 +153,11 @@ class StoredLengths:
     rows: Stored
 
     digest: str
-    """Of the rows of all samples: what plans depend on."""
+    """Digest of the rows of all samples: what plans depend on."""
 
     @property
     def tokens(self) -> IntArray:
-        """Of each sample; shape (num_samples,)."""
+        """Tokens of each sample; int64, shape (num_samples,)."""
         return column(self.rows.table, "length").astype(np.int64)
 
 
@@ -152,7 +171,7 @@ class StoredPlan:
     plan: RawPlan
 
     world_sizes: tuple[int, ...]
-    """For which it was aligned, ascending."""
+    """World sizes for which it was aligned, ascending."""
 
 
 class LengthStore(Protocol):
@@ -176,7 +195,16 @@ class LengthStore(Protocol):
         """
 
     def read(self, key: Fingerprint, num_samples: int, data_digest: Callable[[int], str], /) -> Stored:
-        """Return what `resume` would, without becoming able to write."""
+        """
+        Return what `resume` would, without becoming able to write.
+
+        Args:
+            key: What measurements depend on, the data aside.
+
+            num_samples: Samples of the data as it is now.
+
+            data_digest: Digest of the first so many samples of the data as it is now.
+        """
 
     def append(
         self,
@@ -219,14 +247,14 @@ class PlanStore(Protocol):
     def save(self, key: Fingerprint, plan: RawPlan, /) -> None:
         """Save so that readers see the whole plan or none of it."""
 
-    def save_aligned(self, key: Fingerprint, aligned: AlignedPlan, /, *, drop_last: bool) -> None:
+    def save_aligned(self, key: Fingerprint, aligned: AlignedPlan, /) -> None:
         """Say what training at one world size consumes of the raw plan saved under *key*."""
 
 
 class Lock(Protocol):
     """Lets one job at a time write where the stores are."""
 
-    def held(self, *, timeout_s: float, tell: Tell) -> AbstractContextManager[None]:
+    def held(self, *, timeout_s: float, tell: Tell, limit_s: float | None = None) -> AbstractContextManager[None]:
         """
         Hold the lock; it is free as soon as its holder's process is gone.
 
@@ -234,6 +262,8 @@ class Lock(Protocol):
             timeout_s: Seconds to wait for another job; 0 means for ever.
 
             tell: Hears for whom this waits.
+
+            limit_s: Seconds that all waits of this run may take, for the error; None means those of this one.
 
         Raises:
             LockedError: Another job held it all the time.
@@ -251,7 +281,9 @@ class RankGroup(Protocol):
     def world_size(self) -> int:
         """How many learners there are."""
 
-    def from_rank_zero(self, build: Callable[[Tell], Arrays], *, timeout_s: float) -> Arrays:
+    def from_rank_zero(
+        self, build: Callable[[Tell], Arrays], *, timeout_s: float, limit_s: float | None = None
+    ) -> Arrays:
         """
         Return on every rank what rank 0 builds; no collective is outstanding while it does.
 
@@ -260,11 +292,13 @@ class RankGroup(Protocol):
 
             timeout_s: Seconds that the others wait; 0 means for ever.
 
+            limit_s: Seconds that all waits of this run may take, for the error; None means those of this one.
+
         Raises:
             RankZeroError: On the other ranks, with rank 0's own reason, when it failed, died, or was too slow.
         """
 
-    def gather(self, value: str, /, *, timeout_s: float | None = None) -> tuple[str, ...]:
+    def gather(self, value: str, /, *, timeout_s: float | None = None, limit_s: float | None = None) -> tuple[str, ...]:
         """
         Return the value of every rank, by rank.
 
@@ -273,8 +307,10 @@ class RankGroup(Protocol):
 
             timeout_s: Seconds to wait for the others, 0 for ever; None waits as long as a collective may take.
 
+            limit_s: Seconds that all waits of this run may take, for the error; None means those of this one.
+
         Raises:
-            RankGoneError: A rank said nothing in time.
+            RankGoneError: A rank did not respond in time.
         """
 
     def settle(self) -> None:

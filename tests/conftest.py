@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARAL
 
 # The same examples on every machine; what is random is `make explore`, which says how to reproduce what it finds.
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "database": None, "print_blob": True}
-settings.register_profile("repeatable", max_examples=60, derandomize=True, **_COMMON)
+settings.register_profile("repeatable", max_examples=40, derandomize=True, **_COMMON)
 settings.register_profile("explore", max_examples=500, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
@@ -34,6 +35,9 @@ def _loggers():
     """Give the project's loggers back as they were: a command sets them up for its whole process."""
     loggers = [logging.getLogger(name) for name in ("app", "adapters")]
     before = [(list(logger.handlers), logger.level, logger.propagate) for logger in loggers]
+    for logger in loggers:  # a fixture of a whole module may have run a command before this one
+        logger.handlers, logger.propagate = [], True
+        logger.setLevel(logging.NOTSET)
     yield
     for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
         logger.handlers, logger.propagate = handlers, propagate
@@ -56,3 +60,23 @@ def server(tmp_path_factory):
     started = Server(server_context(), tmp_path_factory.mktemp("processes"))
     yield started
     started.kill()
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """Return a function that mounts a disk of so many bytes; skip the test where this is not allowed."""
+    mounted = []
+
+    def mount(size: int) -> Path:
+        folder = tmp_path / f"disk{len(mounted)}"
+        folder.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)]
+        run = subprocess.run(command, capture_output=True, text=True, check=False)
+        if run.returncode:
+            pytest.skip(f"a disk of its own cannot be mounted: {run.stderr.strip()}")
+        mounted.append(folder)
+        return folder
+
+    yield mount
+    for folder in mounted:
+        subprocess.run(["umount", str(folder)], check=True)

@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from core.align import AlignedPlan
 from core.errors import CorruptArtefactError, Difference, RecordError, StaleLengthsError
 from core.fingerprint import Fingerprint
-from core.ports import Stored, Tell
+from core.plan import RawPlan
+from core.ports import Arrays, Stored, Tell
 from core.samples import COLUMNS, IMAGE_COLUMNS, ImageFacts, ImageTable, Measured, Measurement, Outcome, Table
 
 
@@ -74,7 +76,7 @@ class FailingSource(ListSource):
 
     def measure(self, index: int) -> Measurement:
         if index in self.bad:
-            raise RecordError(self.name, index + 1, "cannot be measured")
+            raise RecordError(f"{self.name}, line {index + 1}", "cannot be measured")
         return super().measure(index)
 
 
@@ -123,7 +125,7 @@ class GuessingSource(ListSource):
         self.ways.append(in_full)
         for index in indices:
             if in_full and index == self.bad:
-                yield RecordError(self.name, index + 1, "cannot be measured")
+                yield RecordError(f"{self.name}, line {index + 1}", "cannot be measured")
             length = self.lengths[index] + (index == self.wrong and not in_full)
             yield Measured(Measurement(length, 1, 1, 4), self.images(index))
 
@@ -185,11 +187,13 @@ class FreeLock:
 
     def __init__(self) -> None:
         self.waits: list[float] = []  # seconds that each holder would have waited
+        self.limits: list[float | None] = []  # and that an error would have named
 
     @contextmanager
-    def held(self, *, timeout_s: float, tell: Tell) -> Iterator[None]:
+    def held(self, *, timeout_s: float, tell: Tell, limit_s: float | None = None) -> Iterator[None]:
         assert not self.is_held
         self.waits.append(timeout_s)
+        self.limits.append(limit_s)
         self.is_held = True
         try:
             yield
@@ -201,25 +205,25 @@ class MemoryPlanStore:
     """A plan store without a disk; counts its writes."""
 
     def __init__(self) -> None:
-        self.plans: dict[str, object] = {}
+        self.plans: dict[str, RawPlan] = {}
         self.saves = 0
         self.aligned: list[int] = []
 
-    def load(self, key: Fingerprint):
+    def load(self, key: Fingerprint) -> RawPlan | None:
         return self.plans.get(key.digest)
 
-    def save(self, key: Fingerprint, plan) -> None:
+    def save(self, key: Fingerprint, plan: RawPlan) -> None:
         self.saves += 1
         self.plans = {key.digest: plan}
 
-    def save_aligned(self, key: Fingerprint, aligned, *, drop_last: bool) -> None:
+    def save_aligned(self, key: Fingerprint, aligned: AlignedPlan) -> None:
         self.aligned.append(aligned.world_size)
 
 
 class TornPlanStore(MemoryPlanStore):
     """Everything it loads is damaged."""
 
-    def load(self, key: Fingerprint):
+    def load(self, key: Fingerprint) -> RawPlan | None:
         raise CorruptArtefactError("memory", "torn")
 
 
@@ -243,17 +247,22 @@ class ScriptedGroup:
     ) -> None:
         self.rank, self.world_size, self._others, self._hear = rank, world_size, others, hear
         self.waits: list[float] = []  # seconds that each wait could have taken
+        self.limits: list[float | None] = []  # and that an error would have named
 
-    def from_rank_zero(self, build, *, timeout_s: float):
+    def from_rank_zero(
+        self, build: Callable[[Tell], Arrays], *, timeout_s: float, limit_s: float | None = None
+    ) -> Arrays:
         self.waits.append(timeout_s)
+        self.limits.append(limit_s)
         return build(self._hear)
 
-    def gather(self, value: str, *, timeout_s: float | None = None) -> tuple[str, ...]:
+    def gather(self, value: str, *, timeout_s: float | None = None, limit_s: float | None = None) -> tuple[str, ...]:
         if timeout_s is not None:
             self.waits.append(timeout_s)
+            self.limits.append(limit_s)
         return tuple(value if rank == self.rank else self._others(value) for rank in range(self.world_size))
 
-    def gather_arrays(self, arrays):
+    def gather_arrays(self, arrays: Arrays) -> tuple[Arrays, ...]:
         return (arrays,) * self.world_size
 
     def settle(self) -> None:

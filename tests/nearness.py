@@ -8,6 +8,7 @@ of terms of one sign are their own scale, as `pytest.approx` takes it. What is b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -20,7 +21,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 def norm(tensors: Tensors) -> float:
     """Return the Euclidean norm of all numbers together."""
-    return sum(float(tensor.double().square().sum()) for tensor in tensors.values()) ** 0.5
+    return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in tensors.values()))
 
 
 def apart(found: Tensors, expected: Tensors, *, scale: float | None = None) -> float:

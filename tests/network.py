@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import os
 import shutil
@@ -16,6 +17,9 @@ import pytest
 
 LINK = "eth0"
 
+
+_NEW_NETWORK = 0x40000000
+"""CLONE_NEWNET, of the kernel's sched.h."""
 
 _PORTS_EACH = 400
 
@@ -45,11 +49,17 @@ class Host:
         """Take the link down, so that no packet leaves or arrives."""
         _ip("-n", self.name, "link", "set", "dev", LINK, "down")
 
+    def enter(self) -> None:
+        """Move this process to the host: what it opens from now on is there."""
+        with open(f"/var/run/netns/{self.name}", "rb") as namespace:  # noqa: PTH123  # a name that the kernel gives
+            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _NEW_NETWORK):
+                raise OSError(ctypes.get_errno(), f"the kernel refuses to enter {self.name}")
+
 
 @contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
     """Make two linked hosts; skip the test where this is not allowed."""
-    hosts = tuple(Host(f"packplan-{os.getpid()}-{side}", f"10.213.77.{side}") for side in (1, 2))
+    hosts = _host(1), _host(2)
     if not shutil.which("ip"):
         pytest.skip("network namespaces need the command ip (iproute2)")
     try:
@@ -69,6 +79,10 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
     finally:
         for host in hosts:
             _ip("netns", "delete", host.name, check=False)
+
+
+def _host(side: int) -> Host:
+    return Host(f"packplan-{os.getpid()}-{side}", f"10.213.77.{side}")
 
 
 def _ip(*words: str, check: bool = True) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 
 import attrs
 
+from adapters.lifeline import end_with_parent
 from tests.network import free_port
 
 DEADLINE_S = 240
@@ -176,6 +177,8 @@ def _call(
     variables: dict[str, str],
     folder: str,
 ) -> None:
+    assert all(name in sys.modules for name in PRELOADED), "the server says nothing of an import that failed"
+    end_with_parent()
     os.environ.clear()
     os.environ.update(variables)
     os.chdir(folder)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 
-def longest_first(lengths):
+from core.lengths import IntArray
+
+Lengths = Sequence[int] | IntArray
+
+
+def longest_first(lengths: Lengths) -> list[int]:
     """Sample indices, longest first, equal ones in input order."""
     return sorted(range(len(lengths)), key=lambda index: -lengths[index])
 
 
-def fit(lengths, capacity, order, prefer):
+def fit(lengths: Lengths, capacity: int, order: Sequence[int], prefer: Callable[[int], int]) -> list[list[int]]:
     """Put each sample into the bin that *prefer* ranks first among those that it fits, else into a new one."""
-    bins, room = [], []
+    bins: list[list[int]] = []
+    room: list[int] = []
     for index in order:
         fitting = [number for number, left in enumerate(room) if left >= lengths[index]]
         if not fitting:
@@ -23,19 +30,19 @@ def fit(lengths, capacity, order, prefer):
     return sorted(sorted(members) for members in bins)
 
 
-def best_fit_decreasing(lengths, capacity):
+def best_fit_decreasing(lengths: Lengths, capacity: int) -> list[list[int]]:
     """The least room."""
     return fit(lengths, capacity, longest_first(lengths), lambda room: room)
 
 
-def first_fit_decreasing(lengths, capacity):
+def first_fit_decreasing(lengths: Lengths, capacity: int) -> list[list[int]]:
     """The first."""
     return fit(lengths, capacity, longest_first(lengths), lambda _: 0)
 
 
-def next_fit(lengths, capacity):
+def next_fit(lengths: Lengths, capacity: int) -> list[list[int]]:
     """A new bin where the next does not fit the last."""
-    bins = []
+    bins: list[list[int]] = []
     for index, length in enumerate(lengths):
         if not bins or sum(lengths[i] for i in bins[-1]) + length > capacity:
             bins.append([])
@@ -43,20 +50,20 @@ def next_fit(lengths, capacity):
     return bins
 
 
-def modified_first_fit_decreasing(lengths, capacity):
+def modified_first_fit_decreasing(lengths: Lengths, capacity: int) -> list[list[int]]:
     """Johnson and Garey's phases on single samples; bins with equal room in the order they were opened."""
     left = longest_first(lengths)
     bins = [[index] for index in left if lengths[index] * 2 > capacity]
     left = left[len(bins) :]
 
-    def room(members):
-        return capacity - sum(lengths[i] for i in members)
+    def room(members: list[int]) -> int:
+        return capacity - sum(int(lengths[i]) for i in members)
 
-    def add(members, index):
+    def add(members: list[int], index: int) -> None:
         members.append(index)
         left.remove(index)
 
-    def between(low, high):
+    def between(low: int, high: int) -> list[int]:
         return [i for i in left if lengths[i] * low > capacity and lengths[i] * high <= capacity]
 
     for members in bins:
@@ -77,7 +84,7 @@ def modified_first_fit_decreasing(lengths, capacity):
     return sorted(sorted(members) for members in bins + rest)
 
 
-def fewest(lengths, capacity, loads=()):
+def fewest(lengths: Sequence[int], capacity: int, loads: tuple[int, ...] = ()) -> int:
     """The number of bins of the best packing, by exhaustion."""
     if not lengths:
         return len(loads)

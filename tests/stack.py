@@ -1,20 +1,45 @@
-"""What the server of `tests.processes` imports once, and tests of training too: libraries and adapters, but no command."""
+"""What the server of `tests.processes` imports once, and tests of training too: libraries, adapters, and what commands share."""
 
 from __future__ import annotations
 
 import gc
+import importlib
 
-from adapters import (  # noqa: F401
-    dynamic_dataset,
-    packed_equality,
-    policy_worker,
-    ray_workers,
-    stream_trainer,
-    swift_arguments,
-    swift_samples,
-    swift_trainer,
-    torch_group,
-)
+from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
+
+import PIL.Image
+from transformers.models.auto.video_processing_auto import video_processor_class_from_name
+
+# What the commands and the libraries import when they first need it.
+for module in (
+    "adapters.ranks.torch_group",
+    "adapters.samples.encoder",
+    "adapters.trainer.arguments",
+    "adapters.trainer.dynamic_dataset",
+    "adapters.trainer.equality",
+    "adapters.trainer.static",
+    "adapters.trainer.stream",
+    "adapters.workers.policy",
+    "adapters.workers.ray",
+    "app.planning.log_lines",
+    "app.training.prepare",
+    "app.training.schedule",
+    "swift.dataset",
+    "swift.loss_scale",
+    "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
+    "torch.utils.serialization",
+    "transformers.models.qwen2.modeling_qwen2",
+    "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
+    "transformers.models.qwen2_5_vl.processing_qwen2_5_vl",
+    "transformers.models.qwen2_vl.image_processing_qwen2_vl",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.qwen3_vl.modeling_qwen3_vl",
+    "transformers.models.qwen3_vl.processing_qwen3_vl",
+):
+    importlib.import_module(module)
+for name in ("Qwen2VLVideoProcessor", "Qwen3VLVideoProcessor"):
+    video_processor_class_from_name(name)
+PIL.Image.init()
 
 # A million objects that live as long as the process: trainers collect garbage at each start, and would look at all of them.
 gc.collect()

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
 
-from app.planning import Knobs
-from app.wiring_light import open_stores, read_config, split_folder
+from app.planning.split import Alignment
+from app.wiring.stores import open_stores, read_config, split_folder
+from core.config import RunConfig
 from core.fingerprint import Fingerprint, configured_inputs
+from core.plan import build_raw_plan
+from core.policy import PlanPolicy
 from core.samples import COLUMNS, IMAGE_COLUMNS
 
 LENGTHS = [60, 20, 50, 30, 40, 40, 80, 7, 33, 12, 51, 29] * 5
@@ -21,9 +25,9 @@ def store_run(
     folder: Path,
     name: str = "run",
     *,
-    lengths=LENGTHS,
-    eval_lengths=None,
-    world_sizes=(2,),
+    lengths: Sequence[int] = LENGTHS,
+    eval_lengths: Sequence[int] | None = None,
+    world_sizes: Sequence[int] = (2,),
     measured: int | None = None,
     probe: bool = True,
     **overlay: dict[str, Any],
@@ -68,8 +72,10 @@ def store_run(
     return path
 
 
-def _store(config, split, lengths, world_sizes, *, measured, probe):
-    stores, knobs = open_stores(config, split), Knobs.of(config, split)
+def _store(
+    config: RunConfig, split: str, lengths: Sequence[int], world_sizes: Sequence[int], *, measured: int, probe: bool
+) -> None:
+    stores, policy = open_stores(config, split), PlanPolicy.of(config, split)
     inputs = configured_inputs(config.template, config.custom, packing_length=config.packing_length)
     rows = np.zeros((measured, len(COLUMNS)), dtype=np.int32)
     rows[:, 0] = lengths[:measured]
@@ -81,8 +87,7 @@ def _store(config, split, lengths, world_sizes, *, measured, probe):
         stores.lengths.append(rows, images, f"data {lengths}", in_full=False, probe=probed)
         if measured < len(lengths):
             return
-        raw, key = knobs.plan(np.array(lengths)), knobs.fingerprint(stores.lengths.digest())
+        raw, key = build_raw_plan(lengths, policy), policy.fingerprint(stores.lengths.digest())
         stores.plans.save(key, raw)
         for world_size in world_sizes:
-            aligned = knobs.align(raw, world_size=world_size)
-            stores.plans.save_aligned(key, aligned, drop_last=knobs.dataloader_drop_last)
+            stores.plans.save_aligned(key, Alignment.of(config, split).align(raw, world_size=world_size))

@@ -12,7 +12,7 @@ capacities = st.integers(1, 200)
 
 
 @st.composite
-def packable(draw, *, min_size=0, max_size=60) -> tuple[list[int], int]:
+def packable(draw: st.DrawFn, *, min_size: int = 0, max_size: int = 60) -> tuple[list[int], int]:
     """Lengths that a packer takes, and a capacity; often few distinct lengths, so that ties are frequent."""
     capacity = draw(capacities)
     few = st.sampled_from(draw(st.lists(st.integers(1, capacity), min_size=1, max_size=4)))
@@ -21,7 +21,7 @@ def packable(draw, *, min_size=0, max_size=60) -> tuple[list[int], int]:
 
 
 @st.composite
-def packable_arrays(draw) -> tuple[list[int], int]:
+def packable_arrays(draw: st.DrawFn) -> tuple[list[int], int]:
     """Up to some hundred lengths of one of the shapes that leave gaps to the bound, and a capacity."""
     capacity = draw(st.integers(2, 200))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
@@ -31,7 +31,7 @@ def packable_arrays(draw) -> tuple[list[int], int]:
 
 
 @st.composite
-def raw_lengths(draw, *, min_size=1, max_size=50) -> tuple[list[int], int]:
+def raw_lengths(draw: st.DrawFn, *, min_size: int = 1, max_size: int = 50) -> tuple[list[int], int]:
     """Lengths of a data set, long ones and ones of exactly the packing length among them."""
     packing_length = draw(st.integers(2, 120))
     lengths = (
@@ -41,14 +41,14 @@ def raw_lengths(draw, *, min_size=1, max_size=50) -> tuple[list[int], int]:
 
 
 @st.composite
-def raw_plans(draw, *, max_packs=24) -> RawPlan:
+def raw_plans(draw: st.DrawFn, *, max_packs: int = 24) -> RawPlan:
     """Plans of a known number of packs, 1 to *max_packs*."""
     num_packs = draw(st.integers(1, max_packs))
     return build_raw_plan([7] * num_packs, packing_length=7)
 
 
 @st.composite
-def pack_lists(draw) -> list[list[int]]:
+def pack_lists(draw: st.DrawFn) -> list[list[int]]:
     """Disjoint packs in canonical order."""
     labels = draw(st.lists(st.integers(0, 6), min_size=1, max_size=30))
     packs: dict[int, list[int]] = {}

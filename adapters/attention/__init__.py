@@ -1,9 +1,9 @@
 """
 Attention over packed rows: how samples of a row attend to themselves alone, and at what cost.
 
-`attend_by_varlen` lets a model attend by our own functions; `native_attention` lets it attend as
-transformers does for a while, which is what references are computed by. `layout` says where a row's blocks are, `varlen`
-attends within them; `vision` projects a tower's patches.
+`attend_by_varlen` lets a model attend by our own functions; `native_attention` lets it attend as transformers does for
+a while, which is what references are computed by. `layout` says where a row's blocks are, `varlen` attends within them;
+`vision` projects a tower's patches.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from adapters.attention.varlen import attend, attend_to_patches, row_mask
 from adapters.attention.vision import project_patches
-from core.isolation import NATIVE
+from core.equality import NATIVE
 
 __all__ = ["NAME", "PATCHES_NAME", "attend_by_varlen", "native_attention", "project_patches"]
 
@@ -49,7 +49,10 @@ def attend_by_varlen(model: Any) -> None:
 
 @contextmanager
 def native_attention(model: Any) -> Iterator[None]:
-    """Let a model attend by transformers' own sdpa, inside; with checkpointing, the backward pass belongs inside too."""
+    """
+    Let a model attend by transformers' own sdpa, inside; with checkpointing, the backward pass belongs
+    inside too.
+    """
     config = model.config
     before = {"": config._attn_implementation}  # noqa: SLF001  # no public question
     before |= {part: getattr(config, part)._attn_implementation for part in config.sub_configs}  # noqa: SLF001

@@ -1,10 +1,10 @@
 """
 Where the samples of a packed row lie, and what each token of them may attend to: a value, in place of a mask of T x T.
 
-Rules: a layout is read off the model's own mask function, so that windows and overlays keep their meaning; it travels as
-the attention mask, from the model to its layers, so that backward passes and recomputed layers have the one of their own
-row; nothing global knows it. No tensor grows with the square of the row's length; masks that are neither causal nor a
-window (overlays) grow with the squares of their own samples'.
+Rules: a layout is read off the model's own mask function, so that windows and overlays keep their meaning; it travels
+as the attention mask, from the model to its layers, so that backward passes and recomputed layers have the one of their
+own row; nothing global knows it. No tensor grows with the square of the row's length; masks that are neither causal nor
+a window (overlays) grow with the squares of their own samples'.
 """
 
 from __future__ import annotations
@@ -72,7 +72,10 @@ class Layout:
 
     @cached_property
     def alike(self) -> tuple[tuple[int, ...], ...]:
-        """Positions of the blocks that can be computed as one batch: of equal length, and without masks of their own."""
+        """
+        Positions of the blocks that can be computed as one batch: of equal length, and without masks of
+        their own.
+        """
         found: dict[int, list[int]] = {}
         for position, length in enumerate(self.lengths):
             found.setdefault(position if self.masks is not None else length, []).append(position)
@@ -84,8 +87,8 @@ def read_layout(mask_function: MaskFunction, *, length: int, window: int | None,
     Read the blocks of a row off a mask function; a block begins where a token does not attend to the one before it.
 
     A block is taken for plain causal, or causal within the window, when every token attends to the farthest key that
-    this allows, and neither to the first key beyond it, nor to the token after it, nor to the block's last; and when the
-    block's first and last token do as expected at distances that are powers of two. That is five questions a token,
+    this allows, and neither to the first key beyond it, nor to the token after it, nor to the block's last; and when
+    the block's first and last token do as expected at distances that are powers of two. That is five questions a token,
     and some for each block, instead of one for each pair.
 
     Args:

@@ -50,8 +50,8 @@ def row_mask(
     """
     Return the layout of a packed row; what transformers' sdpa would take of anything else.
 
-    The arguments are those that transformers hands to functions registered with `AttentionMaskInterface`. A packed row is
-    a batch of one, without padding and earlier keys, whose mask is more than one causal triangle.
+    The arguments are those that transformers hands to functions registered with `AttentionMaskInterface`. A packed row
+    is a batch of one, without padding and earlier keys, whose mask is more than one causal triangle.
     """
     is_triangle = allow_is_causal_skip and (local_size is None or q_length < local_size)
     is_row = batch_size == 1 and attention_mask is None and not allow_is_bidirectional_skip and not use_vmap
@@ -145,7 +145,22 @@ def attend_within(
     dropout: float,
     scaling: float | None,
 ) -> torch.Tensor:
-    """Attend within the blocks of a row, by the fastest way there is; see `attend` for shapes."""
+    """
+    Attend within the blocks of a row, by the fastest way there is; see `attend` for shapes.
+
+    Args:
+        query: Shape (1, heads, length, size).
+
+        key: Shape (1, key heads, length, size).
+
+        value: As *key*.
+
+        layout: Where the row's blocks are.
+
+        dropout: Share of the weights that are dropped.
+
+        scaling: Factor of the products; None means the root of 1 / size.
+    """
     capability = _capability(query.device)
     why_not = why_not_fused(query, layout, dropout=dropout, capability=capability)
     if why_not is None:
@@ -260,7 +275,10 @@ def _masked(
 def _windowed(
     sdpa: Callable[..., torch.Tensor], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int
 ) -> torch.Tensor:
-    """Attend causally within a window, in parts of a window's length: each needs the keys of its own and the part before."""
+    """
+    Attend causally within a window, in parts of a window's length: each needs the keys of its own and
+    the part before.
+    """
     queries = torch.arange(window, device=query.device)[:, None] + window
     keys = torch.arange(2 * window, device=query.device)
     mask = (keys <= queries) & (keys > queries - window)

@@ -15,7 +15,10 @@ class PatchProjection(torch.nn.Conv3d):
     """
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
-        """Return the projections of patches of shape (patches, channels, *kernel); shape (patches, outputs, 1, 1, 1)."""
+        """
+        Return the projections of patches of shape (patches, channels, *kernel); shape (patches,
+        outputs, 1, 1, 1).
+        """
         if patches.shape[2:] != self.kernel_size:
             return super().forward(patches)
         return F.linear(patches.flatten(1), self.weight.flatten(1), self.bias)[..., None, None, None]

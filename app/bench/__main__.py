@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 
-from app.bench import lengths, looking, loss, planner, shard, stream, training
-from app.command import program, run_command
+from app.bench import lengths, looking, loss, planner, shard, stream
+from app.bench.training import command as training
+from app.cli.command import program, run_command, run_program
 
 BENCHMARKS = {
     "planner": (planner, "packing algorithms"),
@@ -30,4 +31,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

@@ -1,8 +1,8 @@
 """
 Looking at stored plans: seconds of whole processes, on lengths stored for it, beside planning them in memory.
 
-Each command starts anew, verifies what it reads, and ends. Ratios are to `build_raw_plan` on the same lengths in the same run, since
-machines differ.
+Each command starts again, verifies what it reads, and ends. Ratios are to `build_raw_plan` on the same lengths in the
+same run, since machines differ.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from typing import TypeVar
 import attrs
 import numpy as np
 
+from adapters.progress import progress
 from app.bench.distributions import DISTRIBUTIONS, Distribution
 from app.bench.table import aligned
-from app.command import positive_number
-from app.planning import Knobs
-from app.progress import progress
-from app.wiring_light import open_stores, read_config
+from app.cli.command import positive_number
+from app.wiring.stores import open_stores, read_config
 from core.align import align_plan
 from core.fingerprint import Fingerprint, configured_inputs
 from core.lengths import IntArray
+from core.plan import build_raw_plan
+from core.policy import PlanPolicy
 from core.samples import COLUMNS
 
 RANKS = 8
@@ -95,8 +96,8 @@ def run(options: argparse.Namespace) -> None:
 
 def _measured(distribution: Distribution, folder: Path, options: argparse.Namespace) -> list[Row]:
     lengths = distribution.lengths(options.samples, seed=0)
-    config, knobs = store(folder, lengths, packing_length=distribution.capacity)
-    planning, _ = _timed(lambda: knobs.plan(lengths), options.repeat)
+    config, policy = store(folder, lengths, packing_length=distribution.capacity)
+    planning, _ = _timed(lambda: build_raw_plan(lengths, policy), options.repeat)
     page, capacity = folder / "plan.html", distribution.capacity
     longer = ",".join(str(capacity * part // 4) for part in (3, 4, 5, 6, 7, 8))
     commands = {
@@ -126,8 +127,17 @@ def _timed(call: Callable[[], T], repeat: int) -> tuple[float, T]:
     return statistics.median(seconds), returned
 
 
-def store(folder: Path, lengths: IntArray, *, packing_length: int) -> tuple[Path, Knobs]:
-    """Store lengths and their plan as building would; return the run's YAML, and how it plans."""
+def store(folder: Path, lengths: IntArray, *, packing_length: int) -> tuple[Path, PlanPolicy]:
+    """
+    Store lengths and their plan as building would; return the run's YAML, and how it plans.
+
+    Args:
+        folder: Where YAML and plan are written.
+
+        lengths: Tokens of each sample; shape (num_samples,).
+
+        packing_length: Tokens of a pack.
+    """
     path = folder / "run.yaml"
     sections = {
         "model": {"model": "none"},
@@ -137,7 +147,7 @@ def store(folder: Path, lengths: IntArray, *, packing_length: int) -> tuple[Path
     }
     path.write_text(json.dumps(sections), encoding="utf-8")  # which is YAML too
     config = read_config(path)
-    stores, knobs = open_stores(config, "train"), Knobs.of(config, "train")
+    stores, policy = open_stores(config, "train"), PlanPolicy.of(config, "train")
     key = Fingerprint(configured_inputs(config.template, config.custom, packing_length=packing_length))
     rows = np.zeros((lengths.size, len(COLUMNS)), dtype=np.int32)
     rows[:, COLUMNS.index("length")] = lengths
@@ -147,8 +157,8 @@ def store(folder: Path, lengths: IntArray, *, packing_length: int) -> tuple[Path
     with stores.lock.held(timeout_s=60, tell=lambda _: None):
         stores.lengths.resume(key, lengths.size, str)
         stores.lengths.append(rows, images, "data", in_full=False, probe={})
-        raw, plan_key = knobs.plan(lengths), knobs.fingerprint(stores.lengths.digest())
+        raw, plan_key = build_raw_plan(lengths, policy), policy.fingerprint(stores.lengths.digest())
         stores.plans.save(plan_key, raw)
         aligned_plan = align_plan(raw, world_size=RANKS, dataloader_drop_last=False)
-        stores.plans.save_aligned(plan_key, aligned_plan, drop_last=False)
-    return path, knobs
+        stores.plans.save_aligned(plan_key, aligned_plan)
+    return path, policy

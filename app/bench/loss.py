@@ -1,8 +1,8 @@
 """
 A loss on packed logits: fused over the row, beside a loop over its sequences.
 
-The clipped policy loss, forward and backward, on a row of sequences of equal length: as it is commonly written, run on each
-part of `torch.split`; and as a loss on tokens, in one pass. Both run in turn, so that whatever else the machine
+The clipped policy loss, forward and backward, on a row of sequences of equal length: as it is commonly written, run on
+each part of `torch.split`; and as a loss on tokens, in one pass. Both run in turn, so that whatever else the machine
 does meets both.
 """
 
@@ -16,7 +16,7 @@ import platform
 import attrs
 
 from app.bench.table import aligned
-from app.command import positive_number
+from app.cli.command import positive_number
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

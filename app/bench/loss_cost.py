@@ -40,10 +40,11 @@ class LossCost:
     fused_kept_bytes: int
 
     loss_difference: float
-    """How far the two losses are apart, over the mean absolute advantage: losses of tokens have both signs, and cancel."""
+    """How far the two losses are apart, over the mean absolute advantage: losses of tokens have both signs, and
+    cancel."""
 
     gradient_difference: float
-    """Of the norm of the logits' gradients, relative."""
+    """How far the logits' gradients are apart, over their norm."""
 
 
 def plain_policy_loss(
@@ -53,7 +54,18 @@ def plain_policy_loss(
     num_sequences: float,  # noqa: ARG001  # every loss is given both
     num_tokens: float,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the clipped policy loss of a batch as it is commonly written, knowing nothing of packing; token mean."""
+    """
+    Return the clipped policy loss of a batch as it is commonly written, knowing nothing of packing; token mean.
+
+    Args:
+        logits: Padded rows; shape (rows, length, vocabulary).
+
+        data: Fields of the batch: `input_ids`, `token_mask`, `advantages`, `old_log_probabilities`.
+
+        num_sequences: Sequences of the whole batch; of no use here.
+
+        num_tokens: Answer tokens of the whole batch.
+    """
     mask, advantages = data["token_mask"][:, 1:], data["advantages"][:, None]
     every = torch.log_softmax(logits[:, :-1].float(), -1)
     log_probabilities = every.gather(-1, data["input_ids"][:, 1:, None])[..., 0]

@@ -18,17 +18,20 @@ import numpy as np
 import psutil
 import torch
 from PIL import Image
-from tqdm import tqdm
 
-from app import wiring, wiring_light
+from adapters.lifeline import end_with_parent
+from adapters.progress import progress
 from app.bench.distributions import DISTRIBUTIONS
 from app.bench.measure import Measured, measure
-from app.deadline import Deadline
 from app.demo.tiny_models import write_model
-from app.measuring import measure as measure_lengths
-from app.planning import Knobs, Stores, plan_split
+from app.planning.deadline import Deadline
+from app.planning.measure import measure as measure_lengths
+from app.planning.split import Stores, plan_split
+from app.wiring import training
+from app.wiring.stores import open_stores
 from core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
 from core.fingerprint import Fingerprint
+from core.policy import PlanPolicy
 from core.ports import LengthSource
 from core.samples import COLUMNS, ImageFacts, Outcome
 
@@ -40,19 +43,7 @@ MAX_PIXELS = 1_280 * 28 * 28
 STORED = 1_000_000
 """Lengths of the warm start, and of the plan that another rank receives."""
 
-KNOBS = Knobs(
-    packing=True,
-    packing_length=8192,
-    algorithm="constant_volume",
-    min_fill_ratio="0.65",
-    drop_last=True,
-    allow_single_long=True,
-    dataloader_drop_last=False,
-    batch_size=1,
-    seed=0,
-    refuse_longer=False,
-    max_dropped_share="0.01",
-)
+POLICY = PlanPolicy(packing_length=8192)
 
 
 @attrs.frozen
@@ -118,9 +109,9 @@ def measure_costs(workers: list[int], most: int | None = None) -> Costs:
         write_model(folder / "model", MODEL_TYPE, ["a photograph of the sea, seen from a hill"] * 9, seed=0)
         cases = [(kind, way, number) for kind in kinds for way in ("headers", "full") for number in workers]
         rows = []
-        for kind, way, number in tqdm(cases, desc="measuring", leave=False, disable=None):
+        for kind, way, number in progress(cases, desc="measuring", leave=False):
             rows.append(_measure(kind, way, _config(folder, _write_records(folder, kind), number)))
-        stores = wiring_light.open_stores(_config(folder, folder / "none", 1), "train")
+        stores = open_stores(_config(folder, folder / "none", 1), "train")
         return Costs(rows, _warm_start(stores), _rank_memory(stores))
 
 
@@ -164,7 +155,7 @@ def _config(folder: Path, data: Path, workers: int) -> RunConfig:
 
 def _measure(kind: Kind, way: str, config: RunConfig) -> Row:
     def prepare() -> Callable[[], tuple[float, float]]:
-        samples = wiring.open_samples(config, pool_start_s=0.0)["train"]
+        samples = training.open_samples(config, pool_start_s=0.0)["train"]
         return lambda: _seconds_of(samples.measure_many(range(len(samples)), in_full=way == "full"), kind.num_samples)
 
     outcome = measure(prepare, list, repeat=1, limit_s=600)
@@ -229,19 +220,23 @@ def _rank_memory(stores: Stores) -> int:
     def join(rank: int) -> Callable[[], int]:
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         joined = ExitStack()
-        group = joined.enter_context(wiring.joined_ranks({"use_cpu": True}))
+        group = joined.enter_context(training.joined_ranks({"use_cpu": True}))
         source = cast("LengthSource", _StoredSamples())
 
         def plan() -> int:
             with joined:
                 planned = plan_split(
-                    "train", KNOBS, source=source, stores=stores, group=group, flush_every=None, deadline=Deadline(600)
+                    "train", POLICY, source=source, stores=stores, group=group, flush_every=None, deadline=Deadline(600)
                 )
                 return len(planned.aligned.packs)
 
         return plan
 
-    planning = multiprocessing.get_context("fork").Process(target=lambda: join(0)())  # noqa: PLW0108  # not here, there
+    def plan_as_rank_zero() -> None:
+        end_with_parent()
+        join(0)()
+
+    planning = multiprocessing.get_context("fork").Process(target=plan_as_rank_zero)
     planning.start()
     outcome = measure(lambda: join(1), int, repeat=1, limit_s=600)
     planning.join()

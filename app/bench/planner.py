@@ -19,8 +19,8 @@ from typing import Any
 import attrs
 import numpy as np
 import scipy
-from tqdm import tqdm
 
+from adapters.progress import progress
 from app.bench.distributions import DISTRIBUTIONS, Distribution
 from app.bench.measure import Measured, NotMeasured, measure
 from app.bench.peers import PEERS
@@ -132,10 +132,10 @@ def _measure_distribution(distribution: Distribution, options: argparse.Namespac
     for num_samples in sorted(options.samples):
         lengths = distribution.lengths(num_samples, seed=options.seed)
         names = list(dict.fromkeys(options.planners))
-        progress = tqdm(names, desc=f"{distribution.name}, {num_samples:,}", leave=False, disable=None)
+        bar = progress(names, desc=f"{distribution.name}, {num_samples:,}", leave=False)
         outcomes: dict[str, Measured | NotMeasured] = {}
-        for name in progress:
-            progress.set_postfix_str(name)
+        for name in bar:
+            bar.set_postfix_str(name)
             outcome = (
                 NotMeasured(given_up[name])
                 if name in given_up
@@ -153,7 +153,16 @@ def _measure_distribution(distribution: Distribution, options: argparse.Namespac
 
 
 def preparation(name: str, lengths: IntArray, capacity: int) -> Callable[[], Callable[[], Any]]:
-    """Return what makes a planner's input, and warms it up."""
+    """
+    Return what makes a planner's input, and warms it up.
+
+    Args:
+        name: A planner of ours, or of `PEERS`.
+
+        lengths: Tokens of each sample; shape (num_samples,).
+
+        capacity: Tokens of a pack.
+    """
 
     def prepare() -> Callable[[], Any]:
         if name in PEERS:

@@ -12,6 +12,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from adapters.lifeline import end_with_parent
+
 STDOUT, STDERR = 1, 2
 
 Message = Mapping[str, Any]
@@ -71,6 +73,7 @@ WAITING = {"waiting": True}
 
 
 def _run(work: Callable[[Turns], Message], connection: Connection) -> None:
+    end_with_parent()
     os.setsid()
     # What libraries print is not what this command prints.
     with Path(os.devnull).open("w") as nowhere:

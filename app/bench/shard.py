@@ -1,8 +1,9 @@
 """
-RL batches cut into microbatches: how long it takes, how evenly the workers work, and how much less is computed than by padding.
+RL batches cut into microbatches: how long it takes, how evenly the workers work, and how much less is computed than by
+padding.
 
-Balanced and round robin, dynamic batching and padding cut the same batches, of real lengths; time is beside one stable argsort of
-the lengths.
+Balanced and round robin, dynamic batching and padding cut the same batches, of real lengths; time is beside one stable
+argsort of the lengths.
 """
 
 from __future__ import annotations
@@ -20,10 +21,9 @@ import numpy as np
 
 from app.bench.distributions import DISTRIBUTIONS
 from app.bench.table import aligned
-from app.command import positive_number
+from app.cli.command import positive_number
 from core.lengths import IntArray
-from core.shard import Sharding, shard_dynamic, shard_packed, shard_plain
-from core.shard_metrics import chunk_metrics, pooled
+from core.shard import Sharding, chunk_metrics, pooled, shard_dynamic, shard_packed, shard_plain
 
 
 @attrs.frozen
@@ -34,11 +34,11 @@ class Row:
     milliseconds: float
     argsorts: float
     microbatches: float
-    """Of each worker."""
+    """Microbatches of each worker."""
 
     utilisation: float
     computed_share: float
-    """Of what padding every sequence to the longest of its chunk would compute."""
+    """Share of what padding every sequence to the longest of its chunk would compute."""
 
     work_imbalance: float
     """The busiest worker's attention work over the mean."""

@@ -1,7 +1,9 @@
 """
-Dynamic packing: lengths a second through the buffer, beside planning all of them at once, on the planner's distributions.
+Dynamic packing: lengths a second through the buffer, beside planning all of them at once, on the planner's
+distributions.
 
-What packing as samples come costs in packs is shown too: packs that were emitted against those of best fit over everything.
+What packing as samples come costs in packs is shown too: packs that were emitted against those of best fit over
+everything.
 """
 
 from __future__ import annotations
@@ -16,10 +18,10 @@ import numpy as np
 
 from app.bench.distributions import DISTRIBUTIONS
 from app.bench.table import aligned
-from app.command import positive_number
-from core.carry import Carry, CarryOptions, advance, finish
+from app.cli.command import positive_number
 from core.lengths import IntArray
 from core.packers import pack
+from core.stream import Carry, CarryOptions, advance, finish
 
 CHUNK = 4096
 """Lengths that come at a time."""

@@ -62,7 +62,8 @@ def take_turns(
 
 def run_alone(name: str, call: Callable[[], Any], *, limit_s: float) -> Any:
     """
-    Return what a call returns in a process of its own, which leaves no threads and no GPU context in this one to be forked.
+    Return what a call returns in a process of its own, which leaves no threads and no GPU context in this one to be
+    forked.
 
     Args:
         name: What an error calls it.

@@ -9,28 +9,43 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from adapters.files import saving, writing
 from app import sft
-from app.command import program, run_command
+from app.cli.command import program, run_command, run_program
+from app.wiring import stores
 
 CONFIG = Path(__file__).parent.parent / "demo.yaml"
 
 
 def make(folder: Path, *, seed: int, num_train: int, num_val: int) -> None:
-    """Write the data to `data/` and the models to `models/` under *folder*."""
+    """
+    Write the data to `data/` and the models to `models/` under *folder*.
+
+    Args:
+        folder: Where everything is written.
+
+        seed: What data and weights are drawn from.
+
+        num_train: Records of the training data.
+
+        num_val: Records of the evaluation data.
+    """
     from app.demo.scenes import corpus, write_data
     from app.demo.tiny_models import MODEL_TYPES, write_model
 
-    write_data(folder / "data", seed=seed, num_train=num_train, num_val=num_val)
+    with writing(folder / "data"):
+        write_data(folder / "data", seed=seed, num_train=num_train, num_val=num_val)
     for model_type in MODEL_TYPES:
-        write_model(folder / "models" / model_type, model_type, corpus(folder / "data"), seed=seed)
+        with saving(folder / "models" / model_type):
+            write_model(folder / "models" / model_type, model_type, corpus(folder / "data"), seed=seed)
 
 
 def train() -> None:
     """Train as `app/demo.yaml` says, and print how the loss fell."""
-    from app import wiring
+    from app.wiring import training
 
-    with wiring.joined_ranks({}) as group:
-        result = sft.run(wiring.read_config(CONFIG), group)
+    with training.joined_ranks({}) as group:
+        result = sft.run(stores.read_config(CONFIG), group)
     evaluated = [entry["eval_loss"] for entry in result.history if "eval_loss" in entry]
     losses = [entry["loss"] for entry in result.history if "loss" in entry]
     plan = result.planned["train"]
@@ -63,4 +78,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_program(main))

@@ -44,7 +44,7 @@ SPECIAL_TOKENS = (
     "<|image_pad|>",
     "<|video_pad|>",
 )
-"""Of the Qwen family, in its order."""
+"""Special tokens of the Qwen family, in its order."""
 
 MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen2", "qwen3")
 

@@ -22,6 +22,8 @@ from core.packers.modified_first_fit_decreasing import modified_first_fit_decrea
 from core.packs import Packs
 from core.runs import Ledger, Runs
 
+__all__ = ["ALGORITHMS", "Algorithm", "Packer", "algorithm_named", "checked_seed", "pack", "with_bin_count"]
+
 
 class Packer(Protocol):
     """Puts samples into packs."""
@@ -75,6 +77,22 @@ ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
 """What `training.packing_algorithm` may name."""
 
 
+def algorithm_named(name: str) -> Algorithm:
+    """Return an algorithm of `ALGORITHMS`; ValueError with their names if it is none."""
+    if name not in ALGORITHMS:
+        message = f"algorithm is {name!r}, but has to be one of {', '.join(ALGORITHMS)}"
+        raise ValueError(message)
+    return ALGORITHMS[name]
+
+
+def checked_seed(seed: int) -> int:
+    """Return *seed* if it is a whole number from 0 to 2**64 - 1; ValueError otherwise."""
+    if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= seed < 2**64:
+        message = f"seed is {seed!r}, but has to be a whole number from 0 to 2**64 - 1"
+        raise ValueError(message)
+    return int(seed)
+
+
 def pack(
     lengths: Lengths,
     *,
@@ -114,16 +132,12 @@ def pack(
     capacity = positive("capacity", capacity)
     min_bin_count = positive("min_bin_count", min_bin_count)
     bin_count_multiple = positive("bin_count_multiple", bin_count_multiple)
-    if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= seed < 2**64:
-        message = f"seed is {seed!r}, but has to be a whole number from 0 to 2**64 - 1"
-        raise ValueError(message)
-    if algorithm not in ALGORITHMS:
-        message = f"algorithm is {algorithm!r}, but has to be one of {', '.join(ALGORITHMS)}"
-        raise ValueError(message)
+    seed = checked_seed(seed)
+    chosen = algorithm_named(algorithm)
     array = lengths_up_to(lengths, capacity=capacity)
     packs = Packs.from_lists([])
     if array.size:
         # No pack holds more than all tokens, and their sum fits 64 bits where the capacity may not.
         capacity = min(capacity, int(array.sum()))
-        packs = ALGORITHMS[algorithm].packer(array, capacity=capacity, seed=int(seed), tell=tell)
+        packs = chosen.packer(array, capacity=capacity, seed=seed, tell=tell)
     return with_bin_count(packs, array, minimum=min_bin_count, multiple=bin_count_multiple)

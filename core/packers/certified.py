@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import chain
 
+from core.errors import counted
 from core.lengths import IntArray
 from core.packers.best_fit_decreasing import best_fit_decreasing
 from core.packers.concatenative import concatenative
@@ -42,7 +43,7 @@ def certified(lengths: IntArray, *, capacity: int, seed: int, tell: Callable[[st
     runs = Runs.of(lengths)
     best, bound = _fewest(runs, capacity=capacity, tell=tell)
     if best.num_bins > bound:
-        tell(f"{best.num_bins:,} packs, the bound is {bound:,}: trying the other algorithms")
+        tell(f"{counted(best.num_bins, 'pack')}, the bound is {bound:,}: trying the other algorithms")
         for algorithm in (constant_volume, first_fit_decreasing, modified_first_fit_decreasing):
             best = min(best, algorithm(runs, capacity=capacity), key=lambda ledger: ledger.num_bins)
     packs = best.packs(lengths, runs)
@@ -57,9 +58,9 @@ def _fewest(runs: Runs, *, capacity: int, tell: Callable[[str], None]) -> tuple[
     """Return the best packing over runs, and the bound that it was compared with."""
     best_fit = best_fit_decreasing(runs, capacity=capacity)
     runs, capacity = reduced(runs, capacity=capacity)
-    bounding = f"{best_fit.num_bins:,} packs, looking for the bound"
+    bounding = f"{counted(best_fit.num_bins, 'pack')}, looking for the bound"
     tell(bounding)
-    effort = ToldEffort(lambda steps: tell(f"{bounding}: {steps:,} steps"))
+    effort = ToldEffort(lambda steps: tell(f"{bounding}: {counted(steps, 'step')}"))
     certificate = certify(runs, capacity=capacity, known=best_fit.num_bins, effort=effort)
     bound, best = certificate.bound, certificate.filling
     if best is None or best_fit.num_bins == bound:
@@ -67,7 +68,7 @@ def _fewest(runs: Runs, *, capacity: int, tell: Callable[[str], None]) -> tuple[
     searches = chain(dives(runs, capacity=capacity, patterns=certificate.patterns), restarts(runs, capacity=capacity))
     while num_packs(best) > bound and (found := next(searches, None)) is not None:
         best = min(best, found, key=num_packs)
-        tell(f"{min(num_packs(best), best_fit.num_bins):,} packs, the bound is {bound:,}: looking for fewer")
+        tell(f"{counted(min(num_packs(best), best_fit.num_bins), 'pack')}, the bound is {bound:,}: looking for fewer")
     return min(best_fit, _ledger_of(best), key=lambda ledger: ledger.num_bins), bound
 
 

@@ -1,8 +1,8 @@
 """
 How much a search may cost: counted in steps, never by the clock, so that its result is the same on every machine.
 
-A step is what a completion of exact filling does for one run, about a third of a microsecond; the constants of the other
-searches are such that their steps take about as long.
+A step is what a completion of exact filling does for one run, about a third of a microsecond; the constants of the
+other searches are such that their steps take about as long.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from core.patterns import Filling, Pattern
 from core.runs import Runs
 
 MAX_NODES = 200
-"""Of the solver's search tree; it ends by this count, never by the clock."""
+"""Nodes of the solver's search tree at most; it ends by this count, never by the clock."""
 
 
 def fewest_patterns(patterns: list[Pattern], runs: Runs) -> Filling | None:

@@ -8,7 +8,7 @@ from core.lengths import IntArray
 from core.runs import Runs
 
 MAX_PARTS = 100
-"""Of the dual-feasible functions: how many parts of the capacity lengths are rounded to."""
+"""Parts of the capacity that dual-feasible functions round lengths to, at most."""
 
 
 def quick_bound(runs: Runs, *, capacity: int) -> int:

@@ -168,7 +168,7 @@ class Knapsack:
 
     sizes: IntArray
     prices: IntArray
-    """Of a sample of each run; shape (num_runs,)."""
+    """Price of a sample of each run; shape (num_runs,)."""
 
     worth: IntArray
     """The highest price of a pattern of at most n tokens; shape (capacity + 1,)."""
@@ -200,7 +200,16 @@ class Knapsack:
 
 
 def solve_knapsack(sizes: IntArray, prices: IntArray, capacity: int) -> Knapsack:
-    """Solve the unbounded knapsack exactly, in integers; *sizes* in tokens, longest first."""
+    """
+    Solve the unbounded knapsack exactly, in integers; *sizes* in tokens, longest first.
+
+    Args:
+        sizes: Tokens of each kind of item, longest first; shape (num_kinds,).
+
+        prices: Worth of an item of each kind, whole numbers; shape (num_kinds,).
+
+        capacity: Tokens that the knapsack holds.
+    """
     ascending, value = sizes[::-1], prices[::-1]
     fitting = np.searchsorted(ascending, np.arange(capacity + 1), side="right").tolist()
     worth = np.zeros(capacity + 1, dtype=np.int64)

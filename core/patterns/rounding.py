@@ -22,7 +22,7 @@ MAX_DIVES = 40
 """Linear programs after the relaxation; each has fewer samples than the one before."""
 
 MIN_SHARE_OF_A_DIVE = 0.5
-"""Of the packs still to find, at least so many are fixed in one dive."""
+"""Share of the packs still to find that one dive fixes at least."""
 
 FEW_SAMPLES = 60
 MAX_RESTARTS = 100
@@ -90,7 +90,10 @@ def _solve(patterns: list[Pattern], sizes: list[int], left: list[int]) -> Master
 
 
 def _fix(patterns: list[Pattern], uses: FloatArray, left: list[int], *, at_least: float) -> Filling:
-    """Take whole bins from *left*, most used patterns first, and return them: all whole uses, and *at_least* so many."""
+    """
+    Take whole bins from *left*, most used patterns first, and return them: all whole uses, and
+    *at_least* so many.
+    """
     fixed: Filling = []
     for place in np.argsort(-uses, kind="stable").tolist():
         pattern, used = patterns[place], float(uses[place])

@@ -17,9 +17,9 @@ from datasets import Dataset
 from core.align import align_plan
 from core.batch import resolve_accumulation
 from core.checksum import plan_checksum
-from core.course import Course
 from core.lengths import Lengths
 from core.plan import build_raw_plan
+from core.schedule import Course
 
 WORLD_SIZE, PACKS_PER_STEP, EPOCHS = 2, 8, 3
 
@@ -34,13 +34,7 @@ def describe(lengths: Lengths, *, packing_length: int) -> str:
         gradient_accumulation_steps=None,
         world_size=WORLD_SIZE,
     ).gradient_accumulation_steps
-    course = Course(
-        num_packs=len(plan.packs),
-        world_size=WORLD_SIZE,
-        dataloader_drop_last=False,
-        gradient_accumulation_steps=accumulation,
-        num_train_epochs=EPOCHS,
-    )
+    course = Course.of(aligned, gradient_accumulation_steps=accumulation, num_train_epochs=EPOCHS)
     return (
         f"{plan.planned_samples:,} of {plan.num_samples:,} samples in {len(plan.packs):,} packs "
         f"(no plan has fewer than {plan.lower_bound:,}), fill {plan.fill:.4f}; on {WORLD_SIZE} ranks {course.steps_per_epoch} steps "

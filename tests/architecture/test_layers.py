@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 CORE_MAY_IMPORT = {
     "__future__", "attrs", "bisect", "collections", "contextlib", "core", "decimal", "fractions", "functools", "hashlib", "heapq", "itertools", "json",
-    "math", "numbers", "numpy", "scipy", "types", "typing",
+    "math", "numbers", "numpy", "re", "scipy", "types", "typing",
 }  # fmt: skip
 """Pure arithmetic and values; of scipy, its linear programming alone."""
 
@@ -38,6 +38,39 @@ def imported(path: Path) -> set[str]:
 def test_core_imports_nothing_but_what_is_listed(path):
     """An allow list, so that a new dependency is a decision."""
     assert imported(path) <= CORE_MAY_IMPORT
+
+
+MOST_MODULES = 16
+"""In a folder, its `__init__` aside: more are no longer seen at a glance."""
+
+
+@pytest.mark.parametrize("layer", ["core", "adapters", "app"])
+def test_folders_are_seen_at_a_glance(layer):
+    """None has more modules than can be read as a list."""
+    folders = {path.parent for path in (ROOT / layer).rglob("*.py")}
+
+    crowded = {folder: len(list(folder.glob("*.py"))) - 1 for folder in folders}
+    assert [] == [folder for folder, number in crowded.items() if number > MOST_MODULES]
+
+
+FACELESS = {"core.patterns"}
+"""Rooms of core whose modules are imported as they are: packers and bounds take a part each."""
+
+
+def test_rooms_of_core_are_imported_through_their_faces():
+    """What another room or layer may use of a room stands in its `__init__`; a room's own modules import each other."""
+    rooms = {f"core.{path.parent.name}" for path in (ROOT / "core").glob("*/__init__.py")} - FACELESS
+    past = []
+    for layer in ("core", "adapters", "app"):
+        for path in (ROOT / layer).rglob("*.py"):
+            here = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("core."):
+                    room = ".".join(node.module.split(".")[:2])
+                    if room in rooms and node.module != room and not here.startswith(f"{room}."):
+                        past.append(f"{here}: from {node.module}")
+
+    assert [] == past
 
 
 @pytest.mark.slow
@@ -73,38 +106,74 @@ def test_no_pickle_and_no_unsafe_yaml():
 
 
 def test_only_wiring_constructs_adapters():
-    """Commands and planning get them handed in; classes of adapters are named in the two modules of wiring alone."""
-    for path in [*(ROOT / "app").glob("*.py"), *(ROOT / "app" / "plans").glob("*.py")]:
-        if path.name in {"wiring.py", "wiring_light.py"}:
-            continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-                assert node.func.id not in {
-                    "SwiftSamples",
-                    "DiskLengthStore",
-                    "DiskPlanStore",
-                    "TorchGroup",
-                    "PackTrainer",
-                }
+    """Commands and planning get them handed in; classes of adapters are called in wiring alone."""
+    classes = {"SwiftSamples", "JsonlRecords", "DiskLengthStore", "DiskPlanStore", "TorchGroup", "PackTrainer"}
+    called = {
+        (path.parent.name, node.func.id)
+        for path in (ROOT / "app").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in classes
+    }
+
+    assert {("wiring", name) for name in classes} == called
 
 
 def programs() -> list[str]:
     """Return every module that `python -m` runs, but for the one that hands over to them."""
     files = [*(ROOT / "app").glob("[!_]*.py"), *(ROOT / "app").glob("*/__main__.py")]
-    names = [path.parent.name if path.name == "__main__.py" else path.stem for path in files]
-    return [f"app.{name}" for name, path in zip(names, files, strict=True) if "def main(" in path.read_text()]
+    return [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files if "def main(" in path.read_text()]
+
+
+TYPO = """
+import contextlib, importlib, io, json, sys
+loaded = {}
+for module, *words in json.loads(sys.argv[1]):
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        status = importlib.import_module(module).main(words)
+    heavy = [name for name in ("torch", "swift", "transformers") if name in sys.modules]
+    loaded[" ".join([module, *words])] = [status, heavy, "did you mean" in said.getvalue()]
+print(json.dumps(loaded))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["yaml", "command line"])
+def test_a_typo_is_refused_without_torch_and_without_swift(tmp_path, where):
+    """By every command that reads a YAML: in a key of ours, of ms-swift, or in an override; in a fresh process."""
+    key, override = ("lerning_rate", []) if where == "yaml" else ("learning_rate", ["training.packing_bufer=1"])
+    run, mix = tmp_path / "run.yaml", tmp_path / "mix.yaml"
+    run.write_text(
+        f"model: {{model: m}}\ntemplate: {{max_length: 8}}\ncustom: {{train_jsonl: t}}\ntraining: {{output_dir: o, {key}: 1}}\n"
+    )
+    mix.write_text("sources: [{jsnl: a}]\n" if where == "yaml" else "sources: [{jsonl: a}]\n")
+    plan = [["app.plan.__main__", command, run] for command in ("build", "show", "whatif", "verify")]
+    calls = [["app.sft", run], ["app.check", run], ["app.rl.__main__", run], *plan]
+    calls += [["app.plan.__main__", "report", run, "-o", "p.html"], ["app.plan.__main__", "diff", run, run]]
+    words = [[*map(str, call), *override] for call in calls]
+    words.append(
+        ["app.plan.__main__", "materialise", str(mix), *(["sample_per_epoch=1"] if override else []), "-o", "m.jsonl"]
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-c", TYPO, json.dumps(words)], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+
+    loaded = json.loads(done.stdout)
+    assert 10 == len(loaded)
+    assert all([2, [], True] == one for one in loaded.values()), loaded
 
 
 HELP = """
 import contextlib, importlib, io, json, sys
 loaded = {}
 for words in json.loads(sys.argv[1]):
-    module = importlib.import_module(words[0] + (".__main__" if words[1] else ""))
+    module = importlib.import_module(words[0])
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
-        module.main([*words[2:], "--help"])
+        module.main([*words[1:], "--help"])
     heavy = [name for name in ("torch", "swift", "transformers") if name in sys.modules]
-    loaded[" ".join([words[0], *words[2:]])] = heavy or ("usage:" not in said.getvalue())
+    loaded[" ".join(words)] = heavy or ("usage:" not in said.getvalue())
 print(json.dumps(loaded))
 """
 
@@ -113,18 +182,21 @@ print(json.dumps(loaded))
 def test_every_help_answers_without_torch_and_without_swift():
     """Of each program, and of each of their commands, in a fresh process."""
     from app.bench.__main__ import BENCHMARKS
-    from app.plan import COMMANDS
+    from app.plan.__main__ import COMMANDS
 
-    calls = [[name, name in {"app.bench", "app.demo"}] for name in sorted(programs())]
-    calls += (
-        [["app", True]]
-        + [["app.plan", False, name] for name in COMMANDS]
-        + [["app.bench", True, name] for name in BENCHMARKS]
-    )
+    calls = [["app.__main__"], *([name] for name in sorted(programs()))]
+    calls += [["app.plan.__main__", name] for name in COMMANDS] + [["app.bench.__main__", name] for name in BENCHMARKS]
     run = subprocess.run(
         [sys.executable, "-c", HELP, json.dumps(calls)], capture_output=True, text=True, check=True, cwd=ROOT
     )
 
     loaded = json.loads(run.stdout)
-    assert {"app", "app.sft", "app.check", "app.rl", "app.plan show", "app.demo", "app.bench planner"} <= set(loaded)
+    assert {
+        "app.__main__",
+        "app.sft",
+        "app.check",
+        "app.rl.__main__",
+        "app.plan.__main__ show",
+        "app.demo.__main__",
+    } <= set(loaded)
     assert not any(loaded.values()), loaded

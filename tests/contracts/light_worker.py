@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from adapters.torch_group import TorchGroup
+from adapters.ranks.torch_group import TorchGroup
 from core.errors import DataSetError
 
 
@@ -29,7 +29,7 @@ class LightWorker:
         return {"own": np.array(shard), "sum": np.array(float(total))}
 
     def refuse(self, shard):
-        """Raise what the user can mend."""
+        """Raise what the user can fix."""
         raise DataSetError(f"no {shard}")
 
     def break_down(self, shard):

@@ -13,7 +13,7 @@ from pathlib import Path
 def main(scene: str, out: str) -> None:
     import numpy as np
 
-    from adapters import torch_group
+    from adapters.ranks import torch_group
     from core.errors import PackplanError, PlanTooShortError
 
     def note(**said: object) -> None:
@@ -42,7 +42,7 @@ def main(scene: str, out: str) -> None:
     if scene == "lonely" and group.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
-        arrays = group.from_rank_zero(build, timeout_s=3 if scene == "slow" else 60)
+        arrays = group.from_rank_zero(build, timeout_s=3 if scene == "slow" else 60, limit_s=7200)
         shown = {
             name: [array.ravel()[:9].tolist(), int(array.sum()), str(array.dtype), array.shape]
             for name, array in arrays.items()

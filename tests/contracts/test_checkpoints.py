@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters import checkpoints
-from adapters.checkpoints import find_checkpoint, remove_digests, write_digests
+from adapters.trainer import checkpoints
+from adapters.trainer.checkpoints import find_checkpoint, read_bookmark, remove_digests, to_state, write_digests
 from core.errors import ConfigError
+from core.schedule import Bookmark, Progress
 
 names = st.sampled_from(
     ["model.safetensors", "optimizer.pt", "rng_state_0.pth", "global_step7/zero_0.pt", "config.json"]
@@ -66,3 +67,17 @@ def test_ranks_take_the_same_checkpoint(tmp_path: Path, monkeypatch, rank, says)
 
     with pytest.raises(ConfigError, match=says):
         find_checkpoint(str(tmp_path), "", group=TwoRanks(rank, other=rank == 1))
+
+
+def test_a_checkpoint_says_in_which_order_it_was_trained(tmp_path: Path):
+    """What it says comes back; one that was written before orders had versions is of the first."""
+    bookmark = Bookmark("a1", "d", 1, True, "full", 2, Progress(step=3))  # noqa: FBT003
+    state = to_state(bookmark, attn_impl="varlen")
+    file = tmp_path / "trainer_state.json"
+
+    file.write_text(json.dumps({"stateful_callbacks": state}))
+    assert bookmark == read_bookmark(tmp_path)
+
+    del state["packplan"]["order_version"]
+    file.write_text(json.dumps({"stateful_callbacks": state}))
+    assert 1 == read_bookmark(tmp_path).order_version

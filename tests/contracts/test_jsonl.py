@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters import jsonl_records
-from adapters.jsonl_records import JsonlRecords
+from adapters.samples import jsonl
+from adapters.samples.jsonl import JsonlRecords
 from core.errors import DataSetError, RecordError
 
 json_values = st.recursive(
@@ -34,7 +34,7 @@ def test_every_record_comes_back_from_its_line(tmp_path_factory, rows):
 
     assert [value for value, _ in rows] == [records[index] for index in range(len(records))]
     lines = text.encode().split(b"\n")
-    assert all(records[i] == json.loads(lines[records.where(i)[1] - 1]) for i in reversed(range(len(records))))
+    assert all(records[i] == json.loads(lines[records.where(i).number - 1]) for i in reversed(range(len(records))))
 
 
 def test_the_digest_of_the_first_records_knows_nothing_of_the_rest(tmp_path: Path):
@@ -83,8 +83,8 @@ def test_several_files_are_one_data_set(tmp_path: Path):
     records = JsonlRecords((str(tmp_path / "a.jsonl"), str(tmp_path / "sub" / "b.jsonl")))
 
     assert [1, 2, 3] == [records[index] for index in range(3)]
-    assert (str(tmp_path / "sub" / "b.jsonl"), 1) == records.where(2)
-    assert tmp_path / "sub" == records.folder(2)
+    assert f"{tmp_path / 'sub' / 'b.jsonl'}, line 1" == str(records.where(2))
+    assert str(tmp_path / "sub") == records.folder(2)
 
 
 @pytest.mark.parametrize(
@@ -97,8 +97,10 @@ def test_several_files_are_one_data_set(tmp_path: Path):
         (b'{"a": [{"b": 1, "c": 2, "b": 3}]}', "the key 'b' is written twice"),
         (b'{"a": "\\ud83d"}', r"has \\ud83d without its other half"),
         (b'{"\\uDC00": 1}', r"has \\udc00 without its other half"),
+        (b'{"a": -' + b"9" * 5000 + b"}", "has a number of 5,000 digits, .* write it as text"),
+        (b'{"a": 1e999}', "has the number 1e999, which is too large to be read: write it as text"),
     ],
-    ids=["torn", "bytes", "nan", "deep", "twice", "half", "half of a key"],
+    ids=["torn", "bytes", "nan", "deep", "twice", "half", "half of a key", "digits", "infinite"],
 )
 def test_a_malformed_line_is_named(tmp_path: Path, line, says):
     """Line 7, when line 7 is wrong, and only when it is read."""
@@ -107,8 +109,9 @@ def test_a_malformed_line_is_named(tmp_path: Path, line, says):
     records = JsonlRecords((str(path),))
 
     assert {} == records[4]
-    with pytest.raises(RecordError, match=rf"a\.jsonl, line 7: .*{says}"):
+    with pytest.raises(RecordError, match=rf"a\.jsonl, line 7: .*{says}") as it:
         records[5]
+    assert "sys." not in str(it.value)
 
 
 def test_what_only_looks_like_half_a_character_is_none(tmp_path: Path):
@@ -125,7 +128,7 @@ def test_lines_are_found_whatever_is_read_at_once(tmp_path_factory, sizes, chunk
     path.write_text("".join(f"  {'1' * size} \n\n" for size in sizes))
     plain = JsonlRecords((str(path),))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jsonl_records, "_CHUNK", chunk)
+        patch.setattr(jsonl, "_CHUNK", chunk)
         records = JsonlRecords((str(path),), max_line_bytes=12)
 
         assert plain.digest(len(plain)) == records.digest(len(records))

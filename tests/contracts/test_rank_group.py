@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from adapters import torch_group
+from adapters.ranks import torch_group
 from tests.contracts import rank_group
 from tests.network import LINK, free_port, two_hosts
 
@@ -123,9 +123,10 @@ def test_a_rank_zero_that_is_killed_is_noticed_within_seconds(play, agent, hoste
 
 
 def test_waiting_has_one_deadline(play):
-    """After which the key that moves it is named, and what rank 0 was doing."""
+    """After which the key that moves it is named, with all its seconds, and what rank 0 was doing."""
     _, second = play("slow")
 
+    assert "rank 1 waited 7,200 s for rank 0" in second["error"]
     assert "training.packing_wait_timeout_s" in second["error"]
     assert "last heard: 3 of 4 are measured" in second["error"]
 

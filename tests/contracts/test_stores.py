@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from adapters.length_store import DiskLengthStore
-from adapters.plan_store import DiskPlanStore
+from adapters.stores.lengths import DiskLengthStore
+from adapters.stores.plans import DiskPlanStore
 from core.align import align_plan
 from core.checksum import plan_checksum
 from core.errors import ConfigError, CorruptArtefactError, StaleLengthsError
@@ -152,7 +152,7 @@ def test_the_disk_holds_small_readable_manifests_and_nothing_else(tmp_path: Path
     put(lengths, 0, 10, probe={})
     plans.save(KEY, PLAN)
     aligned = align_plan(PLAN, world_size=4, dataloader_drop_last=False)
-    plans.save_aligned(KEY, aligned, drop_last=False)
+    plans.save_aligned(KEY, aligned)
 
     manifests = {path.name: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
     named = {entry["file"] for entry in manifests["raw_plan.json"]["arrays"].values()}
@@ -297,7 +297,7 @@ def test_a_damaged_plan_may_be_planned_anew_without_measuring(tmp_path: Path):
     plans.save(KEY, PLAN)
     (tmp_path / "raw_plan.indices.bin").write_bytes(b"")
 
-    with pytest.raises(CorruptArtefactError, match=r"delete .*raw_plan.json to plan anew; the lengths stay"):
+    with pytest.raises(CorruptArtefactError, match=r"delete .*raw_plan.json to plan again; the lengths stay"):
         plans.load(KEY)
     (tmp_path / "raw_plan.json").unlink()
     assert plans.load(KEY) is None
@@ -305,7 +305,7 @@ def test_a_damaged_plan_may_be_planned_anew_without_measuring(tmp_path: Path):
 
 def test_a_manifest_of_another_schema_is_refused(tmp_path: Path):
     """Even with a right digest of its own."""
-    from adapters import artefacts
+    from adapters import files as artefacts
 
     artefacts.write_manifest(tmp_path / "lengths.json", {"schema": "packplan lengths 99"})
 
@@ -323,7 +323,7 @@ def whole(tmp_path):
     plans.save(KEY, PLAN)
     for world_size in (3, 2):
         aligned = align_plan(PLAN, world_size=world_size, dataloader_drop_last=False)
-        plans.save_aligned(KEY, aligned, drop_last=False)
+        plans.save_aligned(KEY, aligned)
     return tmp_path
 
 
@@ -398,7 +398,7 @@ def test_all_that_is_damaged_is_named_at_once(whole):
 
 def test_an_alignment_that_says_something_else_than_its_plan_gives_is_found(whole):
     """Though its digest is right: of another count, for a world size that leaves nothing, or under another name."""
-    from adapters import artefacts
+    from adapters import files as artefacts
 
     content = artefacts.read_manifest(whole / "plan_ws2.json", "packplan aligned plan 1")
     artefacts.write_manifest(whole / "plan_ws2.json", content | {"pad_needed": 7})
@@ -414,7 +414,7 @@ def test_an_alignment_that_says_something_else_than_its_plan_gives_is_found(whol
 
 
 def test_the_alignment_of_an_earlier_plan_is_no_damage(whole):
-    """It stays when a changed knob plans anew, and is never taken for the new plan's."""
+    """It stays when a changed knob plans again, and is never taken for the new plan's."""
     DiskPlanStore(whole).save(Fingerprint({"a": 2}), PLAN)
 
     assert [] == damage(whole)
@@ -423,7 +423,7 @@ def test_the_alignment_of_an_earlier_plan_is_no_damage(whole):
 
 def test_a_manifest_whose_counts_are_not_its_plans_is_found(whole):
     """Though its digest is right."""
-    from adapters import artefacts
+    from adapters import files as artefacts
 
     content = artefacts.read_manifest(whole / "raw_plan.json", "packplan raw plan 2")
     artefacts.write_manifest(whole / "raw_plan.json", content | {"num_tokens": 1})

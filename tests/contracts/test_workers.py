@@ -16,8 +16,8 @@ DEADLINE_S = 60
 
 def of_this_process():
     """Return one worker, which is this process."""
-    from adapters.rank_workers import RankWorkers
-    from adapters.torch_group import OneRank
+    from adapters.ranks.torch_group import OneRank
+    from adapters.workers.ranks import RankWorkers
     from tests.contracts.light_worker import LightWorker
 
     return RankWorkers(LightWorker(), OneRank())
@@ -25,7 +25,7 @@ def of_this_process():
 
 def of_ray():
     """Return two actors."""
-    from adapters.ray_workers import RayWorkers
+    from adapters.workers.ray import RayWorkers
     from tests.contracts.light_worker import LightWorker
 
     return RayWorkers(LightWorker, num_workers=2)

@@ -9,16 +9,18 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
+import attrs
 import numpy as np
 import pytest
 import yaml
 
-from adapters.length_store import DiskLengthStore
-from adapters.plan_store import DiskPlanStore
+from adapters.stores.lengths import DiskLengthStore
+from adapters.stores.plans import DiskPlanStore
 from app.__main__ import COMMANDS
-from app.deadline import Deadline
-from app.planning import Knobs, Stores, plan_split
+from app.planning.deadline import Deadline
+from app.planning.split import Stores, plan_split
 from app.reference import rewritten
+from core.policy import PlanPolicy
 from tests.fakes import FreeLock, ListSource, ScriptedGroup
 
 ROOT = Path(__file__).parents[2]
@@ -143,19 +145,73 @@ def test_a_wrong_command_is_found(tmp_path):
     ] == (wrong_commands(page))
 
 
-@every_page
-def test_tests_that_are_named_exist(page):
-    """Files, and functions."""
+def lost_names(page: Path) -> list[str]:
+    """Return the paths, dotted names and test functions that a page writes as code, and that do not exist."""
     defined = {
         name
         for path in ROOT.glob("tests/**/*.py")
         for name in re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
     }
-    for word in CODE.findall(text_of(page)):
-        if re.fullmatch(r"(tests|core|adapters|app|docs)/[\w/.-]+\.\w+", word):
-            assert (ROOT / word).exists(), word
-        if re.fullmatch(r"test_\w+", word):
-            assert word in defined, word
+    lost = []
+    for word in CODE.findall(FENCE.sub("", text_of(page))):
+        if re.fullmatch(r"(tests|core|adapters|app|docs|ADR)/[\w/.-]*", word):
+            found = (ROOT / word).exists()
+        elif re.fullmatch(r"(core|adapters|app)(\.\w+)+", word):
+            found = is_defined(word)
+        else:
+            found = not re.fullmatch(r"test_\w+", word) or word in defined
+        lost += [word] * (not found)
+    return lost
+
+
+def is_defined(name: str) -> bool:
+    """Return whether a dotted name is a module, or a name that the module's source has; nothing is imported."""
+    path, names = ROOT, name.split(".")
+    while names and (path / names[0]).is_dir():
+        path /= names.pop(0)
+    if names and (path / f"{names[0]}.py").exists():
+        path /= f"{names.pop(0)}.py"
+    source = text_of(path if path.suffix else path / "__init__.py")
+    return all(re.search(rf"\b{one}\b", source) for one in names[:1])
+
+
+@every_page
+def test_files_modules_and_tests_that_are_named_exist(page):
+    """Paths and folders, dotted names of modules and of what they define, test functions."""
+    assert [] == lost_names(page)
+
+
+def test_a_lost_name_is_found(tmp_path):
+    """Of each kind, and no other."""
+    page = tmp_path / "page.md"
+    page.write_text(
+        "`core/align.py` `core/alin.py` `core/packers/` `core/packer/` `ADR/0001-gone.md` `core.plan.build_raw_plan` "
+        "`core.plan.build_plan` `core.gone` `core.packers.ALGORITHMS` `test_a_lost_name_is_found` `test_that_is_gone`\n"
+    )
+
+    assert [
+        "core/alin.py", "core/packer/", "ADR/0001-gone.md", "core.plan.build_plan", "core.gone", "test_that_is_gone",
+    ] == lost_names(page)  # fmt: skip
+
+
+def test_contributing_names_every_room():
+    """A folder of a layer with a face, in the tables of what each holds; the README leads there."""
+    rooms = [path.parent for layer in ("core", "adapters", "app") for path in (ROOT / layer).glob("*/__init__.py")]
+    page = text_of(ROOT / "CONTRIBUTING.md")
+
+    assert len(rooms) > 20
+    assert [] == [room.name for room in rooms if f"`{room.relative_to(ROOT)}/`" not in page]
+    assert "(CONTRIBUTING.md)" in text_of(ROOT / "README.md")
+
+
+def test_the_hooks_before_a_commit_are_the_linters():
+    """`.pre-commit-config.yaml` runs what `make lint` runs, in its order, by the tools of .venv."""
+    (local,) = yaml.safe_load(text_of(ROOT / ".pre-commit-config.yaml"))["repos"]
+    hooks = [hook["entry"] for hook in local["hooks"]]
+    recipe = text_of(ROOT / "Makefile").split("\nlint:")[1].split("\n\n")[0]
+    lines = re.findall(r"^\t\$\(VENV\)(.*?)(?: \.)?$", recipe, re.MULTILINE)
+
+    assert [f".venv{line}" for line in lines] == hooks
 
 
 def test_pages_that_the_code_names_exist():
@@ -192,8 +248,8 @@ def test_every_key_is_on_the_page():
 @pytest.mark.parametrize("page", [page for page in PAGES if fences(page, "yaml")], ids=lambda page: page.stem)
 def test_yaml_that_is_shown_is_a_run(page):
     """Every key is one, every value has its type; what a file that it extends brings may be missing."""
-    from adapters.yaml_config import RL_SECTIONS, parse_config
-    from app.wiring import trainer_fields
+    from adapters.config.run import RL_SECTIONS, parse_config
+    from adapters.config.trainer_keys import stored_keys
 
     for shown in map(yaml.safe_load, fences(page, "yaml")):
         data = {} if "fusion_config" in shown.get("custom", {}) else {"train_jsonl": "a"}
@@ -201,7 +257,7 @@ def test_yaml_that_is_shown_is_a_run(page):
         sections = {name: {**keys, **shown.pop(name, {})} for name, keys in base.items()}
         shown.pop("extends", None)
         rl = not shown.keys().isdisjoint(RL_SECTIONS)
-        assert parse_config({**shown, **sections}, page.name, trainer_fields(), rl=rl)
+        assert parse_config({**shown, **sections}, page.name, stored_keys(), rl=rl)
 
 
 @pytest.fixture
@@ -210,15 +266,11 @@ def planned(tmp_path, monkeypatch) -> str:
     folder = tmp_path / "runs" / "demo" / "run" / "static_packing" / "train"
     folder.mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    knobs = Knobs(
-        packing=True, packing_length=1024, algorithm="constant_volume", min_fill_ratio="0.65", drop_last=True,
-        allow_single_long=True, dataloader_drop_last=False, batch_size=1, seed=0, refuse_longer=False, max_dropped_share="0.01",
-    )  # fmt: skip
     lengths = np.random.default_rng(1).geometric(1 / 200, 300).tolist()
     stores = Stores(DiskLengthStore(folder), DiskPlanStore(folder), FreeLock())
     split = plan_split(
         "train",
-        knobs,
+        PlanPolicy(packing_length=1024),
         source=ListSource(lengths),
         stores=stores,
         group=ScriptedGroup(),
@@ -290,3 +342,11 @@ def test_what_is_compared_was_measured():
         name, *cells = [cell.strip() for cell in row.strip("|").split("|")]
         planner = CODE.search(name)[1]
         assert [measured[planner, one] for one in distributions] == cells
+
+
+def test_every_field_of_a_policy_is_in_its_table():
+    """What decides a plan can be looked up, with its key in the YAML; the table has no other rows."""
+    page = (ROOT / "docs" / "planner.md").read_text(encoding="utf-8")
+    table = page.split("| field | YAML key | meaning |")[1].split("\n\n")[0]
+
+    assert [field.name for field in attrs.fields(PlanPolicy)] == re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)

@@ -73,7 +73,7 @@ def step_alone(model: Any, samples: list[dict[str, Any]], reduction: str = "toke
 
 def silence(setattr_: Callable[[Any, str, Any], None] = setattr) -> None:
     """Let records whose first message is `silent` have no supervised token, when they are measured and later."""
-    from adapters.swift_samples import SwiftSamples
+    from adapters.samples.encoder import SwiftSamples
 
     encode = SwiftSamples._encode
 

@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
-from adapters import packed_dataset
-from app import sft, wiring
-from app.command import run_command
+from adapters.trainer import packed_dataset
+from app import sft
+from app.cli.command import run_command
+from app.wiring import training
 from tests.e2e.alone import Gradients, silence
 
 
@@ -33,7 +34,7 @@ def main(config: str, out: str, fault: str = "") -> int:
 
     trained: dict[str, object] = {}
     gradients = Gradients()
-    built = wiring.build_trainer
+    built = training.build_trainer
 
     def build_trainer(*args, planned, **kwargs):
         trained["table"] = planned["train"].table
@@ -47,13 +48,13 @@ def main(config: str, out: str, fault: str = "") -> int:
 
     def command() -> None:
         packed_dataset.PackedDataset.__getitem__ = noted
-        wiring.build_trainer = build_trainer
+        training.build_trainer = build_trainer
         if fault == "gradients":
             silence()
         if fault == "measure":
-            wiring.SwiftSamples.measure = _fail
-        run = wiring.read_config(config)
-        with wiring.joined_ranks(run.training.trainer) as group:
+            training.SwiftSamples.measure = _fail
+        run = training.read_config(config)
+        with training.joined_ranks(run.training.trainer) as group:
             result = sft.run(run, group)
         plan = result.planned["train"]
         seen = {

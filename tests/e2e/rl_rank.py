@@ -13,9 +13,10 @@ import numpy as np
 import torch
 
 from adapters.microbatches import BatchedData
-from adapters.rank_workers import RankWorkers
 from adapters.sequence_loss import normalisers
-from app import grpo, wiring
+from adapters.workers.ranks import RankWorkers
+from app.rl import loop
+from app.wiring import training
 
 LENGTHS = [9, 41, 5, 30, 2, 17, 61, 8, 12, 25, 33]
 """Tokens of the rollouts; neither ranks nor microbatches divide their number, nor the rounding of widths the longest."""
@@ -41,24 +42,24 @@ def rollouts(vocabulary: int) -> BatchedData:
 
 def phases(path: str) -> dict:
     """Compute log-probabilities and an update of rollouts that are given, as `app.rl` does."""
-    config = wiring.read_config(path, rl=True)
-    with wiring.joined_ranks(config.training.trainer) as group:
-        samples = wiring.open_samples(config)["train"]
-        worker = wiring.open_policy(config, group, samples)
+    config = training.read_config(path, rl=True)
+    with training.joined_ranks(config.training.trainer) as group:
+        samples = training.open_samples(config)["train"]
+        worker = training.open_policy(config, group, samples)
         workers = RankWorkers(worker, group)
         shards = group.world_size // config.policy.context_parallel_size
         batch = rollouts(len(samples.template.tokenizer))
         lengths = batch.lengths.numpy()
-        cut = grpo.cut(config, lengths, shards=shards, training=False)
-        old = grpo._log_probabilities(config, workers, batch, cut)
+        cut = loop.cut(config, lengths, shards=shards, training=False)
+        old = loop._log_probabilities(config, workers, batch, cut)
         batch = batch.with_fields(
             old_log_probabilities=old + batch.tensor("noise"), reference_log_probabilities=old - batch.tensor("noise")
         )
         sequences, tokens = normalisers(batch.tensor("token_mask"))
-        sharding = grpo.cut(config, lengths, shards=shards, training=True)
+        sharding = loop.cut(config, lengths, shards=shards, training=True)
         # Twice: what one update leaves is not added to the next.
         for _ in range(2):
-            trained = grpo.run_on_all(
+            trained = loop.run_on_all(
                 workers, "train", batch.shard(sharding), config, num_sequences=[sequences], num_tokens=[tokens]
             )
         return {

@@ -11,11 +11,11 @@ import torch
 from torch import distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from adapters.dummy_media import always_see
-from adapters.packed_dataset import EncodedPack
-from adapters.torch_group import OneRank
-from app import wiring
-from app.preparing import prepare
+from adapters.ranks.torch_group import OneRank
+from adapters.trainer.dummy_image import ensure_vision_forward
+from adapters.trainer.packed_dataset import EncodedPack
+from app.training.prepare import prepare
+from app.wiring import training
 from core.samples import column
 
 
@@ -25,12 +25,12 @@ def main(config: str, out: str) -> None:
     names = ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
     given = {name: os.environ.pop(name) for name in names}
     rank, world_size, port = int(given["RANK"]), int(given["WORLD_SIZE"]), given["MASTER_PORT"]
-    prepared = prepare(wiring.read_config(config), OneRank())
+    prepared = prepare(training.read_config(config), OneRank())
     trainer, images = prepared.trainer, column(prepared.planned["train"].table, "images")
     index = int((images == 0).argmax()) if rank == 0 else int((images > 0).argmax())
     batch = trainer.data_collator([EncodedPack(0, [prepared.samples["train"].encode(index)])])
     model = trainer.model
-    always_see(model, trainer.template.processor.image_processor)
+    ensure_vision_forward(model, trainer.template.processor.image_processor)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
     mesh = dist.device_mesh.init_device_mesh("cpu", (world_size,))
     for block in [*model.model.visual.blocks, *model.model.language_model.layers, model.model.visual]:

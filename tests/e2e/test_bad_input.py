@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from adapters.swift_arguments import TrainingArguments
-from adapters.swift_trainer import PackTrainer
-from app import plan, sft
+from adapters.trainer.arguments import TrainingArguments
+from adapters.trainer.static import PackTrainer
+from app import sft
+from app.plan import __main__ as plan
 
 pytestmark = [pytest.mark.slow, pytest.mark.covers]
 
@@ -60,8 +61,8 @@ def outcome(write_run, tmp_path, capfd, monkeypatch):
         ('{"messages": [', "no valid JSON"),
         ({"id": 3}, "neither 'messages' nor 'objects'"),
         ({"messages": [QUESTION]}, "assistant"),
-        ({**SEEN, "images": []}, "1 <image> tags but 0 images"),
-        ({**GOOD, "images": ["a.png"]}, "0 <image> tags but 1 images"),
+        ({**SEEN, "images": []}, "1 <image> tag but 0 images"),
+        ({**GOOD, "images": ["a.png"]}, "0 <image> tags but 1 image:"),
         ({**SEEN, "images": ["gone.png"]}, "gone.png does not exist"),
         ({**SEEN, "images": ["data.jsonl"]}, "damaged or no image"),
         ({**SEEN, "images": ["torn.png"]}, "torn.png cannot be read"),
@@ -70,7 +71,10 @@ def outcome(write_run, tmp_path, capfd, monkeypatch):
         ({**SEEN, "images": ["line.png"]}, "aspect ratio"),
         ({**SEEN, "videos": ["a.mp4"]}, "'videos'"),
         ({**SEEN, "images": ["pipe.png"]}, "pipe.png is a folder, a pipe or a device"),
-        ({**SEEN, "images": ["iVBORw0KGgo" * 7000]}, "damaged or no image: File name too long"),
+        ({**SEEN, "images": ["iVBORw0KGgo" * 7000]}, "the image itself is no path: write it to a file"),
+        ({**SEEN, "images": ["file:///a.png"]}, "write the path alone, without file://"),
+        ('{"id": ' + "7" * 5000 + "}", "a number of 5,000 digits, which cannot be read: write it as text"),
+        ({**GOOD, "chat_template_kwargs": {"enable_thinking": True}}, "has 'chat_template_kwargs': a template is set"),
         (
             {"messages": [QUESTION, {**ANSWER, "reasoning_content": "red"}]},
             "'reasoning_content', which would be ignored",
@@ -110,7 +114,7 @@ def test_a_line_or_a_record_beyond_its_bound(outcome):
 
 def test_tags_of_media_that_a_record_has_not_stay_text(write_run, tmp_path, caplog):
     """They reach the model as they are written, and the log says of how many records."""
-    from app import wiring
+    from app.wiring import training as wiring
 
     said = {"messages": [{"role": "user", "content": "what is <video>?"}, ANSWER]}
     (tmp_path / "tags.jsonl").write_text(f"{json.dumps(said)}\n{json.dumps(GOOD)}\n{json.dumps(said)}\n")
@@ -121,6 +125,23 @@ def test_tags_of_media_that_a_record_has_not_stay_text(write_run, tmp_path, capl
 
     assert "train: 2 of 3 records say <video> or <audio> without such media, which stays text" in caplog.text
     assert "what is <video>?" in samples.template.tokenizer.decode(samples.encode(0)["input_ids"])
+
+
+def test_the_path_of_an_image_in_a_text_stays_text(write_run, tmp_path):
+    """ms-swift alone would read the file as an image, and put an image in the place of any other word."""
+    from app.wiring import training as wiring
+
+    Image.new("RGB", (56, 56)).save(tmp_path / "a.png")
+    text = f"<img>{tmp_path / 'a.png'}</img><img>b</img>"
+    (tmp_path / "img.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": text}, ANSWER]}))
+    samples = wiring.open_samples(wiring.read_config(write_run(custom={"train_jsonl": str(tmp_path / "img.jsonl")})))[
+        "train"
+    ]
+
+    encoded = samples.encode(0)
+
+    assert "pixel_values" not in encoded
+    assert text in samples.template.tokenizer.decode(encoded["input_ids"])
 
 
 def test_an_empty_data_set(outcome, tmp_path, capfd):
@@ -176,7 +197,7 @@ def test_a_sample_over_the_limit_where_the_template_raises(outcome):
         ({"custom": {"fusion_config": "mix.yaml"}}, "custom.fusion_config"),
         ({"model": {"model": "gone"}}, "model.model: gone is no folder with a config.json"),
         ({"model": {"attn_impl": "flex_attention"}}, "varlen or sdpa or eager"),
-        ({"training": {"output_dir": "/dev/null/run"}}, "training.output_dir /dev/null/run"),
+        ({"training": {"output_dir": "/dev/null/run"}}, "/dev/null/run/static_packing/train cannot be written"),
         ({"training": {"learning_rate": "fast"}}, "training.learning_rate"),
         ({"training": {"lr_scheduler_type": "zigzag"}}, "zigzag"),
         ({"training": {"resume_from_checkpoint": "gone"}}, "training.resume_from_checkpoint"),
@@ -301,6 +322,6 @@ def test_a_changed_system_prompt_is_stale_and_says_so(write_run, execute, capfd)
 @pytest.mark.parametrize("name", ["demo", "rl"])
 def test_yaml_that_is_shipped_is_valid(name):
     """What the README runs."""
-    from app import wiring
+    from app.wiring import training as wiring
 
     assert wiring.read_config(ROOT / "app" / f"{name}.yaml", rl=name == "rl")

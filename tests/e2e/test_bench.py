@@ -17,18 +17,17 @@ from hypothesis import strategies as st
 
 from app.bench.__main__ import main
 from app.bench.distributions import DISTRIBUTIONS, trace
-from app.bench.like_lengths import LikeLengths
 from app.bench.measure import Measured, NotMeasured, measure
 from app.bench.peers import PEERS
+from app.bench.training.like_lengths import LikeLengths
+from app.bench.training.ways import DEFAULT_WAYS, WAYS, Ratio, Row, compared, scaling_table, ways_table
 from app.bench.turns import take_turns
-from app.bench.ways import DEFAULT_WAYS, WAYS, Ratio, Row, compared, scaling_table, ways_table
 from core.bounds import lower_bound
-from core.course import Course
 from core.errors import DataSetError
 from core.packers import ALGORITHMS, pack
 from core.packs import Packs
 from core.plan import build_raw_plan
-from core.telemetry import EpochLedger, PackFacts
+from core.schedule import Course, EpochLedger, PackFacts
 
 ROOT = Path(__file__).parents[2]
 
@@ -145,7 +144,7 @@ def test_distributions_are_drawn_from_their_seed():
 @pytest.mark.slow
 def test_measuring_is_measured_on_made_data(server, tmp_path):
     """One document: every kind both ways; a photograph's header far cheaper than its pixels; memory and warm start bounded."""
-    run = server.packplan("bench", "lengths", "--workers", "1", "--samples", "48", "--json", env={"TMPDIR": tmp_path})
+    run = server.packplan("bench", "lengths", "--workers", "1", "--samples", "36", "--json", env={"TMPDIR": tmp_path})
 
     document = json.loads(run.printed)
 
@@ -169,7 +168,7 @@ def test_too_few_workers_and_samples_are_refused(wrong, capsys):
 def test_training_is_measured_in_every_way(server):
     """The same samples in each way, round by round; packs of growing length; what our parts add is a ratio near 1."""
     document, scaling, overhead = (
-        json.loads(server.packplan("bench", "train", "--samples", 18, "--json", *words.split()).printed)
+        json.loads(server.packplan("bench", "train", "--samples", 12, "--json", *words.split()).printed)
         for words in ("--kinds images --packs 600 --repeat 2", "--kinds text --packs 600 1200 --repeat 1 --scaling",
                       "--packs 600 --repeat 2 --overhead")
     )  # fmt: skip

@@ -12,7 +12,7 @@ from PIL import Image, ImageDraw
 from adapters.attention import layout as varlen_layout
 from adapters.attention import varlen
 from adapters.attention.layout import Layout
-from adapters.torch_group import OneRank
+from adapters.ranks.torch_group import OneRank
 
 pytestmark = pytest.mark.slow
 
@@ -50,9 +50,9 @@ def scenes(tmp_path_factory):
 @pytest.fixture
 def compared(write_run, scenes):
     """Return a function that compares the packs of a run, perhaps after planting a fault in its trainer."""
-    from app import wiring
     from app.check import compare
-    from app.preparing import prepare
+    from app.training.prepare import prepare
+    from app.wiring import training as wiring
 
     def run(of: str, data: str = "", plant=None, num_packs=3, **overlay):
         data = data or ("all.jsonl" if of.endswith("vl") else "text.jsonl")
@@ -125,7 +125,7 @@ def test_a_missing_fourth_row_is_found(compared, monkeypatch, model):
     """As ms-swift strips it: samples see each other, and the row is named."""
     from swift.trainers import Seq2SeqTrainer
 
-    from adapters.swift_trainer import PackTrainer
+    from adapters.trainer.static import PackTrainer
 
     def plain(trainer, inputs):
         known = {key: value for key, value in inputs.items() if not key.startswith(("pack_", "loss_n"))}
@@ -322,7 +322,7 @@ def test_a_loss_that_is_averaged_over_samples_is_found(compared):
 
 def test_the_command_prints_a_table_or_a_document_and_its_status_tells(write_run, scenes, capsys):
     """0 and 3; the worst sample is named by its record; nothing else is on standard output."""
-    from adapters import pack_loader
+    from adapters.trainer import loader
     from app.check import main
 
     path = str(write_run("qwen2", custom={"train_jsonl": str(scenes / "text.jsonl")}, template={"max_length": 256}))
@@ -332,13 +332,13 @@ def test_the_command_prints_a_table_or_a_document_and_its_status_tells(write_run
     assert document["passed"]
     assert 1 == len(document["packs"])
 
-    class Crossing(pack_loader.Collator):
+    class Crossing(loader.Collator):
         def __call__(self, items):
             batch = super().__call__(items)
             predict_the_next_sample(batch)
             return batch
 
-    with patch("adapters.packing_trainer.Collator", Crossing):
+    with patch("adapters.trainer.base.Collator", Crossing):
         assert 3 == main([path])
         shown = capsys.readouterr()
         assert "DIFFERS" in shown.out

@@ -6,15 +6,19 @@ import json
 
 import pytest
 
-from app import plan
+from app.plan import __main__ as plan
+from core.align import align_plan
+from core.plan import build_raw_plan
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("settings", [{}, {"data_seed": 7, "train_dataloader_shuffle": False}])
-def test_training_does_what_show_foretold(write_run, execute, capfd, settings):
+@pytest.mark.parametrize(
+    ("model", "settings"), [("qwen2_5_vl", {}), ("qwen2", {"data_seed": 7, "train_dataloader_shuffle": False})]
+)
+def test_training_does_what_show_foretold(write_run, execute, capfd, model, settings):
     """Steps, packs, order, attention work and coverage; built without training, then trained."""
-    path = write_run(training={"effective_batch_size": 4, "num_train_epochs": 2, **settings})
+    path = write_run(model, training={"effective_batch_size": 4, "num_train_epochs": 2, **settings})
     assert 0 == plan.main(["build", str(path), "--quiet"])
     capfd.readouterr()
     assert 0 == plan.main(["show", str(path), "--json"])
@@ -35,13 +39,14 @@ def test_training_does_what_show_foretold(write_run, execute, capfd, settings):
 
 def test_the_course_is_ordered_as_the_trainers_arguments_say(write_run):
     """ms-swift's defaults are those that looking without it assumes."""
-    from app import wiring
-    from app.course import batch_of, course_of
+    from app.training.schedule import batch_of, course_of
+    from app.wiring import training
 
+    aligned = align_plan(build_raw_plan([8] * 5, packing_length=8), world_size=1, dataloader_drop_last=False)
     for settings in ({}, {"data_seed": 7, "train_dataloader_shuffle": False}):
-        config = wiring.read_config(write_run(training=settings))
+        config = training.read_config(write_run(training=settings))
         batch = batch_of(config, world_size=1)
-        course = course_of(config, batch, num_packs=5, world_size=1)
-        arguments = wiring.open_arguments(config, batch.size, batch.accumulation)
+        course = course_of(config, batch, aligned)
+        arguments = training.open_arguments(config, batch.size, batch.accumulation)
 
         assert (arguments.data_seed, arguments.train_dataloader_shuffle) == (course.seed, course.shuffle)

@@ -51,7 +51,7 @@ def pictures(tmp_path_factory) -> list[Path]:
 @pytest.mark.parametrize("case", list(product(["qwen2_5_vl", "qwen3_vl"], [None, 2_000, 50_000, 1_000_000])), ids=str)
 def test_headers_give_the_lengths_of_full_encodes(case, pictures, write_run, tmp_path):
     """Every kind of image, one or several in a record, with and without a limit on pixels: zero tolerance."""
-    from app import wiring
+    from app.wiring import training
 
     model_type, max_pixels = case
     rng = random.Random(1)  # noqa: S311
@@ -69,7 +69,7 @@ def test_headers_give_the_lengths_of_full_encodes(case, pictures, write_run, tmp
     data = tmp_path / "pictures.jsonl"
     data.write_text("\n".join(map(json.dumps, lines)))
     path = write_run(model_type, custom={"train_jsonl": str(data)}, template={"max_pixels": max_pixels})
-    samples = wiring.open_samples(wiring.read_config(path))["train"]
+    samples = training.open_samples(training.read_config(path))["train"]
     pages = []
     original = samples.template.encode
 
@@ -86,13 +86,13 @@ def test_headers_give_the_lengths_of_full_encodes(case, pictures, write_run, tmp
 
 def test_a_shape_that_the_processor_refuses_is_refused_from_its_header(write_run, tmp_path):
     """With the record's line, as a full encode does."""
-    from app import wiring
+    from app.wiring import training
 
     Image.new("RGB", (3000, 2)).save(tmp_path / "line.png")
     data = tmp_path / "line.jsonl"
     record = {"messages": [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "no"}]}
     data.write_text(json.dumps({**record, "images": ["line.png"]}))
-    samples = wiring.open_samples(wiring.read_config(write_run(custom={"train_jsonl": str(data)})))["train"]
+    samples = training.open_samples(training.read_config(write_run(custom={"train_jsonl": str(data)})))["train"]
 
     for in_full in (False, True):
         (outcome,) = samples.measure_many(range(1), in_full=in_full)

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from adapters.torch_group import OneRank
+from adapters.ranks.torch_group import OneRank
 from core.errors import CoverageError
 from tests.e2e.alone import Gradients, silence, step_alone, token_losses
 from tests.nearness import FLOAT32, apart
@@ -43,14 +43,14 @@ def data(demo, tmp_path, monkeypatch):
 @pytest.fixture
 def prepared(write_run, data, tmp_path):
     """Return a function that builds a run without training it."""
-    from app import wiring
-    from app.preparing import prepare
+    from app.training.prepare import prepare
+    from app.wiring import training
 
     def build(of: str, *, val: bool = False, **overlay):
         custom = {"train_jsonl": data(of), **({"val_jsonl": data(of, "val.jsonl")} if val else {})}
         overlay = {"custom": custom, "template": {"max_length": 400}, **overlay}
         name = f"{of}-{len(list(tmp_path.iterdir()))}"
-        return prepare(wiring.read_config(write_run(of, name=name, **overlay)), OneRank())
+        return prepare(training.read_config(write_run(of, name=name, **overlay)), OneRank())
 
     return build
 
@@ -195,7 +195,7 @@ def test_evaluation_is_the_token_mean_over_all_samples_once(prepared, model):
 
 def test_a_sample_that_evaluation_leaves_out_is_found(prepared, monkeypatch):
     """Or one that counts twice: every pack is counted, over all ranks."""
-    from adapters.pack_loader import EvalBatches
+    from adapters.trainer.loader import EvalBatches
 
     run = prepared("qwen2", val=True)
     plain = EvalBatches.counts
@@ -207,7 +207,7 @@ def test_a_sample_that_evaluation_leaves_out_is_found(prepared, monkeypatch):
 
 def test_a_pack_that_training_leaves_out_is_found(prepared, monkeypatch):
     """A loader that serves another pack than the course says stops the run at the end of the epoch."""
-    from adapters.pack_loader import TrainBatches
+    from adapters.trainer.loader import TrainBatches
 
     run = prepared("qwen2")
     plain = TrainBatches.__iter__

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adapters.microbatches import WEIGHTS, BatchedData, concatenate, pack_row
-from core.errors import DataSetError
+from core.errors import BatchError
 from core.shard import shard_dynamic, shard_packed, shard_plain
 
 MODES = ("packed", "dynamic", "plain")
@@ -133,24 +133,24 @@ def test_rows_of_one_length_are_padded_behind_the_last_sequence(lengths, more):
     assert plain.cu_seqlens_padded[:-1].tolist() == row.cu_seqlens_padded[:-1].tolist()
     assert torch.equal(plain.input_ids, row.input_ids[:, :needed])
     assert not row.input_ids[:, needed:].any()
-    with pytest.raises(DataSetError, match="do not fit a row of"):
+    with pytest.raises(BatchError, match="do not fit a row of"):
         pack_row(batch, multiple=2, row_length=needed - 1)
 
 
 def test_a_batch_that_is_none_is_refused():
     """Fields of other sizes; sequences longer than the batch is wide; a list where a tensor is needed."""
     ids = torch.ones((2, 4), dtype=torch.int64)
-    with pytest.raises(DataSetError, match="field rewards has 3 entries, but the batch has 2 sequences"):
+    with pytest.raises(BatchError, match="field rewards has 3 entries, but the batch has 2 sequences"):
         BatchedData.of({"input_ids": ids, "rewards": torch.ones(3)}, lengths=[1, 2])
-    with pytest.raises(DataSetError, match="a sequence has 5 tokens, but the batch is 4 wide"):
+    with pytest.raises(BatchError, match="a sequence has 5 tokens, but the batch is 4 wide"):
         BatchedData.of({"input_ids": ids}, lengths=[1, 5])
-    with pytest.raises(DataSetError, match="field texts is a list"):
+    with pytest.raises(BatchError, match="field texts is a list"):
         BatchedData.of({"input_ids": ids, "texts": ["a", "b"]}, lengths=np.array([1, 2])).tensor("texts")
     for lengths in ([1.0, 2.0], [0, 2], [[1], [2]]):
-        with pytest.raises(DataSetError, match="whole numbers of at least 1 token"):
+        with pytest.raises(BatchError, match="whole numbers of at least 1 token"):
             BatchedData.of({"input_ids": ids}, lengths=lengths)
     for fields in ({}, {"input_ids": [1, 2]}, {"input_ids": ids[0]}):
-        with pytest.raises(DataSetError, match="a batch has input_ids"):
+        with pytest.raises(BatchError, match="a batch has input_ids"):
             BatchedData.of(fields, lengths=[1, 2])
-    with pytest.raises(DataSetError, match="made for sequences of other lengths"):
+    with pytest.raises(BatchError, match="made for sequences of other lengths"):
         BatchedData.of({"input_ids": ids}, lengths=[1, 2]).shard(shard_plain([1, 2, 2], shards=1, batch_size=3))

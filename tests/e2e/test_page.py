@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from app import plan
+from app.plan import __main__ as plan
 from tests.stored import LENGTHS, store_run
 
 pytestmark = pytest.mark.slow

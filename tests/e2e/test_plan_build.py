@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from adapters.swift_samples import SwiftSamples
-from app import plan
+from adapters.samples.encoder import SwiftSamples
+from app.plan import __main__ as plan
 from tests.processes import finished
 
 pytestmark = pytest.mark.slow

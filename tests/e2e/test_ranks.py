@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from adapters.torch_group import OneRank
+from adapters.ranks.torch_group import OneRank
 from tests.e2e import rank_main
 from tests.network import free_port
 from tests.processes import DEADLINE_S, finished
@@ -84,7 +84,7 @@ def logged(history: list[dict]) -> list[float]:
 
 def test_torchrun_starts_two_ranks(write_run, tmp_path):
     """The launcher that users use, dropping the remainder."""
-    path = write_run(training={**KEYS, "dataloader_drop_last": True, "report_to": ["tensorboard"]})
+    path = write_run("qwen2", training={**KEYS, "dataloader_drop_last": True, "report_to": ["tensorboard"]})
     launcher = Path(sys.executable).with_name("torchrun")
     run = subprocess.run(
         [launcher, "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port()),
@@ -119,7 +119,9 @@ def test_a_folder_that_rank_zero_cannot_write_is_told_to_all(start_ranks, write_
 
     assert [2, 2] == statuses
     for rank in range(2):
-        assert "training.output_dir /dev/null/run" in (out / f"rank{rank}.log").read_text()
+        said = (out / f"rank{rank}.log").read_text()
+        assert "/dev/null/run/static_packing/train cannot be written" in said
+        assert "choose a training.output_dir" in said
 
 
 def test_more_ranks_than_packs_may_not_drop(start_ranks, write_run, tmp_path):
@@ -138,7 +140,7 @@ def test_more_ranks_than_packs_may_not_drop(start_ranks, write_run, tmp_path):
 def test_sigterm_to_one_rank_ends_all_at_the_same_step(start_ranks, write_run, tmp_path):
     """They agree, save one checkpoint, and exit with 0."""
     out = tmp_path / "out"
-    path = write_run(training={"num_train_epochs": 500, "effective_batch_size": 2})
+    path = write_run("qwen2", training={"num_train_epochs": 500, "effective_batch_size": 2})
     ranks = start_ranks(2, path, out)
     ranks[0].wait_until("'loss'")
     os.kill(ranks[1].pid, signal.SIGTERM)

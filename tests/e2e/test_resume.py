@@ -17,6 +17,7 @@ import yaml
 from safetensors.torch import load_file
 
 from core.errors import ConfigError, PlanChangedError
+from core.schedule import ORDER_VERSION
 from tests.e2e import rank_main
 from tests.processes import finished
 
@@ -73,7 +74,7 @@ def few(demo, text_jsonl, tmp_path):
 @pytest.mark.parametrize(
     ("model", "stops", "workers", "more"),
     [
-        ("qwen2", [1, 4, 5, 7], 0, LORA),
+        ("qwen2", [1, 5], 0, LORA),
         ("qwen2_5_vl", [2], 0, {}),
         ("qwen3_vl", [1], 2, {}),
         ("qwen3", [2], 2, {}),
@@ -99,6 +100,26 @@ def test_a_resume_ends_bit_for_bit_as_one_run_does(  # noqa: PLR0917  # fixtures
         assert steps(whole.history) == steps(resumed.history)
         if step < last:
             assert_equal(tmp_path / f"from{step}" / f"checkpoint-{last}", tmp_path / "whole" / f"checkpoint-{last}")
+
+
+def test_a_resumed_run_says_which_settings_are_its_checkpoints(write_run, execute, few, tmp_path, caplog):
+    """Its optimizer brings learning rate and the like along, whatever the YAML says now: both numbers are in the log."""
+    keys = {**KEYS, "weight_decay": 0.1, "lr_scheduler_type": "constant"}
+    execute(write_run("qwen2", name="first", training={**keys, "max_steps": 1}, **few("qwen2")))
+    resumed = {**keys, "resume_from_checkpoint": str(tmp_path / "first" / "checkpoint-1"), "max_steps": 2}
+
+    def warned(name, **changes):
+        caplog.clear()
+        result = execute(write_run("qwen2", name=name, training={**resumed, **changes}, **few("qwen2")))
+        lines = [record.getMessage() for record in caplog.records if record.name == "adapters.trainer.base"]
+        return lines, result.history
+
+    assert [] == warned("same")[0]
+    lines, history = warned("other", learning_rate="1e-5", adam_epsilon="1e-6")
+    assert lines[0].startswith("training.learning_rate is 1e-05, but the run goes on with its checkpoint's 0.005: ")
+    assert lines[1].startswith("training.adam_epsilon is 1e-06, but the run goes on with its checkpoint's 1e-08: ")
+    assert 2 == len(lines)
+    assert 0.005 == next(entry["learning_rate"] for entry in reversed(history) if "loss" in entry)
 
 
 def test_what_is_skipped_is_not_loaded(write_run, execute, few, fetched, tmp_path):
@@ -149,16 +170,25 @@ def test_adapters_alone_are_saved(write_run, execute, tmp_path):
 
 
 def test_a_plan_that_changed_is_refused_with_both_checksums(write_run, execute, tmp_path):
-    """And so are other data and another seed; nothing is trained."""
-    first = execute(write_run("qwen3_vl", name="first", training={**KEYS, "max_steps": 1}))
+    """And so are other data, another seed and another version of the order; nothing is trained."""
+    first = execute(write_run("qwen3", name="first", training={**KEYS, "max_steps": 1}))
     keys = {**KEYS, "resume_from_checkpoint": str(tmp_path / "first" / "checkpoint-1")}
 
     with pytest.raises(PlanChangedError, match=f"plan: stored '{first.planned['train'].raw_checksum}', now '"):
-        execute(write_run("qwen3_vl", name="second", training=keys, template={"max_length": 900}))
+        execute(write_run("qwen3", name="second", training=keys, template={"max_length": 200}))
     with pytest.raises(PlanChangedError, match="seed: stored 42, now 7"):
-        execute(write_run("qwen3_vl", name="second", training={**keys, "data_seed": 7}))
+        execute(write_run("qwen3", name="second", training={**keys, "data_seed": 7}))
     with pytest.raises(ConfigError, match="would train packs of the epoch again"):
-        execute(write_run("qwen3_vl", name="second", training={**keys, "ignore_data_skip": True}))
+        execute(write_run("qwen3", name="second", training={**keys, "ignore_data_skip": True}))
+    path = tmp_path / "first" / "checkpoint-1" / "trainer_state.json"
+    state = json.loads(path.read_text())
+    assert ORDER_VERSION == state["stateful_callbacks"]["packplan"]["order_version"]
+    state["stateful_callbacks"]["packplan"]["order_version"] = ORDER_VERSION + 1
+    path.write_text(json.dumps(state))
+    with pytest.raises(
+        PlanChangedError, match=f"order_version: stored {ORDER_VERSION + 1}, now {ORDER_VERSION}\n.*install"
+    ):
+        execute(write_run("qwen3", name="second", training=keys))
 
 
 def tear(folder: Path, part: str) -> None:
@@ -220,8 +250,9 @@ def test_a_torn_or_foreign_checkpoint_is_no_checkpoint(  # noqa: PLR0917  # fixt
 @pytest.fixture(scope="module")
 def trained(demo, tmp_path_factory):
     """The sections of a short run, and its folder with two checkpoints."""
-    from adapters.torch_group import OneRank
-    from app import sft, wiring
+    from adapters.ranks.torch_group import OneRank
+    from app import sft
+    from app.wiring import training as wiring
 
     folder = tmp_path_factory.mktemp("trained")
     sections = {
@@ -257,11 +288,11 @@ def test_a_checkpoint_without_digests_is_taken_by_its_sizes(trained, write_run, 
 
 def test_weights_alone_are_nothing_to_resume_from(write_run, execute, tmp_path):
     """Without the optimizer it would be another run."""
-    execute(write_run("qwen2_5_vl", training={**KEYS, "max_steps": 1, "save_only_model": True}))
+    execute(write_run("qwen2", training={**KEYS, "max_steps": 1, "save_only_model": True}))
 
     with pytest.raises(ConfigError, match="holds weights alone"):
         keys = {**KEYS, "resume_from_checkpoint": str(tmp_path / "run" / "checkpoint-1")}
-        execute(write_run("qwen2_5_vl", training=keys))
+        execute(write_run("qwen2", training=keys))
 
 
 def test_where_what_is_left_fills_no_batch_the_next_epoch_goes_on(write_run, execute, text_jsonl, tmp_path):
@@ -304,9 +335,9 @@ def test_the_settings_of_the_resumed_run_count(trained, write_run, execute, tmp_
 
 def test_a_finished_run_has_nothing_left(write_run, execute, tmp_path):
     """Resuming it trains no step, and changes nothing."""
-    whole = execute(write_run("qwen3_vl", training={**KEYS, "max_steps": 2}))
+    whole = execute(write_run("qwen3", training={**KEYS, "max_steps": 2}))
 
-    again = execute(write_run("qwen3_vl", training={**KEYS, "max_steps": 2, "resume_from_checkpoint": "last"}))
+    again = execute(write_run("qwen3", training={**KEYS, "max_steps": 2, "resume_from_checkpoint": "last"}))
 
     assert whole.num_steps == again.num_steps == again.course.start.step == 2
     assert steps(whole.history) == steps(again.history)

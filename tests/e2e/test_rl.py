@@ -173,7 +173,8 @@ class Answering:
 def test_answers_are_put_to_their_prompts_and_they_alone_are_trained(write_rl):
     """In the prompts' order, over two workers of which one has a prompt less."""
     from adapters.microbatches import BatchedData
-    from app import grpo, wiring
+    from app.rl import loop
+    from app.wiring import training as wiring
 
     config = wiring.read_config(
         write_rl(grpo={"num_generations_per_prompt": 2}, policy={"generation_batch_size": 1}), rl=True
@@ -182,7 +183,7 @@ def test_answers_are_put_to_their_prompts_and_they_alone_are_trained(write_rl):
     ids = torch.tensor([[n] * n + [0] * (6 - n) for n in lengths])
     asked = BatchedData.of({"input_ids": ids, "answers": [""] * 5, "records": [""] * 5}, lengths=lengths)
 
-    rollouts = grpo._roll_out(config, Answering(), asked, shards=2, step=0)
+    rollouts = loop._roll_out(config, Answering(), asked, shards=2, step=0)
 
     rows = [(n, g) for n in lengths for g in (0, 1)]
     for place, (n, g) in enumerate(rows):
@@ -198,8 +199,8 @@ def test_answers_are_put_to_their_prompts_and_they_alone_are_trained(write_rl):
 def test_prompts_are_answered_from_their_end_and_answers_end_with_their_token(write_rl, monkeypatch):
     """Padding comes before prompts of unequal length; the token that ends an answer belongs to it, what follows does not."""
     from adapters.microbatches import BatchedData
-    from adapters.torch_group import OneRank
-    from app import wiring
+    from adapters.ranks.torch_group import OneRank
+    from app.wiring import training as wiring
     from core.shard import shard_plain
 
     config = wiring.read_config(write_rl(grpo={"num_generations_per_prompt": 2, "max_new_tokens": 4}), rl=True)
@@ -233,20 +234,20 @@ def test_prompts_are_answered_from_their_end_and_answers_end_with_their_token(wr
 
 def test_the_reward_rises(write_rl, tmp_path, capsys):
     """From one step to the next, by the command; what is logged says how much packing computed."""
-    from app import rl
+    from app.rl import __main__ as rl
 
     packing = {"sequence_packing": {"enabled": True, "train_mb_tokens": 512}}
-    grpo = {"num_steps": 24, "num_prompts_per_step": 8, "num_generations_per_prompt": 8, "max_new_tokens": 12}
+    grpo = {"num_steps": 16, "num_prompts_per_step": 8, "num_generations_per_prompt": 8, "max_new_tokens": 8}
 
     assert 0 == rl.main([str(write_rl(policy=packing, grpo=grpo))])
 
     entries = logged(tmp_path / "rl")
     rewards = [entry["reward"] for entry in entries]
-    assert list(range(1, 25)) == [entry["step"] for entry in entries]
+    assert list(range(1, 17)) == [entry["step"] for entry in entries]
     assert statistics.fmean(rewards[-6:]) > 1.25 * statistics.fmean(rewards[:6])
     assert all(0 < entry["train"]["computed_share"] < 1 for entry in entries)
     assert all(entry["train"]["utilisation"] <= 1 and len(entry["train"]["chunks"]) == 1 for entry in entries)
-    assert "step 24/24, 0 s left: reward" in capsys.readouterr().err
+    assert "step 16/16, 0 s left: reward" in capsys.readouterr().err
     assert (tmp_path / "rl" / "policy" / "model.safetensors").is_file()
 
     again = str(write_rl(policy=packing, grpo={**grpo, "num_steps": 1}))
@@ -258,12 +259,13 @@ def test_the_reward_rises(write_rl, tmp_path, capsys):
 
 def test_a_step_of_several_updates_says_what_all_of_them_did(write_rl, tmp_path, monkeypatch):
     """One for each `train_global_batch_size` answers; ratios leave 1 after the first, and extremes are those of all."""
-    from app import grpo, rl
+    from app.rl import __main__ as rl
+    from app.rl import loop
 
     returned = {}
-    plain = grpo.run_on_all
+    plain = loop.run_on_all
     monkeypatch.setattr(
-        grpo, "run_on_all", lambda _, method, *a, **o: returned.setdefault(method, plain(_, method, *a, **o))
+        loop, "run_on_all", lambda _, method, *a, **o: returned.setdefault(method, plain(_, method, *a, **o))
     )
     policy = {"sequence_packing": {"enabled": True, "train_mb_tokens": 200}, "train_global_batch_size": 6}
     assert 0 == rl.main([str(write_rl(policy=policy, grpo={"num_steps": 1, "save_every": 1}))])
@@ -281,7 +283,7 @@ def test_a_step_of_several_updates_says_what_all_of_them_did(write_rl, tmp_path,
 
 def test_ranks_and_ray_give_the_same(server, write_rl, tmp_path):
     """The same rollouts, losses and figures from two ranks and from two actors."""
-    from app import rl
+    from app.rl import __main__ as rl
 
     grpo, policy = (
         {"num_steps": 1, "kl_coefficient": 0.01},
@@ -322,7 +324,7 @@ def nothing(logits, data, *, num_sequences, num_tokens):
 
 def test_a_loss_of_ones_own_runs_unchanged(write_phases, tmp_path, monkeypatch):
     """It knows one sequence at a time; each mode gives the same loss, gradients and greatest metric; DPO is refused by name."""
-    from app import rl
+    from app.rl import __main__ as rl
     from tests.e2e.rl_rank import phases
 
     (tmp_path / "my_losses.py").write_text(OWN_LOSSES)
@@ -346,7 +348,7 @@ def test_a_loss_of_ones_own_runs_unchanged(write_phases, tmp_path, monkeypatch):
 
 def test_a_loss_that_is_none_ends_the_run(write_rl, tmp_path, monkeypatch, capsys):
     """No number, or nothing: no step is taken, nothing saved."""
-    from app import rl
+    from app.rl import __main__ as rl
 
     (tmp_path / "my_losses.py").write_text(OWN_LOSSES)
     monkeypatch.syspath_prepend(tmp_path)
@@ -355,6 +357,15 @@ def test_a_loss_that_is_none_ends_the_run(write_rl, tmp_path, monkeypatch, capsy
         assert 2 == rl.main([str(write_rl(grpo={"loss": f"my_losses:{loss}"}))])
         assert says in capsys.readouterr().err
         assert not (tmp_path / "rl" / "policy").exists()
+
+
+def test_a_learning_rate_that_ruins_the_policy_ends_the_run(write_rl, tmp_path, capsys):
+    """At once, and nothing is saved, though all weights are finite."""
+    from app.rl import __main__ as rl
+
+    assert 2 == rl.main([str(write_rl(learning_rate=1e30, grpo={"num_steps": 1}))])
+    assert "so the policy was not saved: lower training.learning_rate" in capsys.readouterr().err
+    assert not (tmp_path / "rl" / "policy").exists()
 
 
 @pytest.mark.parametrize(
@@ -371,7 +382,7 @@ def test_what_cannot_run_is_refused(write_rl, capsys, policy, grpo, says):
     """With exit status 2, and what to do."""
     import re
 
-    from app import rl
+    from app.rl import __main__ as rl
 
     assert 2 == rl.main([str(write_rl(policy=policy, grpo=grpo))])
     assert re.search(says, capsys.readouterr().err)
@@ -379,7 +390,7 @@ def test_what_cannot_run_is_refused(write_rl, capsys, policy, grpo, says):
 
 def test_only_models_of_text_are_trained(write_rl, demo, capsys):
     """And packing needs an attention that keeps sequences apart."""
-    from app import rl
+    from app.rl import __main__ as rl
 
     path = write_rl(policy={"sequence_packing": {"enabled": True}})
     document = yaml.safe_load(path.read_text())

@@ -40,8 +40,8 @@ def items_of(epoch: int, *, world_size: int, workers: int, **options) -> list:
     """Return what the loaders of all ranks give in an epoch."""
     from torch.utils.data import DataLoader
 
-    from adapters.dynamic_dataset import DynamicDataset
-    from core.carry import CarryOptions
+    from adapters.trainer.dynamic_dataset import DynamicDataset
+    from core.stream import CarryOptions
 
     found = []
     for rank in range(world_size):
@@ -55,7 +55,7 @@ def items_of(epoch: int, *, world_size: int, workers: int, **options) -> list:
 @pytest.mark.parametrize(("world_size", "workers"), [(1, 0), (1, 2), (3, 0), (2, 3)])
 def test_every_sample_goes_to_one_rank_and_one_worker(world_size, workers):
     """Exactly once, or it is counted; the same epoch gives the same packs, another one others."""
-    from adapters.dynamic_dataset import Ended, StreamCounts
+    from adapters.trainer.dynamic_dataset import Ended, StreamCounts
 
     kept = {"drop_last": False, "allow_single_long": True}
     items = items_of(0, world_size=world_size, workers=workers, **kept)
@@ -91,8 +91,8 @@ def test_what_was_emitted_is_not_held():
     """A stream of any length needs the memory of its buffer."""
     import weakref
 
-    from adapters.dynamic_dataset import DynamicDataset
-    from core.carry import CarryOptions
+    from adapters.trainer.dynamic_dataset import DynamicDataset
+    from core.stream import CarryOptions
 
     class Sample(dict):
         pass
@@ -139,16 +139,23 @@ def write_rollout(write_run, text_jsonl):
 
 
 def run(path):
-    from adapters.torch_group import OneRank
-    from app import rollout, wiring
+    from adapters.ranks.torch_group import OneRank
+    from app.training import stream as rollout
+    from app.wiring import training as wiring
 
     return rollout.run(wiring.read_config(path), OneRank())
+
+
+COUNTS = (
+    "epoch_samples", "epoch_packs", "epoch_long_samples", "epoch_skipped_samples", "epoch_dropped_samples",
+    "epoch_left_over_packs",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stream_is_trained_epoch_after_epoch(write_rollout, text_jsonl, monkeypatch, workers):
     """Packs of the data as they are, in an order of each epoch; evaluation unpacked; epochs say what became of samples."""
-    from adapters.stream_trainer import StreamTrainer
+    from adapters.trainer.stream import StreamTrainer
 
     trained: dict[float, list] = {}
     step = StreamTrainer.training_step
@@ -170,11 +177,15 @@ def test_a_stream_is_trained_epoch_after_epoch(write_rollout, text_jsonl, monkey
     ends = [entry for entry in history if "epoch_samples" in entry]
     assert ends
     for number, entry in enumerate(ends):
-        assert number == entry["epoch"]
+        assert number + 1 == entry["epoch"]
         assert 30 == entry["epoch_samples"]
+        assert entry["epoch_long_samples"] / entry["epoch_packs"] == entry["epoch_long_pack_share"]
+        assert all(type(entry[name]) is int for name in COUNTS)
         in_epoch = sum(step["epoch"] == number for step in logged)
         assert entry["epoch_packs"] == 2 * in_epoch + entry["epoch_left_over_packs"]
-    assert any("eval_loss" in entry for entry in history)
+    assert [entry["epoch"] for entry in history if "eval_loss" in entry][: len(ends)] == [
+        entry["epoch"] for entry in ends
+    ]
     assert trained[0] != trained[1]
 
 
@@ -187,6 +198,7 @@ def test_long_samples_are_logged_one_by_one(write_rollout, text_jsonl, caplog, a
                                           packing_drop_last=False, name="long"))  # fmt: skip
     lines = [line for line in caplog.messages if says in line]
     num_long = next(entry for entry in history if "epoch_samples" in entry)
+    assert allowed == (num_long["epoch_long_pack_share"] > 0)
 
     assert num_long["epoch_long_samples" if allowed else "epoch_skipped_samples"] > 0
     assert len(lines) >= num_long["epoch_long_samples" if allowed else "epoch_skipped_samples"]
@@ -213,18 +225,21 @@ def test_a_stream_that_its_steps_end_says_what_it_lost(write_rollout, caplog, wo
     assert min(dropped, packs, skipped, trained) > 0 == long
     assert sum(entry["samples_per_pack"] for entry in logged) == trained
     assert [came, long, skipped, dropped] == [logged[-1][name] for name in names]
+    assert end.endswith(
+        "training.packing_drop_last: false, lower training.packing_min_fill_ratio, or raise training.packing_buffer"
+    )
     assert 1 == sum(line.startswith("the stream drops more than 0.01 of its tokens") for line in caplog.messages)
     assert "packing forces training.per_device_train_batch_size from 2 to 1" in caplog.text
     assert "packing forces training.per_device_eval_batch_size from 3 to 1" in caplog.text
 
 
 def test_the_line_of_an_epoch_has_its_epoch(write_rollout):
-    """Also where no loss was logged in it."""
+    """How many are done then, as in a run of a plan; also where no loss was logged in it."""
     _, _, history = run(write_rollout(max_steps=12, logging_steps=100))
 
     ends = [entry["epoch"] for entry in history if "epoch_samples" in entry]
     assert len(ends) > 1
-    assert list(range(len(ends))) == ends
+    assert list(range(1, len(ends) + 1)) == ends
 
 
 def test_an_epoch_without_a_step_ends_training(write_rollout):
@@ -235,7 +250,7 @@ def test_an_epoch_without_a_step_ends_training(write_rollout):
 
 def test_the_last_message_is_what_is_answered(write_rollout, tmp_path):
     """Of several turns, all before it are the prompt, word for word as in training."""
-    from app import wiring
+    from app.wiring import training as wiring
 
     path = tmp_path / "turns.jsonl"
     turns = [("user", "first"), ("assistant", "red"), ("user", "second"), ("assistant", "blue")]
@@ -272,7 +287,7 @@ def one(completion): return 1.0
     ],
 )
 def test_a_reward_of_ones_own_that_fails_is_named(write_rollout, tmp_path, monkeypatch, name, says):
-    """With the record, and as the user's to mend."""
+    """With the record, and as the user's to fix."""
     (tmp_path / "my_rewards.py").write_text(REWARDS)
     monkeypatch.syspath_prepend(tmp_path)
 
@@ -282,7 +297,7 @@ def test_a_reward_of_ones_own_that_fails_is_named(write_rollout, tmp_path, monke
 
 def test_a_mix_is_trained_in_its_shares(write_rollout, text_jsonl, tmp_path, monkeypatch):
     """Ratios of the mix, packed after it; another draw each epoch."""
-    from adapters import rollouts
+    from adapters.trainer import rollouts
 
     other = tmp_path / "other.jsonl"
     other.write_text("".join(text_jsonl.read_text().splitlines(keepends=True)[:20]))
@@ -313,12 +328,12 @@ def test_a_mix_is_trained_in_its_shares(write_rollout, text_jsonl, tmp_path, mon
 
 def test_the_reward_rises(write_rollout):
     """The best of the model's own answers are trained, and its next answers are better."""
-    custom = {"rollout_reward": "character_overlap", "rollout_completions": 8, "rollout_max_new_tokens": 16}
-    _, _, history = run(write_rollout(custom, max_steps=26, effective_batch_size=4, learning_rate="5e-3"))
+    custom = {"rollout_reward": "character_overlap", "rollout_completions": 8, "rollout_max_new_tokens": 8}
+    _, _, history = run(write_rollout(custom, max_steps=16, effective_batch_size=4, learning_rate="5e-3"))
 
     rewards = [entry["reward"] for entry in history if "reward" in entry]
     kept = [entry["reward_kept"] for entry in history if "reward" in entry]
-    assert 26 == len(rewards)
+    assert 16 == len(rewards)
     assert all(best >= mean for best, mean in zip(kept, rewards, strict=True))
     assert statistics.fmean(rewards[-6:]) > 1.15 * statistics.fmean(rewards[:6])
 
@@ -363,7 +378,8 @@ def test_two_ranks_with_unequal_data_end_together(server, write_rollout, tmp_pat
 
 def test_what_needs_a_plan_refuses_a_stream(write_rollout, capsys):
     """`app.plan build` and `app.check`; the records can be looked through all the same."""
-    from app import check, plan
+    from app import check
+    from app.plan import __main__ as plan
 
     path = str(write_rollout())
 
@@ -375,7 +391,7 @@ def test_what_needs_a_plan_refuses_a_stream(write_rollout, capsys):
 
 def test_prompts_are_answered_where_the_model_is(write_rollout):
     """Without a word on loader workers, of which ms-swift starts one."""
-    from app import wiring
+    from app.wiring import training as wiring
 
     path = write_rollout({"rollout_reward": "exact_match"})
     document = yaml.safe_load(path.read_text())
@@ -383,7 +399,7 @@ def test_prompts_are_answered_where_the_model_is(write_rollout):
     path.write_text(yaml.safe_dump(document))
     config = wiring.read_config(path)
 
-    from app.course import batch_of
+    from app.training.schedule import batch_of
 
     batch = batch_of(config, world_size=1)
     assert 0 == wiring.open_arguments(config, batch.size, batch.accumulation).dataloader_num_workers
@@ -396,7 +412,7 @@ def test_prompts_are_answered_where_the_model_is(write_rollout):
         ({}, {"max_steps": -1}, "training.max_steps: is not set"),
         ({}, {"packing": False}, "training.packing: is false"),
         ({}, {"packing_mode": "static"}, "training.packing_mode: is static, which is Stage-1's"),
-        ({}, {"resume_from_checkpoint": "last"}, "a stream starts anew"),
+        ({}, {"resume_from_checkpoint": "last"}, "a stream starts again"),
         ({"fusion_config": "mix.yaml"}, {}, "both name the data"),
         ({"rollout_reward": "exact_match"}, {"dataloader_num_workers": 2}, "in processes without the model"),
         ({"rollout_keep": 9}, {}, "is more than custom.rollout_completions"),
@@ -408,7 +424,7 @@ def test_prompts_are_answered_where_the_model_is(write_rollout):
             "is of the rollout variant",
         ),
         ({"rollout_reward": "kindness"}, {}, "neither one of word_overlap"),
-        ({"rollout_reward": "core.rewards:kindness"}, {}, "has no attribute 'kindness'"),
+        ({"rollout_reward": "core.rl.rewards:kindness"}, {}, "has no attribute 'kindness'"),
     ],
 )
 def test_what_does_not_go_together_is_refused(write_rollout, custom, training, says):

@@ -13,8 +13,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from adapters import swift_arguments
-from adapters.torch_group import OneRank
+from adapters.ranks.torch_group import OneRank
+from adapters.trainer import arguments as swift_arguments
 from core.errors import ConfigError
 from tests.network import free_port
 from tests.processes import DEADLINE_S, finished
@@ -27,7 +27,7 @@ SEEING = ["qwen2_5_vl", "qwen3_vl"]
 @pytest.fixture
 def arguments(write_run):
     """Return a function that builds the training arguments of a run with more settings."""
-    from app import wiring
+    from app.wiring import training as wiring
 
     def build(**training):
         config = wiring.read_config(write_run(training=training))
@@ -57,7 +57,7 @@ def test_fsdp_reaches_ms_swift_as_it_was_written(arguments, monkeypatch):
 
 def test_deepspeed_reaches_ms_swift_as_it_was_written(write_run, monkeypatch):
     """Whether it is installed here or not: key for key."""
-    from app import wiring
+    from app.wiring import training as wiring
 
     written = {"zero_optimization": {"stage": 3, "overlap_comm": True}, "bf16": {"enabled": "auto"}}
     config = wiring.read_config(write_run(training={"deepspeed": written}))
@@ -103,10 +103,10 @@ def test_tensor_parallelism_in_a_file_is_found_too(arguments, tmp_path):
 @pytest.mark.parametrize("model", SEEING)
 def test_a_batch_without_images_uses_every_weight(write_run, model):
     """So that no rank waits; the loss is the same. Without it, Qwen3-VL leaves its vision tower out."""
-    from adapters.dummy_media import always_see
-    from adapters.packed_dataset import EncodedPack
-    from app import wiring
-    from app.preparing import prepare
+    from adapters.trainer.dummy_image import ensure_vision_forward
+    from adapters.trainer.packed_dataset import EncodedPack
+    from app.training.prepare import prepare
+    from app.wiring import training as wiring
 
     prepared = prepare(wiring.read_config(write_run(model)), OneRank())
     trainer, train = prepared.trainer, prepared.planned["train"]
@@ -123,7 +123,7 @@ def test_a_batch_without_images_uses_every_weight(write_run, model):
         return loss.item(), {name for name, p in trainer.model.named_parameters() if p.grad is None}
 
     before, unused = loss_and_unused()
-    always_see(trainer.model, trainer.template.processor.image_processor)
+    ensure_vision_forward(trainer.model, trainer.template.processor.image_processor)
     after, still = loss_and_unused()
 
     assert before == after

@@ -9,7 +9,7 @@ import torch
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from adapters import sequence_loss
+from adapters import policy_loss, sequence_loss
 from adapters.policy_loss import ClippedPolicyLoss
 from adapters.sequence_loss import (
     NO_TARGET,
@@ -21,6 +21,7 @@ from adapters.sequence_loss import (
     token_log_probabilities,
 )
 from app.bench.loss_cost import plain_policy_loss
+from core.config import GrpoConfig
 from core.context_parallel import PackedLayout
 from core.errors import WholeBatchLossError
 from tests.nearness import FLOAT32, assert_near
@@ -80,6 +81,14 @@ def run(loss, logits, *args, **options):
     value, metrics = loss(logits, *args, **options)
     (gradient,) = torch.autograd.grad(value, logits)
     return float(value.detach()), {name: float(metric) for name, metric in metrics.items()}, gradient
+
+
+def test_losses_are_opened_by_name_with_the_settings_of_a_run():
+    """Each setting reaches the clipped loss; its defaults are those of the run."""
+    grpo = GrpoConfig(ratio_clip_min=0.1, ratio_clip_max=0.3, kl_coefficient=0.5, normalisation="sequence")
+
+    assert ClippedPolicyLoss(0.1, 0.3, 0.5, "sequence") == policy_loss.LOSSES["clipped"](grpo)
+    assert ClippedPolicyLoss() == policy_loss.LOSSES[GrpoConfig().loss](GrpoConfig())
 
 
 def reference(logits, fields, loss: ClippedPolicyLoss) -> tuple[torch.Tensor, float]:

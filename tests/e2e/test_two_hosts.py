@@ -1,43 +1,39 @@
-"""Two hosts that share nothing but a cable: each with its own output folder, started by torchrun on both."""
+"""Two hosts that share nothing but a cable: each with its own output folder, and a rank in the environment that torchrun gives."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from tests.e2e import rank_main
-from tests.network import LINK, two_hosts
+from tests.network import LINK, Host, two_hosts
+from tests.processes import finished
 
 pytestmark = pytest.mark.slow
 
 
-def test_two_hosts_train_from_one_plan_that_only_the_first_stores(write_run, tmp_path):
+def rank_on(host: Host, *arguments: str) -> int:
+    """Run a rank on a host."""
+    host.enter()
+    return rank_main.main(*arguments)
+
+
+def test_two_hosts_train_from_one_plan_that_only_the_first_stores(server, write_run, tmp_path):
     """The plan travels; ranks agree on it and on their steps."""
     keys = {"max_steps": 2, "effective_batch_size": 2}
     runs = [write_run(name=f"host{rank}", training=keys) for rank in range(2)]
-    torchrun = Path(sys.executable).with_name("torchrun")
     with two_hosts() as hosts:
-        started = [
-            subprocess.Popen(
-                ["ip", "netns", "exec", host.name, torchrun, "--nnodes", "2", "--node-rank", str(rank),
-                 "--master-addr", hosts[0].address, "--master-port", "29500", rank_main.__file__, runs[rank], tmp_path],
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd()), "GLOO_SOCKET_IFNAME": LINK},
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        ranks = [
+            server.start(
+                rank_on, host, str(runs[rank]), str(tmp_path), log=tmp_path / f"rank{rank}.log",
+                env={"RANK": rank, "LOCAL_RANK": 0, "GROUP_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1,
+                     "MASTER_ADDR": hosts[0].address, "MASTER_PORT": 29500, "GLOO_SOCKET_IFNAME": LINK},
             )
             for rank, host in enumerate(hosts)
         ]  # fmt: skip
-        try:
-            said = [process.communicate(timeout=240)[0] for process in started]
-        finally:
-            for process in started:
-                process.kill()
+        assert [0, 0] == finished(ranks)
 
-    assert [0, 0] == [process.returncode for process in started], "\n".join(said)
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
     assert first["aligned"] == second["aligned"]
     assert 2 == first["steps"] == second["steps"]

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from app import plan
+from app.plan import __main__ as plan
 
 pytestmark = pytest.mark.slow
 

@@ -11,22 +11,21 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from adapters.folder_lock import FolderLock
-from adapters.jsonl_records import JsonlRecords
-from adapters.length_store import DiskLengthStore
-from adapters.plan_store import DiskPlanStore
-from app.deadline import Deadline
-from app.planning import Knobs, PlannedSplit, Stores, plan_split
+from adapters.lifeline import end_with_parent
+from adapters.samples.jsonl import JsonlRecords
+from adapters.stores.lengths import DiskLengthStore
+from adapters.stores.lock import FolderLock
+from adapters.stores.plans import DiskPlanStore
+from app.planning.deadline import Deadline
+from app.planning.split import PlannedSplit, Stores, plan_split
+from core.policy import PlanPolicy
 from core.ports import Tell
 from core.samples import Measurement
 from tests.fakes import ListSource, ScriptedGroup
 
 FLUSH_EVERY = 7
 
-KNOBS = Knobs(
-    packing=True, packing_length=80, algorithm="constant_volume", min_fill_ratio="0.65", drop_last=True,
-    allow_single_long=True, dataloader_drop_last=False, batch_size=1, seed=0, refuse_longer=False, max_dropped_share="0.01",
-)  # fmt: skip
+POLICY = PlanPolicy(packing_length=80)
 
 
 class FileSource(ListSource):
@@ -51,14 +50,14 @@ def write_data(path: Path, lengths: list[int]) -> Path:
 
 
 def execute(
-    source: ListSource, folder: Path, *, knobs: Knobs = KNOBS, timeout_s: float = 30, tell: Tell = lambda _: None
+    source: ListSource, folder: Path, *, policy: PlanPolicy = POLICY, timeout_s: float = 30, tell: Tell = lambda _: None
 ) -> PlannedSplit:
     """Measure and plan, as rank 0 of a run does."""
     stores = Stores(DiskLengthStore(folder), DiskPlanStore(folder), FolderLock(folder))
     group = ScriptedGroup(hear=tell)
     return plan_split(
         "train",
-        knobs,
+        policy,
         source=source,
         stores=stores,
         group=group,
@@ -82,6 +81,7 @@ class Forked:
         if self.pid == 0:
             status = 1
             try:
+                end_with_parent()
                 call(self)
                 status = 0
             except BaseException as error:  # noqa: BLE001  # told by the exit status; a forked test runner must not go on

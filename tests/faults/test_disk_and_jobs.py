@@ -135,7 +135,9 @@ def test_a_lock_whose_holder_was_killed_is_taken_over(data, whole, fork, tmp_pat
     holder = fork(hold)
     while not holder.counter:
         time.sleep(0.01)
-    with pytest.raises(LockedError, match=f"process {holder.pid} on .* training.packing_wait_timeout_s"):
+    with pytest.raises(
+        LockedError, match=f"process {holder.pid} on .* waited 0.2 s in all: .* training.packing_wait_timeout_s"
+    ):
         execute(FileSource(data), folder, timeout_s=0.2)
     holder.kill()
     (folder / ".lengths.json.left.tmp").write_text("{")
@@ -176,7 +178,7 @@ def test_a_clock_that_was_set_back_changes_nothing(data, whole, tmp_path, monkey
 
 
 def test_a_plan_of_another_fingerprint_is_not_used(data, whole, tmp_path):
-    """Copied in from a run on other data, whole and undamaged: it is planned anew."""
+    """Copied in from a run on other data, whole and undamaged: it is planned again."""
     folder, other = tmp_path / "run", tmp_path / "other"
     execute(FileSource(write_data(tmp_path / "other.jsonl", LENGTHS[::-1])), other)
     execute(FileSource(data), folder)

@@ -11,8 +11,8 @@ from pathlib import Path
 import attrs
 import pytest
 
-from adapters.length_store import DiskLengthStore
-from tests.faults.runs import FLUSH_EVERY, KNOBS, FileSource, Forked, artefacts_of, at_each_line, execute, write_data
+from adapters.stores.lengths import DiskLengthStore
+from tests.faults.runs import FLUSH_EVERY, POLICY, FileSource, Forked, artefacts_of, at_each_line, execute, write_data
 
 pytestmark = [pytest.mark.slow, pytest.mark.seeded]
 
@@ -24,7 +24,7 @@ SEED = int(os.environ.get("EXPLORE_SEED", "0"))
 LENGTHS = [random.Random(5).randint(1, 95) for _ in range(40)]  # noqa: S311  # lengths of a test
 
 
-OTHER = attrs.evolve(KNOBS, packing_length=70)
+OTHER = attrs.evolve(POLICY, packing_length=70)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def start(request, data, tmp_path_factory):
     """Return a function that prepares a folder, and the number of lines that a run there executes."""
     before = tmp_path_factory.mktemp("before")
     if request.param == "another plan":
-        execute(FileSource(data), before, knobs=OTHER)
+        execute(FileSource(data), before, policy=OTHER)
 
     def prepare(folder: Path) -> None:
         shutil.copytree(before, folder)
@@ -90,7 +90,7 @@ def test_a_run_killed_at_any_line_ends_as_one_that_was_not(data, whole, start, t
                 assert process.counter - len(stored.table) <= FLUSH_EVERY
 
         # Whoever goes back to the other plan must not find a mixture of both.
-        execute(source, folder, knobs=OTHER)
+        execute(source, folder, policy=OTHER)
         execute(source, folder)
         assert whole == artefacts_of(folder), f"run {number}"
     # A run that goes on has fewer lines to be killed at than the first one, so some are over before.

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 import yaml
 
-from app import plan as command
-from app.course import batch_of, course_of
-from app.wiring_light import read_config, split_folder
+from app.plan import __main__ as command
+from app.training.schedule import batch_of, course_of
+from app.wiring.stores import read_config, split_folder
+from core.align import align_plan
 from core.checksum import plan_checksum
-from core.differences import plan_difference
+from core.inspection import plan_difference, summarise, summarise_course
 from core.plan import build_raw_plan
-from core.summary import summarise, summarise_course
 from tests.stored import LENGTHS, store_run
 
 ROOT = Path(__file__).parents[2]
@@ -51,7 +51,9 @@ def test_show_says_what_core_says(store, said):
     path = store(eval_lengths=LENGTHS[:9])
     document = json.loads(said("show", path, "--json", "--world-size", "2"))["splits"]
     config, plan = read_config(path), build_raw_plan(LENGTHS, packing_length=80)
-    course = course_of(config, batch_of(config, world_size=2), num_packs=len(plan.packs), world_size=2)
+    course = course_of(
+        config, batch_of(config, world_size=2), align_plan(plan, world_size=2, dataloader_drop_last=False)
+    )
 
     assert ["train", "eval"] == list(document)
     assert attrs.asdict(summarise(plan, LENGTHS)) == document["train"]["plan"]
@@ -122,7 +124,7 @@ def test_show_warns_of_what_training_would_refuse_or_do_otherwise(store, said):
     warnings = "\n".join(json.loads(said("show", path, "--json"))["splits"]["train"]["warnings"])
 
     assert "template.system: stored None, now 'Another.'" in warnings
-    assert "training would plan anew: min_fill_ratio: stored '1.0', now '0.5'" in warnings
+    assert "training would plan again: min_fill_ratio: stored '1.0', now '0.5'" in warnings
     assert "filled below 1.0 are dropped" in warnings
     assert "are skipped" in warnings
     assert "not yet probed" in warnings
@@ -180,6 +182,80 @@ def test_what_is_not_there_is_named(store, capfd, arguments, reason):
     """Status 2."""
     assert 2 == command.main(["show", str(store()), *arguments])
     assert reason in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"training": {"packing_min_fill_ratio": 1.0}}, "9 packs .samples of 51 to 59 tokens. are filled below"),
+        ({"template": {"max_length": 57, "truncation_strategy": "raise"}}, "2 of 9 samples are too long"),
+    ],
+)
+def test_lengths_that_give_no_plan_are_not_sent_back_to_build(store, capfd, changes, reason):
+    """What building raises is said, with its remedy: it stored the lengths, and no plan."""
+    path = store(lengths=list(range(51, 60)))
+    folder = split_folder(read_config(path).training.output_dir, "train")
+    (folder / "raw_plan.json").unlink()
+    document = yaml.safe_load(path.read_text())
+    for section, keys in changes.items():
+        document[section] |= keys
+    path.write_text(yaml.safe_dump(document))
+
+    assert 2 == command.main(["show", str(path)])
+    said = capfd.readouterr().err
+    assert re.search(reason, said), said
+    assert "app.plan build" not in said
+
+
+def test_an_attention_that_training_refuses_is_a_warning(store, said, tmp_path):
+    """As where flash-attn is not installed, with what to take instead."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    for attn_impl, words in (
+        ("flash_attention_2", "the package flash-attn is not installed: use model.attn_impl: varlen"),
+        ("sdpa", ""),
+    ):
+        path = store(model={"model": str(tmp_path), "attn_impl": attn_impl})
+
+        shown = json.loads(said("show", path, "--json"))["splits"]["train"]
+
+        assert bool(words) == any("training refuses the attention: " in w and words in w for w in shown["warnings"])
+        assert attn_impl == shown["attention"]["name"]
+
+
+@pytest.mark.parametrize("name", ["show", "whatif", "report", "diff"])
+def test_misspelt_keys_are_refused_and_not_answered_for_the_defaults(store, capfd, tmp_path, name):
+    """Of this project and of ms-swift, all at once, as training refuses them."""
+    path = store()
+    path.write_text(f"{path.read_text()}grpo: {{}}\n".replace("packing_min", "pakcing_min"))
+    more = {"report": ["-o", str(tmp_path / "page.html")], "diff": [str(path)]}.get(name, [])
+
+    assert 2 == command.main([name, str(path), *more, "training.bf61=true"])
+
+    message = capfd.readouterr().err
+    for said in (
+        "grpo: is of reinforcement learning",
+        "training.bf61 (command line: training.bf61=true): is no known key",
+    ):
+        assert said in message
+
+
+def test_overrides_steer_what_is_shown(store, said, capfd):
+    """As if the YAML said so; of both runs that differ, of the packing that would be."""
+    path = store()
+    document = json.loads(
+        said("show", path, "--json", "training.num_train_epochs=2", "training.effective_batch_size=2")
+    )
+    plain = json.loads(said("show", path, "--json", "training.effective_batch_size=2", "training.num_train_epochs=1"))
+
+    steps = [one["splits"]["train"]["course"]["total_steps"] for one in (plain, document)]
+    assert steps[1] == 2 * steps[0]
+    (planned,) = json.loads(said("whatif", path, "template.max_length=100", "--json"))["alternatives"]
+    assert 100 == planned["packing_length"]
+    compared = said("diff", path, path, "training.packing_algorithm=concatenative", "--json")
+    assert [] == json.loads(compared)["splits"]["train"]["figures"]
+    folder = read_config(path).training.output_dir
+    assert 2 == command.main(["diff", folder, folder, "training.seed=1"])
+    assert "overrides a key of a YAML, but A and B are folders" in capfd.readouterr().err
 
 
 def test_what_is_not_built_is_named(store, capfd):
@@ -490,18 +566,19 @@ def test_a_page_that_cannot_be_written_is_named(store, capfd, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["keep.yaml", "-", "folder.html"])
-def test_a_page_replaces_nothing_but_a_page(store, capfd, tmp_path, name):
+def test_a_page_replaces_nothing_but_a_page(store, capfd, tmp_path):
     """No configuration, no device, no folder; where a link points, the page is written."""
     (tmp_path / "keep.yaml").write_text("mine")
     (tmp_path / "folder.html").mkdir()
-    assert 2 == command.main(["report", str(store()), "-o", str(tmp_path / name)])
-    assert "has to be a file that ends in .html" in capfd.readouterr().err
+    path = str(store())
+    for name in ("keep.yaml", "-", "folder.html"):
+        assert 2 == command.main(["report", path, "-o", str(tmp_path / name)])
+        assert "has to be a file that ends in .html" in capfd.readouterr().err
     assert "mine" == (tmp_path / "keep.yaml").read_text()
 
     link = tmp_path / "link.html"
     link.symlink_to(tmp_path / "real.html")
-    assert 0 == command.main(["report", str(store()), "-o", str(link)])
+    assert 0 == command.main(["report", path, "-o", str(link)])
     assert link.is_symlink()
     assert "</html>" in (tmp_path / "real.html").read_text()
 
@@ -541,7 +618,7 @@ def test_a_reader_that_has_seen_enough_ends_the_command(store):
 
 
 LIGHT = (
-    "import io, sys, contextlib; from app.plan import main\n"
+    "import io, sys, contextlib; from app.plan.__main__ import main\n"
     "with contextlib.redirect_stdout(io.StringIO()): statuses = [main(words.split('|')) for words in sys.argv[1:]]\n"
     "print(statuses, [n for n in ('torch', 'swift', 'transformers') if n in sys.modules])"
 )

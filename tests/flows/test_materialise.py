@@ -7,9 +7,9 @@ import json
 import pytest
 import yaml
 
-from app.materialise import materialise
+from app.wiring.mixes import materialise
 from core.errors import ConfigError, DataSetError
-from core.fusion import quotas
+from core.stream import quotas
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_the_file_holds_the_scheduled_records_with_their_images(write_mix, tmp_p
     materialise(path, output, seed=1, epoch=0)
 
     records = [json.loads(line) for line in output.read_text().splitlines()]
-    from adapters.yaml_config import load_mix
+    from adapters.config.run import load_mix
 
     assert quotas(load_mix(path), [30, 12]) == [sum(r["from"] == name for r in records) for name in "ab"] == [30, 10]
     assert 40 == len({(record["from"], record["number"]) for record in records})
@@ -101,7 +101,7 @@ def test_a_source_that_is_not_there_is_named(write_mix, tmp_path):
 @pytest.mark.slow
 def test_a_static_run_trains_from_it(write_mix, tmp_path, capfd):
     """By the command that the refusal of a mix names."""
-    from app.plan import main
+    from app.plan.__main__ import main
 
     path = write_mix({"of": "a", "count": 5})
 

@@ -78,7 +78,7 @@ def test_the_package_installs_the_command():
     """Under the name by which help recognises it."""
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 
-    assert {"packplan": "app.__main__:main"} == scripts
+    assert {"packplan": "packplan:main"} == scripts
 
 
 @pytest.mark.parametrize("name", ["sft", "check", "rl", "bench", "demo"])

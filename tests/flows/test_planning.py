@@ -1,14 +1,18 @@
-"""Measuring and planning a split, over doubles: what is measured, kept, planned anew, compared."""
+"""Measuring and planning a split, over doubles: what is measured, kept, planned again, compared."""
 
 from __future__ import annotations
+
+import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.deadline import Deadline
-from app.measuring import PROBED_SAMPLES, failures
-from app.planning import Knobs, Stores, plan_split
+from app.planning.deadline import Deadline
+from app.planning.log_lines import describe
+from app.planning.measure import PROBED_SAMPLES, failures
+from app.planning.split import Alignment, Stores, plan_split
+from core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
 from core.errors import (
     ChangedImageError,
     CorruptArtefactError,
@@ -22,6 +26,7 @@ from core.errors import (
     StaleLengthsError,
 )
 from core.plan import build_raw_plan
+from core.policy import PlanPolicy
 from tests.fakes import (
     ElsewhereSource,
     FailingSource,
@@ -41,13 +46,8 @@ from tests.fakes import (
 LENGTHS = [60, 20, 50, 30, 40, 40, 80, 7]
 
 
-def knobs(**changes) -> Knobs:
-    options = {
-        "packing": True, "packing_length": 80, "algorithm": "constant_volume", "min_fill_ratio": "0.65",
-        "drop_last": True, "allow_single_long": True, "dataloader_drop_last": False, "batch_size": 1,
-        "seed": 0, "refuse_longer": False, "max_dropped_share": "0.01",
-    }  # fmt: skip
-    return Knobs(**(options | changes))
+def policy(**changes) -> PlanPolicy:
+    return PlanPolicy(**({"packing_length": 80} | changes))
 
 
 class Desk:
@@ -59,10 +59,10 @@ class Desk:
         self.group = group or ScriptedGroup()
         self.lock = FreeLock()
 
-    def plan(self, flush_every=None, deadline=None, **changes):
+    def plan(self, flush_every=None, deadline=None, alignment=None, **changes):
         return plan_split(
-            "train", knobs(**changes), source=self.source, stores=Stores(self.lengths, self.plans, self.lock),
-            group=self.group, flush_every=flush_every, deadline=deadline or Deadline(1),
+            "train", policy(**changes), alignment=alignment or Alignment(),
+            source=self.source, stores=Stores(self.lengths, self.plans, self.lock), group=self.group, flush_every=flush_every, deadline=deadline or Deadline(1),
         )  # fmt: skip
 
 
@@ -80,7 +80,7 @@ def test_a_second_run_measures_and_plans_nothing():
     assert build_raw_plan(LENGTHS, packing_length=80) == first.raw
 
 
-def test_a_changed_knob_plans_anew_and_measures_nothing():
+def test_a_changed_policy_plans_anew_and_measures_nothing():
     """Lengths do not depend on the budget."""
     desk = Desk()
     desk.plan()
@@ -89,18 +89,6 @@ def test_a_changed_knob_plans_anew_and_measures_nothing():
     assert 90 == desk.plan(packing_length=90).raw.packing_length
     assert [] == desk.source.measured
     assert 2 == desk.plans.saves
-
-
-@pytest.mark.parametrize(
-    ("knob", "value"),
-    [("packing", False), ("packing_length", 90), ("algorithm", "certified"), ("min_fill_ratio", "0.7"),
-     ("drop_last", False), ("allow_single_long", False), ("seed", 7)],
-)  # fmt: skip
-def test_every_knob_of_a_run_enters_its_plans_fingerprint(knob, value):
-    """With an algorithm that draws, the seed too."""
-    drawn = {"algorithm": "first_fit_shuffle"}
-
-    assert knobs(**drawn).fingerprint("digest") != knobs(**{**drawn, knob: value}).fingerprint("digest")
 
 
 def test_another_world_size_never_plans_anew():
@@ -129,7 +117,7 @@ def test_other_data_in_the_same_folder_is_refused():
 
 
 def test_appended_rows_alone_are_measured():
-    """And the plan is made anew, since its lengths are others."""
+    """And the plan is made again, since its lengths are others."""
     desk = Desk()
     desk.plan()
     desk.source = ListSource([*LENGTHS, 33, 44])
@@ -171,7 +159,7 @@ def test_all_records_that_fail_are_listed_in_one_go():
     """With their lines, in order; measuring itself stops at the first."""
     source = FailingSource(LENGTHS, bad={5, 1, 7})
 
-    assert [2, 6, 8] == [error.line for error in failures("train", source)]
+    assert ["data, line 2", "data, line 6", "data, line 8"] == [error.where for error in failures("train", source)]
 
 
 @pytest.mark.parametrize(
@@ -282,7 +270,7 @@ def test_a_source_without_samples_is_refused_before_anything_is_stored():
 
 
 def test_the_algorithm_that_takes_long_says_how_far_it_is(monkeypatch, caplog):
-    """In the log when it starts and ends, on a terminal, and to the ranks that wait; another algorithm does not."""
+    """In the log when it starts and ends, on a terminal, and to the ranks that wait; another algorithm tells these alone."""
     caplog.set_level("INFO")
     heard, terminal = [], Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
@@ -295,7 +283,32 @@ def test_the_algorithm_that_takes_long_says_how_far_it_is(monkeypatch, caplog):
     caplog.clear()
     Desk(group=ScriptedGroup(hear=heard.append)).plan(algorithm="best_fit_decreasing")
     assert "certified" not in caplog.text
-    assert "planning train" == heard[-1]
+    assert "planning train: 4 packs, looking for the plan's bound" == heard[-1]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "changes"),
+    [
+        ([1], {"min_fill_ratio": "0"}),
+        ([80], {}),
+        ([90], {}),
+        ([60, 80], {"allow_single_long": False}),
+        ([60, 1, 70], {"drop_last": True, "packing_length": 70}),
+        ([60, 60, 60], {"world_size": 2, "alignment": Alignment(dataloader_drop_last=True)}),
+    ],
+)
+def test_what_is_said_of_one_agrees_with_its_number(lengths, changes):
+    """One sample, one pack, one token, whatever becomes of them."""
+    how = {key: value for key, value in changes.items() if key not in {"world_size", "alignment"}}
+    group, alignment = ScriptedGroup(world_size=changes.get("world_size", 1)), changes.get("alignment", Alignment())
+
+    planned = Desk(ListSource(lengths), group=group).plan(max_dropped_share="1", alignment=alignment, **how)
+
+    lines = [line for _, line in describe(planned, policy(**how))]
+    assert lines
+    assert [] == [
+        line for line in lines if re.search(r"(?<![\d.,])1 (samples|packs|tokens|ranks|(have|are|exceed)\b)", line)
+    ]
 
 
 def test_training_and_evaluation_share_one_deadline():
@@ -310,6 +323,7 @@ def test_training_and_evaluation_share_one_deadline():
     assert ([7], [6]) == (train.group.waits, train.lock.waits)
     assert ([1], [0.5]) == (evaluation.group.waits, evaluation.lock.waits)
     assert all(0 < wait < 0.1 for wait in late.group.waits + late.lock.waits)
+    assert {10} == {*train.group.limits, *train.lock.limits, *late.group.limits, *late.lock.limits}
 
     for_ever = Desk()
     for_ever.plan(deadline=Deadline(0, clock=iter([0]).__next__))
@@ -357,19 +371,20 @@ def test_without_packing_every_sample_is_planned_alone():
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"packing": False, "batch_size": 9}, "8 samples cannot feed 1 rank with a batch of 9 each"),
+        ({"packing": False}, "8 samples cannot feed 1 rank with a batch of 9 each"),
         ({"packing_length": 400}, "1 pack cannot feed 2 ranks"),
     ],
 )
 def test_a_plan_too_short_for_the_ranks_is_refused_where_it_is_planned(changes, says):
     """On rank 0, whether packs or padded batches are dropped; nothing is said to be aligned. Dropping nothing, it fits."""
     desk = Desk(group=ScriptedGroup(world_size=2 if "packing_length" in changes else 1))
+    batch_size = 1 if "packing_length" in changes else 9
 
     with pytest.raises(PlanTooShortError, match=says):
-        desk.plan(dataloader_drop_last=True, **changes)
+        desk.plan(alignment=Alignment(dataloader_drop_last=True, batch_size=batch_size), **changes)
 
     assert [] == desk.plans.aligned
-    assert desk.plan(dataloader_drop_last=False, **changes).aligned
+    assert desk.plan(alignment=Alignment(batch_size=batch_size), **changes).aligned
 
 
 UNMATCHED = [60] * 6 + [40, 40, 80]
@@ -377,7 +392,7 @@ UNMATCHED = [60] * 6 + [40, 40, 80]
 
 
 def test_a_plan_that_drops_much_of_the_data_is_refused_where_it_is_planned():
-    """Stored or new; nothing is said to be aligned, and another share plans nothing anew."""
+    """Stored or new; nothing is said to be aligned, and another share plans nothing again."""
     desk = Desk(ListSource(UNMATCHED))
 
     for _ in range(2):
@@ -390,3 +405,23 @@ def test_a_plan_that_drops_much_of_the_data_is_refused_where_it_is_planned():
     assert 360 == desk.plan(min_fill_ratio="0.8", max_dropped_share="1").raw.dropped_tokens
     assert 1 == desk.plans.saves
     assert 0 == desk.plan(drop_last=False).raw.dropped_tokens
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("eval_packing", [True, False])
+def test_a_run_says_how_its_splits_are_aligned(packing, eval_packing):
+    """Packs go one at a time, padded batches as the run says; evaluation never drops."""
+    training = TrainingConfig(
+        output_dir="o", packing=packing, eval_packing=eval_packing, dataloader_drop_last=True,
+        per_device_train_batch_size=2, per_device_eval_batch_size=3,
+    )  # fmt: skip
+    config = RunConfig(
+        model=ModelConfig(model="m"), template=TemplateConfig(max_length=8), custom=CustomConfig(train_jsonl=("t",)),
+        training=training,
+    )  # fmt: skip
+
+    assert Alignment(dataloader_drop_last=True, batch_size=1 if packing else 2) == Alignment.of(config, "train")
+    packs_eval = packing and eval_packing
+    assert Alignment(dataloader_drop_last=False, batch_size=1 if packs_eval else 3) == Alignment.of(config, "eval")
+    assert (packing, packs_eval) == (PlanPolicy.of(config, "train").packing, PlanPolicy.of(config, "eval").packing)
+    assert (True, False) == (PlanPolicy.of(config, "train").drop_last, PlanPolicy.of(config, "eval").drop_last)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.measuring import PROBED_FIRST_ABOVE, PROBED_SAMPLES
+from app.planning.measure import PROBED_FIRST_ABOVE, PROBED_SAMPLES
 from core.errors import DataSetError
 from tests.fakes import ElsewhereSource, ListSource, OrderedSource, RestlessSource
 from tests.flows.test_planning import LENGTHS, Desk

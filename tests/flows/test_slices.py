@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.deadline import Deadline
-from app.measuring import PROBED_SAMPLES, measure
-from app.slices import measure_slices
+from app.planning.deadline import Deadline
+from app.planning.measure import PROBED_SAMPLES, measure
+from app.planning.measure_slices import measure_slices
 from core.errors import DataSetError
 from core.samples import Measured, to_tables
 from tests.fakes import (

@@ -5,16 +5,16 @@ from __future__ import annotations
 import attrs
 import pytest
 
-from adapters.length_store import DiskLengthStore
-from adapters.plan_store import DiskPlanStore
-from app.deadline import Deadline
-from app.planning import Stores, plan_split
-from app.verifying import verify
+from adapters.stores.lengths import DiskLengthStore
+from adapters.stores.plans import DiskPlanStore
+from app.plan.verification import verify
+from app.planning.deadline import Deadline
+from app.planning.split import Stores, plan_split
 from core.errors import NotBuiltError, RecordError
 from core.packs import Packs
 from core.plan import build_raw_plan
 from tests.fakes import FailingSource, FreeLock, ListSource, RestlessSource, ScriptedGroup
-from tests.flows.test_planning import LENGTHS, UNMATCHED, knobs
+from tests.flows.test_planning import LENGTHS, UNMATCHED, policy
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def build(folder, source, **changes):
     stores = Stores(DiskLengthStore(folder), DiskPlanStore(folder), FreeLock())
     plan_split(
         "train",
-        knobs(**changes),
+        policy(**changes),
         source=source,
         stores=stores,
         group=ScriptedGroup(),
@@ -39,7 +39,7 @@ def build(folder, source, **changes):
 
 def found(folder, source, *, num_samples=8, decode=False, **changes) -> list[str]:
     return [
-        str(one) for one in verify("train", folder, knobs(**changes), source, num_samples=num_samples, decode=decode)
+        str(one) for one in verify("train", folder, policy(**changes), source, num_samples=num_samples, decode=decode)
     ]
 
 
@@ -87,11 +87,11 @@ def test_damaged_lengths_hide_no_other_input(built):
     assert ["artefacts"] == [one.split(":")[0] for one in found(built, ListSource(LENGTHS))]
 
 
-def test_knobs_that_plan_otherwise_are_found(built):
+def test_a_policy_that_plans_otherwise_is_found(built):
     """Training would plan anew; the stored plan is still held against its own laws."""
     findings = found(built, ListSource(LENGTHS), min_fill_ratio="0.9")
 
-    assert ["plan: min_fill_ratio: planned with '0.65', now '0.9': build plans anew"] == findings
+    assert ["plan: min_fill_ratio: planned with '0.65', now '0.9': build plans again"] == findings
 
 
 def test_data_that_grew_or_shrank_are_found(built):
@@ -148,7 +148,7 @@ def test_a_plan_of_other_lengths_is_found(tmp_path, built):
 
 def store_plan(folder, plan):
     digest = DiskLengthStore(folder).look().digest
-    DiskPlanStore(folder).save(knobs().fingerprint(digest), plan)
+    DiskPlanStore(folder).save(policy().fingerprint(digest), plan)
 
 
 def test_a_plan_that_breaks_a_law_is_found(built):
@@ -180,7 +180,7 @@ def test_samples_and_images_that_cannot_be_read_are_findings(built):
     class Gone(FailingSource):
         def images(self, index, *, decode=False):
             if index == 5:
-                raise RecordError(self.name, 6, "the image is gone")
+                raise RecordError(f"{self.name}, line 6", "the image is gone")
             return super().images(index) * (2 if index == 6 else 1)
 
     source = Gone(LENGTHS, bad={2})
@@ -188,7 +188,7 @@ def test_samples_and_images_that_cannot_be_read_are_findings(built):
 
     assert 3 == len(findings)
     assert "images: sample 5: data, line 6: the image is gone" in findings
-    assert "images: sample 6: measured with 1 images, now 2" in findings
+    assert "images: sample 6: measured with 1 image, now 2" in findings
     assert "samples: sample 2: data, line 3: cannot be measured" in findings
 
 

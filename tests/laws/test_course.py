@@ -12,9 +12,11 @@ from hypothesis import assume, event, example, given
 from hypothesis import strategies as st
 
 from core.align import align_plan
-from core.course import Bookmark, Course, Progress
-from core.errors import PlanTooShortError
+from core.checksum import plan_checksum
+from core.errors import PlanChangedError, PlanTooShortError
 from core.plan import build_raw_plan
+from core.schedule import ORDER_VERSION, Bookmark, Course, Progress
+from tests.strategies import raw_plans
 
 ranks = st.integers(1, 5)
 
@@ -264,8 +266,67 @@ def test_part_of_an_epoch_that_other_ranks_began():
 
 def test_a_bookmark_names_what_has_changed():
     """Checksums of both plans."""
-    then = Bookmark("a1", "d", 1, True, "full", Progress())  # noqa: FBT003
+    then = Bookmark("a1", "d", 1, True, "full", 1, Progress())  # noqa: FBT003
 
     assert () == then.differences(attrs.evolve(then, progress=Progress(step=5)))
+    (order,) = then.differences(attrs.evolve(then, order_version=2))
+    assert "order_version: stored 1, now 2" == str(order)
+    other = str(PlanChangedError("checkpoint-1", (order,)))
+    assert "install the one that wrote the checkpoint, or start again" in other
+    assert "restore the data" not in other
     (difference,) = then.differences(attrs.evolve(then, plan="b2"))
     assert "plan: stored 'a1', now 'b2'" == str(difference)
+    assert "install" not in str(PlanChangedError("checkpoint-1", (difference,)))
+    both = str(PlanChangedError("checkpoint-1", (difference, order)))
+    assert "install the one that wrote the checkpoint and restore the data and the settings, or start again" in both
+
+
+GOLDEN_ORDERS = {
+    1: {
+        "ranks": [[[4], [9], [7]], [[8], [3], [2]], [[0], [6], [1]], [[1], [0], [5]]],
+        "second epoch": [0, 1, 2, 8, 1, 5, 3, 9, 6, 0, 4, 7],
+        "resumed on other ranks": [7, 2, 5],
+        "padded batches": [[[2, 5]], [[4, 1]], [[7, 0]], [[3, 6]]],
+        "many packs": "64e207512a18fc84eb757dfc749a86ba1546694008d56acb1f77bcc28e4eba91",
+    },
+}
+"""What each `ORDER_VERSION` gave: a changed order is a new version, and a new entry here; old ones stay as they are."""
+
+
+def test_the_golden_order():
+    """Checkpoints say which version they were trained in; under one version the order never changes."""
+    course = Course(
+        num_packs=10, world_size=4, dataloader_drop_last=False, gradient_accumulation_steps=2, num_train_epochs=2, seed=42
+    )  # fmt: skip
+    padded = attrs.evolve(course, batch_size=2, dataloader_drop_last=True, seed=7)
+    many = attrs.evolve(course, num_packs=1000, seed=1)
+
+    assert GOLDEN_ORDERS[ORDER_VERSION] == {
+        "ranks": [course.batches(0, rank=rank) for rank in range(4)],
+        "second epoch": course.order(1).tolist(),
+        "resumed on other ranks": attrs.evolve(course, world_size=3, start=course.at(1)).order(0).tolist(),
+        "padded batches": [padded.batches(3, rank=rank) for rank in range(4)],
+        "many packs": plan_checksum([many.order(epoch).tolist() for epoch in range(3)]),
+    }
+
+
+@given(raw_plans(), ranks, st.integers(1, 3), st.booleans(), st.booleans())
+def test_a_schedule_of_an_aligned_plan_trains_that_plan(plan, world_size, batch_size, drop_last, shuffle):
+    """Its order names the aligned plan's packs, in their order unless it shuffles; it has the plan's ranks and batches."""
+    assume(not drop_last or len(plan.packs) >= world_size * batch_size)
+    aligned = align_plan(plan, world_size=world_size, dataloader_drop_last=drop_last, batch_size=batch_size)
+    event(f"repeated: {aligned.pad_needed > 0}, dropped: {aligned.num_dropped > 0}")
+
+    course = Course.of(
+        aligned, gradient_accumulation_steps=2, num_train_epochs=1.5, max_steps=9, seed=3, shuffle=shuffle
+    )  # fmt: skip
+
+    trained_packs = plan.packs.take(course.order(0)).tolist()
+    assert shuffle or aligned.packs.tolist() == trained_packs
+    assert Counter(map(tuple, aligned.packs)) == Counter(map(tuple, trained_packs))
+    assert (len(aligned.packs), world_size, batch_size, drop_last) == (
+        course.packs_per_epoch, course.world_size, course.batch_size, course.dataloader_drop_last
+    )  # fmt: skip
+    assert (2, 1.5, 9, 3, shuffle) == (
+        course.gradient_accumulation_steps, course.num_train_epochs, course.max_steps, course.seed, course.shuffle
+    )  # fmt: skip

@@ -10,31 +10,18 @@ import sys
 
 import numpy as np
 import pytest
-import scipy
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from core.checksum import plan_checksum
 from core.config import CustomConfig, TemplateConfig
-from core.fingerprint import Fingerprint, configured_inputs, plan_fingerprint
-from core.packers import ALGORITHMS
+from core.fingerprint import Fingerprint, configured_inputs
 from core.packs import Packs
 from core.ports import Origin
 from tests.strategies import pack_lists
 
 values = st.text(max_size=5) | st.integers(-9, 9) | st.booleans() | st.none()
 inputs = st.dictionaries(st.text(max_size=5), values, max_size=5)
-
-KNOBS = {
-    "lengths_digest": "d",
-    "packing": True,
-    "packing_length": 80,
-    "algorithm": "constant_volume",
-    "min_fill_ratio": "0.65",
-    "drop_last": True,
-    "allow_single_long": True,
-    "seed": 42,
-}
 
 
 @given(pack_lists(), pack_lists())
@@ -109,37 +96,6 @@ def test_a_difference_names_the_key_and_both_values(stored, key, value):
     (difference,) = Fingerprint({**stored, key: value}).differences(Fingerprint({**stored, key: "another value"}))
 
     assert (key, value, "another value") == (difference.key, difference.stored, difference.current)
-
-
-@pytest.mark.parametrize(
-    ("knob", "value"),
-    [("lengths_digest", "e"), ("packing", False), ("packing_length", 81), ("min_fill_ratio", "0.6"),
-     ("drop_last", False), ("allow_single_long", False)],
-)  # fmt: skip
-def test_every_planning_knob_enters_the_plans_fingerprint(knob, value):
-    """Changing one changes the digest."""
-    assert plan_fingerprint(**KNOBS).digest != plan_fingerprint(**{**KNOBS, knob: value}).digest
-
-
-def test_every_algorithm_has_its_own_fingerprint():
-    """By name and version; that of `certified` says which solver it was planned with."""
-    fingerprints = [plan_fingerprint(**{**KNOBS, "algorithm": name}) for name in ALGORITHMS]
-
-    assert len(ALGORITHMS) == len({fingerprint.digest for fingerprint in fingerprints})
-    assert f"certified 1, scipy {scipy.__version__}" == fingerprints[-1].inputs["algorithm"]
-
-
-def test_a_knob_without_effect_stays_out_of_the_plans_fingerprint():
-    """The ratio, where nothing is dropped; the seed, where nothing is drawn; all but the length, where nothing is packed."""
-    kept = {**KNOBS, "drop_last": False}
-    assert plan_fingerprint(**kept).digest == plan_fingerprint(**{**kept, "min_fill_ratio": "0.1"}).digest
-
-    assert plan_fingerprint(**KNOBS).digest == plan_fingerprint(**{**KNOBS, "seed": 7}).digest
-    drawn = {**KNOBS, "algorithm": "first_fit_shuffle"}
-    assert plan_fingerprint(**drawn).digest != plan_fingerprint(**{**drawn, "seed": 7}).digest
-
-    padded = {**KNOBS, "packing": False}
-    assert plan_fingerprint(**padded).digest == plan_fingerprint(**{**padded, "drop_last": False}).digest
 
 
 def test_the_golden_plan():

@@ -10,15 +10,21 @@ import pytest
 from hypothesis import event, given, reject
 from hypothesis import strategies as st
 
-from core.course import Course
-from core.differences import figure_differences, plan_difference
 from core.errors import BatchSizeError, Difference, UserError
+from core.inspection import (
+    Alternative,
+    best_of,
+    figure_differences,
+    place_of,
+    plan_difference,
+    plan_faults,
+    summarise,
+    turns_of,
+    what_if,
+)
 from core.packs import Packs
-from core.places import place_of, turns_of
 from core.plan import build_raw_plan, one_sample_packs
-from core.summary import summarise
-from core.verification import plan_faults
-from core.whatif import Alternative, best_of, what_if
+from core.schedule import Course
 from tests.laws.test_summary import courses, plans
 from tests.strategies import raw_lengths
 
@@ -243,10 +249,10 @@ def packs(*lists):
         ({"packs": packs([0, 1, 2], [3], [4, 5])}, "pack 0 holds 130 tokens, over its budget of 80"),
         ({"packs": packs([0, 1], [2], [3], [4, 5])}, "pack 1 is filled below 0.65, but was kept"),
         ({"dropped_packs": packs([4, 5], [7]), "packs": packs([0, 1], [2, 3])}, "dropped pack 0 is not filled below"),
-        ({"skipped_long": (6,)}, "1 samples are named as long, but 2 have 80 tokens or more"),
+        ({"skipped_long": (6,)}, "1 sample is named as long, but 2 have 80 tokens or more"),
         ({"planned_tokens": 1}, "planned_tokens is 1, but the packs give 240"),
         ({"long_tokens": 5}, "long_tokens is 5, but the packs give 0"),
-        ({"lower_bound": 7}, "lower_bound is 7, but there are 4 packs"),
+        ({"lower_bound": 7}, "lower_bound is 7, but the plan has 4 packs"),
     ],
 )  # fmt: skip
 def test_a_plan_that_breaks_a_law_is_found(changes, said):

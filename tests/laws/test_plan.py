@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from decimal import Decimal
 from fractions import Fraction
 
+import attrs
 import numpy as np
 import pytest
 from hypothesis import assume, event, given
@@ -21,15 +23,16 @@ from core.plan import (
     refuse_dropped,
     refuse_longer,
 )
+from core.policy import PlanPolicy
 from tests.strategies import raw_lengths
 
 ratios = st.decimals(0, 1, places=2).map(str)
 
 
-def planned(lengths, packing_length, **knobs):
+def planned(lengths, packing_length, **fields):
     """Return the plan, or None if no pack remains."""
     try:
-        return build_raw_plan(lengths, packing_length=packing_length, **knobs)
+        return build_raw_plan(lengths, packing_length=packing_length, **fields)
     except EmptyPlanError:
         return None
 
@@ -135,16 +138,16 @@ def test_a_pack_at_exactly_the_ratio_stays(ratio):
 
 
 @pytest.mark.parametrize(
-    ("lengths", "knobs", "expected"),
+    ("lengths", "fields", "expected"),
     [
         ([80, 81, 20, 20, 20, 20], {}, [[0], [1], [2, 3, 4, 5]]),
         ([80, 81, 20, 20, 20, 20], {"allow_single_long": False}, [[2, 3, 4, 5]]),
         ([60, 20, 50, 30, 40, 40], {"min_fill_ratio": "0.65"}, [[0, 1], [2, 3], [4, 5]]),
     ],
 )
-def test_worked_cases(lengths, knobs, expected):
+def test_worked_cases(lengths, fields, expected):
     """As the specification works them out, at a budget of 80."""
-    assert expected == build_raw_plan(lengths, packing_length=80, **knobs).packs.tolist()
+    assert expected == build_raw_plan(lengths, packing_length=80, **fields).packs.tolist()
 
 
 @given(case=raw_lengths(), ratio=ratios, share=ratios)
@@ -154,19 +157,24 @@ def test_a_plan_that_drops_more_than_its_share_is_refused(case, ratio, share):
     plan = planned(lengths, packing_length, min_fill_ratio=ratio)
     assume(plan is not None)
     dropped = [lengths[index] for pack in plan.dropped_packs for index in pack]
+    policy = PlanPolicy(packing_length=packing_length, min_fill_ratio=ratio, max_dropped_share=share)
     too_many = len(plan.dropped_packs) > 1 and Fraction(sum(dropped), sum(lengths)) > Fraction(share)
     event(f"packs dropped: {min(len(plan.dropped_packs), 2)}, refused: {too_many}")
     if not too_many:
-        assert refuse_dropped(plan, lengths, max_share=share, min_fill_ratio=ratio) is None
+        assert refuse_dropped(plan, lengths, policy) is None
         return
 
     with pytest.raises(DroppedTokensError) as raised:
-        refuse_dropped(plan, lengths, max_share=share, min_fill_ratio=ratio)
+        refuse_dropped(plan, lengths, policy)
 
     error = raised.value
     assert (len(dropped), min(dropped), max(dropped)) == (error.num_dropped, error.shortest, error.longest)
     enough = str(error).rsplit(" ", 1)[1]
-    assert refuse_dropped(plan, lengths, max_share=enough, min_fill_ratio=ratio) is None
+    assert refuse_dropped(plan, lengths, attrs.evolve(policy, max_dropped_share=enough)) is None
+
+
+def allowing(share) -> PlanPolicy:
+    return PlanPolicy(packing_length=100, max_dropped_share=share)
 
 
 def test_samples_of_one_length_that_find_no_partner_are_not_dropped_silently():
@@ -175,8 +183,8 @@ def test_samples_of_one_length_that_find_no_partner_are_not_dropped_silently():
     plan = build_raw_plan(lengths, packing_length=1000)
 
     with pytest.raises(DroppedTokensError, match=r"34 of 58 samples \(of 580 tokens\).*their 34 packs.*62\.64% of"):
-        refuse_dropped(plan, lengths, max_share="0.01", min_fill_ratio="0.65")
-    assert refuse_dropped(plan, lengths, max_share=1, min_fill_ratio="0.65") is None
+        refuse_dropped(plan, lengths, allowing("0.01"))
+    assert refuse_dropped(plan, lengths, allowing(1)) is None
 
 
 def test_a_share_that_is_exactly_reached_is_allowed():
@@ -184,9 +192,9 @@ def test_a_share_that_is_exactly_reached_is_allowed():
     lengths = [60, 60, 90, 90, 90, 90]
     plan = build_raw_plan(lengths, packing_length=100)
 
-    assert refuse_dropped(plan, lengths, max_share=0.25, min_fill_ratio="0.65") is None
+    assert refuse_dropped(plan, lengths, allowing(0.25)) is None
     with pytest.raises(DroppedTokensError):
-        refuse_dropped(plan, lengths, max_share="0.2499", min_fill_ratio="0.65")
+        refuse_dropped(plan, lengths, allowing("0.2499"))
 
 
 def test_a_single_pack_may_be_dropped_whatever_its_share():
@@ -195,23 +203,25 @@ def test_a_single_pack_may_be_dropped_whatever_its_share():
 
     plan = build_raw_plan(one, packing_length=100)
     assert (1, Fraction(30, 125)) == (len(plan.dropped_packs), plan.dropped_share)
-    assert refuse_dropped(plan, one, max_share=0, min_fill_ratio="0.65") is None
+    assert refuse_dropped(plan, one, allowing(0)) is None
     with pytest.raises(DroppedTokensError, match="2 of 3 samples"):
-        refuse_dropped(build_raw_plan(two, packing_length=100), two, max_share="0.01", min_fill_ratio="0.65")
+        refuse_dropped(build_raw_plan(two, packing_length=100), two, allowing("0.01"))
 
 
 @given(case=raw_lengths())
 def test_longer_samples_are_refused_where_that_is_asked_for(case):
     """The first is named, all are counted; a sample of exactly the limit is fine."""
     lengths, limit = case
+    policy = PlanPolicy(packing_length=limit, refuse_longer=True)
+    assert refuse_longer(lengths, PlanPolicy(packing_length=limit)) is None
     over = [index for index, length in enumerate(lengths) if length > limit]
     event(f"some too long: {bool(over)}")
     if not over:
-        assert refuse_longer(lengths, limit=limit) is None
+        assert refuse_longer(lengths, policy) is None
         return
 
-    with pytest.raises(SampleTooLongError, match=f"{len(over)} of {len(lengths)} samples") as raised:
-        refuse_longer(lengths, limit=limit)
+    with pytest.raises(SampleTooLongError, match=f"{len(over)} of {len(lengths)} sample") as raised:
+        refuse_longer(lengths, policy)
 
     assert (over[0], max(lengths)) == (raised.value.index, raised.value.longest)
 
@@ -220,10 +230,29 @@ def test_no_pack_left_is_an_error_that_says_why():
     """Empty data, only long samples, or only underfilled packs."""
     with pytest.raises(EmptyPlanError, match="0 samples"):
         build_raw_plan([], packing_length=10)
-    with pytest.raises(EmptyPlanError, match=r"2 have 10 tokens or more .*packing_allow_single_long: true"):
+    with pytest.raises(EmptyPlanError, match=r"2 samples have 10 tokens or more .*packing_allow_single_long: true"):
         build_raw_plan([10, 11], packing_length=10, allow_single_long=False)
-    with pytest.raises(EmptyPlanError, match=r"1 pack is filled below .*packing_drop_last: false"):
+    with pytest.raises(
+        EmptyPlanError, match=r"1 pack \(samples of 1 token\) is filled below .*packing_drop_last: false"
+    ):
         build_raw_plan([1], packing_length=10)
+
+
+@given(st.lists(st.integers(51, 64), min_size=1), st.sampled_from(["0.65", "1"]))
+def test_an_empty_plan_names_the_lengths_and_a_ratio_that_leaves_a_pack(lengths, ratio):
+    """As the error of a plan that drops much; the ratio that is named suffices, and a higher one does not."""
+    with pytest.raises(EmptyPlanError) as it:
+        build_raw_plan(lengths, packing_length=100, min_fill_ratio=ratio)
+
+    error = it.value
+    assert ((min(lengths), max(lengths)), max(lengths), len(lengths)) == (
+        error.dropped_lengths, error.fullest, error.num_dropped_packs
+    )  # fmt: skip
+    assert f"packing_min_fill_ratio ({ratio})" in str(error)
+    named = re.search(r"at most (0\.\d+)", str(error))[1]
+    assert build_raw_plan(lengths, packing_length=100, min_fill_ratio=named).packs
+    with pytest.raises(EmptyPlanError):
+        build_raw_plan(lengths, packing_length=100, min_fill_ratio=Decimal(named) + Decimal("0.01"))
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, None, float("nan"), "7", 2**63])

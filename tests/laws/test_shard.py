@@ -10,10 +10,9 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from app.bench.distributions import DISTRIBUTIONS
-from core.errors import DataSetError, InvalidLengthError, OverBudgetError, UnevenShardsError
+from core.errors import BatchError, InvalidLengthError, OverBudgetError, UnevenShardsError
 from core.packers import ALGORITHMS
-from core.shard import shard_dynamic, shard_packed, shard_plain
-from core.shard_metrics import chunk_metrics, pooled
+from core.shard import chunk_metrics, pooled, shard_dynamic, shard_packed, shard_plain
 
 MODES = ("packed", "round_robin", "dynamic", "plain")
 
@@ -222,7 +221,7 @@ def test_fewer_sequences_than_workers_starve_nobody():
         sharding = shard([9, 3], shards=4, batch_size=8, **budget)
         assert [0, 1, 1, 1] == sorted(chunk.indices.tolist()[0] for (chunk,) in sharding)
         assert [0, 0, 1, 1] == sorted(sharding.weights.tolist())
-        with pytest.raises(DataSetError, match="2 sequences cannot give 4 microbatches"):
+        with pytest.raises(BatchError, match="2 sequences cannot give 4 microbatches"):
             shard([9, 3], shards=4, batch_size=8, **budget, when_short="error")
     assert 1 == shard_plain([9, 3], shards=3, batch_size=8, allow_uneven=True).num_filler
 
@@ -244,9 +243,9 @@ def test_a_sequence_over_the_budget_is_named(shard):
 def test_what_cannot_be_sharded_is_refused():
     """No sequence; plain shards that are not even, unless allowed."""
     for shard in (shard_packed, shard_dynamic):
-        with pytest.raises(DataSetError, match="no sequence"):
+        with pytest.raises(BatchError, match="no sequence"):
             shard([], shards=1, batch_size=1, max_tokens_per_microbatch=1)
-    with pytest.raises(DataSetError, match="no sequence"):
+    with pytest.raises(BatchError, match="no sequence"):
         shard_plain([], shards=1, batch_size=1)
     with pytest.raises(UnevenShardsError, match="3 sequences of a batch cannot be divided evenly over 2 workers"):
         shard_plain([1, 1, 1], shards=2, batch_size=3)

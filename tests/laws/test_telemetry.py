@@ -8,9 +8,8 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from core.course import Course
 from core.plan import EmptyPlanError, build_raw_plan, one_sample_packs
-from core.telemetry import EpochLedger, PackFacts
+from core.schedule import Course, EpochLedger, PackFacts
 from tests.strategies import raw_lengths
 
 

@@ -7,8 +7,8 @@ import logging
 
 import pytest
 
-from app.command import run_command
-from app.progress import hide, progress
+from adapters.progress import hide, progress
+from app.cli.command import run_command
 from tests.fakes import Terminal
 
 

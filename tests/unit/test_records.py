@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.records import to_messages
+from core.samples import REFUSED, SUPPORTED, to_messages
 
 BOX = {"desc": "red dot", "bbox_2d": [1, 2, 3, 4]}
 ANSWER = {"role": "assistant", "content": "yes"}
@@ -39,6 +39,22 @@ def test_a_summary_answers_when_asked_for():
     assert ["a.png", "b.png"] == sample["images"]
 
 
+@pytest.mark.parametrize(
+    ("record", "says"),
+    [
+        ({"messages": [QUESTION, ANSWER], "system": ["be"]}, "has the 'system' .'be'., but it has to be a text"),
+        ({"messages": [QUESTION, ANSWER], "system": 3}, "has the 'system' 3, but it has to be a text"),
+        ({"messages": [QUESTION, {"role": "system", "content": "x"}, ANSWER]}, "a system message behind others"),
+        ({"messages": [QUESTION, {**ANSWER, "loss": False}]}, "'loss': false in its last message"),
+        ([QUESTION, ANSWER], "is not a JSON object"),
+    ],
+)
+def test_what_would_be_trained_otherwise_than_it_says_is_refused(record, says):
+    """By what stands in the record."""
+    with pytest.raises(ValueError, match=says):
+        to_messages(record)
+
+
 def test_messages_pass_through_with_channel_and_system():
     """Other keys of a record are no concern of training."""
     record = {"messages": [QUESTION, ANSWER], "channel": "chat", "system": "Be brief.", "id": 7}
@@ -63,7 +79,7 @@ def test_polygons_and_text_alone():
 @pytest.mark.parametrize(
     ("record", "reason"),
     [
-        ([1], "has to be a JSON object"),
+        ([1], "is not a JSON object"),
         ({}, "neither 'messages' nor 'objects'"),
         ({"messages": []}, "no message"),
         ({"messages": "hi"}, "no message"),
@@ -77,12 +93,12 @@ def test_polygons_and_text_alone():
         ({"messages": [QUESTION, {**ANSWER, "tool_calls": [{}]}]}, "'tool_calls', which would be ignored"),
         ({"messages": [QUESTION, *[ANSWER] * 4096]}, "has 4,097 messages, but may have 4,096: .* custom.max_messages"),
         ({"messages": [QUESTION, {"role": "assistant", "content": " "}]}, "assistant"),
-        ({"messages": [QUESTION, ANSWER], "images": ["a.png"]}, "0 <image> tags but 1 images"),
-        ({"messages": [{"role": "user", "content": "<image>"}, ANSWER]}, "1 <image> tags but 0 images"),
+        ({"messages": [QUESTION, ANSWER], "images": ["a.png"]}, "0 <image> tags but 1 image:"),
+        ({"messages": [{"role": "user", "content": "<image>"}, ANSWER]}, "1 <image> tag but 0 images"),
         ({"messages": [QUESTION, ANSWER], "videos": ["a.mp4"]}, "'videos'"),
         ({"messages": [QUESTION, ANSWER], "audios": ["a.wav"]}, "'audios'"),
         ({"messages": [QUESTION, ANSWER], "image": "a.png"}, "call it 'images'"),
-        ({"messages": [QUESTION, ANSWER], "rejected_response": "no"}, "preference"),
+        ({"messages": [QUESTION, ANSWER], "rejected_response": "no"}, "pairs"),
         ({"messages": [{"role": "system", "content": "a"}, ANSWER], "system": "b"}, "keep one"),
         (dense(images="https://example.org/a.png"), "only files"),
         (dense(images=[3]), "not a list of paths"),
@@ -99,6 +115,92 @@ def test_what_cannot_be_learned_from_is_refused_by_name(record, reason):
     """Each with its reason."""
     with pytest.raises(ValueError, match=reason.replace("(", r"\(")):
         to_messages(record)
+
+
+@given(
+    st.sampled_from(sorted(REFUSED)),
+    st.sampled_from([str, str.upper, str.title]),
+    st.sampled_from([{"a": 1}, ["x"], "x", 0, False]),
+)
+def test_a_key_that_would_be_ignored_is_refused_whatever_it_holds(key, written, value):
+    """Zero and false are values, and ms-swift takes some keys in capitals too; what is empty is as exports write it."""
+    with pytest.raises(ValueError, match=f"has '{written(key)}': .*(remove|leave|call|write)"):
+        to_messages({"messages": [QUESTION, ANSWER], written(key): value})
+
+    for empty in (None, "", [], {}):
+        assert to_messages({"messages": [QUESTION, ANSWER], written(key): empty})
+
+
+@pytest.mark.parametrize("key", [key for key in SUPPORTED if key != "messages"])
+def test_a_supported_key_in_capitals_is_no_other_column(key):
+    """ms-swift would take it; the remedy is its name."""
+    with pytest.raises(ValueError, match=f"has '{key.title()}': call it '{key}'"):
+        to_messages({"messages": [QUESTION, ANSWER], key.title(): "x"})
+
+
+@pytest.mark.parametrize("objects", [[BOX], {"ref": ["dot"], "bbox": [[1, 2, 3, 4]]}])
+def test_objects_beside_messages_are_refused(objects):
+    """Either of the two would be left out."""
+    with pytest.raises(ValueError, match="has 'messages' and 'objects'"):
+        to_messages({"messages": [QUESTION, ANSWER], "objects": objects})
+    assert to_messages({"messages": [QUESTION, ANSWER], "objects": []})
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "reasoning_content",
+        "thinking_content",
+        "reasoning_details",
+        "images",
+        "audio",
+        "refusal",
+        "weight",
+        "tool_call_id",
+        "Loss",
+    ],
+)
+def test_a_message_has_the_keys_that_are_read_and_notes(key):
+    """Any other would be ignored, also where it holds 0; what is read alone reaches the template."""
+    with pytest.raises(ValueError, match=f"has a message with '{key}', which would be ignored: .*remove it"):
+        to_messages({"messages": [QUESTION, {**ANSWER, key: 0}]})
+
+    noted = {
+        **ANSWER,
+        "loss": False,
+        "id": 3,
+        "model": "a",
+        "source": "b",
+        "timestamp": 1.5,
+        "language": "en",
+        "index": 0,
+    }
+    read = to_messages({"messages": [QUESTION, noted, QUESTION, ANSWER]})["messages"][1]
+    assert {**ANSWER, "loss": False} == read
+
+
+@pytest.mark.parametrize(
+    ("image", "remedy"),
+    [
+        ("data:image/png;base64,iVBORw0KGgo=", "write it to a file, and name that"),
+        ("/9j/4AAQSkZJRgABAQ" + "A" * 90, "write it to a file, and name that"),
+        (
+            "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg==",
+            "write it to a file",
+        ),
+        ("Qk1" + "A" * 5000, "write it to a file"),
+        ("x" * 5000, "write it to a file"),
+        ("file:///data/a.png", "write the path alone, without file://"),
+        ("s3://bucket/a.png", "copy it to this machine"),
+        ("https://example.org/a.png", "copy it to this machine"),
+    ],
+)
+def test_an_image_that_is_no_path_is_refused_with_what_to_do(image, remedy):
+    """As exports of other programs have them; a path of letters alone is one."""
+    with pytest.raises(ValueError, match=remedy):
+        to_messages(dense(images=[image]))
+    for path in ("a.png", "C://a.png", "/9j/a.jpg", "iVBORw0KGgo", "a/" * 2000 + "a"):
+        assert [path] == to_messages(dense(images=[path]))["images"]
 
 
 def test_what_a_message_holds_empty_is_no_concern():
@@ -124,11 +226,12 @@ def test_a_missing_summary_is_refused_only_when_asked_for():
     assert to_messages(dense(summary=""))
 
 
-def test_a_loss_scale_that_would_be_ignored_is_refused():
-    """0 and 1 are what a message's `loss` says too."""
-    said = {"role": "user", "content": "say"}
-    for scale in (None, 0, 1):
-        assert to_messages({"messages": [said, {"role": "assistant", "content": "it", "loss_scale": scale}]})
+@pytest.mark.parametrize("key", ["loss", "loss_scale"])
+def test_a_part_of_a_loss_that_would_be_ignored_is_refused(key):
+    """A message is trained, or it is not."""
+    for scale in (None, 0, 1, True, False):
+        assert to_messages({"messages": [QUESTION, {**ANSWER, key: scale}, QUESTION, ANSWER]})
 
-    with pytest.raises(ValueError, match=r"loss_scale 0\.5, which would be ignored"):
-        to_messages({"messages": [said, {"role": "assistant", "content": "it", "loss_scale": 0.5}]})
+    for scale in (0.5, "false", [1]):
+        with pytest.raises(ValueError, match=f"the {key} .*, which would be ignored: remove it"):
+            to_messages({"messages": [QUESTION, {**ANSWER, key: scale}]})

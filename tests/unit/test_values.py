@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import inspect
 import pickle
+import re
 
 import attrs
 import numpy as np
 import pytest
 
 from core import errors
-from core.errors import Difference, Fault, IsolationError, PackplanError
-from core.isolation import check_isolation, choose_attention
+from core.align import align_plan
+from core.batch import resolve_accumulation
+from core.equality import check_isolation, choose_attention
+from core.errors import Difference, Fault, IsolationError, PackplanError, agree, counted
 from core.packers import pack
+from core.plan import build_raw_plan, refuse_dropped, refuse_longer
+from core.policy import PlanPolicy
 from core.samples import COLUMNS, Measurement, column, from_row, to_row
+from core.shard import shard_packed, shard_plain
 
 EXAMPLES = {
     "num_dropped": 4, "shortest": 51, "dropped_tokens": 212, "num_tokens": 300, "max_dropped_share": "0.01", "min_fill_ratio": "0.65",
     "padded": 96, "max_tokens": 95, "num_over": 2, "widest": 128, "num_sequences": 3, "num_shards": 2, "worker": 1,
+    "dropped_lengths": (51, 60), "fullest": 60,
     "method": "train", "number": float("inf"), "consequence": "nothing was saved",
     "checkpoint": "runs/first/checkpoint-2",
     "checks": ("logits", "gradients"),
@@ -29,8 +36,12 @@ EXAMPLES = {
     "index": 3, "value": None, "num_samples": 5, "num_skipped_long": 5, "num_dropped_packs": 2, "packing_length": 80,
     "num_packs": 3, "min_bin_count": 2, "bin_count_multiple": 4, "world_size": 8, "batch_size": 4, "effective_batch_size": 7, "per_device": 1, "model_type": "m", "attn_impl": "a",
     "established": ("sdpa",), "detail": "", "where": "runs", "differences": (Difference("key", 1, 2),), "record": "r",
-    "length": 90, "limit": 80, "num_too_long": 2, "longest": 99, "path": "p", "what": "plans", "remedy": "mend it", "image": 1, "folder": "runs", "holder": "process 7", "waited_s": 3.0, "borrowed": True, "loss": "DPOLoss", "values": ("x", "y"),
+    "length": 90, "limit": 80, "num_too_long": 2, "longest": 99, "path": "p", "what": "plans", "remedy": "fix it", "image": 1, "folder": "runs", "holder": "process 7", "limit_s": 3.0, "borrowed": True, "loss": "DPOLoss", "values": ("x", "y"),
 }  # fmt: skip
+
+DISAGREES = re.compile(
+    r"(?<![\d.,])1 (?:[a-z]+ )?(?:samples|packs|ranks|tokens|sequences|workers|findings|faults|batches)\b.{0,40}"
+)
 
 CLASSES = [
     cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, PackplanError) and attrs.has(cls)
@@ -51,6 +62,21 @@ def test_errors_survive_pickling_and_say_something(cls):
 
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_what_an_error_counts_agrees_with_its_number(cls):
+    """One of each: no noun is in the plural, and no verb."""
+    ones = {name: 1 for name, example in EXAMPLES.items() if type(example) is int}
+    error = cls(*({**EXAMPLES, **ones, "dropped_lengths": (1, 1)}[field.name] for field in attrs.fields(cls)))
+
+    assert [] == DISAGREES.findall(str(error))
+
+
+def test_a_noun_agrees_with_its_number():
+    """Whatever it ends with."""
+    assert ["1 pack", "0 packs", "2,000 batches"] == [counted(1, "pack"), counted(0, "pack"), counted(2000, "batch")]
+    assert ("is", "are", "has", "have") == (agree(1), agree(0), agree(1, "has", "have"), agree(2, "has", "have"))
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
 def test_no_error_prints_at_length_what_it_quotes(cls):
     """A path, a value or a list as long as data can make it; the ends of the text stay."""
     long, many = "x" * 100_000, (Fault("a.b", "y" * 100_000),) * 1000
@@ -63,6 +89,47 @@ def test_no_error_prints_at_length_what_it_quotes(cls):
     assert len(lines) <= errors.MAX_LINES
     assert all(len(line) <= errors.MAX_LINE for line in lines)
     assert "__str__" not in vars(cls)
+
+
+ARGUMENTS = {
+    errors.InvalidLengthError: lambda: pack([9], capacity=8, algorithm="best_fit_decreasing"),
+    errors.TooFewSamplesError: lambda: pack([1], capacity=8, algorithm="best_fit_decreasing", min_bin_count=2),
+    errors.OverBudgetError: lambda: shard_packed([9], shards=1, batch_size=1, max_tokens_per_microbatch=8),
+    errors.UnevenShardsError: lambda: shard_plain([1, 2, 3], shards=2, batch_size=3),
+    errors.BatchError: lambda: shard_plain([], shards=1, batch_size=1),
+    errors.EmptyPlanError: lambda: build_raw_plan([], packing_length=8),
+    errors.DroppedTokensError: lambda: refuse_dropped(
+        build_raw_plan([51, 51, 90], packing_length=100, min_fill_ratio="0.6"),
+        [51, 51, 90],
+        PlanPolicy(packing_length=100, min_fill_ratio="0.6"),
+    ),
+    errors.SampleTooLongError: lambda: refuse_longer([9], PlanPolicy(packing_length=8, refuse_longer=True)),
+    errors.PlanTooShortError: lambda: align_plan(
+        build_raw_plan([8], packing_length=9), world_size=2, dataloader_drop_last=True
+    ),
+    errors.BatchSizeError: lambda: resolve_accumulation(
+        effective_batch_size=3, per_device_train_batch_size=1, gradient_accumulation_steps=1, world_size=2
+    ),
+    errors.WholeBatchLossError: None,
+}
+"""Error about what a library function was given -> a call that raises it; of the last, tests of losses have it."""
+
+
+@pytest.mark.parametrize(("cls", "call"), ARGUMENTS.items(), ids=lambda one: getattr(one, "__name__", ""))
+def test_errors_about_arguments_are_value_errors(cls, call):
+    """For whoever calls a function, as for any library; and errors of the user, for commands."""
+    assert issubclass(cls, ValueError)
+    assert issubclass(cls, errors.UserError)
+    if call is not None:
+        with pytest.raises(ValueError, match=r"\w") as raised:
+            call()
+        assert type(raised.value) is cls
+
+
+def test_no_other_error_is_a_value_error():
+    """A YAML, a file, a run that fails: what catches ValueErrors of a call does not hide them."""
+    assert set(ARGUMENTS) == {cls for cls in CLASSES if issubclass(cls, ValueError)}
+    assert not any(issubclass(cls, ValueError) for cls in (errors.ConfigError, errors.RecordError, errors.DataSetError))
 
 
 def test_an_error_of_one_text_says_it():

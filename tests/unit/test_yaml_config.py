@@ -5,21 +5,26 @@ from __future__ import annotations
 import math
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
 
 import attrs
 import pytest
 import yaml
 
-from adapters.yaml_config import load_config, parse_config
-from app.course import warn_of_ignored
+from adapters.config.run import load_config, parse_config
+from adapters.config.trainer_keys import TrainerKey
+from app.training.schedule import warn_of_ignored
 from core.config import REFUSED_TRAINING_KEYS, RunConfig, TrainingConfig
 from core.errors import ConfigError
 
-FIELDS: dict[str, Any] = {
-    "learning_rate": float, "logging_steps": float, "report_to": None | str | list[str], "lr_scheduler_type": str,
-    "bf16": bool, "data_seed": int | None, "dataloader_num_workers": int | None, "deepspeed": dict | str | None, "packing_length": int,
+KEYS = {
+    name: TrainerKey(tuple(types.split()))
+    for name, types in {
+        "learning_rate": "float", "logging_steps": "float", "report_to": "null str list", "lr_scheduler_type": "str",
+        "bf16": "bool", "data_seed": "null int", "dataloader_num_workers": "null int", "deepspeed": "null str dict",
+        "packing_length": "int",
+    }.items()
 }  # fmt: skip
+"""What a trainer of few settings takes."""
 
 
 def minimal(**training) -> dict:
@@ -32,7 +37,7 @@ def minimal(**training) -> dict:
 
 
 def parse(document) -> RunConfig:
-    return parse_config(document, "run.yaml", FIELDS)
+    return parse_config(document, "run.yaml", KEYS)
 
 
 def faults_of(document) -> dict[str, str]:
@@ -146,10 +151,9 @@ def test_keys_that_mean_nothing_here_are_refused_with_what_to_do(key):
     assert REFUSED_TRAINING_KEYS[key] == faults_of(minimal(**{key: 1}))[f"training.{key}"]
 
 
-@pytest.mark.parametrize("seed", [-1, None])
-def test_the_order_needs_a_seed(seed):
+def test_the_order_needs_a_seed():
     """From 0; without one it is that of the run."""
-    assert "has to be at least 0" in faults_of(minimal(data_seed=seed))["training.data_seed"]
+    assert "has to be a whole number of at least 0" in faults_of(minimal(data_seed=-1))["training.data_seed"]
 
 
 def test_a_buffer_is_refused_in_static_mode_only():
@@ -181,7 +185,7 @@ def test_one_yaml_builds_on_another(tmp_path: Path):
     (tmp_path / "base" / "base.yaml").write_text(yaml.safe_dump(document))
     (tmp_path / "run.yaml").write_text("extends: base/base.yaml\ntraining: {seed: 7, report_to: [c]}\n")
 
-    config = load_config(tmp_path / "run.yaml", FIELDS)
+    config = load_config(tmp_path / "run.yaml", KEYS)
 
     assert (7, "out") == (config.training.seed, config.training.output_dir)
     assert {"learning_rate": 1e-3, "report_to": ["c"]} == dict(config.training.trainer)
@@ -206,16 +210,16 @@ def test_files_that_are_no_configuration_say_why(tmp_path: Path, text, says):
     (tmp_path / "run.yaml").write_text(text)
 
     with pytest.raises(ConfigError, match=says):
-        load_config(tmp_path / "run.yaml", FIELDS)
+        load_config(tmp_path / "run.yaml", KEYS)
 
 
 def test_a_missing_file_and_one_that_is_no_text(tmp_path: Path):
     """Both name the file."""
     with pytest.raises(ConfigError, match=r"gone\.yaml"):
-        load_config(tmp_path / "gone.yaml", FIELDS)
+        load_config(tmp_path / "gone.yaml", KEYS)
     (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="UTF-8"):
-        load_config(tmp_path / "bytes.yaml", FIELDS)
+        load_config(tmp_path / "bytes.yaml", KEYS)
 
 
 def test_numbers_that_are_none_and_empty_paths_are_faults():
@@ -227,9 +231,26 @@ def test_numbers_that_are_none_and_empty_paths_are_faults():
     assert "is empty" in found["training.packing_lengths_from"]
 
 
-def test_a_mode_of_null_is_the_default():
-    """As if it were not set."""
-    assert parse(minimal()) == parse(minimal(packing_mode=None))
+def test_null_is_as_if_it_were_not_set():
+    """Of keys with a default too, ours and ms-swift's."""
+    keys = dict.fromkeys(["packing_mode", "seed", "learning_rate", "report_to", "bf16"])
+
+    assert parse(minimal()) == parse(minimal(**keys))
+
+
+@pytest.mark.parametrize("key", ["effective_batch_size", "seed", "dataloader_num_workers"])
+def test_numbers_that_count_nothing_are_refused(key):
+    """They would leave 64 bits; ours and ms-swift's."""
+    assert "a whole number below 1,000,000,000,000" in faults_of(minimal(**{key: 2**64}))[f"training.{key}"]
+
+
+def test_no_is_a_word_where_it_is_a_choice():
+    """YAML reads it as false, which is none of the choices."""
+    choices = TrainerKey(("str",), choices=("no", "steps"))
+
+    assert "no" == choices.checked(False)  # noqa: FBT003
+    with pytest.raises(ValueError, match="one of no, steps"):
+        choices.checked(True)  # noqa: FBT003
 
 
 def test_packed_evaluation_without_packing_is_said(caplog):

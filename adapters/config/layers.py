@@ -1,0 +1,168 @@
+"""YAML files -> one document: a file over those that it extends, and over both what the command line overrides."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import yaml
+
+from core.errors import ConfigError, Fault
+
+COMMAND_LINE = "the command line"
+
+_VARIABLE = re.compile(r"\$\{([^}]*)\}")
+
+
+@attrs.frozen
+class Override:
+    """A key's value, given on the command line."""
+
+    text: str
+    """As it is written: `training.learning_rate=1e-4`."""
+
+    key: str
+    """The key, with its sections."""
+
+    value: Any
+    """What YAML makes of the text behind the `=`."""
+
+    def over(self, document: Mapping[str, Any]) -> dict[str, Any]:
+        """Return *document* with this value in it, or without the key if the value is null."""
+        layer = self.value
+        for part in reversed(self.key.split(".")):
+            layer = {part: layer}
+        return _overlaid(document, layer)
+
+    def placed(self, fault: Fault) -> Fault:
+        """Return *fault*, which names this override as its place if it is about its key."""
+        mine, its = f"{self.key}.", f"{fault.path}.".replace("[", ".")
+        return attrs.evolve(fault, place=self.text) if mine.startswith(its) or its.startswith(mine) else fault
+
+
+def read_document(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """
+    Read a YAML, and those that it extends.
+
+    Args:
+        path: The YAML.
+
+        above: The files, resolved, that extend it.
+
+    Raises:
+        ConfigError: A file cannot be read, or is no YAML of keys.
+    """
+    source = str(path)
+    if path.resolve() in above:
+        raise ConfigError(source, (Fault("extends", "comes back to a file that extends this one: break the circle"),))
+    try:
+        document = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # noqa: S506  # a SafeLoader
+    except OSError as error:
+        reason = f"cannot be read ({error.strerror}): name an existing YAML"
+        raise ConfigError(source, (Fault("", reason),)) from None
+    except UnicodeDecodeError:
+        raise ConfigError(source, (Fault("", "is not UTF-8 text"),)) from None
+    except yaml.YAMLError as error:
+        raise ConfigError(source, (Fault("", f"is no valid YAML: {' '.join(str(error).split())}"),)) from None
+    if not isinstance(document, dict):
+        raise ConfigError(source, (Fault("", "has to hold sections, or keys and their values, but holds none"),))
+    base = document.pop("extends", None)
+    if base is None:
+        return document
+    if not isinstance(base, str):
+        raise ConfigError(source, (Fault("extends", f"is {base!r}, but has to be the path of a YAML"),))
+    try:
+        below = path.parent / expanded(base)
+    except ValueError as error:
+        raise ConfigError(source, (Fault("extends", str(error)),)) from None
+    return _overlaid(read_document(below, (*above, path.resolve())), document)
+
+
+def read_overrides(texts: Iterable[str]) -> list[Override]:
+    """Read what the command line overrides, each as `section.key=value`; ConfigError with all that are none."""
+    overrides: dict[str, Override] = {}
+    found = []
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not all(key.split(".")):
+            found.append(Fault(text, "is no override: write section.key=value"))
+        elif key in overrides:
+            found.append(Fault(key, f"is overridden twice, by {overrides[key].text} and {text}: keep one"))
+        else:
+            try:
+                overrides[key] = Override(text, key, yaml.load(value, Loader=_Loader))  # noqa: S506  # a SafeLoader
+            except yaml.YAMLError as error:
+                reason = f"is no valid YAML behind the =: {' '.join(str(error).split())}"
+                found.append(Fault(key, reason, place=text))
+    if found:
+        raise ConfigError(COMMAND_LINE, tuple(found))
+    return list(overrides.values())
+
+
+def expanded(path: str) -> str:
+    """
+    Return *path* with `~` and `~name` at its start, and `${NAME}` anywhere, replaced by the home folder and the
+    environment's value.
+
+    Raises:
+        ValueError: There is no such user or variable.
+    """
+    if path.startswith("~") and (home := os.path.expanduser(path)) == path:  # noqa: PTH111  # it takes no ~name apart
+        user = path.partition("/")[0]
+        message = (
+            f"is {path!r}, but {user} is no user's home here: write the folder out, or ./{path} for one of that name"
+        )
+        raise ValueError(message)
+    path = home if path.startswith("~") else path
+    for name in _VARIABLE.findall(path):
+        if name not in os.environ:
+            message = f"is {path!r}, but the environment has no {name}: set it, or write the path out"
+            raise ValueError(message)
+    return _VARIABLE.sub(lambda found: os.environ[found[1]], path)
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that refuses a key written twice, which YAML would resolve silently."""
+
+
+def _unique_mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+    seen: dict[Any, int] = {}
+    for key_node, _ in node.value:
+        key = loader.construct_object(key_node, deep=True)
+        if key in seen and key != "<<":
+            problem = f"the key {key!r} is written twice (first in line {seen[key]})"
+            raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+        seen[key] = key_node.start_mark.line + 1
+    loader.flatten_mapping(node)
+    return loader.construct_mapping(node, deep=True)
+
+
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_mapping)
+
+
+def without_null(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what sections set: a key that is null is as if it were not there."""
+    sections = {key: value for key, value in document.items() if value is not None}
+    return {
+        key: {name: held for name, held in value.items() if held is not None} if isinstance(value, dict) else value
+        for key, value in sections.items()
+    }
+
+
+def _overlaid(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    Return *base* under *top*: sections merge key by key, null unsets what *base* has, everything else
+    is replaced.
+    """
+    merged = dict(base)
+    for key, value in top.items():
+        below = merged.get(key)
+        if value is None:
+            merged.pop(key, None)
+        else:
+            merged[key] = _overlaid(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return merged

@@ -1,0 +1,194 @@
+"""YAML -> RunConfig, strictly: every fault at once, each with its path and remedy."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from adapters.config.layers import Override, expanded, read_document, read_overrides, without_null
+from adapters.config.trainer_keys import TrainerKey
+from adapters.config.values import known_keys, structured
+from core.config import REFUSED_TRAINING_KEYS, RunConfig, TrainingConfig, faults, rl_faults, unknown_key
+from core.errors import ConfigError, Fault
+from core.stream import Mix
+
+SECTIONS = ("model", "template", "custom", "training")
+
+RL_SECTIONS = ("policy", "grpo")
+
+_REFUSED = {f"training.{key}": reason for key, reason in REFUSED_TRAINING_KEYS.items()}
+
+
+def load_config(
+    path: str | Path,
+    trainer_keys: Mapping[str, TrainerKey],
+    *,
+    overrides: Sequence[str] = (),
+    rl: bool = False,
+) -> RunConfig:
+    """
+    Read a run's YAML, and those that it extends.
+
+    Args:
+        path: The YAML; a relative `extends:` starts at its folder, all other relative paths at the working directory.
+
+        trainer_keys: Settings that `training.` passes to the trainer, and what each takes.
+
+        overrides: Values for single keys, as `training.learning_rate=1e-4`, in place of the YAML's; null unsets a key.
+
+        rl: Whether the run is one of reinforcement learning; others have no `policy:` and no `grpo:`.
+
+    Raises:
+        ConfigError: All faults of the configuration.
+    """
+    return parse_config(read_document(Path(path)), str(path), trainer_keys, overrides=overrides, rl=rl)
+
+
+def parse_config(
+    document: Mapping[str, Any],
+    source: str,
+    trainer_keys: Mapping[str, TrainerKey],
+    *,
+    overrides: Sequence[str] = (),
+    rl: bool = False,
+) -> RunConfig:
+    """
+    Build a configuration from a parsed document.
+
+    Args:
+        document: What the YAML holds.
+
+        source: Name of the YAML, for errors.
+
+        trainer_keys: See `load_config`.
+
+        overrides: See `load_config`.
+
+        rl: See `load_config`.
+
+    Raises:
+        ConfigError: All faults of the configuration.
+    """
+    given = read_overrides(overrides)
+    document = without_null(_overridden(document, given))
+    advice = _Advice.of(document, trainer_keys, rl=rl)
+    sections, found = _sections(document, rl=rl)
+    training = sections["training"]
+    own = {field.name for field in attrs.fields(TrainingConfig)} - {"trainer"}
+    passed = {key: training.pop(key) for key in list(training) if key not in own}
+    training["trainer"], key_faults = _checked(passed, trainer_keys, advice)
+    found += key_faults
+    others = {key: value for key, value in document.items() if key not in sections}
+    config = structured({**others, **sections}, RunConfig, advice)
+    if isinstance(config, RunConfig):
+        found += faults(config)
+        found += rl_faults(config) if rl else ()
+    else:
+        found += config
+    if found or not isinstance(config, RunConfig):
+        raise ConfigError(source, _placed(found, given))
+    return config
+
+
+def load_mix(path: str | Path, overrides: Sequence[str] = ()) -> Mix:
+    """
+    Read a mix of data sets, `custom.fusion_config`.
+
+    Args:
+        path: The mix, a YAML.
+
+        overrides: Values for single keys, as `samples_per_epoch=100`, in place of the YAML's; null unsets a key.
+
+    Raises:
+        ConfigError: All faults of the YAML; those that the data decide are `core.stream.mix_faults`.
+    """
+    given = read_overrides(overrides)
+    document = _overridden(read_document(Path(path)), given)
+    mix = structured(document, Mix, _Advice(document, dict(known_keys(Mix)), {}))
+    if not isinstance(mix, Mix):
+        raise ConfigError(str(path), _placed(mix, given))
+    return mix
+
+
+@attrs.frozen
+class _Advice:
+    """What is said of a key that its place does not have."""
+
+    document: Mapping[str, Any]
+    known: Mapping[str, bool]
+    """Every key with its sections -> whether it is a section itself."""
+
+    refused: Mapping[str, str]
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any], trainer_keys: Mapping[str, TrainerKey], *, rl: bool) -> _Advice:
+        """Return the advice on a run."""
+        absent = () if rl else RL_SECTIONS
+        known = {path: section for path, section in known_keys(RunConfig) if path.partition(".")[0] not in absent}
+        passed = {f"training.{key}": False for key in trainer_keys}
+        usable = {path: section for path, section in {**passed, **known}.items() if path not in _REFUSED}
+        return cls(document, usable, _REFUSED)
+
+    def __call__(self, key: str, level: str) -> str:
+        """Return what is wrong with a *key* in the section *level*, and what to do."""
+        value: Any = self.document
+        for part in re.findall(r"[^.\[\]]+", level):
+            value = value[int(part)] if isinstance(value, list) else value[part]
+        is_leaf = not isinstance(value.get(key), (dict, type(None)))
+        known = [path for path, section in self.known.items() if not (is_leaf and section)]
+        return unknown_key(key, re.sub(r"\[\d+\]", "[]", level), known, refused=self.refused)
+
+
+def _overridden(document: Mapping[str, Any], overrides: Sequence[Override]) -> dict[str, Any]:
+    result = dict(document)
+    for override in overrides:
+        result = override.over(result)
+    return result
+
+
+def _placed(found: Sequence[Fault], overrides: Sequence[Override]) -> tuple[Fault, ...]:
+    """Return the faults, those of overridden keys with their overrides as their place."""
+    placed = list(found)
+    for override in overrides:
+        placed = [override.placed(fault) for fault in placed]
+    return tuple(placed)
+
+
+def _sections(document: Mapping[str, Any], *, rl: bool) -> tuple[dict[str, dict[str, Any]], list[Fault]]:
+    """Return every section, those that are absent as empty, and what is wrong with them as a whole."""
+    found: list[Fault] = []
+    sections: dict[str, dict[str, Any]] = {}
+    for name in SECTIONS + RL_SECTIONS:
+        value = document.get(name)
+        if value is not None and not isinstance(value, dict):
+            found.append(Fault(name, f"is {value!r}, but has to be a section of keys"))
+        sections[name] = dict(value) if isinstance(value, dict) else {}
+        if name in RL_SECTIONS and name in document and not rl:
+            reason = "is of reinforcement learning (python -m app.rl), which this command is not: remove the section"
+            found.append(Fault(name, reason))
+    return sections, found
+
+
+def _checked(
+    passed: Mapping[str, Any], keys: Mapping[str, TrainerKey], advice: _Advice
+) -> tuple[dict[str, Any], list[Fault]]:
+    """Return the settings that go to the trainer, and what is wrong with them."""
+    checked, found = {}, []
+    for key, value in passed.items():
+        path = f"training.{key}"
+        if path in _REFUSED:
+            found.append(Fault(path, _REFUSED[path]))
+        elif key not in keys:
+            found.append(Fault(path, advice(str(key), "training")))
+        else:
+            try:
+                checked[key] = keys[key].checked(value)
+                if keys[key].path and isinstance(value, str):
+                    checked[key] = expanded(value)
+            except ValueError as error:
+                found.append(Fault(path, str(error)))
+    return checked, found

@@ -1,0 +1,196 @@
+"""What YAML reads -> frozen values, by the types of their classes: nothing is guessed, every fault has its path."""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+import attrs
+import cattrs
+from cattrs.errors import ClassValidationError, ForbiddenExtraKeysError, IterableValidationError
+from cattrs.gen import make_dict_structure_fn
+
+from adapters.config.layers import expanded
+from core.config import PathText
+from core.errors import Fault
+
+T = typing.TypeVar("T")
+
+Advise: typing.TypeAlias = Callable[[str, str], str]
+"""Key that its place does not have, and the path of that place -> what is wrong with it, and what to do."""
+
+
+def structured(document: Mapping[str, Any], kind: type[T], advise: Advise) -> T | list[Fault]:
+    """
+    Return the value of a frozen class that *document* is, or all its faults.
+
+    Args:
+        document: Keys, and sections of keys.
+
+        kind: The class.
+
+        advise: Says what is wrong with a key that the class does not have.
+    """
+    try:
+        return _CONVERTER.structure(document, kind)
+    except ClassValidationError as error:
+        return list(_faults(error, "", advise))
+
+
+def known_keys(kind: type, prefix: str = "") -> Iterator[tuple[str, bool]]:
+    """
+    Yield the path of every key of a frozen class, and whether it is a section: those of a list's items
+    have a `[]`.
+    """
+    for field in attrs.fields(attrs.resolve_types(kind)):
+        plain = _without_none(field.type)
+        item: Any = next(iter(typing.get_args(plain)), None)
+        path = f"{prefix}{field.name}"
+        if attrs.has(plain):
+            yield path, True
+            yield from known_keys(plain, f"{path}.")
+        elif _origin(plain) is not Mapping:
+            yield path, False
+            if attrs.has(item):
+                yield from known_keys(item, f"{path}[].")
+
+
+def _refuse(value: object, wanted: str) -> typing.NoReturn:
+    message = f"is {value!r}, but has to be {wanted}"
+    raise ValueError(message)
+
+
+HUGE = 10**12
+"""Beyond it no count is meant, and products of counts leave 64 bits."""
+
+
+def _to_int(value: object, _: Any) -> int:
+    if type(value) is not int:
+        _refuse(value, "a whole number")
+    if abs(value) >= HUGE:
+        _refuse(value, f"a whole number below {HUGE:,}")
+    return value
+
+
+def _to_float(value: object, _: Any) -> float:
+    if type(value) in {int, float}:
+        return float(typing.cast("float", value))
+    if isinstance(value, str):  # YAML reads 1e-5 as a string
+        try:
+            return float(value)
+        except ValueError:
+            pass
+    _refuse(value, "a number")
+
+
+def _to_bool(value: object, _: Any) -> bool:
+    if type(value) is not bool:
+        _refuse(value, "true or false")
+    return value
+
+
+def _to_str(value: object, _: Any) -> str:
+    if type(value) is not str:
+        _refuse(value, "a text")
+    return value
+
+
+def _to_path(value: object, _: Any) -> str:
+    return expanded(_to_str(value, None))
+
+
+def _to_decimal(value: object, _: Any) -> Decimal:
+    if type(value) in {int, float, str}:
+        try:
+            return Decimal(str(value))
+        except InvalidOperation:
+            pass
+    _refuse(value, "a number")
+
+
+def _to_strings(value: object, kind: Any) -> tuple[str, ...]:
+    values = [value] if isinstance(value, str) else value
+    if not isinstance(values, list) or not values or not all(isinstance(item, str) and item for item in values):
+        _refuse(value, "a text, or a list of texts")
+    return tuple(map(expanded, values) if kind == tuple[PathText, ...] else values)
+
+
+def _to_literal(value: object, wanted: Any) -> Any:
+    choices = typing.get_args(wanted)
+    if value is False and "no" in choices:  # YAML reads no as false
+        return "no"
+    if value not in choices or type(value) is not str:
+        _refuse(value, f"one of {', '.join(map(str, choices))}")
+    return value
+
+
+def _origin(kind: Any) -> Any:
+    return typing.get_origin(kind)
+
+
+def _converter() -> cattrs.Converter:
+    converter = cattrs.Converter(detailed_validation=True, forbid_extra_keys=True)
+    hooks = {int: _to_int, float: _to_float, bool: _to_bool, str: _to_str, Decimal: _to_decimal}
+    for kind, hook in hooks.items():
+        converter.register_structure_hook(kind, hook)
+    converter.register_structure_hook_func(lambda kind: kind == PathText, _to_path)
+    converter.register_structure_hook_func(lambda kind: _origin(kind) is typing.Literal, _to_literal)
+    converter.register_structure_hook_func(lambda kind: kind in (tuple[str, ...], tuple[PathText, ...]), _to_strings)
+    converter.register_structure_hook_func(
+        lambda kind: _origin(kind) in {types.UnionType, typing.Union},
+        lambda value, kind: None if value is None else converter.structure(value, _without_none(kind)),
+    )
+    converter.register_structure_hook_func(lambda kind: _origin(kind) is Mapping, lambda value, _: value)
+    converter.register_structure_hook_factory(attrs.has, lambda cls: _section_hook(cls, converter))
+    return converter
+
+
+def _section_hook(cls: Any, converter: cattrs.Converter) -> Any:
+    """Return what structures a section: of keys, and of nothing else."""
+    plain = make_dict_structure_fn(cls, converter, _cattrs_forbid_extra_keys=True, _cattrs_detailed_validation=True)
+
+    def structure(value: object, kind: Any) -> Any:
+        if not isinstance(value, Mapping):
+            _refuse(value, "a section of keys")
+        return plain(value, kind)
+
+    return structure
+
+
+def _without_none(kind: Any) -> Any:
+    if _origin(kind) not in {types.UnionType, typing.Union}:
+        return kind
+    (inner,) = (argument for argument in typing.get_args(kind) if argument is not type(None))
+    return inner
+
+
+_CONVERTER = _converter()
+
+
+def _faults(error: ClassValidationError, prefix: str, advise: Advise) -> Iterator[Fault]:
+    noted, others = error.group_exceptions()
+    for inner, note in noted:
+        path = f"{prefix}{note.name}"
+        if isinstance(inner, ClassValidationError):
+            yield from _faults(inner, f"{path}.", advise)
+        elif isinstance(inner, IterableValidationError):
+            for cause, place in inner.group_exceptions()[0]:
+                if isinstance(cause, ClassValidationError):
+                    yield from _faults(cause, f"{path}[{place.index}].", advise)
+                else:
+                    yield Fault(path, str(cause))
+        elif isinstance(inner, KeyError):
+            yield Fault(path, "is not set, and has no default: set it")
+        else:
+            yield Fault(path, str(inner))
+    for other in others:
+        if isinstance(other, ForbiddenExtraKeysError):
+            level = prefix.rstrip(".")
+            yield from (Fault(f"{prefix}{key}", advise(key, level)) for key in sorted(map(str, other.extra_fields)))
+        elif isinstance(other, KeyError):
+            yield Fault(f"{prefix}{other.args[0]}", "is not set, and has no default: set it")
+        else:
+            yield Fault(prefix.rstrip("."), str(other))

@@ -1,0 +1,174 @@
+"""Files that readers see whole or not at all, with manifests that digest themselves and what they name."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from core.errors import CorruptArtefactError, OutputError, counted
+
+_DIGEST = "manifest_sha256"
+
+_REFUSED = re.compile(r"\(os error \d+\)|PytorchStreamWriter|inline_container")
+"""How writers in Rust say that the operating system refused, and how torch's does, which keeps the reason to itself."""
+
+_UNPUBLISHED = ".tmp"
+"""How files end that are not, or not yet, published."""
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """
+    Turn what the operating system refuses below *path* into an OutputError: a full disk, a folder not
+    to be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(str(path), error.strerror or str(error)) from error
+
+
+@contextmanager
+def saving(folder: Path) -> Iterator[None]:
+    """
+    Turn what torch's, safetensors' and tokenizers' own writers make of a refusal below *folder* into an OutputError,
+    too.
+    """
+    try:
+        with writing(folder):
+            yield
+    except OutputError:
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split())
+        if not _REFUSED.search(text):
+            raise
+        raise OutputError(str(folder), text[:200]) from error
+
+
+def write_bytes(path: Path, data: bytes | memoryview) -> None:
+    """Publish *data* under *path*: written under another name, flushed, renamed."""
+    write_chunks(path, [data])
+
+
+def write_chunks(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
+    """Publish *chunks*, one after the other, as `write_bytes` does."""
+    with writing(path):
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=_UNPUBLISHED, dir=path.parent)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.writelines(chunks)
+                file.flush()
+                os.fsync(file.fileno())
+            Path(name).chmod(0o644)
+            Path(name).replace(path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+        sync_folder(path.parent)
+
+
+def append_bytes(path: Path, data: bytes | memoryview) -> None:
+    """Add *data* to the end of a file, flushed; readers see it once a manifest counts it."""
+    with writing(path), path.open("ab") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames in *folder* survive a crash of the machine."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what a killed writer left unpublished; for the only writer."""
+    for left in folder.glob(f".*{_UNPUBLISHED}"):
+        left.unlink()
+
+
+def write_manifest(path: Path, content: Mapping[str, Any]) -> None:
+    """Publish *content* as readable JSON that carries its own digest."""
+    write_bytes(path, _as_text(content))
+
+
+def read_manifest(path: Path, schema: str) -> dict[str, Any] | None:
+    """Return a manifest's content, or None if there is none; CorruptArtefactError if it is not what was written."""
+    try:
+        text = path.read_bytes()
+        content = json.loads(text)
+        found = content.pop(_DIGEST)
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise CorruptArtefactError(str(path), "it is no manifest of this project") from None
+    # Two texts may say the same, but only one was written.
+    if found != _own_digest(content) or text != _as_text(content):
+        raise CorruptArtefactError(str(path), "its content does not match its own digest")
+    if content.get("schema") != schema:
+        reason = f"it has the schema {content.get('schema')!r}, but this version reads {schema!r}"
+        raise CorruptArtefactError(str(path), reason)
+    return dict(content)
+
+
+def _as_text(content: Mapping[str, Any]) -> bytes:
+    return f"{json.dumps({**content, _DIGEST: _own_digest(content)}, indent=2, ensure_ascii=False)}\n".encode()
+
+
+def _own_digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def write_array(path: Path, array: NDArray[Any]) -> dict[str, Any]:
+    """Publish *array* as flat little-endian bytes; return what a manifest says of it."""
+    flat = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
+    data = flat.reshape(-1).view(np.uint8).data
+    write_bytes(path, data)
+    return {"file": path.name, "dtype": flat.dtype.str, "size": flat.size, "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def read_array(folder: Path, entry: Mapping[str, Any]) -> NDArray[Any]:
+    """Return the memory-mapped array of a manifest's entry; CorruptArtefactError if its bytes differ."""
+    path = folder / Path(entry["file"]).name
+    array, digest = map_array(path, np.dtype(entry["dtype"]), int(entry["size"]))
+    if digest.hexdigest() != entry["sha256"]:
+        raise CorruptArtefactError(str(path), "its content does not match the manifest's digest")
+    if path.stat().st_size != array.nbytes:
+        raise CorruptArtefactError(
+            str(path), f"it has {counted(path.stat().st_size, 'byte')} instead of {array.nbytes:,}"
+        )
+    return array
+
+
+def map_array(path: Path, dtype: np.dtype[Any], size: int) -> tuple[NDArray[Any], Any]:
+    """
+    Return the first *size* elements of a file, memory-mapped, and the running SHA-256 of their bytes.
+
+    Args:
+        path: The file.
+
+        dtype: Type of its elements.
+
+        size: How many elements are read.
+    """
+    if not path.is_file():
+        raise CorruptArtefactError(str(path), "it is missing")
+    found = path.stat().st_size
+    if found < size * dtype.itemsize:
+        raise CorruptArtefactError(str(path), f"it has {counted(found, 'byte')} instead of {size * dtype.itemsize:,}")
+    array = np.memmap(path, dtype=dtype, mode="r", shape=(size,)) if size else np.zeros(0, dtype=dtype)
+    return array, hashlib.sha256(array.data)

@@ -1,0 +1,90 @@
+"""
+Processes that end when their parent does, however that ends: by SIGKILL too, which no parent can pass on.
+
+Each kind of process that this project starts calls `end_with_parent` first: those that measure, workers of loaders,
+ranks of a launcher, benchmarks. Rank 0's heartbeat has to outlive it by a moment, and sees by its pipe that it is gone.
+Ray ends its own: its servers ask the kernel for the same, and actors end with them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+
+_OF_LAUNCHER = "TORCHELASTIC_RUN_ID"
+"""Set by torchrun, and by what is built on it, in the ranks that it starts."""
+
+
+def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
+    """
+    Have the kernel send this process a signal when its parent ends; at once, if that is gone already.
+
+    The kernel watches the thread that started this process, so that has to be one that lives as long as its process.
+    Only Linux has such a signal; elsewhere this does nothing.
+
+    Args:
+        number: The signal. SIGKILL ends a process whatever it is at.
+
+    Raises:
+        OSError: The kernel refuses.
+    """
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl cannot set the signal of a parent's death")
+    parent = multiprocessing.parent_process()
+    # It may have ended before the kernel was asked.
+    if parent is not None and not parent.is_alive():
+        os.kill(os.getpid(), number)
+
+
+def end_with_launcher() -> None:
+    """
+    End this rank when torchrun's agent ends, which started it; do nothing in a process that no launcher started.
+
+    By SIGTERM, on which training saves a checkpoint after the running step, and all else ends at once.
+    """
+    if _OF_LAUNCHER in os.environ and multiprocessing.parent_process() is None:
+        end_with_parent(signal.SIGTERM)
+
+
+def open_pool(workers: int, prepare: Callable[..., None], *arguments: Any) -> ProcessPoolExecutor:
+    """
+    Return a pool of fresh processes that end with this one; call it within `ctrl_c_kept`, and hand it work there.
+
+    Args:
+        workers: Processes, started as work arrives.
+
+        prepare: Called in each of them first; importable by its name.
+
+        *arguments: What it is called with.
+    """
+    return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _prepared, (prepare, arguments))
+
+
+def _prepared(prepare: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    end_with_parent()
+    prepare(*arguments)
+
+
+@contextmanager
+def ctrl_c_kept() -> Iterator[None]:
+    """
+    Keep Ctrl-C from processes that are started in here: this process answers it, and ends them without their
+    tracebacks.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

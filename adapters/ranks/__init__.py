@@ -1,0 +1,1 @@
+"""Ranks over torch.distributed, which know of each other's failures."""

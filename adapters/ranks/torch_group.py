@@ -1,0 +1,319 @@
+"""Ranks over torch.distributed: rank 0 builds, the others wait on its store, arrays travel as tensors."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from adapters.ranks.heartbeat import BEAT, DIED, Heartbeat
+from core.errors import PackplanError, RankGoneError, RankZeroError, counted
+from core.ports import Arrays, Tell
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 1.0
+
+_ASK_S = 0.1
+
+_TELL_EVERY_S = 30.0
+
+_FAREWELL_S = 10.0
+
+SILENT_S = 45.0
+"""Rank 0 beats every second; after so long without one, its node is taken for dead or cut off."""
+
+CHUNK_BYTES = 1 << 25
+"""Bytes that travel at a time, which bounds what the transport holds beside the arrays."""
+
+
+class OneRank:
+    """A `core.ports.RankGroup` of one process."""
+
+    rank = 0
+    world_size = 1
+
+    def from_rank_zero(
+        self,
+        build: Callable[[Tell], Arrays],
+        *,
+        timeout_s: float,  # noqa: ARG002  # no one waits
+        limit_s: float | None = None,  # noqa: ARG002
+    ) -> Arrays:
+        """Return what *build* builds; see `core.ports.RankGroup`."""
+        return build(lambda _: None)
+
+    def gather(
+        self,
+        value: str,
+        *,
+        timeout_s: float | None = None,  # noqa: ARG002  # no one waits
+        limit_s: float | None = None,  # noqa: ARG002
+    ) -> tuple[str, ...]:
+        """Return the value alone; see `core.ports.RankGroup`."""
+        return (value,)
+
+    def any(self, flag: bool) -> bool:  # noqa: FBT001  # see the port
+        """Return the flag."""
+        return flag
+
+    def gather_arrays(self, arrays: Arrays) -> tuple[Arrays, ...]:
+        """Return the arrays alone."""
+        return (arrays,)
+
+    def settle(self) -> None:
+        """Do nothing: nobody waits."""
+
+
+class TorchGroup:
+    """A `core.ports.RankGroup` over a process group that torchrun's environment describes."""
+
+    def __init__(self, *, use_cpu: bool, timeout_s: float = 1800.0) -> None:
+        """
+        Join the group; every rank calls this.
+
+        Args:
+            use_cpu: Use gloo alone, even where CUDA is at hand.
+
+            timeout_s: Seconds a collective may take; waiting for rank 0's plan is not one.
+        """
+        cuda = torch.cuda.is_available() and not use_cpu
+        if cuda:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+        # An earlier attempt or launch may have had the same store: what it wrote must not be seen.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        launch = _agree_on_launch(PrefixStore(f"packplan/{attempt}", store), rank, world_size, timeout_s)
+        self._store = PrefixStore(f"packplan/{attempt}/{launch}", store)
+        # Connected while all ranks are there, which none leaves before they have joined: later, a store that is gone
+        # would be looked for instead of missed.
+        self._ear = self._store.clone()  # type: ignore[attr-defined]  # torch does not declare it
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            store=PrefixStore(f"group/{attempt}/{launch}", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        self.rank, self.world_size = rank, world_size
+        self._timeout_s = timeout_s
+        self._calls = 0
+        self._heart = Heartbeat(self._store) if rank == 0 else None
+
+    def from_rank_zero(
+        self, build: Callable[[Tell], Arrays], *, timeout_s: float, limit_s: float | None = None
+    ) -> Arrays:
+        """Return on every rank what rank 0 builds; see `core.ports.RankGroup`."""
+        self._calls += 1
+        key = f"built/{self._calls}"
+        arrays = self._build(build, key) if self.rank == 0 else _like(self._awaited(key, timeout_s, limit_s))
+        for array in arrays.values():
+            self._broadcast(array, src=0)
+        return arrays
+
+    def gather(self, value: str, *, timeout_s: float | None = None, limit_s: float | None = None) -> tuple[str, ...]:
+        """Return the value of every rank, by rank; see `core.ports.RankGroup`."""
+        self._calls += 1
+        keys = [f"gathered/{self._calls}/{rank}" for rank in range(self.world_size)]
+        self._store.set(keys[self.rank], value)
+        wait_s = self._timeout_s if timeout_s is None else timeout_s
+        return tuple(self._answers(keys, wait_s, limit_s, RankGoneError, late="for the other ranks"))
+
+    def any(self, flag: bool) -> bool:  # noqa: FBT001  # see the port
+        """Return whether any rank's flag is set."""
+        flags = torch.tensor([int(flag)])
+        dist.all_reduce(flags, dist.ReduceOp.MAX)
+        return bool(flags.item())
+
+    def gather_arrays(self, arrays: Arrays) -> tuple[Arrays, ...]:
+        """Return the arrays of every rank, by rank; see `core.ports.RankGroup`."""
+        mine = {name: np.array(array, order="C") for name, array in arrays.items()}
+        gathered = []
+        for rank, answer in enumerate(self.gather(_described(mine))):
+            theirs = mine if rank == self.rank else _like(json.loads(answer))
+            for array in theirs.values():
+                self._broadcast(array, src=rank)
+            gathered.append(theirs)
+        return tuple(gathered)
+
+    def settle(self) -> None:
+        """Stop the heart: from here on, collectives tell who is gone."""
+        if self._heart:
+            self._heart.stop()
+            self._heart = None
+
+    def leave(self) -> None:
+        """End the group, together: one rank may keep the store that the others still read."""
+        dist.barrier()
+        self.settle()
+        # Threads of its transports that outlive the interpreter may abort the process.
+        dist.destroy_process_group()
+
+    def _broadcast(self, array: NDArray[Any], *, src: int) -> None:
+        if not array.size:
+            return
+        try:
+            for chunk in torch.split(torch.from_numpy(array).view(-1), CHUNK_BYTES // array.itemsize):
+                dist.broadcast(chunk, src=src)
+        except RuntimeError as error:
+            raise RankGoneError(f"another rank is gone, so rank {self.rank} cannot go on: {error}") from None
+
+    def _build(self, build: Callable[[Tell], Arrays], key: str) -> Arrays:
+        try:
+            assert self._heart  # noqa: S101  # rank 0, and planning is not over
+            arrays = {name: np.array(array, order="C") for name, array in build(self._heart.tell).items()}
+        except BaseException as error:
+            reason = str(error) if isinstance(error, PackplanError) else f"{type(error).__name__}: {error}"
+            self._store.set(key, json.dumps({"failed": reason}))
+            self._let_others_read(key)
+            raise
+        self._store.set(key, f'{{"built": {_described(arrays)}}}')
+        return arrays
+
+    def _let_others_read(self, key: str) -> None:
+        # The store may be this process's own, and a launcher ends the others as soon as this one is gone.
+        acknowledged = [f"{key}/read/{rank}" for rank in range(1, self.world_size)]
+        try:
+            self._store.wait(acknowledged, timedelta(seconds=_FAREWELL_S))
+        except dist.DistStoreError:
+            log.warning("some ranks did not hear within %.0f s why rank 0 failed", _FAREWELL_S)
+
+    def _awaited(self, key: str, timeout_s: float, limit_s: float | None) -> list[tuple[str, str, list[int]]]:
+        late = (
+            "for rank 0 to measure and plan (training.packing_wait_timeout_s): raise it, or set it to 0 to wait for "
+            "ever"
+        )
+        answer = json.loads(self._answers([key], timeout_s, limit_s, RankZeroError, late=late)[0])
+        if "failed" in answer:
+            self._store.set(f"{key}/read/{self.rank}", "")
+            raise RankZeroError(f"rank 0 failed: {answer['failed']}")
+        built: list[tuple[str, str, list[int]]] = answer["built"]
+        return built
+
+    def _answers(
+        self,
+        keys: list[str],
+        timeout_s: float,
+        limit_s: float | None,
+        error: type[RankGoneError | RankZeroError],
+        *,
+        late: str,
+    ) -> list[str]:
+        """Wait for *keys*; raise *error* if rank 0 dies or falls silent, or they are late, by *limit_s* in all."""
+        watch = _Watch(self._ear, keys)
+        told = 0.0
+        while not watch.over.wait(_POLL_S):
+            waited, heard = watch.waited_s(), watch.words or "nothing"
+            if watch.silent_s() > SILENT_S:
+                silent = f"rank 0 has been silent for {watch.silent_s():,.0f} s, so its node is down or cut off"
+                raise error(f"{silent}; rank {self.rank} last heard: {heard}")
+            if timeout_s and waited > timeout_s:
+                raise error(f"rank {self.rank} waited {limit_s or timeout_s:,g} s {late}; last heard: {heard}")
+            if waited - told > _TELL_EVERY_S:
+                log.warning("rank %d has waited %.0f s; last heard of rank 0: %s", self.rank, waited, heard)
+                told = waited
+        if watch.answers is None:
+            raise error(f"rank 0 is gone, so rank {self.rank} cannot go on: {watch.lost}")
+        return watch.answers
+
+
+def _described(arrays: Arrays) -> str:
+    """Return names, types and shapes, as JSON."""
+    return json.dumps([(name, array.dtype.str, array.shape) for name, array in arrays.items()])
+
+
+def _like(described: list[tuple[str, str, list[int]]]) -> dict[str, NDArray[Any]]:
+    """Return empty arrays of names, types and shapes."""
+    return {name: np.empty(shape, dtype=np.dtype(dtype)) for name, dtype, shape in described}
+
+
+def _agree_on_launch(store: Store, rank: int, world_size: int, timeout_s: float) -> str:
+    """
+    Return a token that all ranks of this launch hold, and none of an earlier launch on the same store.
+
+    Each rank leaves a word; rank 0 welcomes the words that it finds, again and again, until every rank has found its
+    own among them. What an earlier launch left is a word or a welcome that no rank of this one accepts.
+    """
+    own = secrets.token_hex(8)
+    words = [f"word/{number}" for number in range(world_size)]
+    store.set(words[rank], own)
+    store.wait(words, timedelta(seconds=timeout_s))
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if rank == 0:
+            store.set("welcome", json.dumps([store.get(word).decode() for word in words]))
+        try:
+            store.wait(["welcome"], timedelta(seconds=_POLL_S))
+            welcomed = json.loads(store.get("welcome"))
+            launch: str = welcomed[0]
+            if len(welcomed) == world_size and welcomed[rank] == own:
+                store.set(f"seen/{launch}/{rank}", "")
+                store.wait([f"seen/{launch}/{number}" for number in range(world_size)], timedelta(seconds=_POLL_S))
+                return launch
+        except dist.DistStoreError:
+            continue
+    message = f"rank {rank} waited {timeout_s:,.0f} s for all {counted(world_size, 'rank')} of this launch"
+    raise RankGoneError(message)
+
+
+class _Watch:
+    """
+    Waits for keys on a thread of its own, since a node that falls silent blocks whoever asks it.
+
+    Attributes:
+        over: Set when there are answers, or never will be.
+
+        answers: The keys' values, once all are there.
+
+        lost: Why there never will be.
+
+        words: What rank 0 said last that it was doing.
+    """
+
+    def __init__(self, store: Store, keys: list[str]) -> None:
+        self.over = threading.Event()
+        self.answers: list[str] | None = None
+        self.lost, self.words = "", ""
+        self._started = self._heard = time.monotonic()
+        self._last = b""
+        threading.Thread(target=self._listen, args=(store, keys), daemon=True).start()
+
+    def waited_s(self) -> float:
+        return time.monotonic() - self._started
+
+    def silent_s(self) -> float:
+        return time.monotonic() - self._heard
+
+    def _listen(self, store: Store, keys: list[str]) -> None:
+        try:
+            # Asked again and again, since a wait that runs out is a warning on the user's terminal each time.
+            while not store.check(keys):
+                if store.check([DIED]):
+                    self.lost = store.get(DIED).decode()
+                    return
+                if store.check([BEAT]):
+                    self._hear(store.get(BEAT))
+                time.sleep(_ASK_S)
+            self.answers = [store.get(key).decode() for key in keys]
+        except dist.DistError as error:
+            self.lost = str(error)
+        finally:
+            self.over.set()
+
+    def _hear(self, beat: bytes) -> None:
+        if beat != self._last:
+            self._last, self._heard = beat, time.monotonic()
+            self.words = json.loads(beat)[1] or self.words

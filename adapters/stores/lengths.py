@@ -1,0 +1,222 @@
+"""
+Measured lengths on disk: fixed-width columns beside the manifest `lengths.json`.
+
+`lengths.bin` has a row of little-endian int32 for each sample, `images.bin` one of int64 for each image. Rows are
+appended and flushed first, the manifest that counts and digests them follows: what a manifest names is whole, and what
+a crash leaves behind it is cut off on resuming. A flush costs what is new. The data of the rows measured so far is
+digested with them: rows appended to it, or mended behind them, leave them valid.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from adapters import files
+from core.errors import ConfigError, CorruptArtefactError, StaleLengthsError
+from core.fingerprint import Fingerprint
+from core.ports import Origin, Stored, StoredLengths
+from core.samples import COLUMNS, IMAGE_COLUMNS, ImageTable, Table
+
+log = logging.getLogger(__name__)
+
+SCHEMA = "packplan lengths 2"
+
+
+class _Column:
+    """A file of rows, of which a manifest counts and digests the first."""
+
+    def __init__(self, path: Path, columns: tuple[str, ...], dtype: str) -> None:
+        self.path, self.columns, self.dtype = path, columns, np.dtype(dtype)
+        self.start()
+
+    def start(self) -> None:
+        self._num, self._hash = 0, hashlib.sha256()
+
+    def resume(self, entry: Mapping[str, Any]) -> NDArray[Any]:
+        """Return the rows that a manifest's entry names; CorruptArtefactError if they are not what was written."""
+        self._num = entry["rows"]
+        flat, self._hash = files.map_array(self.path, self.dtype, self._num * len(self.columns))
+        if self._hash.hexdigest() != entry["sha256"]:
+            raise CorruptArtefactError(str(self.path), "its content does not match the manifest's digest")
+        return flat.reshape(-1, len(self.columns))
+
+    def cut(self) -> None:
+        """Cut off what no manifest names."""
+        with files.writing(self.path):
+            if not self._num:
+                # A new file, since a run that maps the old one would die of its end moving.
+                self.path.unlink(missing_ok=True)
+            self.path.touch()
+            os.truncate(self.path, self._num * len(self.columns) * self.dtype.itemsize)
+
+    def append(self, rows: NDArray[Any]) -> None:
+        data = np.ascontiguousarray(rows, dtype=self.dtype).reshape(-1).view(np.uint8).data
+        files.append_bytes(self.path, data)
+        self._hash.update(data)
+        self._num += len(rows)
+
+    def entry(self) -> dict[str, Any]:
+        """Return what the manifest says."""
+        return {
+            "file": self.path.name,
+            "columns": list(self.columns),
+            "dtype": self.dtype.str,
+            "rows": self._num,
+            "sha256": self.digest(),
+        }
+
+    def digest(self) -> str:
+        digest: str = self._hash.hexdigest()
+        return digest
+
+
+def _origin(manifest: Mapping[str, Any]) -> Origin:
+    return Origin(
+        Fingerprint(manifest["fingerprint"]),
+        manifest["num_samples"],
+        manifest["samples"]["rows"],
+        manifest["data_sha256"],
+    )
+
+
+class DiskLengthStore:
+    """A `core.ports.LengthStore` in one folder, which perhaps starts with another run's lengths."""
+
+    def __init__(self, folder: Path, *, lengths_from: Path | None = None) -> None:
+        """
+        Keep lengths in a folder.
+
+        Args:
+            folder: Of this run's split.
+
+            lengths_from: Of another run's, which is only read; taken over when this one has no lengths yet.
+        """
+        self.folder, self._lengths_from = folder, lengths_from
+        self._manifest = folder / "lengths.json"
+        self._samples = _Column(folder / "lengths.bin", COLUMNS, "<i4")
+        self._images = _Column(folder / "images.bin", IMAGE_COLUMNS, "<i8")
+        self._key: Fingerprint | None = None
+        self._num_samples = 0
+
+    def resume(self, key: Fingerprint, num_samples: int, data_digest: Callable[[int], str]) -> Stored:
+        """Return the rows measured so far under *key*; see `core.ports.LengthStore`."""
+        self._key, self._num_samples = key, num_samples
+        stored = self.read(key, num_samples, data_digest)
+        self._samples.cut()
+        self._images.cut()
+        if self._lengths_from is None:
+            return stored
+        if not self._lengths_from.parent.is_dir():
+            reason = f"has no folder {self._lengths_from.parent}: name the output_dir of a run that measured"
+            raise ConfigError.of("training.packing_lengths_from", reason)
+        if self._lengths_from.resolve() == self.folder.resolve():
+            raise ConfigError.of("training.packing_lengths_from", "is this run's own output_dir: remove it")
+        if self._manifest.exists():
+            return stored
+        try:
+            taken = DiskLengthStore(self._lengths_from).read(key, num_samples, data_digest)
+        except StaleLengthsError as error:
+            raise attrs.evolve(error, borrowed=True) from None
+        if len(taken.table):
+            log.info("%s lengths are taken over from %s", f"{len(taken.table):,}", self._lengths_from)
+            digest = data_digest(len(taken.table))
+            self.append(taken.table, taken.images, digest, in_full=taken.in_full, probe=taken.probe)
+        else:
+            log.warning("%s holds no lengths, so all samples are measured here", self._lengths_from)
+        return taken
+
+    def read(self, key: Fingerprint, num_samples: int, data_digest: Callable[[int], str]) -> Stored:
+        """Verify and return what is stored, writing nothing; see `core.ports.LengthStore`."""
+        self._forget()
+        manifest = files.read_manifest(self._manifest, SCHEMA)
+        if manifest is None:
+            return Stored(np.zeros((0, len(COLUMNS)), np.int32), np.zeros((0, len(IMAGE_COLUMNS)), np.int64))
+        if differences := _origin(manifest).differences(key, num_samples, data_digest):
+            raise StaleLengthsError(str(self.folder), differences)
+        return self._rows(manifest)
+
+    def origin(self) -> Origin | None:
+        """Return what the stored rows are of, as the manifest says; None if nothing is stored."""
+        manifest = files.read_manifest(self._manifest, SCHEMA)
+        return None if manifest is None else _origin(manifest)
+
+    def look(self) -> StoredLengths | None:
+        """Verify and return what is stored, whatever it was measured from, writing nothing; None if nothing is."""
+        self._forget()
+        manifest = files.read_manifest(self._manifest, SCHEMA)
+        return None if manifest is None else StoredLengths(_origin(manifest), self._rows(manifest), self.digest())
+
+    def damage(self) -> Iterator[CorruptArtefactError]:
+        """Yield every file that is not what was written."""
+        self._forget()
+        try:
+            manifest = files.read_manifest(self._manifest, SCHEMA)
+        except CorruptArtefactError as error:
+            yield error
+            return
+        if manifest is None:
+            return
+        for column, name in ((self._samples, "samples"), (self._images, "images")):
+            try:
+                column.resume(manifest[name])
+            except CorruptArtefactError as error:
+                yield error
+
+    def append(
+        self,
+        rows: Table,
+        images: ImageTable,
+        data_digest: str,
+        *,
+        in_full: bool,
+        probe: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Add the next rows, so that a reader sees all of them or none; see `core.ports.LengthStore`."""
+        assert self._key is not None  # noqa: S101  # `resume` comes first
+        self._samples.append(rows)
+        self._images.append(images)
+        files.write_manifest(
+            self._manifest,
+            {
+                "schema": SCHEMA,
+                "fingerprint": dict(self._key.inputs),
+                "fingerprint_sha256": self._key.digest,
+                "num_samples": self._num_samples,
+                "data_sha256": data_digest,
+                "samples": self._samples.entry(),
+                "images": self._images.entry(),
+                "measured_in_full": in_full,
+                "probe": probe,
+            },
+        )
+
+    def discard(self) -> None:
+        """Forget all rows: the manifest goes first, so that no reader trusts them meanwhile."""
+        with files.writing(self.folder):
+            self._manifest.unlink(missing_ok=True)
+            files.sync_folder(self.folder)
+        self._forget()
+        self._samples.cut()
+        self._images.cut()
+
+    def digest(self) -> str:
+        """Return the SHA-256 hex digest of the rows of all samples."""
+        return self._samples.digest()
+
+    def _rows(self, manifest: Mapping[str, Any]) -> Stored:
+        """Return the rows that a manifest names; CorruptArtefactError if they are not what was written."""
+        table, images = self._samples.resume(manifest["samples"]), self._images.resume(manifest["images"])
+        return Stored(table, images, manifest["measured_in_full"], manifest["probe"])
+
+    def _forget(self) -> None:
+        self._samples.start()
+        self._images.start()

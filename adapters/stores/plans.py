@@ -1,0 +1,190 @@
+"""
+Plans on disk: `raw_plan.json` and its flat arrays, stored once, and `plan_ws<W>.json`, derived for a world size.
+
+The arrays are published first and the manifest that digests them last, so a reader sees a whole plan or none.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from adapters import files
+from core.align import AlignedPlan, align_plan
+from core.checksum import plan_checksum
+from core.errors import CorruptArtefactError, PlanTooShortError
+from core.fingerprint import Fingerprint
+from core.plan import RawPlan, plan_from_arrays, plan_to_arrays
+from core.ports import StoredPlan
+
+log = logging.getLogger(__name__)
+
+SCHEMA = "packplan raw plan 2"
+
+ALIGNED_SCHEMA = "packplan aligned plan 1"
+
+
+class DiskPlanStore:
+    """A `core.ports.PlanStore` in one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._manifest = folder / "raw_plan.json"
+
+    def load(self, key: Fingerprint) -> RawPlan | None:
+        """Return the plan saved under *key*, or None if there is none; CorruptArtefactError if damaged."""
+        try:
+            return self._load(key)
+        except CorruptArtefactError as error:
+            remedy = f"delete {self._manifest} to plan again; the lengths stay"
+            raise CorruptArtefactError(error.path, error.reason, remedy) from None
+
+    def _load(self, key: Fingerprint) -> RawPlan | None:
+        manifest = files.read_manifest(self._manifest, SCHEMA)
+        if manifest is None:
+            return None
+        if differences := Fingerprint(manifest["fingerprint"]).differences(key):
+            log.info("the stored plan does not fit: %s", "; ".join(map(str, differences)))
+            return None
+        return self._plan(manifest, self._arrays(manifest))
+
+    def look(self) -> StoredPlan | None:
+        """Verify and return what is stored, whatever it was planned from, writing nothing; None if nothing is."""
+        try:
+            return self._look()
+        except CorruptArtefactError as error:
+            file = self._manifest if Path(error.path).name.startswith("raw_plan") else error.path
+            remedy = f"delete {file}, and python -m app.plan build makes it again; the lengths stay"
+            raise CorruptArtefactError(error.path, error.reason, remedy) from None
+
+    def _look(self) -> StoredPlan | None:
+        manifest = files.read_manifest(self._manifest, SCHEMA)
+        if manifest is None:
+            return None
+        key = Fingerprint(manifest["fingerprint"])
+        aligned = (files.read_manifest(path, ALIGNED_SCHEMA) for path in self._aligned_manifests())
+        sizes = [one["world_size"] for one in aligned if one and one["plan_fingerprint_sha256"] == key.digest]
+        return StoredPlan(key, self._plan(manifest, self._arrays(manifest)), tuple(sorted(sizes)))
+
+    def damage(self) -> Iterator[CorruptArtefactError]:
+        """Yield every file that is not what was written, or does not fit the others."""
+        plan, manifest = None, None
+        try:
+            manifest = files.read_manifest(self._manifest, SCHEMA)
+        except CorruptArtefactError as error:
+            yield error
+        if manifest is not None:
+            broken = list(self._broken_arrays(manifest))
+            yield from broken
+            if not broken:
+                try:
+                    plan = self._plan(manifest, self._arrays(manifest))
+                except CorruptArtefactError as error:
+                    yield error
+        for path in self._aligned_manifests():
+            try:
+                aligned = files.read_manifest(path, ALIGNED_SCHEMA)
+            except CorruptArtefactError as error:
+                yield error
+                continue
+            # Those of an earlier plan are left, and never taken for this one's.
+            if aligned and plan and manifest and aligned["plan_fingerprint_sha256"] == manifest["fingerprint_sha256"]:
+                yield from _misaligned(path, aligned, plan)
+
+    def save(self, key: Fingerprint, plan: RawPlan) -> None:
+        """Save so that readers see the whole plan or none of it."""
+        arrays = plan_to_arrays(plan)
+        self._manifest.unlink(missing_ok=True)
+        entries = {name: files.write_array(self.folder / f"raw_plan.{name}.bin", a) for name, a in arrays.items()}
+        content = {
+            "schema": SCHEMA,
+            "fingerprint": dict(key.inputs),
+            "fingerprint_sha256": key.digest,
+            "checksum": plan_checksum(plan.packs),
+            **_counts(plan),
+            "arrays": entries,
+        }
+        files.write_manifest(self._manifest, content)
+
+    def save_aligned(self, key: Fingerprint, aligned: AlignedPlan) -> None:
+        """Say what training at one world size consumes: counts and checksums; its packs derive from the raw plan."""
+        content = {"schema": ALIGNED_SCHEMA, "plan_fingerprint_sha256": key.digest, **_alignment(aligned)}
+        files.write_manifest(self.folder / f"plan_ws{aligned.world_size}.json", content)
+
+    def _aligned_manifests(self) -> list[Path]:
+        return sorted(self.folder.glob("plan_ws*.json"))
+
+    def _arrays(self, manifest: Mapping[str, Any]) -> dict[str, NDArray[np.int64]]:
+        return {name: files.read_array(self.folder, entry) for name, entry in manifest["arrays"].items()}
+
+    def _broken_arrays(self, manifest: Mapping[str, Any]) -> Iterator[CorruptArtefactError]:
+        for entry in manifest["arrays"].values():
+            try:
+                files.read_array(self.folder, entry)
+            except CorruptArtefactError as error:
+                yield error
+
+    def _plan(self, manifest: Mapping[str, Any], arrays: Mapping[str, NDArray[np.int64]]) -> RawPlan:
+        """Return the plan of a manifest; CorruptArtefactError if it is none, or not the one that the manifest names."""
+        try:
+            plan = plan_from_arrays(arrays)
+        except (ValueError, LookupError) as error:
+            raise CorruptArtefactError(str(self._manifest), f"it is no plan: {error}") from None
+        if plan_checksum(plan.packs) != manifest["checksum"]:
+            raise CorruptArtefactError(str(self._manifest), "its packs do not have the checksum it names")
+        if differing := [name for name, count in _counts(plan).items() if manifest.get(name) != count]:
+            raise CorruptArtefactError(str(self._manifest), f"its plan has another {', '.join(differing)}")
+        return plan
+
+
+def _counts(plan: RawPlan) -> dict[str, int | str]:
+    """Return what a manifest says of a plan, for people."""
+    return {
+        "num_packs": len(plan.packs),
+        "num_single_long": len(plan.single_long),
+        "num_skipped_long": len(plan.skipped_long),
+        "num_dropped_packs": len(plan.dropped_packs),
+        "num_dropped_samples": plan.dropped_samples,
+        "lower_bound": plan.lower_bound,
+        "bound_kind": plan.bound_kind,
+        "packing_length": plan.packing_length,
+        "num_samples": plan.num_samples,
+        "num_tokens": plan.num_tokens,
+        "planned_tokens": plan.planned_tokens,
+        "dropped_tokens": plan.dropped_tokens,
+        "skipped_tokens": plan.skipped_tokens,
+    }
+
+
+def _alignment(aligned: AlignedPlan) -> dict[str, Any]:
+    """Return what a manifest says of an aligned plan."""
+    return {
+        "checksum": plan_checksum(aligned.packs),
+        "world_size": aligned.world_size,
+        "dataloader_drop_last": aligned.dataloader_drop_last,
+        "num_raw_packs": aligned.num_raw_packs,
+        "num_aligned_packs": len(aligned.packs),
+        "pad_needed": aligned.pad_needed,
+        "repeated": list(aligned.repeated),
+        "num_dropped": aligned.num_dropped,
+    }
+
+
+def _misaligned(path: Path, manifest: Mapping[str, Any], plan: RawPlan) -> Iterator[CorruptArtefactError]:
+    """Yield the error of a manifest that does not say what the plan's alignment is."""
+    drop_last = manifest["dataloader_drop_last"]
+    try:
+        aligned = align_plan(plan, world_size=manifest["world_size"], dataloader_drop_last=drop_last)
+        differing = [name for name, value in _alignment(aligned).items() if manifest.get(name) != value]
+    except PlanTooShortError as error:
+        differing = [str(error)]
+    if path.name != f"plan_ws{manifest['world_size']}.json":
+        differing.append("file name")
+    if differing:
+        reason = f"it does not say what the raw plan gives: {', '.join(differing)}"
+        yield CorruptArtefactError(str(path), reason, "delete it: it is derived again")

@@ -1,0 +1,1 @@
+"""ms-swift's trainer on packs: data sets, loaders, losses, checkpoints, evaluation."""

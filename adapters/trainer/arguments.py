@@ -1,0 +1,111 @@
+"""A run's settings as ms-swift's training arguments, and those that it would silently ignore, refused."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
+
+import torch
+from swift.trainers import Seq2SeqTrainingArguments
+from transformers.integrations import is_deepspeed_zero3_enabled
+
+from core.config import RunConfig
+from core.errors import ConfigError, Fault
+
+TrainingArguments: typing.TypeAlias = Seq2SeqTrainingArguments
+
+
+def runs_on_cpu(settings: Mapping[str, Any]) -> bool:
+    """Return whether training uses no GPU, by its settings or because there is none."""
+    return bool(settings.get("use_cpu")) or not torch.cuda.is_available()
+
+
+def shards_weights(arguments: TrainingArguments) -> bool:
+    """Return whether no rank holds the whole model: under FSDP, and under DeepSpeed from stage 3 on."""
+    return bool(arguments.fsdp) or is_deepspeed_zero3_enabled()
+
+
+def training_arguments(
+    config: RunConfig, *, per_device_train_batch_size: int, gradient_accumulation_steps: int
+) -> TrainingArguments:
+    """
+    Build ms-swift's training arguments; ConfigError if it refuses them.
+
+    Args:
+        config: The run.
+
+        per_device_train_batch_size: What training uses, 1 when packing.
+
+        gradient_accumulation_steps: Batches of a rank in one optimizer step.
+    """
+    training = config.training
+    defaults: dict[str, Any] = {
+        "check_model": False,  # asks a hub, for 20 s when there is none
+        "eval_strategy": "epoch" if config.custom.val_jsonl else "no",
+        "ddp_find_unused_parameters": False,  # every batch uses every weight: see `dummy_media`
+        "data_seed": training.seed,
+        "disable_tqdm": not sys.stderr.isatty(),
+        "logging_nan_inf_filter": False,  # would log another loss in place of one that is not a number
+    }
+    if config.custom.rollout_reward is not None:
+        defaults["dataloader_num_workers"] = 0  # a worker would answer prompts with the weights of its start
+    fixed = {
+        "output_dir": training.output_dir,
+        "per_device_train_batch_size": per_device_train_batch_size,
+        "per_device_eval_batch_size": 1 if config.eval_packing else training.per_device_eval_batch_size,
+        "gradient_accumulation_steps": gradient_accumulation_steps,
+        # The plan is aligned before: nothing is left for the loader to drop, but incomplete padded batches.
+        "dataloader_drop_last": training.dataloader_drop_last,
+        "num_train_epochs": training.num_train_epochs,
+        "max_steps": training.max_steps,
+        "seed": training.seed,
+        "tuner_type": training.tuner_type,
+        "remove_unused_columns": False,
+        "average_tokens_across_devices": True,
+    }
+    on_cpu = runs_on_cpu(training.trainer)
+    refused = list(_scale_faults(training.trainer, on_cpu=on_cpu))
+    if refused:
+        raise ConfigError("the section training", tuple(refused))
+    if on_cpu:
+        defaults["use_cpu"] = True
+    if torch.distributed.is_initialized():
+        defaults["ddp_backend"] = "gloo" if on_cpu else "nccl"
+    try:
+        arguments = TrainingArguments(**(defaults | dict(training.trainer) | fixed))
+    except (ValueError, ImportError, TypeError, AssertionError, OSError) as error:
+        raise ConfigError.of("training", f"is refused by ms-swift's training arguments: {error}") from error
+    if arguments.n_gpu > 1:
+        reason = (
+            f"would tear each pack apart over {arguments.n_gpu} GPUs (DataParallel): start one process a GPU with "
+            f"torchrun --nproc-per-node {arguments.n_gpu}, or set CUDA_VISIBLE_DEVICES to one"
+        )
+        raise ConfigError.of("training", reason)
+    return arguments
+
+
+def _scale_faults(settings: Mapping[str, Any], *, on_cpu: bool) -> Iterator[Fault]:
+    """Yield what of the settings for many devices would be ignored, or would break the count of learners."""
+    if settings.get("fp16") and on_cpu:
+        yield Fault("training.fp16", "computes in float32 on a CPU, silently: use bf16, or remove it")
+    if settings.get("fsdp") and on_cpu:
+        reason = "would be dropped on a CPU, silently (by accelerate): remove it, or train on GPUs"
+        yield Fault("training.fsdp", reason)
+    if settings.get("fsdp_config") and not settings.get("fsdp"):
+        yield Fault("training.fsdp_config", "has no effect without training.fsdp: set that, or remove it")
+    deepspeed = settings.get("deepspeed")
+    if isinstance(deepspeed, (str, Path)):
+        with contextlib.suppress(OSError, ValueError):  # what is no file of JSON, ms-swift refuses
+            deepspeed = json.loads(Path(deepspeed).read_text(encoding="utf-8"))
+    if isinstance(deepspeed, Mapping) and "tensor_parallel" in deepspeed:
+        reason = (
+            "asks for tensor parallelism, under which several ranks are one learner; plans count every rank: remove"
+        )
+        yield Fault("training.deepspeed", f"{reason} tensor_parallel")

@@ -1,0 +1,408 @@
+"""
+ms-swift's trainer, fed with packs, wherever they come from.
+
+What it adds, each because the trainer goes wrong silently without it (measured; tests hold it): the fourth position row
+that keeps samples apart, a loss whose normaliser counts all ranks, an evaluation that weighs tokens and not packs,
+weights that resume as they were saved, errors that reach the caller, a clean end on SIGTERM, and an end before anything
+is saved once a loss, a gradient or a weight is no finite number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
+
+import torch
+import torch.nn.functional as F  # noqa: N812  # its usual name
+from swift.template import Template
+from swift.trainers import Seq2SeqTrainer
+from swift.trainers.patcher import PrinterCallbackNew, ProgressCallbackNew
+from transformers import TrainerControl
+from transformers.trainer_utils import EvalLoopOutput
+
+from adapters.files import saving
+from adapters.progress import progress
+from adapters.samples.encoder import IGNORED_LABEL
+from adapters.trainer.callbacks import SaveOnSigterm, SkipDuplicateFinalEval
+from adapters.trainer.loader import (
+    LENGTHS,
+    NORMALISER,
+    PACK_INDICES,
+    Collator,
+    EvalBatches,
+    PackLoader,
+    Reduction,
+    open_worker,
+)
+from adapters.trainer.packed_dataset import PackedDataset
+from adapters.weight_size import is_ruined, mean_size
+from core.equality import Precision
+from core.errors import ConfigError, CoverageError, NotFiniteError
+from core.ports import RankGroup
+
+log = logging.getLogger(__name__)
+
+_LOGIT_ROWS = 2048
+"""Rows of logits whose loss is computed at a time in evaluation, so that float32 copies stay small."""
+
+_ENDED = (
+    "the run ended before anything of it was saved, and earlier checkpoints are as they were: lower "
+    "training.learning_rate "
+    "(a run that resumes keeps its checkpoint's: to train on from its weights, set model.model to it and remove "
+    "training.resume_from_checkpoint), or look at the samples of that step"
+)
+"""What a number that is not finite comes to in training."""
+
+
+class PackingTrainer(Seq2SeqTrainer):
+    """ms-swift's trainer over packs."""
+
+    def __init__(
+        self, *, group: RankGroup, eval_dataset: PackedDataset | None, reduction: Reduction = "token", **options: Any
+    ) -> None:
+        """
+        Prepare training.
+
+        Args:
+            group: The ranks.
+
+            eval_dataset: The packs of the evaluation's raw plan, or None.
+
+            reduction: How samples of unequal length are weighed in the loss.
+
+            **options: Of ms-swift's trainer: model, args, template and train_dataset.
+
+        Raises:
+            ConfigError: The trainer refuses settings that do not go together.
+        """
+        self.group, self.reduction = group, reduction
+        self.control: TrainerControl
+        self._step_loss: torch.Tensor | float = 0.0
+        self._size_before: float | None = None
+        self._eval_batches: dict[str, int] = {}
+        try:
+            super().__init__(eval_dataset=eval_dataset, **options)
+        except ValueError as error:
+            raise ConfigError.of("training", f"is refused by the trainer: {error}") from error
+        for callback in self.callback_handler.callbacks:
+            # ms-swift's own start their clock when training begins, and fail on what is logged before.
+            if isinstance(callback, (ProgressCallbackNew, PrinterCallbackNew)):
+                callback.start_time, callback.start_step = time.time(), 0
+        self.add_callback(SaveOnSigterm(group))
+        self.add_callback(SkipDuplicateFinalEval())
+
+    @property
+    def history(self) -> list[Mapping[str, Any]]:
+        """What was logged, in order."""
+        return list(self.state.log_history)
+
+    @property
+    def was_terminated(self) -> bool:
+        """Whether SIGTERM ended training."""
+        return any(isinstance(c, SaveOnSigterm) and c.received for c in self.callback_handler.callbacks)
+
+    @property
+    def precision(self) -> Precision:
+        """The coarsest precision that the model computes in."""
+        mixed = {"bf16": "bfloat16", "fp16": "float16"}.get(self.accelerator.mixed_precision, "float32")
+        used = {str(parameter.dtype).removeprefix("torch.") for parameter in self.model.parameters()} | {mixed}
+        coarser: tuple[Precision, ...] = ("bfloat16", "float16")
+        return next((name for name in coarser if name in used), "float32")
+
+    def _get_data_collator(self, args: Any, template: Template) -> Collator:
+        return Collator(template, super()._get_data_collator(args, template), template.packing, self.reduction)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> PackLoader:
+        """Serve this rank's evaluation packs in the order of the plan."""
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        size = self.args.per_device_eval_batch_size
+        return PackLoader(
+            dataset,
+            device=self.accelerator.device,
+            batch_sampler=EvalBatches(len(dataset), size, rank=self.group.rank, world_size=self.group.world_size),
+            collate_fn=Collator(self.template, self.template.data_collator, dataset.grouped),
+            # Each evaluation has a loader of its own: workers that outlive it would pile up.
+            **(self._worker_options() | {"persistent_workers": False}),
+        )
+
+    def _worker_options(self) -> dict[str, Any]:
+        args = self.args
+        return {
+            "num_workers": args.dataloader_num_workers,
+            "pin_memory": args.dataloader_pin_memory,
+            "persistent_workers": args.dataloader_persistent_workers,
+            "prefetch_factor": args.dataloader_prefetch_factor,
+            "worker_init_fn": partial(open_worker, num_workers=args.dataloader_num_workers, rank=self.group.rank),
+            # Loaders draw a seed when they start. From the global generator, dropout would depend on when that was.
+            "generator": torch.Generator(),
+            **self._maybe_multiprocessing_context(args),
+        }
+
+    def train(self, *arguments: Any, **options: Any) -> Any:
+        """Train, and end the loaders' processes."""
+        try:
+            return super().train(*arguments, **options)
+        finally:
+            if isinstance(loader := self.callback_handler.train_dataloader, PackLoader):
+                loader.close()
+
+    def training_step(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
+        """Train on one batch, and note its loss, and how large the weights were before the first."""
+        if self._size_before is None:
+            self._size_before = self._mean_size()
+        loss: torch.Tensor = super().training_step(model, inputs, *arguments, **options)
+        self._step_loss = self._step_loss + loss
+        return loss
+
+    def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
+        """Log, with the steps of an evaluation where the trainer counts its samples."""
+        for prefix, batches in self._eval_batches.items():
+            if runtime := logs.get(f"{prefix}_runtime"):
+                logs[f"{prefix}_steps_per_second"] = round(batches / runtime, 3)
+        super().log(logs, *arguments, **options)
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        # ms-swift, which skips the update where the norm is nan, has waited for the device already.
+        loss, self._step_loss = float(self._step_loss), 0.0
+        # A gradient that overflows under fp16's loss scaler makes it skip the step and lower the scale, as it should;
+        # the
+        # loss is computed before it is scaled.
+        is_scaled = self.accelerator.mixed_precision == "fp16"
+        gradient = 0.0 if norm is None or is_scaled else float(norm)
+        step = f"optimizer step {self.state.global_step + 1:,}"
+        self._require_finite({f"the loss of {step}": loss, f"the gradient norm of {step}": gradient})
+        return norm
+
+    def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
+        size, before = self._mean_size(), self._size_before
+        if before is not None and is_ruined(size, before=before):
+            what = f"the root mean square of the trained weights after optimizer step {self.state.global_step:,}"
+            raise NotFiniteError(f"{what} ({before:.3g} before the first)", size, _ENDED)
+        with saving(Path(self.args.output_dir)):
+            super()._save_checkpoint(*arguments, **options)
+
+    def _mean_size(self) -> float:
+        return mean_size(self.model.parameters(), sharded=self.group.world_size > 1)
+
+    def _load_optimizer_and_scheduler(self, *arguments: Any, **options: Any) -> None:
+        asked = _optimizer_settings(self.optimizer)
+        super()._load_optimizer_and_scheduler(*arguments, **options)
+        for key, number in asked.items() if self.group.rank == 0 else ():
+            kept = _optimizer_settings(self.optimizer)[key]
+            if kept != number:
+                log.warning(
+                    "%s is %s, but the run goes on with its checkpoint's %s: to train on from its weights with "
+                    "another, set "
+                    "model.model to it and remove training.resume_from_checkpoint",
+                    key,
+                    number,
+                    kept,
+                )
+
+    def create_optimizer(self, *arguments: Any, **options: Any) -> Any:
+        """Make the optimizer; ConfigError if the one that is named does not fit the model."""
+        try:
+            return super().create_optimizer(*arguments, **options)
+        except (AttributeError, ImportError, TypeError, ValueError) as error:
+            key = "optim" if self.args.optimizer is None else "optimizer"
+            reason = f"cannot be made for this model: {error}; name another, or remove what it belongs to"
+            raise ConfigError.of(f"training.{key}", reason) from error
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        try:
+            return bool(super()._determine_best_metric(metrics, trial))
+        except KeyError:
+            known = ", ".join(sorted(metrics))
+            reason = f"is {self.args.metric_for_best_model}, but an evaluation gives {known}: write one of these"
+            raise ConfigError.of("training.metric_for_best_model", reason) from None
+
+    def init_hf_repo(self, *arguments: Any, **options: Any) -> None:
+        """
+        Make the repository that checkpoints are pushed to; ConfigError if the hub refuses it, or cannot
+        be reached.
+        """
+        try:
+            super().init_hf_repo(*arguments, **options)
+        except (OSError, ValueError) as error:
+            reason = f"cannot make its repository: {error}; log in to the hub, set training.hub_token, or remove it"
+            raise ConfigError.of("training.push_to_hub", reason) from error
+
+    def _require_finite(self, numbers: Mapping[str, float]) -> None:
+        """Raise NotFiniteError, on every rank and with the same reason, if a number of any rank is not finite."""
+        sums = torch.tensor(list(numbers.values()), dtype=torch.float64)
+        if self.group.world_size > 1:
+            torch.distributed.all_reduce(sums)
+        for what, number in zip(numbers, sums.tolist(), strict=True):
+            if not math.isfinite(number):
+                raise NotFiniteError(what, number, _ENDED)
+
+    def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> torch.Tensor:
+        weights = sum(batch[NORMALISER] for batch in batch_samples)
+        total = torch.tensor(weights, dtype=torch.float64)
+        if self.group.world_size > 1:
+            torch.distributed.all_reduce(total)
+        # A step without a single supervised token has a loss of 0, and not of 0 / 0.
+        return total.clamp(min=1).to(device, torch.float32)
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        rest = {key: value for key, value in inputs.items() if key not in (PACK_INDICES, NORMALISER, LENGTHS)}
+        prepared: dict[str, Any] = super()._prepare_inputs(rest)
+        positions, text = prepared.get("position_ids"), prepared.get("text_position_ids")
+        # transformers separates packed samples only when the text positions come as a first, fourth row;
+        # ms-swift strips it, and samples would attend to each other. Padded batches have a mask instead.
+        if positions is not None and text is not None and "attention_mask" not in prepared and len(positions) == 3:
+            prepared["position_ids"] = torch.cat([text[None], positions])
+        return prepared
+
+    def evaluation_loop(
+        self,
+        dataloader: PackLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,  # noqa: ARG002, FBT001  # the trainer's signature
+        ignore_keys: list[str] | None = None,  # noqa: ARG002
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """
+        Measure the token mean of the loss over all packs once, whatever the ranks and packs.
+
+        Packs that only fill the ranks weigh nothing. Sums are in float64.
+
+        Raises:
+            CoverageError: A pack was not counted exactly once.
+
+            NotFiniteError: The loss is not.
+        """
+        del description
+        self._eval_batches = {metric_key_prefix: len(dataloader)}
+        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        model = self.model_wrapped if sharded else self.accelerator.unwrap_model(self.model, keep_torch_compile=True)
+        if not sharded and next(model.parameters()).device != self.accelerator.device:
+            model.to(self.accelerator.device)
+        was_training = model.training
+        model.eval()
+        sums = torch.zeros(3, dtype=torch.float64)
+        counted = torch.zeros(len(dataloader.dataset), dtype=torch.int64)
+        try:
+            with torch.no_grad(), self.media_hook(), self.accelerator.autocast():
+                shown = progress(dataloader, desc="evaluating", unit=" batches", on_terminal=False)
+                for number, inputs in enumerate(shown):
+                    self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+                    batch_sums = self.token_sums(model, inputs)
+                    if dataloader.batch_sampler.counts(number):
+                        sums += batch_sums
+                        counted[list(inputs[PACK_INDICES])] += 1
+        finally:
+            model.train(was_training)
+        if self.group.world_size > 1:
+            torch.distributed.all_reduce(sums)
+            torch.distributed.all_reduce(counted)
+        num_samples = dataloader.dataset.packs.num_samples
+        packs = torch.arange(len(counted))
+        require_packs("evaluation", packs.tolist(), packs.repeat_interleave(counted).tolist())
+        loss, correct, tokens = sums.tolist()
+        if not math.isfinite(loss):
+            raise NotFiniteError(f"{metric_key_prefix}_loss", loss, _ENDED)
+        metrics = {
+            f"{metric_key_prefix}_loss": loss / tokens if tokens else float("nan"),
+            f"{metric_key_prefix}_token_acc": correct / tokens if tokens else float("nan"),
+            f"{metric_key_prefix}_tokens": int(tokens),
+        }
+        return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=num_samples)
+
+    def token_sums(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        """Return loss, correct tokens and counted tokens of a batch; float64 of shape (3,)."""
+        logits, labels = self.logits_and_labels(model, inputs)
+        logits, labels = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten().to(logits.device)
+        sums = torch.zeros(3, dtype=torch.float64)
+        for rows, targets in zip(torch.split(logits, _LOGIT_ROWS), torch.split(labels, _LOGIT_ROWS), strict=True):
+            losses = F.cross_entropy(rows.float(), targets, ignore_index=IGNORED_LABEL, reduction="none")
+            kept = targets != IGNORED_LABEL
+            correct = (rows.argmax(-1) == targets) & kept
+            sums += torch.stack([losses.double().sum(), correct.sum(), kept.sum()]).double().cpu()
+        return sums
+
+    def logits_and_labels(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the logits of a batch, as training computes them, and its labels; of the same rows."""
+        with self.template.forward_context(self.model, inputs):
+            inputs = self._prepare_inputs(inputs)
+            return model(**model_inputs(inputs)).logits, inputs["labels"]
+
+    @contextlib.contextmanager
+    def media_hook(self) -> Iterator[None]:
+        """Let images reach the model: through a hook that `train` registers, and that is missing before training."""
+        if self.template._handles or not self.model_meta.is_multimodal:  # noqa: SLF001  # no public question
+            yield
+            return
+        self.template.register_post_encode_hook([self.accelerator.unwrap_model(self.model)])
+        try:
+            yield
+        finally:
+            self.template.remove_post_encode_hook()
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if not self._load_strictly(resume_from_checkpoint, model or self.model):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        if not self._load_strictly(self.state.best_model_checkpoint, self.model):
+            super()._load_best_model()
+
+    def _load_strictly(self, checkpoint: str | None, model: Any) -> bool:
+        """Load whole weights through the model's own class, which knows the names they were saved under."""
+        plain = self.accelerator.unwrap_model(model)
+        if checkpoint is None or hasattr(plain, "peft_config") or self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            return False
+        saved = type(plain).from_pretrained(checkpoint, dtype=plain.dtype)
+        plain.load_state_dict(saved.state_dict(), strict=True)
+        return True
+
+
+def model_inputs(prepared: dict[str, Any]) -> dict[str, Any]:
+    """Return what the model takes of prepared inputs, so that it gives logits and no loss."""
+    others = ("labels", "compute_loss_func", "loss_scale", "text_position_ids", "channel")
+    return {key: value for key, value in prepared.items() if key not in others}
+
+
+_OPTIMIZER_SETTINGS = {
+    "initial_lr": "learning_rate",
+    "weight_decay": "weight_decay",
+    "betas": "adam_beta1 and adam_beta2",
+    "eps": "adam_epsilon",
+}
+"""What a checkpoint's optimizer brings along, whatever the run says, and the keys that say it."""
+
+
+def _optimizer_settings(optimizer: Any) -> dict[str, str]:
+    """Return key -> what the groups of weights have, each value once, in their order."""
+    found = {}
+    for name, key in _OPTIMIZER_SETTINGS.items():
+        held = [str(group[name]) for group in optimizer.param_groups if name in group]
+        found[f"training.{key}"] = ", ".join(dict.fromkeys(held))
+    return found
+
+
+def require_packs(what: str, planned: list[int], consumed: list[int]) -> None:
+    """
+    Refuse to go on if packs were consumed other than as planned.
+
+    Args:
+        what: What was consumed, for the error: an epoch, or an evaluation.
+
+        planned: Positions of the packs of this rank.
+
+        consumed: Positions of the packs that it consumed, in any order.
+    """
+    if planned == consumed:
+        return
+    wanted, found = Counter(planned), Counter(consumed)
+    raise CoverageError(what, tuple((wanted - found).elements()), tuple((found - wanted).elements()))

@@ -1,0 +1,208 @@
+"""
+Checkpoints: which one to resume from, whether it is what was saved, and the bookmark in it that says how far the plan
+was trained.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import cattrs
+from cattrs.errors import BaseValidationError
+
+from adapters.progress import BRIEF_S, progress
+from core.errors import ConfigError
+from core.ports import RankGroup
+from core.schedule import Bookmark
+
+log = logging.getLogger(__name__)
+
+STATE = "trainer_state.json"
+"""What the trainer writes last into a checkpoint."""
+
+_BOOKMARK = "packplan"
+"""Where the bookmark is, among the states that the trainer keeps for its callbacks."""
+
+_ATTENTION = "packplan_attention"
+"""Where the attention backend is that trained the checkpoint."""
+
+_FILES = "packplan_files"
+"""Where the sizes of the checkpoint's files are: weights, optimizer, generators of all ranks."""
+
+
+_CHUNK = 2**20
+"""Bytes of a file that are in memory at once."""
+
+_DIGESTS = "packplan_digests_*.json"
+"""The digests of the checkpoint's other files, of each rank's share of them one file: name -> SHA-256."""
+
+
+def find_checkpoint(wanted: str, output_dir: str, *, group: RankGroup) -> Path:
+    """
+    Return the folder of the checkpoint to resume from; every rank calls this, and reads a share of its files.
+
+    Args:
+        wanted: A checkpoint's folder, or `last` for the newest whole one of *output_dir*.
+
+        output_dir: Of the run.
+
+        group: The ranks, which take the same checkpoint.
+
+    Raises:
+        ConfigError: There is no such checkpoint, or it is torn or damaged, or it holds no bookmark.
+    """
+    candidates = _newest_first(Path(output_dir)) if wanted == "last" else iter([Path(wanted)])
+    for folder in candidates:
+        reason = _why_not(folder) or _damage(folder, group)
+        if not group.any(reason is not None):
+            return folder
+        reason = reason or "but another rank cannot read it as it was saved: its own message says why"
+        if wanted != "last":
+            raise ConfigError.of("training.resume_from_checkpoint", f"is {wanted}, {reason}")
+        log.warning("%s is passed over: it is a folder %s", folder, reason)
+    reason = f"is {wanted}, but there is no whole checkpoint in {output_dir}: remove it to start again"
+    raise ConfigError.of("training.resume_from_checkpoint", reason)
+
+
+def read_bookmark(folder: Path) -> Bookmark:
+    """Return the bookmark of a checkpoint that `find_checkpoint` found."""
+    state = _state(folder)["stateful_callbacks"][_BOOKMARK]
+    # Checkpoints that do not say it were written before the order had versions, in its first one.
+    return cattrs.structure({"order_version": 1, **state}, Bookmark)
+
+
+def read_attention(folder: Path) -> str | None:
+    """Return the attention backend that trained a checkpoint that `find_checkpoint` found; None if it does not say."""
+    name: str | None = _state(folder)["stateful_callbacks"].get(_ATTENTION, {}).get("attn_impl")
+    return name
+
+
+def to_state(bookmark: Bookmark, *, attn_impl: str) -> dict[str, Any]:
+    """
+    Return what the trainer's state has to keep, so that `read_bookmark` and `read_attention` find what
+    they look for.
+    """
+    return {_BOOKMARK: cattrs.unstructure(bookmark), _ATTENTION: {"attn_impl": attn_impl}, _FILES: {}}
+
+
+def files_to_state(folder: Path) -> dict[str, Any]:
+    """Return what the trainer's state has to keep of the checkpoint's other files, so that a torn one is found."""
+    return {
+        _FILES: {str(file.relative_to(folder)): file.stat().st_size for file in folder.rglob("*") if file.is_file()}
+    }
+
+
+def remove_digests(folder: Path) -> None:
+    """Remove the digests of a checkpoint that is being written over."""
+    for file in folder.glob(_DIGESTS):
+        file.unlink()
+
+
+def write_digests(folder: Path, *, share: int, num_shares: int) -> int:
+    """
+    Write the digests of a share of a checkpoint's files, and return the bytes that were read.
+
+    Args:
+        folder: The checkpoint, with all but the trainer's state.
+
+        share: Which one, from 0; another one for each rank.
+
+        num_shares: Number of ranks that write to the folder.
+    """
+    others = {*folder.glob(_DIGESTS), folder / STATE}
+    sizes = {
+        str(file.relative_to(folder)): file.stat().st_size
+        for file in folder.rglob("*")
+        if file.is_file() and file not in others
+    }
+    mine = _shares(sizes)[share::num_shares]
+    digests = _digests_of(folder, mine, sum(sizes[name] for name in mine))
+    (folder / _DIGESTS.replace("*", str(share))).write_text(json.dumps(digests), encoding="utf-8")
+    return sum(sizes[name] for name in mine)
+
+
+def _shares(sizes: Mapping[str, int]) -> list[str]:
+    """Return files in an order of which every n-th ones are about as many bytes."""
+    return sorted(sizes, key=lambda name: (-sizes[name], name))
+
+
+def _digests_of(folder: Path, names: Iterable[str], num_bytes: int) -> dict[str, str]:
+    """Return the digests of files in a folder, and show how many of their bytes are read."""
+    digests = {}
+    with progress(total=num_bytes, desc=f"hashing {folder.name}", unit=" bytes", leave=False, delay=BRIEF_S) as bar:
+        for name in names:
+            digest = hashlib.sha256()
+            with (folder / name).open("rb") as content:
+                while chunk := content.read(_CHUNK):
+                    digest.update(chunk)
+                    bar.update(len(chunk))
+            digests[name] = digest.hexdigest()
+    return digests
+
+
+def _damage(folder: Path, group: RankGroup) -> str | None:
+    """Return which of this rank's share of a whole checkpoint's files is not what was saved, or None."""
+    started = time.perf_counter()
+    kept: dict[str, str] = {}
+    files = sorted(folder.glob(_DIGESTS))
+    if not files and group.rank == 0:
+        log.warning(
+            "%s has no digests, since an earlier version wrote it: only the sizes of its files were compared", folder
+        )
+    try:
+        for file in files:
+            kept |= json.loads(file.read_text(encoding="utf-8"))
+        sizes = {name: (folder / name).stat().st_size for name in kept}
+        mine = _shares(sizes)[group.rank :: group.world_size]
+        found = _digests_of(folder, mine, sum(sizes[name] for name in mine))
+        damaged = [name for name in mine if found[name] != kept[name]]
+    except (ValueError, TypeError) as error:
+        return f"but its digests are damaged ({error}): name another checkpoint, or last for the newest whole one"
+    if damaged:
+        return (
+            f"but its {damaged[0]} is damaged, for it has another digest than what was saved: copy it again, or name "
+            "another "
+            "checkpoint (last takes the newest whole one)"
+        )
+    if files and group.rank == 0:
+        log.info("%s is what was saved: its files were read in %.1f s", folder, time.perf_counter() - started)
+    return None
+
+
+def _state(folder: Path) -> Any:
+    return json.loads((folder / STATE).read_text(encoding="utf-8"))
+
+
+def _why_not(folder: Path) -> str | None:
+    """Return why a folder is no checkpoint to resume from, or None if it is one."""
+    if not (folder / STATE).is_file():
+        torn = f"but it has no {STATE}: it is no checkpoint, or was being written when the run ended"
+        return torn if folder.exists() else "but there is no such folder: name a checkpoint's, or `last`"
+    try:
+        read_bookmark(folder)
+    except KeyError:
+        return (
+            "but it does not say how far a plan was trained: it was not written by this program; to start again from "
+            "its weights, set model.model to it"
+        )
+    except (ValueError, TypeError, BaseValidationError):
+        return f"but its {STATE} is damaged, or was being written when the run ended"
+    files = _state(folder)["stateful_callbacks"].get(_FILES)
+    if not files:
+        return "but it holds weights alone (save_only_model): to start again from them, set model.model to it"
+    for name, size in files.items():
+        file = folder / name
+        if not file.is_file() or file.stat().st_size != size:
+            return f"but its {name} is missing or torn"
+    return None
+
+
+def _newest_first(output_dir: Path) -> Iterator[Path]:
+    folders = [folder for folder in output_dir.glob("checkpoint-*") if folder.name.split("-")[-1].isdecimal()]
+    yield from sorted(folders, key=lambda folder: int(folder.name.split("-")[-1]), reverse=True)

@@ -1,0 +1,180 @@
+"""An iterable data set that packs samples as they come: each to one rank and one worker, in every epoch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from decimal import Decimal
+from typing import Protocol
+
+import attrs
+from torch.utils.data import IterableDataset, get_worker_info
+
+from adapters.trainer.packed_dataset import EncodedPack, Sample
+from core.errors import PackplanError
+from core.packs import Packs
+from core.stream import Carry, CarryOptions, Emitted, advance, finish
+
+log = logging.getLogger(__name__)
+
+
+class SampleStream(Protocol):
+    """Encoded samples, in an order of each epoch."""
+
+    def set_epoch(self, epoch: int, /) -> None:
+        """Take the order of *epoch* from now on."""
+
+    def samples(self, shard: int, num_shards: int, /) -> Iterator[tuple[str, Sample]]:
+        """
+        Yield the samples of one of several shards, which no other one yields: its record, and its encoding with a
+        `length`.
+
+        Raises:
+            PackplanError: A record cannot become a sample.
+        """
+
+
+@attrs.frozen
+class StreamCounts:
+    """What became of a shard's samples in an epoch so far."""
+
+    samples: int = 0
+    packs: int = 0
+    long: int = 0
+    """Samples of the packing length or more, each a pack of its own."""
+
+    skipped: int = 0
+    """Samples of the packing length or more, in no pack."""
+
+    dropped: int = 0
+    """Samples of underfilled packs that were evicted, or left at the end, and dropped."""
+
+    packed: int = 0
+    """Packs of no long sample."""
+
+    packed_tokens: int = 0
+    """Tokens in those packs."""
+
+    tokens: int = 0
+    """Tokens of all samples that came."""
+
+    dropped_packs: int = 0
+    """Underfilled packs that were dropped."""
+
+    dropped_tokens: int = 0
+    """Tokens in the packs that were dropped."""
+
+    def drops_more_than(self, share: Decimal) -> bool:
+        """Return whether more than one pack, and more than this share of the tokens, was dropped as underfilled."""
+        return self.dropped_packs > 1 and self.dropped_tokens > share * self.tokens
+
+    def __add__(self, other: StreamCounts) -> StreamCounts:
+        return StreamCounts(*(a + b for a, b in zip(attrs.astuple(self), attrs.astuple(other), strict=True)))
+
+
+@attrs.frozen
+class StreamedPack(EncodedPack):
+    """A pack of a stream."""
+
+    counts: StreamCounts
+    """What became of the samples of its shard since the pack before it."""
+
+
+@attrs.frozen
+class Ended:
+    """A shard has come to its end; it has given all its packs."""
+
+    counts: StreamCounts
+    """What became of its samples since its last pack."""
+
+
+class DynamicDataset(IterableDataset[StreamedPack | Ended | PackplanError]):
+    """
+    Packs of a stream's samples, those of this rank and of this worker, each with what became of samples on the way to
+    it.
+
+    An error is yielded, not raised, as in `PackedDataset`, and ends the stream.
+    """
+
+    grouped = True
+
+    def __init__(self, stream: SampleStream, options: CarryOptions, *, rank: int, world_size: int) -> None:
+        """
+        Pack a stream.
+
+        Args:
+            stream: The same on every rank.
+
+            options: How it is packed.
+
+            rank: Of this process.
+
+            world_size: How many ranks there are.
+        """
+        self.stream, self.options, self.rank, self.world_size = stream, options, rank, world_size
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the stream begin *epoch*; the buffer begins empty with every iteration."""
+        self.stream.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[StreamedPack | Ended | PackplanError]:
+        """Yield packs as they fill."""
+        worker = get_worker_info()
+        number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        shard, num_shards = self.rank * workers + number, self.world_size * workers
+        carry, held, counts, position = Carry(), dict[int, Sample](), StreamCounts(), 0
+        try:
+            for index, (record, sample) in enumerate(self.stream.samples(shard, num_shards)):
+                held[index] = sample
+                carry, emitted = advance(carry, [index], [sample["length"]], options=self.options)
+                self._log_long(emitted, record, sample["length"])
+                counts += StreamCounts(samples=1, tokens=sample["length"]) + _counted(emitted, held)
+                for pack in _taken(emitted, held):
+                    yield StreamedPack(position, pack, counts)
+                    position, counts = position + 1, StreamCounts()
+        except PackplanError as error:
+            yield error
+            return
+        emitted = finish(carry, options=self.options)
+        counts += _counted(emitted, held)
+        for pack in _taken(emitted, held):
+            yield StreamedPack(position, pack, counts)
+            position, counts = position + 1, StreamCounts()
+        yield Ended(counts)
+
+    def _log_long(self, emitted: Emitted, record: str, length: int) -> None:
+        limit = self.options.packing_length
+        if emitted.single_long:
+            log.info("%s: %s tokens, where a pack holds %s: a pack of its own", record, f"{length:,}", f"{limit:,}")
+        if emitted.skipped_long:
+            log.warning(
+                "%s: %s tokens, where a pack holds %s: skipped; training.packing_allow_single_long: true trains it",
+                record,
+                f"{length:,}",
+                f"{limit:,}",
+            )
+
+
+def _counted(emitted: Emitted, held: dict[int, Sample]) -> StreamCounts:
+    long = set(emitted.single_long)
+    loads = [sum(held[index]["length"] for index in pack) for pack in emitted.packs if pack[0] not in long]
+    dropped = emitted.underfilled if emitted.dropped else Packs.from_lists([])
+    return StreamCounts(
+        packs=len(emitted.packs),
+        long=len(emitted.single_long),
+        skipped=len(emitted.skipped_long),
+        dropped=dropped.num_samples,
+        packed=len(loads),
+        packed_tokens=sum(loads),
+        dropped_packs=len(dropped),
+        dropped_tokens=sum(held[index]["length"] for index in dropped.indices.tolist()),
+    )
+
+
+def _taken(emitted: Emitted, held: dict[int, Sample]) -> list[list[Sample]]:
+    """Return the samples of the packs, and forget all that left the buffer."""
+    packs = [[held[index] for index in pack] for pack in emitted.packs]
+    gone = [*emitted.packs.indices.tolist(), *emitted.skipped_long, *emitted.underfilled.indices.tolist()]
+    for index in gone:
+        held.pop(index, None)
+    return packs

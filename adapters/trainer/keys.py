@@ -1,0 +1,84 @@
+"""
+What the training arguments of the installed ms-swift take, key by key: what the table of `trainer_keys` is written
+from.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from enum import Enum
+from typing import Any
+
+from adapters.trainer.arguments import TrainingArguments  # before swift, which it makes importable  # isort: skip
+
+from swift.callbacks.mapping import callbacks_map
+from swift.optimizers import optimizers_map
+from transformers.integrations import INTEGRATION_TO_CALLBACK
+
+from adapters.config.trainer_keys import WORDS, TrainerKey
+
+_TYPES = {type(None): "null", bool: "bool", int: "int", float: "float", str: "str", list: "list", dict: "dict"}
+
+_TAKEN = {"fsdp": bool | str | None, "report_to": list[str] | str}
+"""What some keys take, and their annotations do not say."""
+
+_CHOICES: Mapping[str, Iterable[str]] = {
+    # Others are of what is not trained here: embeddings, rerankers, adapters that grow.
+    "callbacks": [name for name in callbacks_map if name != "adalora"],
+    "eval_metric": ["acc", "nlg"],
+    "loss_type": ["cross_entropy"],
+    "optimizer": optimizers_map,
+    "report_to": ["all", "none", *INTEGRATION_TO_CALLBACK],
+}
+"""What some keys name."""
+
+_PATHS = frozenset({"accelerator_config", "deepspeed", "fsdp_config", "logging_dir"})
+
+_BELOW_ONE = frozenset({"adam_beta1", "adam_beta2", "warmup_ratio"})
+
+
+def installed_keys() -> dict[str, TrainerKey]:
+    """Return what the training arguments of the installed ms-swift take, key by key."""
+    hints = typing.get_type_hints(TrainingArguments) | _TAKEN
+    return {name: _key(name, hints[name]) for name in TrainingArguments.__dataclass_fields__ if name in hints}
+
+
+def _key(name: str, annotation: Any) -> TrainerKey:
+    field = TrainingArguments.__dataclass_fields__[name]
+    # ms-swift declares some of transformers' keys again, as plain texts.
+    kinds = [*_flat(annotation), *_flat(_first_annotation(name))]
+    choices = [*_CHOICES.get(name, ()), *(field.metadata.get("choices") or ())]
+    choices += [
+        str(member.value) for kind in kinds if isinstance(kind, type) and issubclass(kind, Enum) for member in kind
+    ]
+    choices += [kind for kind in kinds if isinstance(kind, str)]
+    types = {"str" if isinstance(kind, str) else _TYPES.get(kind) for kind in _flat(annotation)}
+    return TrainerKey(
+        types=tuple(kind for kind in WORDS if kind in types),
+        choices=tuple(dict.fromkeys(choices)),
+        least=float(min(0, field.default)) if type(field.default) in {int, float} else 0.0,
+        below=1.0 if name in _BELOW_ONE else float("inf"),
+        path=name in _PATHS,
+    )
+
+
+def _first_annotation(name: str) -> Any:
+    """Return the annotation of a key in the class that declares it first: transformers', of its own keys."""
+    for kind in reversed(TrainingArguments.__mro__):
+        if name in vars(kind).get("__annotations__", {}):
+            return typing.get_type_hints(kind)[name]
+    raise AssertionError(name)
+
+
+def _flat(annotation: Any) -> Iterator[Any]:
+    """Yield the types and the literal values that an annotation allows, lists and sections without what they hold."""
+    origin = typing.get_origin(annotation)
+    if origin in {types.UnionType, typing.Union}:
+        for argument in typing.get_args(annotation):
+            yield from _flat(argument)
+    elif origin is typing.Literal:
+        yield from (choice if isinstance(choice, str) else type(choice) for choice in typing.get_args(annotation))
+    else:
+        yield origin or annotation

@@ -1,0 +1,197 @@
+"""From packs to batches of tensors: which packs each rank takes, how they are collated, what their tokens weigh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
+
+import attrs
+import torch
+from swift.dataloader import DataLoaderShard
+from swift.template import Template
+from swift.utils import seed_worker
+
+from adapters.lifeline import end_with_parent
+from adapters.samples.encoder import IGNORED_LABEL
+from adapters.trainer.dynamic_dataset import Ended, StreamCounts, StreamedPack
+from adapters.trainer.packed_dataset import EncodedPack
+from core.errors import PackplanError
+from core.schedule import Course
+
+Batch = dict[str, Any]
+
+Reduction = Literal["token", "sample", "sqrt"]
+
+PACK_INDICES, NORMALISER, LENGTHS = "pack_positions", "loss_normaliser", "sample_lengths"
+"""What a batch holds beside the model's inputs: which packs, the sum of their tokens' weights in the loss, their
+samples."""
+
+_COUNTS = "stream_counts"
+"""What a batch of a stream holds on its way to the loader."""
+
+_POWERS = {"token": 0.0, "sample": -1.0, "sqrt": -0.5}
+"""A token of a sample of n supervised tokens weighs n to this power."""
+
+
+class TrainBatches:
+    """The batches of a rank, in the course's order of the epoch that was set."""
+
+    def __init__(self, course: Course, *, rank: int) -> None:
+        self._course, self._rank = course, rank
+        self.epoch = course.at(course.start.step).epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Serve *epoch* from now on."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self._course.num_batches(self.epoch)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self._course.batches(self.epoch, rank=self._rank))
+
+
+class EvalBatches:
+    """
+    Batches of packs in the order of the plan, dealt to the ranks in turn: batch b is on rank b % world_size.
+
+    Every rank has the same number; what lacks at the end is repeated from the front.
+    """
+
+    def __init__(self, num_packs: int, batch_size: int, *, rank: int, world_size: int) -> None:
+        self._num_packs, self._size = num_packs, batch_size
+        self.num_different = -(-num_packs // batch_size)
+        self._mine = range(rank, -(-self.num_different // world_size) * world_size, world_size)
+
+    def __len__(self) -> int:
+        return len(self._mine)
+
+    def counts(self, number: int) -> bool:
+        """Return whether this rank's batch *number* is no repetition."""
+        return self._mine[number] < self.num_different
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in self._mine:
+            start = batch % self.num_different * self._size
+            yield list(range(start, min(start + self._size, self._num_packs)))
+
+
+@attrs.frozen
+class Collator:
+    """Makes a batch of packs, packed or padded, whatever the template is set to."""
+
+    template: Template
+
+    collate: Callable[[list[Any]], Batch]
+    """ms-swift's, on the template."""
+
+    grouped: bool
+
+    reduction: Reduction = "token"
+
+    def __call__(self, items: list[EncodedPack | Ended | PackplanError]) -> Batch | Ended | PackplanError:
+        """Return the batch; or the first error or end of a stream among the items."""
+        packs = []
+        for item in items:
+            if isinstance(item, (PackplanError, Ended)):
+                return item
+            packs.append(item)
+        batch = self._collated([pack.samples if self.grouped else pack.samples[0] for pack in packs])
+        weights = loss_weights(batch["labels"], self._starts(batch), reduction=self.reduction)
+        batch[PACK_INDICES] = tuple(pack.position for pack in packs)
+        batch[LENGTHS] = tuple(sample["length"] for pack in packs for sample in pack.samples)
+        if counts := tuple(attrs.astuple(pack.counts) for pack in packs if isinstance(pack, StreamedPack)):
+            batch[_COUNTS] = counts
+        batch[NORMALISER] = float(weights.sum(dtype=torch.float64))
+        # ms-swift multiplies each token's loss by `loss_scale`. Without one, the model divides by its own tokens:
+        # the same, but for a batch of none, which would be 0 / 0 and make every weight of the model NaN.
+        if self.reduction != "token" or not batch[NORMALISER]:
+            scale = batch.get("loss_scale")
+            batch["loss_scale"] = weights if scale is None else scale * weights
+        return batch
+
+    def _collated(self, rows: list[Any]) -> Batch:
+        template = self.template
+        before = template.packing, template.padding_free
+        template.packing = template.padding_free = self.grouped
+        try:
+            return self.collate(rows)
+        finally:
+            template.packing, template.padding_free = before
+
+    def _starts(self, batch: Batch) -> torch.Tensor:
+        """Return where samples start; bool, of the labels' shape."""
+        if self.grouped:
+            positions: torch.Tensor = batch["text_position_ids" if "text_position_ids" in batch else "position_ids"]
+            return positions == 0
+        starts = torch.zeros_like(batch["labels"], dtype=torch.bool)
+        starts[:, 0] = True
+        return starts
+
+
+def loss_weights(labels: torch.Tensor, starts: torch.Tensor, *, reduction: Reduction) -> torch.Tensor:
+    """
+    Return what each label's loss weighs, 0 where it is ignored; the loss of a step is the weighted mean.
+
+    `token` gives every token the same weight, `sample` every sample; `sqrt` lies between (InternVL 2.5, 2024, calls it
+    square averaging): a token of a sample of n weighs n ** -0.5.
+
+    Args:
+        labels: Of shape (rows, length).
+
+        starts: Where samples start, the first of each row included; bool of the same shape.
+
+        reduction: How samples of unequal length are weighed.
+    """
+    counted = labels != IGNORED_LABEL
+    sample = starts.flatten().cumsum(0) - 1
+    tokens = torch.zeros(int(sample[-1]) + 1).index_add_(0, sample, counted.flatten().float())
+    return (tokens.clamp(min=1) ** _POWERS[reduction])[sample].view_as(labels) * counted
+
+
+def open_worker(number: int, *, num_workers: int, rank: int) -> None:
+    """
+    Prepare a loader's worker process: it ends with the rank, and draws its own numbers.
+
+    Args:
+        number: Of the worker, from 0.
+
+        num_workers: Workers of each rank.
+
+        rank: That the worker loads for.
+    """
+    end_with_parent()
+    seed_worker(number, num_workers=num_workers, rank=rank)
+
+
+class PackLoader(DataLoaderShard):
+    """ms-swift's sharded loader, which raises the errors that a data set returns, and tells it of the epoch."""
+
+    counts = StreamCounts()
+    """What became of the samples of a stream, of all workers of this rank, on the way to the last batch of the epoch so
+    far."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the sampler, and a data set that asks for it."""
+        super().set_epoch(epoch)
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Batch]:
+        self.counts = StreamCounts()
+        for batch in super().__iter__():
+            if isinstance(batch, PackplanError):
+                raise batch
+            if isinstance(batch, Ended):
+                self.counts += batch.counts
+                continue
+            for counts in batch.pop(_COUNTS, ()):
+                self.counts += StreamCounts(*counts)
+            yield batch
+
+    def close(self) -> None:
+        """End the worker processes that outlive epochs."""
+        # Left to the garbage collector, the queues may be gone before the workers hear of it: 5 s for each of them.
+        self._iterator = None

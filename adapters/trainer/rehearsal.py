@@ -1,0 +1,77 @@
+"""
+Settings that the trainer first uses when it has been built, or later: used once before hours of measuring.
+
+What they raise here they would raise there, about a name, a number or a package that lacks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
+
+import torch
+from accelerate.utils import DynamoBackend
+from transformers import Trainer, get_scheduler
+from transformers.integrations import get_reporting_integration_callbacks
+
+from core.errors import Fault
+
+
+def rehearsal_faults(arguments: Any) -> Iterator[Fault]:
+    """Yield which of ms-swift's training arguments cannot be used as they are."""
+    for (key, *others), use in _USES.items():
+        try:
+            use(arguments)
+        except (ValueError, TypeError, ImportError, RuntimeError) as error:
+            names = " or ".join(f"training.{name}" for name in (key, *others))
+            yield Fault(f"training.{key}", f"cannot be used: {error}; change {names}, or remove it")
+
+
+def _optimizer(arguments: Any) -> None:
+    try:
+        Trainer.get_optimizer_cls_and_kwargs(arguments, torch.nn.Linear(1, 1))
+    except ValueError:
+        # It names modules, of which this model has none.
+        if not arguments.optim_target_modules:
+            raise
+
+
+def _schedule(arguments: Any) -> None:
+    optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=1.0)
+    get_scheduler(
+        arguments.lr_scheduler_type,
+        optimizer,
+        num_warmup_steps=0,
+        num_training_steps=1,
+        scheduler_specific_kwargs=arguments.lr_scheduler_kwargs,
+    )
+
+
+def _compilation(arguments: Any) -> None:
+    if arguments.torch_compile:
+        DynamoBackend(arguments.torch_compile_backend.upper())
+        torch.compile(torch.nn.Linear(1, 1), mode=arguments.torch_compile_mode)
+
+
+def _services(arguments: Any) -> None:
+    for callback in get_reporting_integration_callbacks(arguments.report_to):
+        callback()
+
+
+def _shards(arguments: Any) -> None:
+    if re.fullmatch(r"\d+(\.\d+)? ?[KMGT]B", arguments.max_shard_size, re.IGNORECASE) is None:
+        message = f"{arguments.max_shard_size!r} is no size, as 5GB is"
+        raise ValueError(message)
+
+
+_USES: dict[tuple[str, ...], Callable[[Any], None]] = {
+    ("optim", "optim_args"): _optimizer,
+    ("lr_scheduler_type", "lr_scheduler_kwargs"): _schedule,
+    ("torch_compile", "torch_compile_backend", "torch_compile_mode"): _compilation,
+    ("report_to",): _services,
+    ("max_shard_size",): _shards,
+}
+"""A setting, and those that belong to it -> what uses them."""

@@ -1,0 +1,135 @@
+"""Streams of training samples: the data as they are, or the best of what the current model answers to their prompts."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
+
+import torch
+
+from adapters.samples.encoder import SwiftSamples
+from adapters.trainer.packed_dataset import Sample
+from core.errors import ConfigError
+from core.rl import Reward, Sampling
+from core.stream import Order
+
+
+class RecordStream:
+    """The records of a data set, encoded, in an order of each epoch."""
+
+    def __init__(self, samples: SwiftSamples, order: Order) -> None:
+        self.encoded, self._order, self._epoch = samples, order, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Take the order of *epoch* from now on."""
+        self._epoch = epoch
+
+    def samples(self, shard: int, num_shards: int) -> Iterator[tuple[str, Sample]]:
+        """Yield records and encodings of a shard's samples: every *num_shards*th of the order, from *shard* on."""
+        for index in self.indices(shard, num_shards):
+            yield self.record(index), self.encoded.encode(index)
+
+    def record(self, index: int) -> str:
+        """Return the place of a sample's record."""
+        return str(self.encoded.records.where(index))
+
+    def indices(self, shard: int, num_shards: int) -> list[int]:
+        """Return the indices of a shard's samples."""
+        mine: list[int] = self._order(self._epoch)[shard::num_shards].tolist()
+        return mine
+
+    def logs(self) -> Mapping[str, float]:
+        """Return what to log of the samples since the last call."""
+        return {}
+
+
+class RolloutStream(RecordStream):
+    """
+    The best answers of the current model to the prompts of a data set.
+
+    It runs in the training process, between steps, so that each window of packs is answered by the weights before it.
+    Prompts are answered one at a time, unpacked.
+    """
+
+    def __init__(
+        self,
+        samples: SwiftSamples,
+        order: Order,
+        *,
+        model: Any,
+        reward: Reward,
+        sampling: Sampling,
+        device: torch.device,
+    ) -> None:
+        super().__init__(samples, order)
+        self._model, self._reward, self._sampling, self._device = model, reward, sampling, device
+        self._scores: list[float] = []
+        self._kept: list[float] = []
+        self._last: Mapping[str, float] = {"reward": 0.0, "reward_kept": 0.0}
+
+    def samples(self, shard: int, num_shards: int) -> Iterator[tuple[str, Sample]]:
+        """Answer the prompts of a shard, and yield the best answers as samples."""
+        for index in self.indices(shard, num_shards):
+            answer = self.encoded.answer(index)
+            # What says nothing cannot be learned from.
+            completions = [text for text in self._completions(index) if text.strip()]
+            scored = [(self._score(index, text, answer), text) for text in completions]
+            best = sorted(scored, key=lambda pair: -pair[0])[: self._sampling.keep]
+            self._scores += [score for score, _ in scored]
+            self._kept += [score for score, _ in best]
+            for _, text in best:
+                yield f"an answer to {self.record(index)}", self.encoded.encode(index, answer=text)
+
+    def logs(self) -> Mapping[str, float]:
+        """Return the mean reward of all answers, and of those that were kept, since the last call."""
+        if self._scores:
+            self._last = {"reward": statistics.fmean(self._scores), "reward_kept": statistics.fmean(self._kept)}
+            self._scores, self._kept = [], []
+        return self._last
+
+    def _score(self, index: int, completion: str, answer: str) -> float:
+        """Score an answer; ConfigError if the reward fails, or gives no finite number."""
+        try:
+            score = float(self._reward(completion, answer))
+        except Exception as error:
+            reason = f"fails on an answer to {self.record(index)}: {type(error).__name__}: {error}"
+            raise ConfigError.of("custom.rollout_reward", reason) from error
+        if not math.isfinite(score):
+            reason = f"gives {score} for an answer to {self.record(index)}, and no finite number"
+            raise ConfigError.of("custom.rollout_reward", reason)
+        return score
+
+    def _completions(self, index: int) -> list[str]:
+        encoded = self.encoded.prompt(index)
+        length = len(encoded["input_ids"])
+        inputs = {"input_ids": torch.tensor(encoded["input_ids"])[None]}
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        for key in ("pixel_values", "image_grid_thw"):
+            if encoded.get(key) is not None:
+                inputs[key] = torch.as_tensor(encoded[key])
+        if encoded.get("mm_token_type_ids") is not None:
+            inputs["mm_token_type_ids"] = torch.as_tensor(encoded["mm_token_type_ids"]).view(1, -1)
+        template, sampling = self.encoded.template, self._sampling
+        was_training = self._model.training
+        self._model.eval()
+        try:
+            # ms-swift's hooks prepare inputs for training; a generation's are the model's own.
+            with torch.no_grad(), template.generate_context():
+                answers = self._model.generate(
+                    **{key: value.to(self._device) for key, value in inputs.items()},
+                    do_sample=True,
+                    temperature=sampling.temperature,
+                    top_k=0,
+                    num_return_sequences=sampling.completions,
+                    max_new_tokens=sampling.max_new_tokens,
+                    use_cache=True,
+                    pad_token_id=template.tokenizer.pad_token_id,
+                )
+        finally:
+            self._model.train(was_training)
+        texts: list[str] = template.tokenizer.batch_decode(answers[:, length:], skip_special_tokens=True)
+        return texts

@@ -1,0 +1,181 @@
+"""
+The trainer of a plan: what the course says is what is trained, logged, and saved.
+
+It takes the order of packs, the numbers of epochs and steps, and what a checkpoint says, from the course; and compares
+what it consumed with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
+
+import torch
+from transformers import Trainer
+
+from adapters.trainer.base import PackingTrainer, require_packs
+from adapters.trainer.checkpoints import files_to_state, remove_digests, to_state, write_digests
+from adapters.trainer.loader import PACK_INDICES, PackLoader, TrainBatches
+from core.schedule import Bookmark, Course, EpochLedger, PackFacts, Progress
+
+log = logging.getLogger(__name__)
+
+
+class PackTrainer(PackingTrainer):
+    """ms-swift's trainer over the packs of a plan."""
+
+    def __init__(
+        self,
+        *,
+        course: Course,
+        facts: PackFacts,
+        bookmark: Callable[[Progress], Bookmark],
+        attn_impl: str,
+        **options: Any,
+    ) -> None:
+        """
+        Prepare training.
+
+        Args:
+            course: Which packs are trained, in which order.
+
+            facts: Of these packs, for the log.
+
+            bookmark: Makes what a checkpoint says of the plan.
+
+            attn_impl: The attention backend that trains, which a checkpoint names too.
+
+            **options: Of `PackingTrainer`; the train_dataset serves the packs of the raw plan.
+        """
+        self.course, self.facts, self.bookmark, self.attn_impl = course, facts, bookmark, attn_impl
+        self._meter: _Meter | None = None
+        self._consumed: list[int] = []
+        super().__init__(**options)
+
+    def get_train_dataloader(self, skip_batches: int = 0) -> PackLoader:  # noqa: ARG002  # the course skips by itself
+        """Serve this rank's packs, in an order drawn again from seed and epoch."""
+        return PackLoader(
+            self.train_dataset,
+            device=self.accelerator.device,
+            batch_sampler=TrainBatches(self.course, rank=self.group.rank),
+            collate_fn=self.data_collator,
+            **self._worker_options(),
+        )
+
+    def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[Any, ...]:
+        """Take the number of epochs and of steps from the course, which knows of other ranks before a resume."""
+        _, _, *others, _, _ = super().set_initial_training_values(args, dataloader)
+        course = self.course
+        return (
+            course.num_epochs, course.steps_per_epoch, *others, course.batches_per_epoch, course.total_steps
+        )  # fmt: skip
+
+    def _init_training_state(self, *arguments: Any, **options: Any) -> tuple[int, int]:
+        super()._init_training_state(*arguments, **options)
+        # A checkpoint brings its run's intervals of logging, saving and evaluating along; the settings of this run
+        # count.
+        self.state.compute_steps(self.args, self.course.total_steps)
+        now = self.course.at(self.course.start.step)
+        return now.epoch, now.epoch_step * self.args.gradient_accumulation_steps
+
+    def _run_epoch(self, *, epoch: int, **options: Any) -> None:
+        course, before = self.course, self.course.steps_before(epoch)
+        # An epoch that other ranks began has another number of batches and steps than the rest.
+        options["steps_in_epoch"] = before * course.gradient_accumulation_steps + course.num_batches(epoch)
+        options["num_update_steps_per_epoch"] = before + course.num_steps(epoch)
+        self._meter = _Meter(EpochLedger.of(self.facts, course, epoch), self.state.global_step)
+        self._consumed = []
+        super()._run_epoch(epoch=epoch, **options)
+        steps = self.state.global_step - self._meter.first_step
+        batches = course.batches(epoch, rank=self.group.rank)[: steps * course.gradient_accumulation_steps]
+        require_packs(
+            f"epoch {epoch} on rank {self.group.rank}", [p for batch in batches for p in batch], self._consumed
+        )
+        # Past ms-swift's own, which would take the accuracy of the steps since the last log along.
+        Trainer.log(self, self._meter.epoch_statistics(self.state.global_step))
+
+    def training_step(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
+        """Train on one batch, and note its packs."""
+        self._consumed += inputs[PACK_INDICES]
+        loss: torch.Tensor = super().training_step(model, inputs, *arguments, **options)
+        return loss
+
+    def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
+        """Add to a step's loss what the steps since the last one looked like."""
+        if "loss" in logs and self._meter is not None:
+            logs = {**logs, **self._meter.read(self.state.global_step)}
+        logs.pop("train_samples_per_second", None)  # counts packs
+        super().log(logs, *arguments, **options)
+
+    def _maybe_log_save_evaluate(self, *arguments: Any, **options: Any) -> None:
+        assert self._meter is not None  # noqa: S101  # an epoch runs
+        with self._meter.paused():
+            super()._maybe_log_save_evaluate(*arguments, **options)
+
+    def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
+        bookmark = self.bookmark(self.course.at(self.state.global_step))
+        self.state.stateful_callbacks.update(to_state(bookmark, attn_impl=self.attn_impl))
+        super()._save_checkpoint(*arguments, **options)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        folder, args = Path(output_dir), self.args
+        if args.should_save:
+            remove_digests(folder)
+        # A rank reads what others have written, and the trainer's state, which makes a checkpoint whole, comes next.
+        self._meet()
+        started = time.perf_counter()
+        # Where every node writes a checkpoint of its own, its ranks share that.
+        on_node = args.local_process_index, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        share, num_shares = on_node if args.save_on_each_node else (self.group.rank, self.group.world_size)
+        num_bytes = write_digests(folder, share=share, num_shares=num_shares)
+        self._meet()
+        log.info(
+            "%s: digests of %.1f MB (of this rank's share) took %.2f s",
+            folder.name,
+            num_bytes / 1e6,
+            time.perf_counter() - started,
+        )
+        self.state.stateful_callbacks.update(files_to_state(folder))
+
+    def _meet(self) -> None:
+        """Wait for all ranks."""
+        self.group.any(False)  # noqa: FBT003  # nothing to say but that this rank is here
+
+
+class _Meter:
+    """Reads an epoch's ledger against the clock, step by step."""
+
+    def __init__(self, ledger: EpochLedger, first_step: int) -> None:
+        self._ledger, self.first_step = ledger, first_step
+        self._read_until, self._since = first_step, time.perf_counter()
+
+    def read(self, step: int) -> Mapping[str, float]:
+        """Return what the steps since the last reading looked like, with tokens per second."""
+        start, stop = self._read_until - self.first_step, step - self.first_step
+        now = time.perf_counter()
+        seconds, self._since, self._read_until = now - self._since, now, step
+        tokens = self._ledger.tokens(start, stop)
+        return {
+            **self._ledger.statistics(start, stop),
+            "tokens_per_second": tokens.total / seconds,
+            "useful_tokens_per_second": tokens.useful / seconds,
+        }
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out the time of evaluating and saving, which is no training; a reading in between is one before."""
+        start = time.perf_counter()
+        yield
+        self._since += time.perf_counter() - max(start, self._since)
+
+    def epoch_statistics(self, step: int) -> dict[str, float]:
+        """Return what the epoch looks like up to *step*."""
+        return dict(self._ledger.epoch_statistics(step - self.first_step))

@@ -1,0 +1,215 @@
+"""
+The trainer of a stream: packs come as they fill, so nobody knows beforehand how many there are.
+
+Ranks run out at different times. Before each step they agree, by one small collective, whether all of them have a whole
+window of packs; when one has not, the epoch ends for all, and what the others had left is logged. What the stream has
+lost so far is logged with every loss.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from decimal import Decimal
+from typing import Any
+
+from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
+
+import attrs
+import torch
+from transformers import Trainer
+
+from adapters.trainer.base import PackingTrainer
+from adapters.trainer.dynamic_dataset import StreamCounts
+from adapters.trainer.loader import LENGTHS, PackLoader
+from core.errors import agree, counted
+from core.stream import LESS_DROPPED
+
+log = logging.getLogger(__name__)
+
+
+@attrs.frozen
+class StreamTotals:
+    """What became of the samples of a stream, over all ranks and epochs so far."""
+
+    counts: StreamCounts
+
+    trained: int
+    """Samples in packs that were trained."""
+
+    def __str__(self) -> str:
+        counts, share = self.counts, self.counts.dropped_tokens / max(1, self.counts.tokens)
+        waiting = counts.samples - self.trained - counts.dropped - counts.skipped
+        return (
+            f"{counted(counts.samples, 'sample')} came: {self.trained:,} trained, {counts.dropped:,} dropped in "
+            f"{counted(counts.dropped_packs, 'underfilled pack')} ({share:.2%} of the tokens), {counts.skipped:,} "
+            "skipped as long, "
+            f"{waiting:,} in packs that were not trained or not full; {counted(counts.long, 'long sample')} "
+            f"{agree(counts.long, 'was a pack of its own', 'were packs of their own')}"
+        )
+
+
+class StreamTrainer(PackingTrainer):
+    """ms-swift's trainer over a `DynamicDataset`; it ends after `max_steps`, whatever the epoch."""
+
+    def __init__(
+        self,
+        *,
+        packing_length: int,
+        max_dropped_share: Decimal,
+        extra: Callable[[], Mapping[str, float]],
+        **options: Any,
+    ) -> None:
+        """
+        Prepare training.
+
+        Args:
+            packing_length: Tokens of a pack, for its fill.
+
+            max_dropped_share: Share of the tokens in dropped packs above which the log warns, once.
+
+            extra: What else to log of the steps since it was last called.
+
+            **options: Of `PackingTrainer`; the train_dataset is a `DynamicDataset`.
+        """
+        self.packing_length, self.max_dropped_share, self.extra = packing_length, max_dropped_share, extra
+        self._earlier, self._trained, self._has_warned = StreamCounts(), 0, False
+        self._lengths: list[tuple[int, ...]] = []
+        self._since = time.perf_counter()
+        self._left_over = self._epoch = 0
+        super().__init__(**options)
+
+    def get_train_dataloader(self, skip_batches: int = 0) -> PackLoader:  # noqa: ARG002  # a stream cannot skip
+        """Serve this rank's packs as they fill."""
+        return PackLoader(
+            self.train_dataset,
+            device=self.accelerator.device,
+            batch_size=1,
+            collate_fn=self.data_collator,
+            # Workers that outlive an epoch would not hear of the next one.
+            **(self._worker_options() | {"persistent_workers": False}),
+        )
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
+    ) -> tuple[list[dict[str, Any]], Any]:
+        """Return a window of packs, or nothing and the end of the epoch if a rank has no whole window."""
+        del num_batches  # the trainer guesses where an epoch ends
+        window = []
+        for batch in epoch_iterator:
+            window.append(batch)
+            if len(window) == self.args.gradient_accumulation_steps:
+                break
+        if self.group.any(len(window) < self.args.gradient_accumulation_steps):
+            self._left_over = len(window) + sum(1 for _ in epoch_iterator)
+            self.control.should_epoch_stop = True
+            self._epoch += 1  # it is done: as in a run of a plan, what is logged now says how many are
+            return [], None
+        return window, self._get_num_items_in_batch(window, device)
+
+    def _run_epoch(self, *, epoch: int, **options: Any) -> None:
+        self._left_over, self._epoch = 0, epoch
+        self._since = time.perf_counter()
+        super()._run_epoch(epoch=epoch, **options)
+        counts = self._epoch_counts()
+        self._earlier += counts
+        self.callback_handler.train_dataloader.counts = StreamCounts()
+        if not self.control.should_epoch_stop:
+            return  # the steps ended, or SIGTERM came, before the stream: its counts are not whole
+        *summed, left_over = self._over_ranks(*attrs.astuple(counts), self._left_over)
+        total = StreamCounts(*summed)
+        logs = {
+            "epoch_samples": total.samples,
+            "epoch_packs": total.packs,
+            "epoch_fill_mean": total.packed_tokens / max(1, total.packed) / self.packing_length,
+            "epoch_long_share": total.long / max(1, total.samples),
+            "epoch_long_samples": total.long,
+            "epoch_long_pack_share": total.long / max(1, total.packs),
+            "epoch_skipped_share": total.skipped / max(1, total.samples),
+            "epoch_skipped_samples": total.skipped,
+            "epoch_dropped_samples": total.dropped,
+            "epoch_left_over_packs": left_over,
+        }
+        self.state.epoch = float(self._epoch)
+        Trainer.log(self, logs)
+
+    def totals(self) -> StreamTotals:
+        """Return what became of all samples so far; every rank calls this."""
+        *summed, trained = self._over_ranks(*attrs.astuple(self._earlier + self._epoch_counts()), self._trained)
+        return StreamTotals(StreamCounts(*summed), trained)
+
+    def _epoch_counts(self) -> StreamCounts:
+        """Return what became of this rank's samples of the running epoch, up to its last pack."""
+        counts: StreamCounts = self.callback_handler.train_dataloader.counts
+        return counts
+
+    def _over_ranks(self, *numbers: int) -> list[int]:
+        sums = torch.tensor(numbers)
+        if self.group.world_size > 1:
+            torch.distributed.all_reduce(sums)
+        summed: list[int] = sums.tolist()
+        return summed
+
+    def training_step(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
+        """Train on one pack, and note its samples' lengths."""
+        self._lengths.append(inputs[LENGTHS])
+        self._trained += len(inputs[LENGTHS])
+        loss: torch.Tensor = super().training_step(model, inputs, *arguments, **options)
+        return loss
+
+    def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
+        """Add to a step's loss what the steps since the last one looked like, over all ranks."""
+        if "loss" in logs:
+            logs = {**logs, **self._window(), **self._losses()}
+        logs.pop("train_samples_per_second", None)  # counts packs
+        if self.state.epoch is not None:
+            # Nobody knows how much of the epoch is over: the trainer's share of it is a guess.
+            self.state.epoch = float(self._epoch)
+        super().log(logs, *arguments, **options)
+
+    def _maybe_log_save_evaluate(self, *arguments: Any, **options: Any) -> None:
+        start = time.perf_counter()
+        super()._maybe_log_save_evaluate(*arguments, **options)
+        # Evaluating and saving are no training; a window that was read in between began then.
+        self._since += time.perf_counter() - max(start, self._since)
+
+    def _losses(self) -> dict[str, int]:
+        """Return what the stream has lost so far; warn, once, when that is more than it may be."""
+        totals = self.totals()
+        counts = totals.counts
+        if counts.drops_more_than(self.max_dropped_share) and not self._has_warned:
+            self._has_warned = True
+            if self.group.rank == 0:
+                log.warning(
+                    "the stream drops more than %s of its tokens (training.packing_max_dropped_share); so far %s. %s",
+                    self.max_dropped_share,
+                    totals,
+                    LESS_DROPPED,
+                )
+        return {
+            "stream_samples": counts.samples,
+            "stream_long_samples": counts.long,
+            "stream_skipped_samples": counts.skipped,
+            "stream_dropped_samples": counts.dropped,
+        }
+
+    def _window(self) -> dict[str, float]:
+        tokens = [sum(lengths) for lengths in self._lengths]
+        fills = [load / self.packing_length for load in tokens if load <= self.packing_length]
+        samples = sum(map(len, self._lengths))
+        extra = dict(self.extra())
+        numbers = torch.tensor(
+            [sum(fills), len(fills), samples, len(tokens), sum(tokens), *extra.values()], dtype=torch.float64
+        )
+        if self.group.world_size > 1:
+            torch.distributed.all_reduce(numbers)
+        fill, filled, samples_, packs, total, *more = numbers.tolist()
+        now = time.perf_counter()
+        seconds, self._since, self._lengths = now - self._since, now, []
+        return {
+            **({"fill": fill / filled} if filled else {}),
+            "samples_per_pack": samples_ / packs,
+            "tokens_per_second": total / seconds,
+            **{name: value / self.group.world_size for name, value in zip(extra, more, strict=True)},
+        }

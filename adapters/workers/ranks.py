@@ -1,0 +1,44 @@
+"""
+Workers of reinforcement learning that are the ranks themselves: each runs the same program and computes
+its own shard.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from core.errors import PackplanError, RankGoneError, WorkerError
+from core.ports import Arrays, RankGroup
+
+
+class RankWorkers:
+    """A `core.ports.Workers` of torchrun's ranks, or of this process alone; every rank gets all results."""
+
+    def __init__(self, worker: Any, group: RankGroup) -> None:
+        self._worker, self._group = worker, group
+
+    @property
+    def num_workers(self) -> int:
+        """Ranks of the group."""
+        return self._group.world_size
+
+    def run_all_workers_sharded_data(self, method: str, shards: Sequence[Any], /, **options: Any) -> list[Arrays]:
+        """Compute this rank's shard, and exchange the results; see `core.ports.Workers`."""
+        rank = self._group.rank
+        try:
+            result: Arrays = getattr(self._worker, method)(shards[rank], **options)
+        except PackplanError:
+            raise
+        except Exception as error:
+            if dist.is_initialized() and re.search("gloo|nccl", f"{type(error)} {error}", re.IGNORECASE):
+                message = f"another rank is gone, so rank {rank} cannot go on with {method}: {error}"
+                raise RankGoneError(message) from error
+            raise WorkerError(rank, method, f"{type(error).__name__}: {error}") from error
+        return list(self._group.gather_arrays(result))
+
+    def close(self) -> None:
+        """Do nothing: the ranks leave when their program ends."""

@@ -1,0 +1,137 @@
+"""
+Workers of reinforcement learning as Ray actors, each a rank of one torch process group.
+
+What a worker is, it builds itself, from what the driver sends by reference; a worker that raises or dies ends all of
+them, since the others may wait for it in a collective.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+# Ray reports its use to its makers unless told not to, and asks before it is imported.
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from core.errors import PackplanError, WorkerError, counted
+from core.ports import Arrays
+
+START_S = 300.0
+"""Seconds until all workers have to stand: they import torch and load the model."""
+
+
+class _Actor:
+    """One rank: it learns where the group meets, joins it as torchrun's ranks do, and builds its worker."""
+
+    def meeting_point(self) -> tuple[str, int]:
+        """Return an address and a free port of this worker's machine."""
+        address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        with socket.socket() as listener:
+            listener.bind((address, 0))
+            port: int = listener.getsockname()[1]
+        return address, port
+
+    def build(self, make: Callable[[], Any], environment: Mapping[str, str]) -> int:
+        """Join the ranks that *environment* describes, build the worker, and return the process id."""
+        os.environ.update(environment)
+        self._worker = make()
+        return os.getpid()
+
+    def call(self, method: str, shard: Any, options: Mapping[str, Any]) -> Arrays:
+        """Call a method of the worker."""
+        arrays: Arrays = getattr(self._worker, method)(shard, **options)
+        return arrays
+
+
+class RayWorkers:
+    """
+    A `core.ports.Workers` of Ray actors.
+
+    Attributes:
+        process_ids: Of the workers, on their machines.
+    """
+
+    def __init__(self, make: Callable[[], Any], *, num_workers: int, gpus_each: float = 0.0) -> None:
+        """
+        Start workers, on the cluster that RAY_ADDRESS names, else on this machine.
+
+        Args:
+            make: Builds a worker in its own process, whose environment is that of a rank of torchrun.
+
+            num_workers: Ranks of the group.
+
+            gpus_each: GPUs of a worker.
+
+        Raises:
+            WorkerError: A worker cannot be started or built.
+        """
+        self.num_workers = num_workers
+        here: dict[str, Any] = (
+            {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": num_workers, "include_dashboard": False}
+        )
+        self._actors: list[Any] = []
+        try:
+            ray.init(ignore_reinit_error=True, log_to_driver=False, logging_level=logging.ERROR, **here)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise WorkerError(0, "start", f"Ray cannot be reached: {error}") from None
+        actor: Any = ray.remote(_Actor).options(num_cpus=1, num_gpus=gpus_each)
+        self._actors = [actor.remote() for _ in range(num_workers)]
+        # All of them have to stand, or those that do would wait in their group for those that do not.
+        points = self._collect("start", [actor.meeting_point.remote() for actor in self._actors], timeout_s=START_S)
+        address, port = points[0]
+        meeting = {"MASTER_ADDR": address, "MASTER_PORT": str(port), "WORLD_SIZE": str(num_workers), "LOCAL_RANK": "0"}
+        self.process_ids: list[int] = self._collect(
+            "build",
+            [actor.build.remote(make, {**meeting, "RANK": str(rank)}) for rank, actor in enumerate(self._actors)],
+        )
+
+    def run_all_workers_sharded_data(self, method: str, shards: Sequence[Any], /, **options: Any) -> list[Arrays]:
+        """Call a method of every actor, each with its shard; see `core.ports.Workers`."""
+        calls = [actor.call.remote(method, shard, options) for actor, shard in zip(self._actors, shards, strict=True)]
+        return self._collect(method, calls)
+
+    def close(self) -> None:
+        """End the actors, and Ray where it runs on this machine for them alone."""
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors = []
+        ray.shutdown()
+
+    def _collect(self, method: str, calls: Sequence[Any], *, timeout_s: float | None = None) -> list[Any]:
+        """Return the results, by worker; the first failure ends all workers."""
+        rank_of = {call: rank for rank, call in enumerate(calls)}
+        results: list[Any] = [None] * len(calls)
+        left = list(calls)
+        while left:
+            ready, left = ray.wait(left, num_returns=1, timeout=timeout_s)
+            if not ready:
+                self.close()
+                reason = (
+                    f"not done after {timeout_s:,.0f} s: the cluster may lack a free CPU, or GPU, for each of the "
+                    f"{counted(self.num_workers, 'worker')}"
+                )
+                raise WorkerError(rank_of[left[0]], method, reason)
+            (done,) = ready
+            try:
+                results[rank_of[done]] = ray.get(done)
+            except RayError as error:
+                self.close()
+                cause = getattr(error, "cause", None)
+                if isinstance(cause, PackplanError):
+                    raise cause from None
+                raise WorkerError(rank_of[done], method, _reason(error)) from None
+        return results
+
+
+def _reason(error: RayError) -> str:
+    if isinstance(error, RayTaskError):
+        return f"{type(error.cause).__name__}: {error.cause}"
+    if isinstance(error, RayActorError):
+        return f"its process died: {' '.join(str(error).split())}"
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,1 @@
+"""`packplan bench train`: packed training against other ways to train."""

@@ -1,0 +1,1 @@
+"""What all commands share: options, exit statuses, answers to Ctrl-C and to full disks."""

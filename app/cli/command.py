@@ -1,0 +1,274 @@
+"""What every command does around its work: logging, and errors turned into one message and an exit status."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
+
+from adapters import progress
+from adapters.lifeline import end_with_launcher
+from core.errors import OutputError, PackplanError, VerificationError
+
+KEPT = "what was measured, planned and saved is kept; run again to go on"
+"""What Ctrl-C leaves, of most commands."""
+
+RUN = "the run; see docs/configuration.md"
+"""What the help says of a run's YAML."""
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What the operating system says of a full disk, a quota that is used up, and a file that may not grow."""
+
+BROKEN_PIPE, USER_ERROR, VERIFICATION_FAILED, INTERRUPTED = 1, 2, 3, 130
+
+MOST_RANKS = 100_000
+
+
+def add_logging_options(parser: argparse.ArgumentParser) -> None:
+    """Declare --quiet and --verbose, which every command that loads ms-swift takes."""
+    add_quiet_option(parser)
+    parser.add_argument("--verbose", action="store_true", help="also show what ms-swift and transformers log")
+
+
+def add_quiet_option(parser: argparse.ArgumentParser) -> None:
+    """Declare --quiet."""
+    parser.add_argument(
+        "--quiet", action="store_true", help="show neither progress nor notes, only warnings and errors"
+    )
+
+
+def add_config_arguments(
+    parser: argparse.ArgumentParser, name: str = "config", *, metavar: str = "run.yaml", about: str = RUN
+) -> None:
+    """
+    Declare a YAML, and what overrides its keys; `parse_arguments` reads them.
+
+    Args:
+        parser: Of the command.
+
+        name: Attribute that the YAML's path becomes.
+
+        metavar: What the help calls the YAML.
+
+        about: What the help says of it.
+    """
+    parser.add_argument(name, metavar=metavar, help=about)
+    add_overrides(parser)
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    """Declare what overrides keys of the YAML that the command reads."""
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value",
+        help="in place of the YAML's: training.seed=7; null unsets what the YAML sets",
+    )  # fmt: skip
+
+
+def parse_arguments(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
+    """Return the options of a command that takes overrides, which may also stand behind options."""
+    options, others = parser.parse_known_args(arguments)
+    if wrong := [text for text in others if text.startswith("-") or "=" not in text]:
+        parser.error(f"unrecognized arguments: {' '.join(wrong)}")
+    options.overrides += others
+    return options
+
+
+def run_command(command: Callable[[], None], *, verbose: bool, quiet: bool = False, kept: str = KEPT) -> int:
+    """
+    Run *command*; return 0, 2 for the user's fault or a full disk, 3 for a failed verification, 130 for Ctrl-C.
+
+    Args:
+        command: What to run.
+
+        verbose: Also show what the libraries log.
+
+        quiet: Show neither progress nor notes.
+
+        kept: What is said after Ctrl-C: what is left, and how to go on.
+
+    Any other exception is our own fault, and keeps its traceback.
+    """
+    end_with_launcher()
+    _share_cores()
+    progress.hide(hidden=quiet)
+    _set_up_logging(verbose=verbose, quiet=quiet)
+    try:
+        command()
+        _flush()
+    except PackplanError as error:
+        rank = os.environ.get("RANK")
+        _complain(f"error{f' (rank {rank})' if rank else ''}: {error}")
+        return VERIFICATION_FAILED if isinstance(error, VerificationError) else USER_ERROR
+    except KeyboardInterrupt:
+        _complain(f"interrupted: {kept}")
+        return INTERRUPTED
+    except BrokenPipeError as error:
+        return _cannot_print(error)
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        return _no_room(error)
+    return 0
+
+
+def run_program(main: Callable[[], int]) -> int:
+    """
+    Run a program's main, and what it prints last; return its exit status, also where argparse or Ctrl-C ends it.
+
+    Args:
+        main: Reads the command line, and returns the exit status.
+    """
+    try:
+        status: int = main()
+    except SystemExit as ended:
+        status = int(ended.code or 0)
+    except KeyboardInterrupt:
+        _complain("interrupted")
+        status = INTERRUPTED
+    # What is left is to end: an impatient Ctrl-C has nothing to stop.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        _flush()
+    except OSError as error:
+        return _cannot_print(error)
+    return status
+
+
+def _flush() -> None:
+    """Write what is printed; a program that was started with its output closed has none."""
+    if sys.stdout is not None:
+        sys.stdout.flush()
+
+
+def _no_room(error: OSError) -> int:
+    """Say what could not be written, standard output or a file, and return the exit status."""
+    try:
+        _flush()
+    except OSError as of_output:
+        return _cannot_print(of_output)
+    reason = error.strerror or str(error)
+    if error.filename is None:
+        _complain(f"error: {OutputError('standard output or a file', reason, 'make room, or write elsewhere')}")
+    else:
+        _complain(f"error: {OutputError(str(error.filename), reason)}")
+    return USER_ERROR
+
+
+def _cannot_print(error: OSError) -> int:
+    """
+    Give up standard output, and return the exit status; say why, unless its reader has seen enough, as
+    `| head` does.
+    """
+    _give_up(sys.stdout)
+    if isinstance(error, BrokenPipeError):
+        return BROKEN_PIPE
+    _complain(f"error: {OutputError('standard output', error.strerror or str(error), 'make room, or write elsewhere')}")
+    return USER_ERROR
+
+
+def _complain(text: str) -> None:
+    """Print on standard error, if anyone still reads it."""
+    try:
+        print(text, file=sys.stderr)
+    except OSError:
+        _give_up(sys.stderr)
+
+
+def _give_up(stream: TextIO) -> None:
+    """Send what is left to flush nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def program(name: str) -> str:
+    """Return what the help of the command *name* calls it: as it was started, by `packplan` or as a module."""
+    return f"packplan {name}" if Path(sys.argv[0]).stem == "packplan" else f"python -m app.{name}"
+
+
+def positive_number(text: str) -> int:
+    """Read a whole number of at least 1, for argparse."""
+    if not text.isdecimal() or int(text) < 1:
+        message = f"is {text}, but has to be a whole number of at least 1"
+        raise argparse.ArgumentTypeError(message)
+    return int(text)
+
+
+def whole_number(text: str) -> int:
+    """Read a whole number of at least 0, for argparse."""
+    if not text.isdecimal():
+        message = f"is {text}, but has to be a whole number of at least 0"
+        raise argparse.ArgumentTypeError(message)
+    return int(text)
+
+
+def world_size(text: str) -> int:
+    """Read a number of ranks, for argparse."""
+    ranks = positive_number(text)
+    if ranks > MOST_RANKS:
+        message = f"is {ranks:,}, but has to be at most {MOST_RANKS:,} ranks"
+        raise argparse.ArgumentTypeError(message)
+    return ranks
+
+
+def positive_numbers(text: str, number: Callable[[str], int] = positive_number) -> list[int]:
+    """Read several whole numbers of at least 1, with commas between them, for argparse."""
+    return sorted({number(part.strip()) for part in text.split(",")})
+
+
+def world_sizes(text: str) -> list[int]:
+    """Read several numbers of ranks, with commas between them, for argparse."""
+    return positive_numbers(text, world_size)
+
+
+def _share_cores() -> None:
+    """
+    Have threads wait asleep, and the ranks of this machine share its cores, unless the environment says otherwise.
+
+    Read by OpenMP when torch is loaded. Threads that spin while they wait keep a core from those they wait for, where
+    other processes want it too.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if (ranks := int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // ranks)))
+
+
+def _num_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+class _MarkWarnings(logging.Formatter):
+    """Lines begin with the program's name, and those that are no mere notes with what they are."""
+
+    def __init__(self, prefix: str) -> None:
+        super().__init__(f"{prefix}: %(message)s")
+        self._marked = logging.Formatter(f"{prefix}: %(kind)s: %(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        if record.levelno < logging.WARNING:
+            return super().format(record)
+        record.kind = record.levelname.lower()
+        return self._marked.format(record)
+
+
+def _set_up_logging(*, verbose: bool, quiet: bool) -> None:
+    """Log to standard error: all of ours on rank 0, warnings of other ranks, of the libraries, and in quiet."""
+    rank = int(os.environ.get("RANK", "0"))
+    handler = logging.StreamHandler()
+    handler.setFormatter(_MarkWarnings("packplan" if rank == 0 else f"packplan rank {rank}"))
+    for name in ("app", "adapters"):
+        logger = logging.getLogger(name)
+        logger.handlers = [handler]
+        logger.setLevel(logging.INFO if rank == 0 and not quiet else logging.WARNING)
+        logger.propagate = False
+    if not verbose:
+        for name in ("swift", "transformers", "accelerate"):
+            logging.getLogger(name).setLevel(logging.ERROR)
+        # Those that are not yet loaded set their own level then, from these.
+        os.environ.setdefault("LOG_LEVEL", "ERROR")
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

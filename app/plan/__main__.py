@@ -1,0 +1,42 @@
+"""
+Plan a run before it is paid for: `build` measures and plans as training would; the others look at what is stored.
+
+Without a GPU, and without loading a model; all but build and verify load neither torch nor ms-swift.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from app.cli.command import add_logging_options, parse_arguments, program, run_command, run_program
+from app.plan import build, diff, materialise, report, show, verify, whatif
+
+COMMANDS = {
+    "build": (build, "measure and plan"),
+    "show": (show, "figures of what is stored"),
+    "whatif": (whatif, "the same figures for other packing lengths and ranks"),
+    "verify": (verify, "check that what is stored is what training would use"),
+    "diff": (diff, "compare two runs"),
+    "report": (report, "one page to look at"),
+    "materialise": (materialise, "write a mix of data sets as one file"),
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    parser = argparse.ArgumentParser(
+        prog=program("plan"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, (module, summary) in COMMANDS.items():
+        command = commands.add_parser(
+            name, help=summary, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        module.add_arguments(command)
+        add_logging_options(command)
+    options = parse_arguments(parser, arguments)
+    return run_command(lambda: options.run(options), verbose=options.verbose, quiet=options.quiet)
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_program(main))

@@ -1,0 +1,253 @@
+"""
+Plots of a plan, as SVG that takes its colours and its font from the page, each with the numbers that it shows.
+
+A plot's colours are the placeholders below, which become variables of the page's style: one plot serves a light and a
+dark page.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Iterator
+
+import attrs
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, MaxNLocator, NullFormatter
+from numpy.typing import NDArray
+
+from app.plan.stored import Look
+from core.errors import counted
+from core.inspection import fills, works_per_step
+from core.lengths import IntArray
+from core.packers import pack
+
+INK, GRID, FIRST, SECOND, THIRD = "#010101", "#020202", "#030303", "#040404", "#050505"
+
+VARIABLES = {INK: "--ink", GRID: "--grid", FIRST: "--first", SECOND: "--second", THIRD: "--third"}
+
+STYLE = {
+    "svg.fonttype": "none",
+    "font.size": 10,
+    "text.color": INK,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "legend.frameon": False,
+    "legend.fontsize": "small",
+}
+
+SIZE = (5.0, 2.9)
+"""Inches: small, so that its text is still read on a phone's width."""
+
+BARS = 48
+"""Bars of a histogram, at most."""
+
+POINTS = 120
+"""Points of a line, at most: steps are averaged to as many."""
+
+
+@attrs.frozen
+class Chart:
+    """A plot, and what it shows."""
+
+    name: str
+    """An identifier on its page."""
+
+    title: str
+
+    says: str
+    """What there is to see, in a sentence: the text alternative."""
+
+    svg: str
+
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    """The numbers, as a table."""
+
+
+def charts(seen: Look) -> Iterator[Chart]:
+    """Yield the plots of a split."""
+    yield _lengths(seen)
+    if seen.stored.packed:
+        yield _fill(seen)
+        yield _samples_per_pack(seen)
+        yield _gap(seen)
+    yield _work(seen)
+
+
+def _lengths(seen: Look) -> Chart:
+    lengths, plan = seen.stored.lengths.tokens, seen.plan_summary
+    counts, edges = _histogram(lengths, first=0)
+
+    def draw(axes: Axes) -> None:
+        _bars(axes, counts, edges)
+        axes.axvline(plan.packing_length, color=SECOND, linestyle="--", label=f"budget, {plan.packing_length:,}")
+        axes.set(xlabel="tokens of a sample", ylabel="samples")
+        axes.legend()
+
+    says = (
+        f"Samples have {int(lengths.min()):,} to {counted(int(lengths.max()), 'token')}, the median "
+        f"{int(np.median(lengths)):,}; "
+        f"{plan.long_samples + plan.skipped_samples:,} have the budget of {plan.packing_length:,} or more."
+    )
+    return Chart(
+        f"{seen.stored.name}-lengths", "Length of samples", says, _svg(draw, f"{seen.stored.name}-lengths"),
+        ("tokens from", "to below", "samples"), _rows(counts, edges, lambda edge: f"{edge:,.0f}"),
+    )  # fmt: skip
+
+
+def _fill(seen: Look) -> Chart:
+    plan, shares = seen.plan_summary, fills(seen.stored.plan.plan, seen.stored.lengths.tokens)
+    # Good plans are nearly full: an axis from 0 would show one bar.
+    edges = np.linspace(min(np.floor(shares.min() * 20) / 20, 0.95), 1, 41)
+    counts, _ = np.histogram(shares, edges)
+
+    def draw(axes: Axes) -> None:
+        _bars(axes, counts, edges)
+        axes.set(xlabel="filled share of the budget", ylabel="packs (logarithmic)", yscale="log", ylim=(0.5, None))
+        axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+
+    says = (
+        f"Packs are filled to {plan.fill_mean:.4f} on average; 95 % of them reach {plan.fill_p5:.4f}, the worst has "
+        f"{plan.fill_worst:.4f}. A pack of a long sample counts as full."
+    )
+    return Chart(
+        f"{seen.stored.name}-fill", "Fill of packs", says, _svg(draw, f"{seen.stored.name}-fill"),
+        ("fill from", "to below", "packs"), _rows(counts, edges, lambda edge: f"{edge:.4f}"),
+    )  # fmt: skip
+
+
+def _samples_per_pack(seen: Look) -> Chart:
+    sizes = seen.stored.plan.plan.packs.sizes()
+    counts, edges = _histogram(sizes, first=1)
+
+    def draw(axes: Axes) -> None:
+        _bars(axes, counts, edges - 0.5)
+        axes.set(xlabel="samples of a pack", ylabel="packs")
+
+    says = f"A pack has {int(sizes.min()):,} to {counted(int(sizes.max()), 'sample')}, {sizes.mean():.2f} on average."
+    return Chart(
+        f"{seen.stored.name}-sizes", "Samples per pack", says, _svg(draw, f"{seen.stored.name}-sizes"),
+        ("samples from", "to below", "packs"), _rows(counts, edges, lambda edge: f"{edge:,.0f}"),
+    )  # fmt: skip
+
+
+def _gap(seen: Look) -> Chart:
+    plan, bound = seen.stored.plan.plan, seen.plan_summary.lower_bound
+    lengths = seen.stored.lengths.tokens
+    short = lengths[lengths < plan.packing_length]
+    numbers = {"this plan": len(plan.packs) + len(plan.dropped_packs)}
+    for name, algorithm in (("best fit", "best_fit_decreasing"), ("next fit", "concatenative")):
+        numbers[name] = len(pack(short, capacity=plan.packing_length, algorithm=algorithm)) + len(plan.single_long)
+    gaps = {name: number / bound - 1 for name, number in numbers.items()}
+
+    def draw(axes: Axes) -> None:
+        bars = axes.barh(list(gaps), [100 * gap for gap in gaps.values()], color=[FIRST, THIRD, THIRD])
+        axes.bar_label(bars, [f" {gap:.3%}" for gap in gaps.values()], color=INK)
+        axes.set(xlabel="packs above the lower bound, %", xlim=(0, max(0.1, 125 * max(gaps.values()))))
+        axes.invert_yaxis()
+        axes.grid(visible=False, axis="y")
+
+    said = ", ".join(f"{name} {gap:.3%}" for name, gap in gaps.items())
+    return Chart(
+        f"{seen.stored.name}-gap", "Packs above the lower bound",
+        f"No plan of these samples has fewer than {counted(bound, 'pack')}, before any are dropped. Above it are: "
+        f"{said}.",
+        _svg(draw, f"{seen.stored.name}-gap"), ("planner", "packs", "above the bound"),
+        tuple((name, f"{number:,}", f"{gaps[name]:.3%}") for name, number in numbers.items()),
+    )  # fmt: skip
+
+
+def _work(seen: Look) -> Chart:
+    works = works_per_step(
+        seen.stored.plan.plan, seen.stored.lengths.tokens, seen.course, packed=seen.stored.packed
+    ).astype(np.float64)
+    starts = np.unique(np.linspace(0, len(works), min(POINTS, len(works)) + 1).astype(int))[:-1]
+    steps = np.diff([*starts, len(works)])
+    lines = {
+        name: np.add.reduceat(values, starts) / steps
+        for name, values in (
+            ("busiest", works.max(axis=1)),
+            ("mean", works.mean(axis=1)),
+            ("idlest", works.min(axis=1)),
+        )
+    }
+
+    def draw(axes: Axes) -> None:
+        for (name, values), colour, dashes in zip(lines.items(), (SECOND, INK, FIRST), ("-", "--", "-"), strict=True):
+            axes.plot(
+                starts, values, dashes, color=colour, label=f"{name} rank", marker="." if len(starts) < 30 else ""
+            )
+        axes.set(xlabel="step of the first epoch", ylabel="attention work", ylim=(0, None))
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+        axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1))
+
+    course = seen.course_summary
+    says = (
+        f"Over {counted(course.world_size, 'rank')}, the busiest does {course.work_imbalance:.3f} times the mean "
+        "rank's work in a step, "
+        f"{course.worst_work_imbalance:.3f} times in the worst step. Work is the sum of the squared lengths"
+        + (
+            f"; each point is the mean of about {len(works) / len(starts):,.0f} steps."
+            if len(works) > len(starts)
+            else "."
+        )
+    )
+    return Chart(
+        f"{seen.stored.name}-work", "Work per step over the ranks", says, _svg(draw, f"{seen.stored.name}-work"),
+        ("from step", *(f"{name} rank" for name in lines)),
+        tuple(
+            (f"{start:,}", *(f"{value:,.0f}" for value in values))
+            for start, *values in zip(starts.tolist(), *lines.values(), strict=True)
+        ),
+    )  # fmt: skip
+
+
+def _histogram(values: IntArray, *, first: int) -> tuple[IntArray, NDArray[np.int64]]:
+    """Return counts, and whole edges of equal distance from *first* on, the last beyond every value."""
+    width = -(-(int(values.max()) + 1 - first) // BARS)
+    number = -(-(int(values.max()) + 1 - first) // width)
+    edges = first + width * np.arange(number + 1)
+    return np.histogram(values, edges)[0], edges
+
+
+def _bars(axes: Axes, counts: IntArray, edges: NDArray[np.floating] | IntArray) -> None:
+    # One outline: a rectangle each would take ten times the bytes.
+    axes.stairs(counts, edges, fill=True, color=FIRST)
+    axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+
+
+def _rows(
+    counts: IntArray, edges: NDArray[np.floating] | IntArray, said: Callable[[float], str]
+) -> tuple[tuple[str, ...], ...]:
+    triples = zip(edges[:-1].tolist(), edges[1:].tolist(), counts.tolist(), strict=True)
+    return tuple((said(low), said(high), f"{count:,}") for low, high, count in triples if count)
+
+
+def _svg(draw: Callable[[Axes], None], name: str) -> str:
+    """Draw a plot; return its SVG element, scalable, its identifiers unlike those of other plots."""
+    text = io.StringIO()
+    with mpl.rc_context({**STYLE, "svg.hashsalt": name}):
+        figure = Figure(figsize=SIZE, layout="constrained")
+        draw(figure.subplots())
+        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    svg = text.getvalue()[text.getvalue().index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'(\sid="|href="#|url\(#)', rf"\g<1>{name}-", svg)
+    svg = re.sub(r'<svg [^>]*viewBox="([^"]*)"[^>]*>', r'<svg viewBox="\1" aria-hidden="true">', svg, count=1)
+    svg = svg.replace("xlink:href", "href")
+    for placeholder, variable in VARIABLES.items():
+        svg = svg.replace(placeholder, f"var({variable})")
+    return re.sub(r"\n\s*", "\n", svg)

@@ -1,0 +1,151 @@
+"""
+Compare two runs: which inputs differ, which samples moved between packs, and which figures changed.
+
+Each is a run.yaml, or the output folder of a run; without a YAML there are no figures of training. Overrides are of
+each that is a YAML. Samples are compared by their place in the data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+from rich.console import Console
+
+from app.cli.command import add_overrides, positive_number
+from app.plan.stored import StoredSplit, open_split, split_course
+from app.planning.split import Alignment
+from app.wiring import stores
+from core.config import RunConfig
+from core.errors import ConfigError, Difference
+from core.inspection import PlanDifference, figure_differences, plan_difference, summarise_course
+from core.schedule import Course
+
+SHOWN = 20
+"""Samples of each kind that people see; programs see all."""
+
+MEANINGS = {
+    "moved": "in a pack of both, but with other samples",
+    "lost": "in a pack of the first alone",
+    "gained": "in a pack of the second alone",
+    "resized": "of another length",
+}
+
+
+@attrs.frozen
+class Side:
+    """One of the two."""
+
+    name: str
+    output_dir: str
+    config: RunConfig | None
+
+    @classmethod
+    def of(cls, name: str, overrides: Sequence[str]) -> Side:
+        """Open a YAML, some of its keys overridden, or an output folder."""
+        if Path(name).is_dir():
+            return cls(name, name, None)
+        config = stores.read_config(name, overrides)
+        return cls(name, config.training.output_dir, config)
+
+    def folder(self, split: str) -> Path:
+        """Return the folder of a split's artefacts."""
+        return stores.split_folder(self.output_dir, split)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the command takes."""
+    parser.add_argument("first", metavar="A", help="a run.yaml, or an output folder")
+    parser.add_argument("second", metavar="B", help="another one")
+    add_overrides(parser)
+    parser.add_argument("--split", choices=["train", "eval"], help="only this one (default: all that both have)")
+    parser.add_argument(
+        "--world-size",
+        type=positive_number,
+        metavar="N",
+        help="ranks of both (default: the most that each was built for)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of lines")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Compare, then print."""
+    first, second = (Side.of(name, options.overrides) for name in (options.first, options.second))
+    if options.overrides and first.config is second.config is None:
+        raise ConfigError.of(options.overrides[0], "overrides a key of a YAML, but A and B are folders: remove it")
+    both_have_eval = all(side.folder("eval").is_dir() for side in (first, second))
+    splits = [options.split] if options.split else ["train", *(["eval"] if both_have_eval else [])]
+    compared = {split: _compare(first, second, split, options.world_size) for split in splits}
+    if options.json:
+        print(json.dumps({"first": first.name, "second": second.name, "splits": compared}, indent=2))
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    for split, document in compared.items():
+        _print(console, split, document)
+
+
+def _compare(first: Side, second: Side, split: str, world_size: int | None) -> dict[str, Any]:
+    one, other = open_split(first.folder(split)), open_split(second.folder(split))
+    samples = plan_difference(one.plan.plan, other.plan.plan, one.lengths.tokens, other.lengths.tokens)
+    figures = figure_differences(one.summary(), other.summary())
+    if first.config is not None and second.config is not None:
+        figures += figure_differences(
+            *(
+                summarise_course(
+                    stored.plan.plan, stored.lengths.tokens, packed=stored.packed,
+                    course=_course(config, stored, world_size),
+                )
+                for stored, config in ((one, first.config), (other, second.config))
+            )
+        )  # fmt: skip
+    return {
+        "inputs": _as_rows(_input_differences(one, other)),
+        "samples": {field.name: getattr(samples, field.name).tolist() for field in attrs.fields(PlanDifference)},
+        "figures": _as_rows(figures),
+    }
+
+
+def _course(config: RunConfig, stored: StoredSplit, world_size: int | None) -> Course:
+    """Return the course over a stored plan; by default on the most ranks that it was aligned for."""
+    world_size = world_size or max(stored.plan.world_sizes, default=1)
+    aligned = Alignment.of(config, stored.name).align(stored.plan.plan, world_size=world_size)
+    return split_course(config, stored.name, aligned)
+
+
+def _input_differences(one: StoredSplit, other: StoredSplit) -> Iterable[Difference]:
+    yield from one.lengths.origin.key.differences(other.lengths.origin.key)
+    for name in ("num_samples", "data_digest"):
+        values = getattr(one.lengths.origin, name), getattr(other.lengths.origin, name)
+        if values[0] != values[1]:
+            yield Difference(f"data.{name}", *values)
+    yield from (
+        attrs.evolve(difference, key=f"plan.{difference.key}")
+        for difference in one.plan.key.differences(other.plan.key)
+    )
+
+
+def _as_rows(differences: Iterable[Difference]) -> list[dict[str, Any]]:
+    return [{"key": one.key, "first": one.stored, "second": one.current} for one in differences]
+
+
+def _print(console: Console, split: str, document: dict[str, Any]) -> None:
+    console.print(f"{split}:", style="bold")
+    for part in ("inputs", "figures"):
+        rows = [f"    {row['key']}: {_shown(row['first'])} -> {_shown(row['second'])}" for row in document[part]]
+        console.print("\n".join([f"  {part}{'' if rows else ': the same'}", *rows]), markup=False)
+    moved = {name: found for name, found in document["samples"].items() if found}
+    console.print(f"  samples{'' if moved else ': each in the same pack'}", markup=False)
+    for name, found in moved.items():
+        places = ", ".join(map(str, found[:SHOWN])) + (", …" if len(found) > SHOWN else "")
+        console.print(f"    {len(found):,} {name} ({MEANINGS[name]}): {places}", markup=False)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

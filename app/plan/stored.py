@@ -1,0 +1,251 @@
+"""A split as it is stored, in numbers: opened without its data, its model, torch or ms-swift."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from app.planning.log_lines import describe
+from app.planning.split import Alignment, PlannedSplit
+from app.training.schedule import batch_of, course_of, evaluation_of, require_static
+from app.wiring import stores
+from core.align import AlignedPlan
+from core.batch import partial_window
+from core.checksum import plan_checksum
+from core.config import RunConfig
+from core.equality import Attention
+from core.errors import (
+    ConfigError,
+    DroppedTokensError,
+    IsolationError,
+    NotBuiltError,
+    SampleTooLongError,
+    UserError,
+    counted,
+)
+from core.fingerprint import Fingerprint, configured_inputs
+from core.inspection import CourseSummary, PlanSummary, summarise, summarise_course
+from core.plan import build_raw_plan, refuse_dropped, refuse_longer
+from core.policy import PlanPolicy
+from core.ports import StoredLengths, StoredPlan
+from core.schedule import Course
+
+
+@attrs.frozen(eq=False)
+class StoredSplit:
+    """Lengths and plan of one split, which belong together."""
+
+    name: str
+    folder: Path
+    lengths: StoredLengths
+    plan: StoredPlan
+
+    @property
+    def packed(self) -> bool:
+        """Whether samples share packs."""
+        return bool(self.plan.key.inputs["packing"])
+
+    def summary(self) -> PlanSummary:
+        """Return the plan in numbers."""
+        return summarise(self.plan.plan, self.lengths.tokens, packed=self.packed)
+
+
+@attrs.frozen(eq=False)
+class Look:
+    """A split of a run, at one world size."""
+
+    stored: StoredSplit
+    planned: PlannedSplit
+    course: Course
+    plan_summary: PlanSummary
+    course_summary: CourseSummary
+    attention: Attention | None
+    """That training takes; None if that cannot be said, which `warnings` then do."""
+
+    warnings: tuple[str, ...]
+
+
+def splits_of(config: RunConfig, split: str | None) -> list[str]:
+    """Return the splits of a run that are asked for, by default all; ConfigError if it lacks the one."""
+    require_static(config)
+    having = ["train", *(["eval"] if config.custom.val_jsonl else [])]
+    if split is not None and split not in having:
+        raise ConfigError.of("custom.val_jsonl", "is not set, so there is no eval split")
+    return having if split is None else [split]
+
+
+def open_lengths(folder: Path) -> StoredLengths:
+    """
+    Return the lengths in a split's folder.
+
+    Raises:
+        NotBuiltError: None are stored, or not all.
+
+        CorruptArtefactError: They are not what was written.
+    """
+    lengths = stores.stored_lengths(folder)
+    if lengths is None:
+        raise NotBuiltError(str(folder), "holds no lengths")
+    measured = len(lengths.rows.table)
+    if measured < lengths.origin.num_samples:
+        reason = (
+            f"holds the lengths of {measured:,} of {counted(lengths.origin.num_samples, 'sample')}, since measuring "
+            "was interrupted"
+        )
+        raise NotBuiltError(str(folder), reason)
+    return lengths
+
+
+def open_split(folder: Path) -> StoredSplit:
+    """
+    Return lengths and plan in a split's folder.
+
+    Raises:
+        NotBuiltError: They are not stored, or not both of the same lengths.
+
+        CorruptArtefactError: They are not what was written.
+    """
+    lengths, plan = open_lengths(folder), stores.stored_plan(folder)
+    if plan is None:
+        raise NotBuiltError(str(folder), "holds lengths, but no plan")
+    if plan.key.inputs["lengths"] != lengths.digest:
+        raise NotBuiltError(str(folder), "holds a plan of other lengths than it holds")
+    return StoredSplit(folder.name, folder, lengths, plan)
+
+
+def _open_planned(config: RunConfig, split: str) -> StoredSplit:
+    """Open a split; where its lengths give no plan, raise what building raises, for to build would not help."""
+    folder = stores.split_folder(config.training.output_dir, split)
+    try:
+        return open_split(folder)
+    except NotBuiltError:
+        tokens, policy = open_lengths(folder).tokens, PlanPolicy.of(config, split)
+        refuse_longer(tokens, policy)
+        build_raw_plan(tokens, policy, quick_bound=True)
+        raise
+
+
+def look(config: RunConfig, split: str, *, world_size: int | None) -> Look:
+    """
+    Open a split of a run and put it in numbers.
+
+    Args:
+        config: The run.
+
+        split: `train` or `eval`.
+
+        world_size: Ranks; None takes the most that the plan was aligned for.
+
+    Raises:
+        PackplanError: It is not stored, or damaged, or not for so many ranks.
+    """
+    stored = _open_planned(config, split)
+    world_size = world_size or max(stored.plan.world_sizes, default=1)
+    raw = stored.plan.plan
+    aligned = Alignment.of(config, split).align(raw, world_size=world_size)
+    planned = PlannedSplit(
+        split, stored.lengths.rows.table, raw, aligned, plan_checksum(raw.packs), plan_checksum(aligned.packs),
+        stored.lengths.origin.data_digest,
+    )  # fmt: skip
+    course = split_course(config, split, aligned)
+    warnings = list(_warnings(config, stored, planned, course))
+    attention = None
+    try:
+        attention = stores.attention_of(config)
+        if stored.packed:
+            stores.refuse_leaks(config)
+    except IsolationError as error:
+        warnings.append(f"{split}: training refuses the attention: {error}")
+    except UserError as error:
+        warnings.append(f"{split}: which attention training takes cannot be said: {error}")
+    return Look(
+        stored=stored,
+        planned=planned,
+        course=course,
+        plan_summary=stored.summary(),
+        course_summary=summarise_course(raw, stored.lengths.tokens, course, packed=stored.packed),
+        attention=attention,
+        warnings=tuple(warnings),
+    )
+
+
+def split_course(config: RunConfig, split: str, aligned: AlignedPlan) -> Course:
+    """
+    Return the course of training, or of an evaluation; BatchSizeError if the ranks cannot realise the batch.
+
+    Args:
+        config: The run.
+
+        split: `train` or `eval`.
+
+        aligned: The plan of the split.
+    """
+    if split == "eval":
+        return evaluation_of(aligned)
+    return course_of(config, batch_of(config, world_size=aligned.world_size), aligned)
+
+
+def stale_inputs(config: RunConfig, lengths: StoredLengths) -> Iterator[str]:
+    """Yield what the configuration alone shows that the stored lengths do not fit; `verify` finds the rest."""
+    inputs = lengths.origin.key.inputs
+    asked = configured_inputs(config.template, config.custom, packing_length=config.packing_length)
+    for difference in Fingerprint({key: inputs.get(key) for key in asked}).differences(Fingerprint(asked)):
+        yield f"the stored lengths are of another configuration, and training refuses them: {difference}"
+
+
+def _warnings(config: RunConfig, stored: StoredSplit, planned: PlannedSplit, course: Course) -> Iterator[str]:
+    policy = PlanPolicy.of(config, planned.name)
+    yield from (f"{planned.name}: {line}" for line in stale_inputs(config, stored.lengths))
+    try:
+        refuse_longer(stored.lengths.tokens, policy)
+    except SampleTooLongError as error:
+        yield f"{planned.name}: training refuses the data: {error}"
+    differences = stored.plan.key.differences(policy.fingerprint(stored.lengths.digest))
+    for difference in differences:
+        yield f"{planned.name}: this is the stored plan, but training would plan again: {difference}"
+    if not differences:
+        try:
+            refuse_dropped(planned.raw, stored.lengths.tokens, policy)
+        except DroppedTokensError as error:
+            yield f"{planned.name}: training refuses the plan: {error}"
+    if stored.lengths.rows.probe is None:
+        yield f"{planned.name}: the lengths are not yet probed: samples were not encoded twice; build does"
+    shown_as = attrs.evolve(
+        policy,
+        packing=stored.packed,
+        min_fill_ratio=str(stored.plan.key.inputs.get("min_fill_ratio") or policy.min_fill_ratio),
+    )
+    lines = describe(planned, shown_as)
+    yield from (line for level, line in lines if level >= logging.WARNING)
+    window = partial_window(
+        per_rank_batches=course.batches_per_epoch, gradient_accumulation_steps=course.gradient_accumulation_steps
+    )
+    if window is not None and planned.name == "train":
+        yield f"{planned.name}: {window}"
+
+
+def as_document(seen: Look) -> dict[str, Any]:
+    """Return a look for programs."""
+    stored, planned = seen.stored, seen.planned
+    return {
+        "folder": str(stored.folder),
+        "attention": None if seen.attention is None else attrs.asdict(seen.attention),
+        "warnings": list(seen.warnings),
+        "plan": attrs.asdict(seen.plan_summary),
+        "course": attrs.asdict(seen.course_summary),
+        "checksums": {
+            "raw_plan": planned.raw_checksum,
+            "aligned_plan": planned.checksum,
+            "lengths": stored.lengths.digest,
+            "data": stored.lengths.origin.data_digest,
+        },
+        "fingerprints": {
+            "lengths": {"sha256": stored.lengths.origin.key.digest, "inputs": dict(stored.lengths.origin.key.inputs)},
+            "plan": {"sha256": stored.plan.key.digest, "inputs": dict(stored.plan.key.inputs)},
+        },
+        "aligned_for": list(stored.plan.world_sizes),
+    }

@@ -1,0 +1,205 @@
+"""
+Whether what is stored of a split is what its data, its model and its configuration give: everything
+wrong, all at once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import attrs
+import numpy as np
+
+from adapters.progress import progress
+from app.planning.split import plan_with_progress
+from app.wiring import stores
+from core.errors import (
+    CorruptArtefactError,
+    Difference,
+    DroppedTokensError,
+    NotBuiltError,
+    RecordError,
+    SampleTooLongError,
+    counted,
+)
+from core.inspection import plan_faults
+from core.lengths import IntArray
+from core.plan import refuse_dropped, refuse_longer
+from core.policy import PlanPolicy
+from core.ports import LengthSource, Origin, StoredLengths, StoredPlan
+from core.samples import ImageTable, Measured, Table, column, from_row, from_tables
+
+log = logging.getLogger(__name__)
+
+
+@attrs.frozen
+class Finding:
+    """One thing that is wrong."""
+
+    check: str
+    """`artefacts`, `plan`, `inputs`, `images` or `samples`."""
+
+    where: str
+    """A file, a sample, or an input."""
+
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.check}: {self.where}: {self.reason}"
+
+
+def verify(
+    name: str, folder: Path, policy: PlanPolicy, source: LengthSource, *, num_samples: int = 0, decode: bool = False
+) -> Iterator[Finding]:
+    """
+    Yield everything that is wrong with what is stored of a split.
+
+    Args:
+        name: Of the split, for messages.
+
+        folder: Of the split.
+
+        policy: How the run plans it.
+
+        source: Its samples, as they are now.
+
+        num_samples: So many, all over the data, are encoded again.
+
+        decode: Read the pixels of every image.
+
+    Raises:
+        NotBuiltError: Nothing is stored.
+    """
+    damage = list(stores.damage(folder))
+    yield from (Finding("artefacts", error.path, error.reason) for error in damage)
+    origin = _or_none(stores.stored_origin, folder)
+    if origin is None and not damage:
+        raise NotBuiltError(str(folder), "holds no lengths")
+    differences: tuple[Difference, ...] = ()
+    if origin is not None:
+        differences = origin.differences(source.fingerprint(), len(source), source.data_digest)
+        yield from _check_inputs(folder, origin, differences, len(source))
+    # What is damaged is named above, and compared with nothing.
+    lengths = _or_none(stores.stored_lengths, folder)
+    plan = _or_none(stores.stored_plan, folder)
+    if lengths is None:
+        return
+    if plan is not None or not any(Path(error.path).name.startswith(("raw_plan", "plan_ws")) for error in damage):
+        log.info("%s: checking the plan, and planning again", name)
+        yield from _check_plan(name, folder, policy, lengths, plan)
+    # Where records came or went before others, these are other samples now.
+    if len(source) != len(lengths.rows.table) and _other_data(differences):
+        log.warning("%s: images and samples are not compared, since the data have other records", name)
+        return
+    yield from _check_images(name, lengths, source, decode=decode)
+    yield from _check_samples(name, lengths, source, num_samples)
+
+
+T = TypeVar("T")
+
+
+def _or_none(read: Callable[[Path], T | None], folder: Path) -> T | None:
+    """Return what is stored, None if that is nothing, or damaged."""
+    try:
+        return read(folder)
+    except CorruptArtefactError:
+        return None
+
+
+def _check_inputs(
+    folder: Path, origin: Origin, differences: tuple[Difference, ...], num_samples: int
+) -> Iterator[Finding]:
+    """Yield in what the run as it is now differs from what the lengths were measured from."""
+    for difference in differences:
+        yield Finding("inputs", difference.key, f"measured with {difference.stored!r}, now {difference.current!r}")
+    if origin.num_measured < num_samples and not _other_data(differences):
+        reason = f"{origin.num_measured:,} of {counted(num_samples, 'sample')} are measured: build goes on"
+        yield Finding("inputs", str(folder), reason)
+
+
+def _other_data(differences: tuple[Difference, ...]) -> bool:
+    return any(difference.key.startswith("data.") for difference in differences)
+
+
+def _check_plan(
+    name: str, folder: Path, policy: PlanPolicy, lengths: StoredLengths, stored: StoredPlan | None
+) -> Iterator[Finding]:
+    """Hold the plan against the lengths, the run's policy and the laws of plans, and plan again."""
+    if stored is None:
+        yield Finding("plan", str(folder), "no plan is stored: build plans")
+        return
+    key = policy.fingerprint(lengths.digest)
+    differences = stored.key.differences(key)
+    for difference in differences:
+        yield Finding(
+            "plan", difference.key, f"planned with {difference.stored!r}, now {difference.current!r}: build plans again"
+        )
+    if stored.key.inputs["lengths"] != lengths.digest:
+        return
+    packed, ratio = bool(stored.key.inputs["packing"]), stored.key.inputs.get("min_fill_ratio")
+    tokens = lengths.tokens
+    try:
+        refuse_longer(tokens, policy)
+    except SampleTooLongError as error:
+        yield Finding("plan", str(folder), f"training refuses the data: {error}")
+    faults = list(plan_faults(stored.plan, tokens, packed=packed, min_fill_ratio=None if ratio is None else str(ratio)))
+    yield from (Finding("plan", str(folder), fault) for fault in faults)
+    if not differences and not faults:
+        try:
+            refuse_dropped(stored.plan, tokens, policy)
+        except DroppedTokensError as error:
+            yield Finding("plan", str(folder), f"training refuses the plan: {error}")
+    if not differences and not faults:
+        again = plan_with_progress(f"{name} again", policy, tokens, quick_bound=True)
+        if again.packs != stored.plan.packs:
+            yield Finding("plan", str(folder), "planned again from the stored lengths, it is another one")
+
+
+def _check_images(name: str, lengths: StoredLengths, source: LengthSource, *, decode: bool) -> Iterator[Finding]:
+    """Compare every image with what was stored of it."""
+    table = lengths.rows.table[: len(source)]
+    indices = np.flatnonzero(column(table, "images"))
+    verb = "decoding" if decode else "comparing"
+    stored = _measured(table, lengths.rows.images, indices)
+    for index, measured in progress(stored, total=indices.size, desc=f"{verb} {name} images", unit=" samples"):
+        try:
+            found = source.images(index, decode=decode)
+        except RecordError as error:
+            yield Finding("images", f"sample {index}", str(error))
+            continue
+        if len(found) != len(measured.images):
+            reason = f"measured with {counted(len(measured.images), 'image')}, now {len(found)}"
+            yield Finding("images", f"sample {index}", reason)
+            continue
+        for number, (then, now) in enumerate(zip(measured.images, found, strict=True)):
+            if differences := then.differences(now):
+                changes = "; ".join(map(str, differences))
+                yield Finding(
+                    "images", f"image {number} of sample {index}", f"is not the one that was measured: {changes}"
+                )
+
+
+def _measured(table: Table, images: ImageTable, indices: IntArray) -> Iterator[tuple[int, Measured]]:
+    """Yield some samples with what is stored of them, a few thousand at a time: all at once would take a gigabyte."""
+    for start in range(0, indices.size, 4096):
+        part = indices[start : start + 4096].tolist()
+        yield from zip(part, from_tables(table, images, part), strict=True)
+
+
+def _check_samples(name: str, lengths: StoredLengths, source: LengthSource, count: int) -> Iterator[Finding]:
+    """Encode samples again, the first and the last and some between, and compare."""
+    total = min(len(lengths.rows.table), len(source))
+    indices = np.unique(np.linspace(0, total - 1, min(count, total)).round().astype(int)).tolist() if count else []
+    for index in progress(indices, desc=f"encoding {name} again", unit=" samples"):
+        stored = from_row(lengths.rows.table, index)
+        try:
+            differences = stored.differences(source.measure(index))
+        except RecordError as error:
+            yield Finding("samples", f"sample {index}", str(error))
+            continue
+        if differences:
+            changes = "; ".join(map(str, differences))
+            yield Finding("samples", f"sample {index}", f"does not measure as it is stored: {changes}")

@@ -1,0 +1,156 @@
+"""
+What the plan would be with other packing lengths, on other numbers of ranks: from the stored lengths alone.
+
+For each number of ranks the best is marked: the highest coverage x fill / imbalance (tokens planned within the packing
+length, over all tokens; planned tokens over what the packs of all ranks hold; the busiest rank's attention work over
+the mean rank's).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+
+import attrs
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+
+from adapters.progress import progress
+from app.cli.command import add_config_arguments, positive_numbers, world_sizes
+from app.plan.stored import open_lengths, split_course, splits_of, stale_inputs
+from app.planning.split import Alignment, plan_with_progress
+from app.wiring import stores
+from core.config import RunConfig
+from core.errors import ConfigError, counted
+from core.inspection import Alternative, best_of, what_if
+from core.plan import RawPlan, refuse_dropped, refuse_longer
+from core.policy import PlanPolicy
+from core.ports import StoredLengths
+from core.schedule import Course
+
+RULE = "coverage x fill / imbalance"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the command takes."""
+    add_config_arguments(parser)
+    parser.add_argument("--split", choices=["train", "eval"], default="train", help="(default: %(default)s)")
+    parser.add_argument(
+        "--max-length", type=positive_numbers, metavar="N,N", help="template.max_length (default: the run's)"
+    )
+    parser.add_argument("--world-size", type=world_sizes, default=[1], metavar="N,N", help="ranks (default: 1)")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Plan every combination, then print."""
+    config = stores.read_config(options.config, options.overrides)
+    (split,) = splits_of(config, options.split)
+    if not PlanPolicy.of(config, split).packing:
+        raise ConfigError.of(
+            "training.packing", f"is false for {split}: nothing is packed, so there is nothing to vary"
+        )
+    lengths = open_lengths(stores.split_folder(config.training.output_dir, split))
+    for line in stale_inputs(config, lengths):
+        print(f"warning: {split}: {line}", file=sys.stderr)
+    packing_lengths = options.max_length or [config.packing_length]
+    _refuse_other_cuts(lengths, packing_lengths)
+    alternatives = list(
+        progress(
+            _alternatives(config, split, lengths, packing_lengths, options.world_size),
+            total=len(packing_lengths) * len(options.world_size), desc="planning", unit=" combinations",
+        )
+    )  # fmt: skip
+    best = best_of(alternatives)
+    if options.json:
+        rows = [
+            {**attrs.asdict(one), "score": one.score, "best": best.get(one.world_size) is one} for one in alternatives
+        ]
+        print(json.dumps({"split": split, "rule": RULE, "alternatives": rows}, indent=2))
+    else:
+        _print(alternatives, best)
+
+
+def _refuse_other_cuts(lengths: StoredLengths, packing_lengths: list[int]) -> None:
+    """Refuse packing lengths that the samples were not cut to: their lengths would be others."""
+    cut_to = lengths.origin.key.inputs.get("packing_length")
+    if cut_to is not None and packing_lengths != [cut_to]:
+        reason = (
+            f"cuts samples to the packing length, so the stored lengths are of {cut_to:,} alone: build a run with "
+            "another "
+            "template.max_length in a training.output_dir of its own, or remove the strategy"
+        )
+        raise ConfigError.of("template.truncation_strategy", reason)
+
+
+def _alternatives(
+    config: RunConfig, split: str, stored: StoredLengths, packing_lengths: list[int], world_sizes: list[int]
+) -> Iterator[Alternative]:
+    lengths, alignment = stored.tokens, Alignment.of(config, split)
+
+    def plan(packing_length: int) -> RawPlan:
+        other = attrs.evolve(config, template=attrs.evolve(config.template, max_length=packing_length))
+        policy = PlanPolicy.of(other, split)
+        refuse_longer(lengths, policy)
+        raw = plan_with_progress(f"packs of {packing_length:,}", policy, lengths, quick_bound=True)
+        refuse_dropped(raw, lengths, policy)
+        return raw
+
+    def course(raw: RawPlan, world_size: int) -> Course:
+        return split_course(config, split, alignment.align(raw, world_size=world_size))
+
+    return what_if(lengths, packing_lengths=packing_lengths, world_sizes=world_sizes, plan=plan, course=course)
+
+
+def _print(alternatives: list[Alternative], best: dict[int, Alternative]) -> None:
+    table = Table()
+    columns = (
+        "max_length",
+        "ranks",
+        "packs",
+        "fill",
+        "long",
+        "longest",
+        "over 110 %",
+        "dropped tokens",
+        "steps",
+        "work a step",
+        "imbalance",
+        "score",
+        "",
+    )
+    for name in columns:
+        table.add_column(name, justify="right" if name else "left")
+    for one in alternatives:
+        table.add_row(*_cells(one), "best" if best.get(one.world_size) is one else "")
+    # A terminal that is too narrow wraps the lines, but all digits are there.
+    wide = Console(width=1000)
+    needed = Measurement.get(wide, wide.options, table).maximum
+    console = Console(width=max(Console().width, needed), highlight=False)
+    console.print(table)
+    console.print(f"best, for each number of ranks: the highest {RULE}", markup=False, soft_wrap=True)
+    if any(one.plan and one.plan.oversized_packs for one in alternatives):
+        console.print(
+            "over 110 %: packs that exceed max_length by more than 10 %, each a long sample; "
+            "training.packing_allow_single_long: false skips long samples", markup=False, soft_wrap=True,
+        )  # fmt: skip
+    for one in alternatives:
+        if one.problem:
+            where = f"max_length {one.packing_length:,}, {counted(one.world_size, 'rank')}"
+            console.print(f"not planned: {where}: {one.problem}", markup=False, soft_wrap=True)
+
+
+def _cells(one: Alternative) -> tuple[str, ...]:
+    if one.plan is None or one.course is None:
+        return f"{one.packing_length:,}", f"{one.world_size:,}", *["-"] * 10
+    plan, course = one.plan, one.course
+    return (
+        f"{one.packing_length:,}", f"{one.world_size:,}", f"{plan.num_packs:,}", f"{plan.fill_mean:.4f}",
+        f"{plan.long_samples + plan.skipped_samples:,}", f"{plan.longest_pack:,}", f"{plan.oversized_packs:,}",
+        f"{plan.dropped_tokens + plan.skipped_tokens:,}",
+        f"{course.total_steps:,}", f"{course.work_per_step:.3g}", f"{course.work_imbalance:.3f}", f"{one.score:.4f}",
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""From samples to aligned plans: measured once, planned by rank 0, shared with the others."""

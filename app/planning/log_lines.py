@@ -1,0 +1,154 @@
+"""What there is to say of a planned split, in the words that the documentation explains."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from fractions import Fraction
+from types import MappingProxyType
+
+from app.planning.split import PlannedSplit
+from core.errors import agree, counted
+from core.inspection import LowFill, longest_pack, low_fill
+from core.patterns.certificate import BoundKind
+from core.policy import PlanPolicy
+from core.samples import column
+
+WORTH_A_WARNING = Fraction(1, 100)
+"""Share of the tokens that may be dropped without a warning, where `training.packing_max_dropped_share` is no lower."""
+
+BOUNDS: Mapping[BoundKind, str] = MappingProxyType(
+    {"quick": "quick bound", "relaxation": "linear relaxation", "reached": "a packing reaches it"}
+)
+"""What is said of each kind of lower bound."""
+
+
+def describe(planned: PlannedSplit, policy: PlanPolicy) -> Iterator[tuple[int, str]]:
+    """Yield what there is to say of a planned split, each line with its log level."""
+    raw, aligned, name = planned.raw, planned.aligned, planned.name
+    info, warning = logging.INFO, logging.WARNING
+    held = "padded batches; each counts as a pack of its own below"
+    if policy.packing:
+        long = " (a long pack counts as full)" if raw.single_long else ""
+        counts = f", {len(raw.dropped_packs):,} dropped ones counted" if raw.dropped_packs else ""
+        held = (
+            f"{counted(len(raw.packs), 'pack')}, fill {raw.fill:.4f}{long}, no plan has fewer than {counted(raw.lower_bound, 'pack')}{counts} "
+            f"({BOUNDS[raw.bound_kind]})"
+        )
+    yield (
+        info,
+        (
+            f"{name}: {counted(raw.num_samples, 'sample')}, {counted(raw.num_tokens, 'token')}; packing_length {raw.packing_length:,}; "
+            f"{counted(raw.planned_samples, 'sample')} in {held}"
+        ),
+    )
+    yield (
+        info,
+        (
+            f"{name}: N_raw_packs {len(raw.packs):,}, N_aligned_packs {len(aligned.packs):,}, world_size {aligned.world_size}, "
+            f"dataloader_drop_last {str(aligned.dataloader_drop_last).lower()}"
+        ),
+    )
+    if aligned.pad_needed:
+        shown = ", ".join(map(str, aligned.repeated[:20])) + (", …" if aligned.pad_needed > 20 else "")
+        yield info, f"{name}: pad_needed {aligned.pad_needed:,}, repeated packs of the raw plan [{shown}]"
+    if aligned.num_dropped:
+        first = len(raw.packs) - aligned.num_dropped
+        yield (
+            warning,
+            (
+                f"{name}: the last {counted(aligned.num_dropped, 'pack')} (from {first:,}) {agree(aligned.num_dropped)} not trained, in no epoch; "
+                f"training.dataloader_drop_last: false trains {agree(aligned.num_dropped, 'it', 'them')}"
+            ),
+        )
+    if policy.packing:
+        yield from _describe_packs(planned, policy)
+    yield info, f"{name}: raw_plan checksum {planned.raw_checksum}"
+    yield info, f"{name}: aligned_plan checksum {planned.checksum} (world_size {aligned.world_size})"
+    yield from _describe_exceptions(planned, policy)
+
+
+def _describe_packs(planned: PlannedSplit, policy: PlanPolicy) -> Iterator[tuple[int, str]]:
+    """Yield how long packs are, and why many of them are filled badly."""
+    raw, name = planned.raw, planned.name
+    lengths = column(planned.table, "length")
+    longest = longest_pack(raw, lengths)
+    line = f"{name}: the longest pack has {counted(longest.tokens, 'token')}"
+    if longest.num_oversized:
+        number = longest.num_oversized
+        line += (
+            f"; {counted(number, 'pack')}, {agree(number, 'a long sample', 'each a long sample')}, "
+            f"{agree(number, 'exceeds', 'exceed')} the packing length of {raw.packing_length:,} by more than 10 %; "
+            "training.packing_allow_single_long: false skips long samples"
+        )
+    yield logging.WARNING if longest.num_oversized else logging.INFO, line
+    low = low_fill(raw, lengths)
+    if low is not None:
+        yield logging.WARNING, f"{name}: fill is {low.fill:.4f}, since {_reason(low, policy)}"
+
+
+def _reason(low: LowFill, policy: PlanPolicy) -> str:
+    longer = "a higher template.max_length may fit them (python -m app.plan whatif compares)"
+    if low.reason == "algorithm":
+        way = "no other finds fewer" if policy.algorithm == "certified" else "certified finds the fewest"
+        return (
+            f"training.packing_algorithm {policy.algorithm} makes {counted(low.num_packs, 'pack')} of samples for which "
+            f"{low.lower_bound:,} may be enough; {way}"
+        )
+    if low.reason == "partners":
+        return (
+            f"{counted(low.num_alone, 'sample')} of more than half the packing length {agree(low.num_alone, 'is a pack by itself', 'are packs by themselves')}: no other sample is "
+            f"left that fits beside them; {longer}"
+        )
+    return (
+        f"the lengths (median {low.median:,} tokens) do not add up to the packing length, and no plan has fewer than "
+        f"{counted(low.lower_bound, 'pack')} of them; {longer}"
+    )
+
+
+def _describe_exceptions(planned: PlannedSplit, policy: PlanPolicy) -> Iterator[tuple[int, str]]:
+    raw, name = planned.raw, planned.name
+    info, warning = logging.INFO, logging.WARNING
+    cut = int(column(planned.table, "cut").sum())
+    if cut:
+        yield (
+            warning,
+            (
+                f"{name}: {counted(cut, 'sample')} {agree(cut)} cut to {counted(raw.packing_length, 'token')} (template.truncation_strategy); "
+                "cut samples are long samples"
+            ),
+        )
+    if raw.single_long and policy.packing:
+        yield (
+            info,
+            (
+                f"{name}: {counted(len(raw.single_long), 'sample')} {agree(len(raw.single_long), 'has', 'have')} {counted(raw.packing_length, 'token')} or "
+                f"more and {agree(len(raw.single_long), 'is a pack of its own', 'are packs of their own')}, "
+                f"{len(raw.single_long) - cut:,} uncut: {_shown(raw.single_long)}"
+            ),
+        )
+    if raw.skipped_long:
+        yield (
+            warning,
+            (
+                f"{name}: {counted(len(raw.skipped_long), 'sample')} ({counted(raw.skipped_tokens, 'token')}) {agree(len(raw.skipped_long), 'has', 'have')} {raw.packing_length:,} "
+                f"tokens or more and {agree(len(raw.skipped_long))} skipped: {_shown(raw.skipped_long)}; raise template.max_length, lower "
+                "template.max_pixels, or set training.packing_allow_single_long: true"
+            ),
+        )
+    if len(raw.dropped_packs):
+        yield (
+            (warning if raw.dropped_share > min(WORTH_A_WARNING, Fraction(policy.max_dropped_share)) else info),
+            (
+                f"{name}: {counted(len(raw.dropped_packs), 'pack')} filled below {policy.min_fill_ratio} "
+                f"{agree(len(raw.dropped_packs))} dropped "
+                f"({counted(raw.dropped_samples, 'sample')}, {counted(raw.dropped_tokens, 'token')}, "
+                f"{float(raw.dropped_share):.2%} of all); "
+                f"training.packing_drop_last: false keeps {agree(len(raw.dropped_packs), 'it', 'them')}, a lower "
+                "training.packing_min_fill_ratio keeps more"
+            ),
+        )
+
+
+def _shown(indices: tuple[int, ...]) -> str:
+    return ", ".join(map(str, indices[:10])) + (", …" if len(indices) > 10 else "")

@@ -1,0 +1,277 @@
+"""Samples -> measurements: what a store lacks is measured, audited, probed, and only then complete."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+
+from adapters.progress import progress
+from core.errors import ChangedImageError, DataSetError, RecordError, agree, counted
+from core.ports import LengthSource, LengthStore, Measurable, Stored, Tell
+from core.samples import (
+    COLUMNS,
+    IMAGE_COLUMNS,
+    ImageTable,
+    Measured,
+    Measurement,
+    Table,
+    column,
+    from_row,
+    from_tables,
+    to_row,
+    to_tables,
+)
+
+log = logging.getLogger(__name__)
+
+PROBED_SAMPLES = 8
+"""Samples that are encoded again, in other orders, processes and epochs, before and after the others are measured."""
+
+PROBED_EPOCH = 1
+"""The epoch under which they are encoded again; measuring is in epoch 0."""
+
+PROBED_FIRST_ABOVE = 64
+"""More samples than this are measured only after some of them have been encoded again; fewer are measured at once."""
+
+
+def measure(name: str, source: LengthSource, store: LengthStore, *, flush_every: int | None, tell: Tell) -> Table:
+    """
+    Return the measurements of all samples, measuring those that the store does not have.
+
+    The source's shortcut is audited: where an encoded sample measures otherwise, all are encoded in full.
+
+    Args:
+        name: Of the split, for messages.
+
+        source: Its samples.
+
+        store: Keeps what is measured, while it is measured.
+
+        flush_every: Samples between two flushes; None adapts to the number of samples.
+
+        tell: Hears how many are measured.
+
+    Raises:
+        RecordError: A record cannot become a sample; what was measured before it is kept.
+
+        DataSetError: Encoding a sample twice gives two results; where many are to be measured, this is found before.
+
+        ChangedImageError: An image is not the one that was measured.
+    """
+    total = len(source)
+    stored = store.resume(source.fingerprint(), total, source.data_digest)
+    _check_images(source, stored)
+    if len(stored.table) == total and stored.probe is not None:
+        log.info("%s: the lengths of all %s are stored", name, counted(total, "sample"))
+        return stored.table
+    known = len(stored.table)
+    probe_first(source, known, tell=tell)
+    if known < total:
+        log.info("%s: measuring %s, %s %s stored", name, counted(total - known, "sample"), f"{known:,}", agree(known))
+    else:
+        log.info("%s: the lengths of all %s are stored, and not yet probed", name, counted(total, "sample"))
+    try:
+        return _measure_and_probe(name, source, store, stored, flush_every=flush_every, tell=tell)
+    except _ShortcutError as error:
+        log.warning("%s: %s: encoding every sample in full instead", name, error)
+        store.discard()
+        nothing = Stored(stored.table[:0], stored.images[:0], in_full=True)
+        return _measure_and_probe(name, source, store, nothing, flush_every=flush_every, tell=tell)
+
+
+def _measure_and_probe(
+    name: str,
+    source: LengthSource,
+    store: LengthStore,
+    stored: Stored,
+    *,
+    flush_every: int | None,
+    tell: Tell,
+) -> Table:
+    done = measure_rows(name, source, store, stored, flush_every=flush_every, tell=tell)
+    tell(f"the {name} samples are encoded again, some of them")
+    probe = _probe(source, done)
+    # Complete only now that the samples have proved steady: otherwise the next run would trust them.
+    rows, images = to_tables([])
+    store.append(rows, images, source.data_digest(len(done.table)), in_full=done.in_full, probe=probe)
+    return done.table
+
+
+def measure_rows(
+    name: str,
+    source: Measurable,
+    store: LengthStore,
+    stored: Stored,
+    *,
+    flush_every: int | None,
+    tell: Tell,
+) -> Stored:
+    """
+    Measure the samples that a store does not have, and append them, flush by flush.
+
+    Args:
+        name: Of the samples, for messages.
+
+        source: The samples.
+
+        store: Resumed.
+
+        stored: What it has; where that was encoded in full, no shortcut is taken.
+
+        flush_every: Samples between two flushes; None adapts to their number.
+
+        tell: Hears how many are measured.
+
+    Raises:
+        RecordError: A record cannot become a sample; what was measured before it is kept.
+    """
+    total, first = len(source), len(stored.table)
+    every = flush_every or min(max(total // 100, 256), 10_000)
+    tables, images = [stored.table], [stored.images]
+    waiting: list[Measured] = []
+
+    def flush() -> None:
+        rows, theirs = to_tables(waiting)
+        tables.append(rows)
+        images.append(theirs)
+        # Whatever becomes of them, these are not written a second time.
+        waiting.clear()
+        store.append(rows, theirs, source.data_digest(sum(map(len, tables))), in_full=stored.in_full)
+
+    # Closed by name: an error that is on its way would keep the processes that measure alive, and their work.
+    with (
+        closing(source.measure_many(range(first, total), in_full=stored.in_full)) as outcomes,
+        progress(total=total, initial=first, desc=f"measuring {name}", unit=" samples") as bar,
+    ):
+        try:
+            for outcome in outcomes:
+                if isinstance(outcome, RecordError):
+                    raise outcome
+                waiting.append(outcome)
+                bar.update()
+                tell(f"{bar.n:,} of {total:,} {name} samples are measured")
+                if len(waiting) == every:
+                    flush()
+        finally:
+            if waiting:
+                flush()
+    return Stored(np.concatenate(tables), np.concatenate(images), stored.in_full)
+
+
+def failures(name: str, source: LengthSource) -> Iterator[RecordError]:
+    """Yield what is wrong with each record that cannot become a sample, in their order."""
+    with closing(source.measure_many(range(len(source)), in_full=True)) as outcomes:
+        for outcome in progress(outcomes, desc=f"checking {name}", total=len(source), unit=" samples"):
+            if isinstance(outcome, RecordError):
+                yield outcome
+
+
+class _ShortcutError(Exception):
+    """A sample encodes to another measurement than the source's shortcut gives."""
+
+
+def _probe(source: LengthSource, stored: Stored) -> dict[str, Any]:
+    """
+    Encode some samples again, and compare: backwards here, and in another process and epoch, in a third order.
+
+    Returns:
+        What was compared, for the manifest.
+
+    Raises:
+        DataSetError: A sample encodes otherwise each time.
+
+        _ShortcutError: It does not, but the shortcut measured it otherwise.
+    """
+    table = stored.table
+    indices = sorted({*_spread(len(table)), *_shape_classes(table, stored.images)}, reverse=True)
+    for index in indices:
+        encoded = source.measure(index)
+        if encoded == from_row(table, index):
+            continue
+        if stored.in_full or encoded != source.measure(index):
+            raise _unsteady(index, from_row(table, index), encoded, "later")
+        message = (
+            f"sample {index} measured {tuple(table[index].tolist())} from its images' headers, "
+            f"but encodes to {to_row(encoded)} ({', '.join(COLUMNS)})"
+        )
+        raise _ShortcutError(message)
+    _compare_elsewhere(source, {index: from_row(table, index) for index in indices})
+    return {"samples": indices, "orders": 3, "processes": 2, "epochs": [0, PROBED_EPOCH]}
+
+
+def probe_first(source: LengthSource, known: int, *, tell: Tell) -> None:
+    """
+    Encode a few of the samples that are to be measured, if those are many, and compare: before hours of measuring.
+
+    Forwards, then backwards, then in another process and epoch, in a third order.
+
+    Args:
+        source: The samples.
+
+        known: How many of them, from the first, are measured already.
+
+        tell: Hears that this is done.
+
+    Raises:
+        RecordError: One of them cannot become a sample.
+
+        DataSetError: One of them encodes differently each time.
+    """
+    left = len(source) - known
+    if left <= PROBED_FIRST_ABOVE:
+        return
+    tell("a few samples are encoded more than once, before all are measured")
+    first = {known + place: source.measure(known + place) for place in _spread(left)}
+    for index in reversed(first):
+        if (encoded := source.measure(index)) != first[index]:
+            raise _unsteady(index, first[index], encoded, "later")
+    _compare_elsewhere(source, first)
+
+
+def _compare_elsewhere(source: LengthSource, measured: Mapping[int, Measurement]) -> None:
+    """Encode samples in another process and epoch, in an order of their own; DataSetError if one differs."""
+    indices = [*measured]
+    elsewhere = indices[::2] + indices[1::2]
+    for index, outcome in zip(elsewhere, source.measure_elsewhere(elsewhere, epoch=PROBED_EPOCH), strict=True):
+        if isinstance(outcome, RecordError):
+            raise outcome
+        if outcome.measurement != measured[index]:
+            when = f"in another process and epoch {PROBED_EPOCH}"
+            raise _unsteady(index, measured[index], outcome.measurement, when)
+
+
+def _unsteady(index: int, first: Measurement, encoded: Measurement, when: str) -> DataSetError:
+    return DataSetError(
+        f"sample {index} measured {to_row(first)} first and {to_row(encoded)} {when} "
+        f"({', '.join(COLUMNS)}): a plan needs samples that encode the same every time: make the "
+        "preprocessing deterministic"
+    )
+
+
+def _spread(total: int) -> Iterator[int]:
+    count = min(total, PROBED_SAMPLES)
+    return (index * (total - 1) // max(count - 1, 1) for index in range(count))
+
+
+def _shape_classes(table: Table, images: ImageTable) -> list[int]:
+    """Return the first sample with so many images, and the first with an image of each width and height, to powers of two."""
+    per_sample = column(table, "images")
+    _, by_number = np.unique(per_sample, return_index=True)
+    owner = np.repeat(np.arange(len(table)), per_sample)
+    sides = np.frexp(images[:, [IMAGE_COLUMNS.index("width"), IMAGE_COLUMNS.index("height")]])[1]
+    _, by_shape = np.unique(sides, axis=0, return_index=True)
+    return [*by_number.tolist(), *owner[by_shape].tolist()]
+
+
+def _check_images(source: LengthSource, stored: Stored) -> None:
+    """Compare the images of some stored samples: a folder of other images is found before training meets them."""
+    with_images = np.flatnonzero(column(stored.table, "images"))
+    indices = [int(with_images[position]) for position in _spread(len(with_images))]
+    for index, measured in zip(indices, from_tables(stored.table, stored.images, indices), strict=True):
+        for number, (then, now) in enumerate(zip(measured.images, source.images(index), strict=True)):
+            if differences := then.differences(now):
+                raise ChangedImageError(index, number, differences)

@@ -1,0 +1,242 @@
+"""Lengths -> raw plan -> aligned plan of one split: measured and planned on rank 0, verified on all ranks."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from tempfile import TemporaryFile
+
+import attrs
+import numpy as np
+
+from adapters.progress import BRIEF_S, progress
+from app.planning.deadline import Deadline
+from app.planning.measure import measure
+from core.align import AlignedPlan, align_plan
+from core.checksum import plan_checksum
+from core.config import RunConfig
+from core.errors import DataSetError, EmptyPlanError, OutputError, RanksDisagreeError, counted
+from core.fingerprint import Fingerprint
+from core.lengths import IntArray
+from core.plan import (
+    RawPlan,
+    build_raw_plan,
+    plan_from_arrays,
+    plan_to_arrays,
+    refuse_dropped,
+    refuse_longer,
+)
+from core.policy import PlanPolicy
+from core.ports import Arrays, LengthSource, LengthStore, Lock, PlanStore, RankGroup, Tell
+from core.samples import Table, column
+from core.schedule import ORDER_VERSION, Bookmark, Course
+
+log = logging.getLogger(__name__)
+
+
+@attrs.frozen
+class PlannedSplit:
+    """One split, ready to train or to evaluate."""
+
+    name: str
+    table: Table
+    raw: RawPlan
+    aligned: AlignedPlan
+    raw_checksum: str
+    checksum: str
+    data_digest: str
+
+
+@attrs.frozen
+class Stores:
+    """Where a split's lengths and plans are kept, and who may write there."""
+
+    lengths: LengthStore
+    plans: PlanStore
+    lock: Lock
+
+
+@attrs.frozen
+class Alignment:
+    """How a raw plan is made to fill all ranks; evaluation never drops."""
+
+    dataloader_drop_last: bool = False
+    """Drop packs, and padded batches, that do not fill all ranks; else packs repeat."""
+
+    batch_size: int = 1
+    """Packs of a rank in one forward pass: 1 when packing; without, every pack is one sample."""
+
+    @classmethod
+    def of(cls, config: RunConfig, split: str) -> Alignment:
+        """Return how a run aligns its split `train` or `eval`."""
+        training = config.training
+        if split == "eval":
+            return cls(batch_size=1 if config.eval_packing else training.per_device_eval_batch_size)
+        return cls(training.dataloader_drop_last, 1 if training.packing else training.per_device_train_batch_size)
+
+    def align(self, raw: RawPlan, *, world_size: int) -> AlignedPlan:
+        """Return what so many ranks consume of a plan; PlanTooShortError if they would get no batch."""
+        return align_plan(
+            raw, world_size=world_size, dataloader_drop_last=self.dataloader_drop_last, batch_size=self.batch_size
+        )
+
+
+def plan_split(
+    name: str,
+    policy: PlanPolicy,
+    *,
+    alignment: Alignment = Alignment(),
+    source: LengthSource,
+    stores: Stores,
+    group: RankGroup,
+    flush_every: int | None,
+    deadline: Deadline,
+    world_size: int | None = None,
+) -> PlannedSplit:
+    """
+    Measure and plan a split on rank 0, share it, align it, and compare it between all ranks.
+
+    Args:
+        name: Of the split, for messages.
+
+        policy: How it is planned.
+
+        alignment: How its plan is made to fill all ranks.
+
+        source: Its samples.
+
+        stores: Where rank 0 keeps what it measures and plans.
+
+        group: All ranks.
+
+        flush_every: Samples between two flushes of what is measured; None adapts to their number.
+
+        deadline: For rank 0, and for another job that writes the same stores.
+
+        world_size: Ranks to align for, if not those of the group.
+
+    Raises:
+        PackplanError: Whatever rank 0 finds wrong, on every rank; RanksDisagreeError if ranks hold different plans;
+            DataSetError if the source mixes its samples anew each epoch; EmptyPlanError, before anything is stored, if it
+            has none.
+    """
+    if source.mixes:
+        message = (
+            f"the {name} data are mixed anew each epoch, which a static plan cannot follow: write an epoch's mix to one "
+            "JSONL (python -m app.plan materialise mix.yaml -o mix.jsonl), or set custom.trainer_variant: rollout"
+        )
+        raise DataSetError(message)
+    if not len(source):
+        raise EmptyPlanError(0, 0, policy.packing_length)
+    world_size = world_size or group.world_size
+
+    def build(tell: Tell) -> Arrays:
+        with stores.lock.held(**deadline.wait(), tell=tell):
+            table = measure(name, source, stores.lengths, flush_every=flush_every, tell=tell)
+            measured = column(table, "length").astype(np.int64)
+            refuse_longer(measured, policy)
+            tell(f"planning {name}")
+            key = policy.fingerprint(stores.lengths.digest())
+            raw = _plan(name, policy, measured, key, stores.plans, tell=tell)
+            refuse_dropped(raw, measured, policy)
+            stores.plans.save_aligned(key, alignment.align(raw, world_size=world_size))
+        return {"table": table, **plan_to_arrays(raw)}
+
+    arrays = dict(group.from_rank_zero(build, **deadline.wait()))
+    table = arrays.pop("table")
+    raw = plan_from_arrays(arrays)
+    aligned = alignment.align(raw, world_size=world_size)
+    data_digest = source.data_digest(len(source))
+    planned = PlannedSplit(
+        name, table, raw, aligned, plan_checksum(raw.packs), plan_checksum(aligned.packs), data_digest
+    )  # fmt: skip
+    _agree(group, f"the {name} plan's checksum", planned.checksum)
+    # A rank that sees other data would train on other samples under the same plan.
+    _agree(group, f"what the {name} lengths depend on", source.fingerprint().digest)
+    _agree(group, f"the {name} data", data_digest)
+    return planned
+
+
+def bookmark_of(planned: PlannedSplit, course: Course, config: RunConfig) -> Bookmark:
+    """
+    Return what a checkpoint says of a plan, at the start of a course over it.
+
+    Args:
+        planned: The plan of `train`.
+
+        course: What is trained when.
+
+        config: The run.
+    """
+    tuner = config.training.tuner_type
+    return Bookmark(
+        planned.raw_checksum, planned.data_digest, course.seed, course.shuffle, tuner, ORDER_VERSION, course.start
+    )
+
+
+def _plan(
+    name: str, policy: PlanPolicy, lengths: IntArray, key: Fingerprint, plans: PlanStore, *, tell: Tell
+) -> RawPlan:
+    raw = plans.load(key)
+    if raw is not None:
+        log.info("%s: the stored plan fits and is used again", name)
+        return raw
+    log.info("%s: planning %s anew", name, counted(lengths.size, "sample"))
+    takes_long = policy.packing and policy.algorithm == "certified"
+    if takes_long:
+        log.info("%s: %s looks for the fewest packs, which may take minutes", name, policy.algorithm)
+    started = time.monotonic()
+    raw = plan_with_progress(name, policy, lengths, tell=tell)
+    if takes_long:
+        log.info("%s: %s took %.1f s", name, policy.algorithm, time.monotonic() - started)
+    plans.save(key, raw)
+    return raw
+
+
+def plan_with_progress(
+    name: str, policy: PlanPolicy, lengths: IntArray, *, quick_bound: bool = False, tell: Tell = lambda _: None
+) -> RawPlan:
+    """
+    Plan a split, and show how far it is.
+
+    Args:
+        name: Of the split, for messages.
+
+        policy: How it is planned.
+
+        lengths: Tokens of each sample, shape (num_samples,).
+
+        quick_bound: Take a bound that is found at once, where plans are only compared.
+
+        tell: Hears how far it is, too.
+    """
+    look = "{desc}{postfix} [{elapsed}]"
+    delay = 0 if policy.algorithm == "certified" else BRIEF_S
+    with progress(desc=f"planning {name}", bar_format=look, miniters=1, delay=delay, leave=not delay) as bar:
+
+        def say(words: str) -> None:
+            tell(f"planning {name}: {words}")
+            bar.set_postfix_str(words, refresh=False)
+            bar.update()
+
+        return build_raw_plan(lengths, policy, quick_bound=quick_bound, tell=say)
+
+
+def _agree(group: RankGroup, what: str, value: str) -> None:
+    values = group.gather(value)
+    if len(set(values)) > 1:
+        raise RanksDisagreeError(what, values)
+
+
+def usable_folders(paths: Iterable[Path]) -> Arrays:
+    """Make folders and their parents, and return nothing; OutputError if one cannot be written."""
+    for path in paths:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            with TemporaryFile(dir=path):
+                pass
+        except OSError as error:
+            raise OutputError(str(path), error.strerror or str(error)) from None
+    return {}

@@ -1,0 +1,1 @@
+"""`packplan rl`: reinforcement learning in sharded microbatches."""

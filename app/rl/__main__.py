@@ -1,0 +1,70 @@
+"""
+Reinforcement learning with verifiable rewards (GRPO), each phase computed in sharded microbatches.
+
+Each step draws prompts, answers each several times, scores the answers, and trains the policy towards those that beat
+the others to their prompt. Answers differ in length: `policy.sequence_packing` or `policy.dynamic_batching` say how
+they become microbatches. Workers are the ranks of torchrun, this process, or Ray actors (--ray-workers).
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from app.cli.command import (
+    add_config_arguments,
+    add_logging_options,
+    parse_arguments,
+    positive_number,
+    program,
+    run_command,
+    run_program,
+)
+from app.wiring import stores
+from core.errors import ConfigError
+
+KEPT = (
+    "the steps so far are in rl.jsonl, the policy where grpo.save_every wrote it; a run does not go on: start it again"
+)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    parser = argparse.ArgumentParser(
+        prog=program("rl"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_config_arguments(parser, about="the run; see docs/rl.md")
+    parser.add_argument(
+        "--ray-workers", type=positive_number, default=0, metavar="N",
+        help="start N Ray actors as workers (extra: rl), on the cluster of RAY_ADDRESS or on this machine",
+    )  # fmt: skip
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace what an earlier run left in training.output_dir"
+    )
+    add_logging_options(parser)
+    options = parse_arguments(parser, arguments)
+
+    def command() -> None:
+        config = stores.read_config(options.config, options.overrides, rl=True)
+
+        from app.rl import loop
+        from app.wiring import training
+
+        if options.quiet:
+            config = training.without_progress(config)
+        loop.require_runnable(config)
+        if loop.is_first_rank():
+            loop.make_room(Path(config.training.output_dir), overwrite=options.overwrite)
+        samples = training.open_samples(config)["train"]
+        if samples.sees_images:
+            raise ConfigError.of("model.model", "reads images, but app.rl trains models of text: name one of these")
+        with training.open_workers(
+            config, options.config, samples, overrides=options.overrides, ray_workers=options.ray_workers
+        ) as workers:
+            loop.run(config, workers, samples)
+
+    return run_command(command, verbose=options.verbose, quiet=options.quiet, kept=KEPT)
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_program(main))

@@ -1,0 +1,345 @@
+"""
+Reinforcement learning step by step: rollouts, rewards, advantages, log-probabilities, update; each in sharded
+microbatches.
+
+Every rank of torchrun runs this, or one driver of Ray actors: `core.ports.Workers` is all it knows of them (ADR 0024).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from adapters.files import writing
+from adapters.microbatches import BatchedData
+from adapters.progress import progress
+from adapters.sequence_loss import normalisers
+from app.wiring import training as wiring
+from core.config import RunConfig
+from core.errors import ConfigError, RecordError, counted
+from core.ports import Arrays, Workers
+from core.rl import group_advantages
+from core.shard import Sharding, chunk_metrics, pooled, shard_dynamic, shard_packed, shard_plain
+from core.shuffling import shuffled
+
+if TYPE_CHECKING:
+    from adapters.samples.encoder import SwiftSamples
+
+log = logging.getLogger(__name__)
+
+
+LOG, POLICY = "rl.jsonl", "policy"
+"""In the output folder: a line for each step, and the policy at the end; before it, `policy-<step>`."""
+
+_OVER_CHUNKS: Mapping[str, Callable[[list[float]], float]] = {"_min": min, "_max": max}
+"""How metrics of these endings combine over a step's updates; others are their mean."""
+
+
+@attrs.frozen(eq=False)
+class Rollouts:
+    """Answers to prompts; those to one prompt are next to each other."""
+
+    batch: BatchedData
+    """Prompt and answer of each as `input_ids`; `token_mask` is 1 on the answer."""
+
+    rewards: NDArray[np.float64]
+    """Shape (num_answers,)."""
+
+
+def is_first_rank() -> bool:
+    """Return whether this process is torchrun's first, or the only one: it logs."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def require_runnable(config: RunConfig) -> None:
+    """Refuse what this command's own engine does not run, and a packed attention that might mix sequences."""
+    policy = config.policy
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if getattr(policy, name) > 1:
+            reason = "is for engines of your own, which cut batches with core.shard; app.rl runs 1: set it to 1"
+            raise ConfigError.of(f"policy.{name}", reason)
+    if policy.compile:
+        raise ConfigError.of("policy.compile", "is for engines of your own; app.rl does not compile: remove it")
+    wiring.require_isolation(config, packed=policy.sequence_packing.enabled)
+
+
+def make_room(folder: Path, *, overwrite: bool) -> None:
+    """
+    Make the folder of a run that holds nothing of an earlier one.
+
+    Raises:
+        ConfigError: It does, and that is not to be overwritten.
+
+        OutputError: It cannot be written.
+    """
+    left = sorted(path for path in folder.glob("*") if path.name == LOG or path.name.partition("-")[0] == POLICY)
+    if left and not overwrite:
+        names = ", ".join(path.name for path in left)
+        reason = f"is {folder}, which holds {names} of an earlier run: name another folder, or start with --overwrite"
+        raise ConfigError.of("training.output_dir", reason)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in left:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def run(config: RunConfig, workers: Workers, samples: SwiftSamples) -> list[dict[str, Any]]:
+    """
+    Train a policy; return what was logged of each step.
+
+    Args:
+        config: The run.
+
+        workers: They hold the policy.
+
+        samples: The prompts, with their records' own answers.
+
+    Raises:
+        PackplanError: Something the user can fix; WorkerError, if a worker dies.
+    """
+    shards = workers.num_workers // config.policy.context_parallel_size
+    is_first = is_first_rank()
+    folder = Path(config.training.output_dir)
+    prompts = _encoded_prompts(config, samples, shown=is_first)
+    history = []
+    started = time.perf_counter()
+    for step, drawn in zip(range(config.grpo.num_steps), _drawn(config, len(prompts)), strict=False):
+        asked = _asked(samples, prompts, drawn)
+        history.append({"step": step + 1, **_step(config, workers, asked, shards=shards, step=step)})
+        if is_first:
+            left_s = (time.perf_counter() - started) / (step + 1) * (config.grpo.num_steps - step - 1)
+            _log(history[-1], folder / LOG, num_steps=config.grpo.num_steps, left_s=left_s)
+        if config.grpo.save_every and not (step + 1) % config.grpo.save_every:
+            run_on_all(workers, "save", [str(folder / f"{POLICY}-{step + 1}")] * shards, config)
+    run_on_all(workers, "save", [str(folder / POLICY)] * shards, config)
+    if is_first:
+        log.info("the policy is in %s, what was logged in %s", folder / POLICY, folder / LOG)
+    return history
+
+
+def cut(
+    config: RunConfig, lengths: NDArray[np.int64], *, shards: int, batch_size: int | None = None, training: bool
+) -> Sharding:
+    """
+    Cut a batch into microbatches as `policy.` says.
+
+    Args:
+        config: The run.
+
+        lengths: Tokens of each sequence.
+
+        shards: Data-parallel workers.
+
+        batch_size: Sequences of an optimizer step; None: all.
+
+        training: Whether gradients are computed, or log-probabilities alone.
+    """
+    policy = config.policy
+    packing, dynamic = policy.sequence_packing, policy.dynamic_batching
+    workers: dict[str, Any] = {"shards": shards, "batch_size": batch_size or len(lengths)}
+
+    def of_phase(train: int, logprob: int | None) -> int:
+        return train if training or logprob is None else logprob
+
+    if packing.enabled:
+        return shard_packed(
+            lengths,
+            **workers,
+            max_tokens_per_microbatch=of_phase(packing.train_mb_tokens, packing.logprob_mb_tokens),
+            sequence_length_pad_multiple=packing.sequence_length_round,
+            algorithm=packing.algorithm,
+            assignment=packing.assignment,
+            microbatch_order=packing.microbatch_order,
+            seed=config.training.seed,
+        )
+    if dynamic.enabled:
+        return shard_dynamic(
+            lengths,
+            **workers,
+            max_tokens_per_microbatch=of_phase(dynamic.train_mb_tokens, dynamic.logprob_mb_tokens),
+            sequence_length_round=dynamic.sequence_length_round,
+        )
+    size = of_phase(policy.train_micro_batch_size, policy.logprob_batch_size)
+    return shard_plain(lengths, **workers, micro_batch_size=size, allow_uneven=True)
+
+
+def run_on_all(workers: Workers, method: str, shards: list[Any], config: RunConfig, **options: Any) -> list[Arrays]:
+    """
+    Call a method on all workers, those that share rows with the same shard; return one result for each shard.
+
+    Args:
+        workers: They hold the policy.
+
+        method: Name of the method; it takes a shard and the options.
+
+        shards: One for each group of workers that share rows.
+
+        config: The run; it says how many workers share rows.
+
+        options: The same for all workers.
+    """
+    size = config.policy.context_parallel_size
+    held = [shard for shard in shards for _ in range(size)]
+    return workers.run_all_workers_sharded_data(method, held, **options)[::size]
+
+
+def _step(config: RunConfig, workers: Workers, asked: BatchedData, *, shards: int, step: int) -> dict[str, Any]:
+    """Answer prompts, learn from the answers, and return the step's figures."""
+    started = time.perf_counter()
+    rollouts = _roll_out(config, workers, asked, shards=shards, step=step)
+    answered = time.perf_counter()
+    batch, rewards = rollouts.batch, rollouts.rewards
+    lengths = batch.lengths.numpy()
+    batch_size = config.policy.train_global_batch_size or len(batch)
+    logprob = cut(config, lengths, shards=shards, training=False)
+    fields = {"old_log_probabilities": _log_probabilities(config, workers, batch, logprob)}
+    if config.grpo.kl_coefficient:
+        fields["reference_log_probabilities"] = _log_probabilities(config, workers, batch, logprob, of_reference=True)
+    advantages = group_advantages(rewards, group_size=config.grpo.num_generations_per_prompt)
+    batch = batch.with_fields(**fields, advantages=torch.as_tensor(advantages, dtype=torch.float32))
+    scored = time.perf_counter()
+    sharding = cut(config, lengths, shards=shards, batch_size=batch_size, training=True)
+    counts = [
+        normalisers(batch.tensor("token_mask")[start : start + batch_size])
+        for start in range(0, len(batch), batch_size)
+    ]
+    trained = run_on_all(
+        workers, "train", batch.shard(sharding), config,
+        num_sequences=[sequences for sequences, _ in counts], num_tokens=[tokens for _, tokens in counts],
+    )[0]  # fmt: skip
+    ended = time.perf_counter()
+    return {
+        "reward": float(rewards.mean()),
+        "reward_deviation": float(rewards.std()),
+        "answer_tokens": float(batch.tensor("token_mask").sum() / len(batch)),
+        **{name: _OVER_CHUNKS.get(name[-4:], fmean)(values.tolist()) for name, values in trained.items()},
+        "train": _figures(sharding),
+        "logprob": _figures(logprob),
+        "generate_s": answered - started,
+        "logprob_s": scored - answered,
+        "train_s": ended - scored,
+    }
+
+
+def _encoded_prompts(config: RunConfig, samples: SwiftSamples, *, shown: bool) -> list[list[int]]:
+    """Encode all prompts; RecordError if one leaves no room for an answer."""
+    room = config.packing_length - config.grpo.max_new_tokens
+    prompts: list[list[int]] = []
+    indices = range(len(samples))
+    for index in progress(indices, desc="prompts", leave=False) if shown else indices:
+        prompts.append(list(samples.prompt(index)["input_ids"]))
+        if len(prompts[-1]) > room:
+            reason = (
+                f"the prompt has {counted(len(prompts[-1]), 'token')}, and an answer may have "
+                f"{config.grpo.max_new_tokens:,} "
+                f"(grpo.max_new_tokens), but a sequence holds {config.packing_length:,} (template.max_length): raise "
+                "that, "
+                "or leave the record out"
+            )
+            raise RecordError(str(samples.records.where(index)), reason)
+    return prompts
+
+
+def _drawn(config: RunConfig, num_prompts: int) -> Iterator[NDArray[np.int64]]:
+    """
+    Yield the prompts of each step, in another order each epoch; what an epoch leaves over comes first
+    in the next.
+    """
+    size, epoch = config.grpo.num_prompts_per_step, 0
+    waiting = np.zeros(0, dtype=np.int64)
+    while True:
+        while waiting.size < size:
+            waiting = np.concatenate([waiting, shuffled(num_prompts, seed=[config.training.seed, epoch])])
+            epoch += 1
+        yield waiting[:size]
+        waiting = waiting[size:]
+
+
+def _asked(samples: SwiftSamples, prompts: Sequence[Sequence[int]], drawn: NDArray[np.int64]) -> BatchedData:
+    """Return the drawn prompts as a batch, with their records' own answers."""
+    indices = drawn.tolist()
+    return BatchedData.of(
+        {
+            "input_ids": _padded([prompts[index] for index in indices]),
+            "answers": [samples.answer(index) for index in indices],
+            "records": [str(samples.records.where(index)) for index in indices],
+        },
+        lengths=[len(prompts[index]) for index in indices],
+    )
+
+
+def _roll_out(config: RunConfig, workers: Workers, asked: BatchedData, *, shards: int, step: int) -> Rollouts:
+    """Answer prompts on the workers, and put prompts and answers together."""
+    sharding = shard_plain(
+        asked.lengths.numpy(), shards=shards, batch_size=len(asked),
+        micro_batch_size=config.policy.generation_batch_size, allow_uneven=True,
+    )  # fmt: skip
+    results = run_on_all(workers, "generate", asked.shard(sharding), config, seed=[config.training.seed, step])
+    said, ends, rewards = (
+        np.concatenate([result[name] for result in results])[sharding.restore]
+        for name in ("completions", "completion_lengths", "rewards")
+    )
+    ids, masks = [], []
+    for place, length in enumerate(asked.lengths.tolist()):
+        prompt = asked.tensor("input_ids")[place, :length].tolist()
+        for answer, end in zip(said[place], ends[place].tolist(), strict=True):
+            ids.append(prompt + answer[:end].tolist())
+            masks.append([0.0] * length + [1.0] * end)
+    batch = BatchedData.of({"input_ids": _padded(ids), "token_mask": _padded(masks)}, lengths=[len(row) for row in ids])
+    return Rollouts(batch, rewards.ravel())
+
+
+def _padded(rows: Sequence[Sequence[float]]) -> torch.Tensor:
+    return torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+
+
+def _log_probabilities(
+    config: RunConfig, workers: Workers, batch: BatchedData, sharding: Sharding, **options: bool
+) -> torch.Tensor:
+    """Return every token's log-probability, in the order of the batch; shape of `input_ids`."""
+    results = run_on_all(workers, "log_probabilities", batch.shard(sharding), config, **options)
+    return torch.as_tensor(np.concatenate([result["log_probabilities"] for result in results])[sharding.restore])
+
+
+def _figures(sharding: Sharding) -> dict[str, Any]:
+    """Return what a phase computed: pooled over its chunks, chunk by chunk, and microbatch by microbatch."""
+    chunks = chunk_metrics(sharding)
+    together = pooled(chunks)
+    return {
+        **together.logs(),
+        "microbatch_imbalance": together.step_imbalance,
+        "chunks": [dict(chunk.logs()) for chunk in chunks],
+    }
+
+
+def _log(entry: Mapping[str, Any], file: Path, *, num_steps: int, left_s: float) -> None:
+    """
+    Write a step's figures to a file, those that are no number as null; log the most telling ones, and
+    the time left.
+    """
+    said = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in entry.items()
+    }
+    with writing(file), file.open("a", encoding="utf-8") as lines:
+        lines.write(json.dumps(said) + "\n")
+    trained = entry["train"]
+    log.info(
+        "step %d/%d, %.0f s left: reward %.3f, loss %+.4f, %.1f tokens an answer; computed %.0f %% of what padding "
+        "would, "
+        "utilisation %.3f, work imbalance %.3f",
+        entry["step"], num_steps, left_s, entry["reward"], entry["loss"], entry["answer_tokens"],
+        100 * trained["computed_share"], trained["utilisation"], trained["work_imbalance"],
+    )  # fmt: skip

@@ -1,0 +1,120 @@
+"""
+The rollout variant: packs that come as samples come, from data mixed again each epoch, or answered by
+the model itself.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+
+from app.planning.deadline import Deadline
+from app.planning.log_lines import describe
+from app.planning.split import Alignment, plan_split, usable_folders
+from app.training.schedule import batch_of, forced_batches
+from app.wiring import stores
+from app.wiring import training as wiring
+from app.wiring.functions import named_function
+from app.wiring.mixes import open_mix
+from core.config import RunConfig
+from core.errors import DataSetError, counted
+from core.lengths import IntArray
+from core.policy import PlanPolicy
+from core.ports import RankGroup
+from core.rl import REWARDS, Reward, Sampling
+from core.shuffling import shuffled
+from core.stream import LESS_DROPPED, Order, schedule
+
+log = logging.getLogger(__name__)
+
+
+def run(config: RunConfig, group: RankGroup) -> tuple[int, bool, list[dict[str, float]]]:
+    """
+    Train from a stream; return the optimizer steps, whether SIGTERM ended it, and what was logged.
+
+    Raises:
+        PackplanError: Something the user can fix.
+    """
+    training = config.training
+    wiring.require_isolation(config, packed=config.training.packing)
+    batch = batch_of(config, world_size=group.world_size)
+    order, paths = _order(config)
+    samples = wiring.open_samples(config, train_paths=paths)
+    folders = [stores.split_folder(training.output_dir, split) for split in samples if split == "eval"]
+    deadline = Deadline(training.packing_wait_timeout_s)
+    group.from_rank_zero(lambda _: usable_folders(folders), **deadline.wait())
+    arguments = wiring.open_arguments(config, batch.size, batch.accumulation)
+    planned = None
+    if "eval" in samples:
+        policy = PlanPolicy.of(config, "eval")
+        planned = plan_split(
+            "eval", policy, alignment=Alignment.of(config, "eval"), source=samples["eval"], stores=stores.open_stores(config, "eval"), group=group,
+            flush_every=training.packing_length_cache_persist_every, deadline=deadline,
+        )  # fmt: skip
+        if group.rank == 0:
+            for level, line in describe(planned, policy):
+                log.log(level, line)
+    group.settle()
+    trainer = wiring.build_stream_trainer(
+        config, arguments, group=group, samples=samples, planned=planned, order=order, rollout=_rollout(config)
+    )
+    if group.rank == 0:
+        for forced in forced_batches(config):
+            log.warning("%s", forced)
+        log.info(
+            "%s of %s over %s; packs come as samples come, so the steps of an epoch are not known",
+            counted(training.max_steps, "optimizer step"),
+            counted(batch.accumulation.realised, "pack"),
+            counted(group.world_size, "rank"),
+        )
+    trainer.train()
+    totals = trainer.totals()
+    if group.rank == 0:
+        dropped = totals.counts.drops_more_than(training.packing_max_dropped_share)
+        log.log(
+            logging.WARNING if dropped else logging.INFO,
+            "the stream has ended: %s%s",
+            totals,
+            f". {LESS_DROPPED}" if dropped else "",
+        )
+    steps, terminated = trainer.state.global_step, trainer.was_terminated
+    if terminated and group.rank == 0:
+        log.warning("SIGTERM: saved the weights at step %d of %d; a stream starts again", steps, training.max_steps)
+    if steps < training.max_steps and not terminated:
+        message = (
+            f"training ended after {steps} of {counted(training.max_steps, 'step')}: an epoch had no whole step on "
+            "all ranks; lower "
+            "training.effective_batch_size or training.packing_min_fill_ratio, or add data"
+        )
+        raise DataSetError(message)
+    return steps, terminated, [dict(entry) for entry in trainer.history]
+
+
+def _order(config: RunConfig) -> tuple[Order, tuple[str, ...]]:
+    """Return the order of samples in an epoch, and the data files that its indices count through."""
+    custom, seed = config.custom, config.training.seed
+    if custom.fusion_config is None:
+        total = len(stores.open_records(custom.train_jsonl))
+        return (lambda epoch: shuffled(total, seed=(seed, epoch))), custom.train_jsonl
+    mix, records = open_mix(custom.fusion_config)
+    sizes = [len(one) for one in records]
+    firsts = np.cumsum([0, *sizes])
+
+    def mixed(epoch: int) -> IntArray:
+        drawn = schedule(mix, sizes, seed=seed, epoch=epoch)
+        indices: IntArray = firsts[drawn.source] + drawn.index
+        return indices
+
+    return mixed, tuple(source.jsonl for source in mix.sources)
+
+
+def _rollout(config: RunConfig) -> tuple[Reward, Sampling] | None:
+    """Return how prompts are answered and answers scored, or None if the data are trained as they are."""
+    custom = config.custom
+    if custom.rollout_reward is None:
+        return None
+    sampling = Sampling(
+        custom.rollout_completions, custom.rollout_keep, custom.rollout_max_new_tokens, custom.rollout_temperature
+    )
+    return named_function(custom.rollout_reward, REWARDS, key="custom.rollout_reward"), sampling

@@ -1,0 +1,1 @@
+"""Builds what a run needs from its configuration: `stores` without torch, `training` with it."""

@@ -1,0 +1,71 @@
+"""A mix of data sets for one epoch -> one data file, which a static plan takes."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from adapters import files
+from adapters.config.run import load_mix
+from adapters.progress import BRIEF_S, progress
+from adapters.samples.jsonl import JsonlRecords, rebased
+from core.errors import ConfigError, OutputError, counted
+from core.stream import Mix, Schedule, mix_faults, schedule, share_faults
+
+log = logging.getLogger(__name__)
+
+
+def open_mix(path: str, overrides: Sequence[str] = ()) -> tuple[Mix, list[JsonlRecords]]:
+    """Read a mix, some of its keys overridden, and its sources; ConfigError with all that is wrong with them."""
+    mix = load_mix(path, overrides)
+    records = [JsonlRecords((source.jsonl,)) for source in mix.sources]
+    sizes = [len(one) for one in records]
+    faults = list(mix_faults(mix, sizes)) or list(share_faults(mix, sizes))
+    if faults:
+        raise ConfigError(path, tuple(faults))
+    return mix, records
+
+
+def materialise(path: str, output: Path, *, overrides: Sequence[str] = (), seed: int, epoch: int) -> None:
+    """
+    Write the samples of an epoch of a mix to one JSONL, images and all as they are.
+
+    Args:
+        path: The mix, a YAML.
+
+        output: The file; readers see it whole or not at all.
+
+        overrides: Values for single keys of the mix, as `samples_per_epoch=100`.
+
+        seed: Of draw and order.
+
+        epoch: From 0.
+
+    Raises:
+        PackplanError: Something is wrong with the mix or its records, or the file cannot be written.
+    """
+    mix, records = open_mix(path, overrides)
+    if output.is_dir() or any(output.resolve() == Path(source.jsonl).resolve() for source in mix.sources):
+        reason = "is a folder" if output.is_dir() else "is one of the sources, which would be lost"
+        raise ConfigError.of("--output", f"{output} {reason}: name another file")
+    drawn = schedule(mix, [len(one) for one in records], seed=seed, epoch=epoch)
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        files.write_chunks(output, _lines(records, drawn, output.parent))
+    except OSError as error:
+        raise ConfigError.of("--output", f"{output} cannot be written: {error.strerror or error}") from error
+    except OutputError as error:
+        raise ConfigError.of("--output", f"{output} cannot be written: {error.reason}") from error
+    for source, count in zip(mix.sources, np.bincount(drawn.source, minlength=len(records)).tolist(), strict=True):
+        log.info("%s: %s of %s from %s", output, f"{count:,}", counted(len(drawn), "sample"), source.jsonl)
+
+
+def _lines(records: list[JsonlRecords], drawn: Schedule, onto: Path) -> Iterator[bytes]:
+    places = zip(drawn.source.tolist(), drawn.index.tolist(), strict=True)
+    for source, index in progress(places, total=len(drawn), desc="writing", unit=" samples", delay=BRIEF_S):
+        record = rebased(records[source][index], Path(records[source].folder(index)), onto)
+        yield json.dumps(record, ensure_ascii=False).encode() + b"\n"

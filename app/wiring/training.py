@@ -1,0 +1,393 @@
+"""The only place that constructs adapters that need ms-swift or torch; `app.wiring.stores` constructs the others."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+
+from adapters.model_folder import config_model_type
+from adapters.policy_loss import LOSSES
+from adapters.ranks.torch_group import OneRank, TorchGroup
+from adapters.samples.encoder import POOL_START_S, SampleSpec, SwiftSamples
+from adapters.samples.template import open_template
+from adapters.sequence_loss import FusedLoss, PackedLoss, PaddedLoss
+from adapters.trainer.arguments import TrainingArguments, runs_on_cpu, shards_weights, training_arguments
+from adapters.trainer.dummy_image import ensure_vision_forward
+from adapters.trainer.dynamic_dataset import DynamicDataset
+from adapters.trainer.equality import PackComparison
+from adapters.trainer.model import hide_progress_bars, open_model
+from adapters.trainer.packed_dataset import PackedDataset
+from adapters.trainer.rehearsal import rehearsal_faults
+from adapters.trainer.rollouts import RecordStream, RolloutStream
+from adapters.trainer.static import PackTrainer
+from adapters.trainer.stream import StreamTrainer
+from adapters.workers.policy import PolicySettings, PolicyWorker
+from adapters.workers.ranks import RankWorkers
+from app.planning.split import PlannedSplit, bookmark_of
+from app.wiring.functions import named_function
+from app.wiring.stores import attention_of, read_config, refuse_leaks
+from core.batch import Accumulation
+from core.config import RunConfig
+from core.equality import Attention
+from core.errors import ConfigError, Fault, agree, counted
+from core.ports import RankGroup, Workers
+from core.rl import REWARDS, Reward, Sampling
+from core.samples import column
+from core.schedule import Course, PackFacts
+from core.stream import CarryOptions, Order
+
+log = logging.getLogger(__name__)
+
+
+def without_progress(config: RunConfig) -> RunConfig:
+    """Return a run whose trainer shows no progress, and hide transformers' own in this process."""
+    hide_progress_bars()
+    trainer = {"disable_tqdm": True, **config.training.trainer}
+    return attrs.evolve(config, training=attrs.evolve(config.training, trainer=trainer))
+
+
+@contextlib.contextmanager
+def joined_ranks(settings: Mapping[str, Any]) -> Iterator[RankGroup]:
+    """Join the ranks that torchrun's environment describes, or be the only one, and leave them at the end."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield OneRank()
+        return
+    group = TorchGroup(use_cpu=bool(settings.get("use_cpu")), timeout_s=float(settings.get("ddp_timeout", 1800)))
+    yield group
+    # Not after an error: the other ranks may wait for this one in a collective, and leaving would wait for them.
+    group.leave()
+
+
+def require_isolation(config: RunConfig, *, packed: bool) -> None:
+    """
+    Refuse an attention backend that does not run, or, where samples are packed, under which they might
+    see each other.
+    """
+    attention_of(config)
+    if packed:
+        refuse_leaks(config, on_cpu=runs_on_cpu(config.training.trainer))
+
+
+def model_type_of(config: RunConfig) -> str:
+    """Return the `model_type` of the model's config.json."""
+    return config_model_type(config.model)
+
+
+def local_ranks() -> int:
+    """Return how many ranks share this machine's cores."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def open_samples(
+    config: RunConfig,
+    *,
+    pool_start_s: float = POOL_START_S,
+    measuring_ranks: int = 1,
+    train_paths: tuple[str, ...] | None = None,
+) -> dict[str, SwiftSamples]:
+    """
+    Open the data of each split, `train` and perhaps `eval`, on one template; see `SwiftSamples`.
+
+    Args:
+        config: The run.
+
+        pool_start_s: Seconds that a pool of workers takes to start.
+
+        measuring_ranks: Ranks on this machine that measure at the same time, and share its cores.
+
+        train_paths: Data files of `train`, if not those of `custom.train_jsonl`.
+    """
+    template = open_template(config.model, config.template, packing_length=config.packing_length)
+    opened: dict[str, SwiftSamples] = {}
+    paths = {"train": train_paths or config.custom.train_jsonl, "eval": config.custom.val_jsonl}
+    for split, files in paths.items():
+        if not files:
+            continue
+        opened[split] = SwiftSamples(
+            SampleSpec(config.model, config.template, config.custom, files, config.packing_length),
+            workers=config.training.packing_length_precompute_workers,
+            sharers=measuring_ranks,
+            template=template,
+            pool_start_s=pool_start_s,
+        )
+        with_tags = opened[split].records.num_with_media_tags
+        if with_tags and os.environ.get("RANK", "0") == "0":
+            log.warning(
+                "%s: %s of %s %s <video> or <audio> without such media, which stays text",
+                split,
+                f"{with_tags:,}",
+                counted(len(opened[split]), "record"),
+                agree(with_tags, "says", "say"),
+            )
+    return opened
+
+
+def open_arguments(config: RunConfig, batch_size: int, accumulation: Accumulation) -> TrainingArguments:
+    """
+    Build the trainer's arguments; ConfigError if ms-swift refuses them, or the trainer could not use them later.
+
+    Args:
+        config: The run.
+
+        batch_size: Batch of a rank: packs, or samples if not packing.
+
+        accumulation: Batches of a rank in one optimizer step.
+    """
+    arguments = training_arguments(
+        config,
+        per_device_train_batch_size=batch_size,
+        gradient_accumulation_steps=accumulation.gradient_accumulation_steps,
+    )
+    if found := tuple(rehearsal_faults(arguments)):
+        raise ConfigError("the section training", found)
+    return arguments
+
+
+def _logged_attention(config: RunConfig, group: RankGroup) -> Attention:
+    attention = attention_of(config)
+    if group.rank == 0:
+        log.info("attention: %s", attention)
+    return attention
+
+
+def _open_model(
+    config: RunConfig, arguments: TrainingArguments, samples: SwiftSamples, group: RankGroup
+) -> tuple[Any, Any]:
+    """Load the model, and tell the template of it."""
+    template = samples.template
+    model: Any = open_model(
+        config.model,
+        config.training,
+        attn_impl=_logged_attention(config, group).name,
+        device=None if shards_weights(arguments) else arguments.device,
+    )
+    template.model = getattr(model, "get_base_model", lambda: model)()
+    if samples.sees_images and group.world_size > 1:
+        ensure_vision_forward(model, template.processor.image_processor)
+    template.packing = template.padding_free = config.training.packing
+    return template, model
+
+
+def build_stream_trainer(
+    config: RunConfig,
+    arguments: TrainingArguments,
+    *,
+    group: RankGroup,
+    samples: Mapping[str, SwiftSamples],
+    planned: PlannedSplit | None,
+    order: Order,
+    rollout: tuple[Reward, Sampling] | None,
+) -> StreamTrainer:
+    """
+    Load the model and build its trainer over a stream.
+
+    Args:
+        config: The run.
+
+        arguments: Of the trainer.
+
+        group: The ranks.
+
+        samples: Of `train` and perhaps `eval`.
+
+        planned: The evaluation's plan.
+
+        order: Of the samples of `train` in an epoch.
+
+        rollout: How prompts are answered and answers scored; None trains the data as they are.
+    """
+    training = config.training
+    template, model = _open_model(config, arguments, samples["train"], group)
+    stream = RecordStream(samples["train"], order)
+    if rollout is not None:
+        if shards_weights(arguments):
+            reason = "answers prompts on each rank alone, which weights sharded over ranks do not allow: remove it"
+            raise ConfigError.of("custom.rollout_reward", reason)
+        reward, sampling = rollout
+        stream = RolloutStream(
+            samples["train"], order, model=model, reward=reward, sampling=sampling, device=arguments.device
+        )
+    options = CarryOptions(
+        packing_length=config.packing_length,
+        packing_buffer=training.packing_buffer,
+        min_fill_ratio=training.packing_min_fill_ratio,
+        drop_last=training.packing_drop_last,
+        allow_single_long=training.packing_allow_single_long,
+    )
+    evaluated = None
+    if planned is not None:
+        evaluated = PackedDataset(samples["eval"], planned.raw.packs, planned.table, grouped=config.eval_packing)
+    return StreamTrainer(
+        packing_length=config.packing_length,
+        max_dropped_share=training.packing_max_dropped_share,
+        extra=stream.logs,
+        group=group,
+        reduction=training.loss_reduction,
+        model=model,
+        args=arguments,
+        template=template,
+        train_dataset=DynamicDataset(stream, options, rank=group.rank, world_size=group.world_size),
+        eval_dataset=evaluated,
+    )
+
+
+def open_comparison(trainer: PackTrainer, samples: SwiftSamples) -> PackComparison:
+    """Return what compares packs with their samples alone, on a trainer that is ready to train."""
+    return PackComparison(trainer, samples.encode)
+
+
+def build_trainer(
+    config: RunConfig,
+    arguments: TrainingArguments,
+    course: Course,
+    *,
+    group: RankGroup,
+    samples: Mapping[str, SwiftSamples],
+    planned: Mapping[str, PlannedSplit],
+) -> PackTrainer:
+    """
+    Load the model and build its trainer over the planned packs.
+
+    Args:
+        config: The run.
+
+        arguments: The trainer's settings.
+
+        course: What is trained when.
+
+        group: The ranks.
+
+        samples: Samples of `train`, and perhaps `eval`.
+
+        planned: Plan of each split.
+    """
+    template, model = _open_model(config, arguments, samples["train"], group)
+    grouped = {"train": config.training.packing, "eval": config.eval_packing}
+    data = {
+        split: PackedDataset(samples[split], plan.raw.packs, plan.table, grouped=grouped[split])
+        for split, plan in planned.items()
+    }
+    train = planned["train"]
+    return PackTrainer(
+        group=group,
+        course=course,
+        facts=PackFacts.of(train.raw, column(train.table, "length").astype(np.int64), packed=config.training.packing),
+        attn_impl=attention_of(config).name,
+        bookmark=lambda progress: attrs.evolve(bookmark_of(train, course, config), progress=progress),
+        reduction=config.training.loss_reduction,
+        model=model,
+        args=arguments,
+        template=template,
+        train_dataset=data["train"],
+        eval_dataset=data.get("eval"),
+    )
+
+
+def open_policy(config: RunConfig, group: RankGroup, samples: SwiftSamples) -> PolicyWorker:
+    """
+    Load the policy of a run of reinforcement learning, for one worker; ConfigError if the workers cannot share rows.
+
+    Args:
+        config: The run.
+
+        group: The workers, as ranks.
+
+        samples: The prompts; their template encodes answers too.
+    """
+    if group.world_size % config.policy.context_parallel_size:
+        reason = (
+            f"is {config.policy.context_parallel_size}, which does not divide {group.world_size} workers: start a "
+            "multiple"
+        )
+        raise ConfigError.of("policy.context_parallel_size", reason)
+    grpo, trainer, policy = config.grpo, config.training.trainer, config.policy
+    cuda = torch.cuda.is_available() and not runs_on_cpu(trainer)
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    open_one = partial(
+        open_model, config.model, config.training, attn_impl=_logged_attention(config, group).name, device=device
+    )
+    model = open_one()
+    reference = None
+    if grpo.kl_coefficient:
+        reference = open_one().eval().requires_grad_(requires_grad=False)
+    return PolicyWorker(
+        model,
+        reference=reference,
+        tokenizer=samples.template.tokenizer,
+        reward=named_function(grpo.reward, REWARDS, key="grpo.reward"),
+        loss=_open_loss(config),
+        group=group,
+        settings=PolicySettings(
+            temperature=grpo.temperature,
+            max_new_tokens=grpo.max_new_tokens,
+            num_generations=grpo.num_generations_per_prompt,
+            learning_rate=float(trainer.get("learning_rate", 1e-6)),
+            weight_decay=float(trainer.get("weight_decay", 0.0)),
+            max_grad_norm=float(trainer.get("max_grad_norm", 1.0)),
+            context_parallel_size=policy.context_parallel_size,
+        ),
+    )
+
+
+def _open_loss(config: RunConfig) -> FusedLoss | PackedLoss | PaddedLoss:
+    """Return the loss that `grpo.loss` names; ConfigError if there is none."""
+    name, policy = config.grpo.loss, config.policy
+    if name in LOSSES:
+        return FusedLoss(LOSSES[name](config.grpo))
+    own = named_function(name, dict[str, Any](LOSSES), key="grpo.loss")
+    in_parts = policy.sequence_packing.enabled or policy.dynamic_batching.enabled
+    return PackedLoss(own) if in_parts else PaddedLoss(own)
+
+
+def build_ray_worker(path: str, overrides: Sequence[str]) -> PolicyWorker:
+    """Build one worker of a run in its own process, whose environment says which rank it is."""
+    config = read_config(path, overrides, rl=True)
+    trainer = config.training.trainer
+    group: RankGroup = OneRank()
+    if int(os.environ["WORLD_SIZE"]) > 1:
+        group = TorchGroup(use_cpu=runs_on_cpu(trainer), timeout_s=float(trainer.get("ddp_timeout", 1800)))
+    return open_policy(config, group, open_samples(config)["train"])
+
+
+@contextlib.contextmanager
+def open_workers(
+    config: RunConfig, path: str, samples: SwiftSamples, *, overrides: Sequence[str] = (), ray_workers: int
+) -> Iterator[Workers]:
+    """
+    Start the workers of a run, and end them.
+
+    Args:
+        config: The run.
+
+        path: Of its YAML, which workers in other processes read themselves.
+
+        samples: Of `train`.
+
+        overrides: Of the command line, over the YAML.
+
+        ray_workers: Ray actors to start; 0: the ranks that torchrun's environment describes, or this process.
+    """
+    if ray_workers:
+        if find_spec("ray") is None:
+            reason = "is not installed: install packplan with its extra rl, or start the workers with torchrun"
+            raise ConfigError("--ray-workers", (Fault("ray", reason),))
+        from adapters.workers.ray import RayWorkers  # an extra
+
+        gpus = 0.0 if runs_on_cpu(config.training.trainer) or not torch.cuda.is_available() else 1.0
+        ray = RayWorkers(partial(build_ray_worker, path, overrides), num_workers=ray_workers, gpus_each=gpus)
+        try:
+            yield ray
+        finally:
+            ray.close()
+        return
+    with joined_ranks(config.training.trainer) as group:
+        yield RankWorkers(open_policy(config, group, samples), group)

@@ -1,0 +1,419 @@
+"""
+What a run is: frozen, validated once, every field with its unit and default.
+
+`RunConfig` mirrors the YAML, section by section. Keys of `training.` that are ms-swift's or transformers' own are in
+`TrainingConfig.trainer`, unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from decimal import Decimal
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, TypeAlias
+
+import attrs
+
+from core.config.rl import GrpoConfig, PolicyConfig
+from core.equality import BACKENDS
+from core.errors import Fault
+from core.packers import ALGORITHMS
+from core.samples import MAX_MESSAGES
+
+PathText: TypeAlias = Annotated[str, "path"]
+"""Path of a file or folder, in which `~` and `${NAME}` are replaced when the YAML is read."""
+
+PACKING_BUFFER = 512
+
+MAX_LINE_BYTES = 2**20
+"""Bytes of a line of a data file, unless `custom.max_line_bytes` says otherwise."""
+
+
+def _read_only(keys: Mapping[str, Any]) -> Mapping[str, Any]:
+    return MappingProxyType(dict(keys))
+
+
+@attrs.frozen(kw_only=True)
+class ModelConfig:
+    """`model.`: what is trained."""
+
+    model: PathText
+    """Folder of the model, its tokenizer and its processor."""
+
+    model_type: str | None = None
+    """ms-swift's name of the architecture; unset, the model's config.json says it."""
+
+    attn_impl: str = "auto"
+    """Attention backend: `varlen` attends to each sample of a pack by itself, without a mask; sdpa, eager,
+    flex_attention and flash_attention_2 are transformers' own. `auto` takes varlen where it is established for the
+    model, else sdpa. Packing refuses a backend that is not established to keep samples apart."""
+
+    torch_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Type of the weights; unset, the model's own."""
+
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model's folder."""
+
+    max_model_len: int | None = None
+    """Tokens; the budget of a pack where `template.max_length` is not set."""
+
+
+@attrs.frozen(kw_only=True)
+class TemplateConfig:
+    """`template.`: how a record becomes tokens."""
+
+    template: str | None = None
+    """ms-swift's name of the chat template; unset, the model type's."""
+
+    max_length: int | None = None
+    """Tokens of a pack: the packing length; unset, `global_max_length`, else `model.max_model_len`. There is no
+    `packing_length` key."""
+
+    max_pixels: int | None = None
+    """Pixels an image is scaled down to; unset, the processor's own limit."""
+
+    system: str | None = None
+    """System prompt of records that bring none; unset, the template's."""
+
+    truncation_strategy: Literal["left", "right", "raise"] | None = None
+    """Cut samples above the limit at that end (cut samples are long samples, and counted), or refuse them; unset, they
+    are never cut: they are long samples."""
+
+
+@attrs.frozen(kw_only=True)
+class CustomConfig:
+    """`custom.`: the data, and which trainer."""
+
+    train_jsonl: tuple[PathText, ...] = ()
+    """Data files, one record a line; relative image paths start at the folder of their file. Needed, unless
+    `fusion_config` names the data."""
+
+    val_jsonl: tuple[PathText, ...] = ()
+    """Data files of the evaluation; unset, there is none."""
+
+    fusion_config: PathText | None = None
+    """A mix of data sets, another one each epoch (a YAML); of the rollout variant. A static plan takes what `app.plan
+    materialise` writes."""
+
+    trainer_variant: Literal["sft", "rollout"] = "sft"
+    """`sft` is Stage-1, from static plans; `rollout` packs while it trains."""
+
+    object_field_order: Literal["desc_first", "geometry_first"] = "desc_first"
+    """Order of what is said of each object of a dense caption."""
+
+    use_summary: bool = False
+    """Answer dense captions with their summary."""
+
+    max_line_bytes: int = MAX_LINE_BYTES
+    """Bytes of a data file's longest line; a longer one is refused before it is read. Encoding a line takes 2 to 8 s a
+    MiB, and up to 370 times its size in memory."""
+
+    max_messages: int = MAX_MESSAGES
+    """Messages of a record; more are refused."""
+
+    rollout_reward: str | None = None
+    """Scores the model's own answers, the best of which the rollout variant trains: one of
+    `core.rl.REWARDS`, or `module:function`. Unset, the data are trained as they are."""
+
+    rollout_completions: int = 4
+    """Answers to each prompt."""
+
+    rollout_keep: int = 1
+    """The best so many answers of a prompt become training samples."""
+
+    rollout_max_new_tokens: int = 64
+    """Tokens of an answer."""
+
+    rollout_temperature: float = 1.0
+    """Temperature of the answers; above 0."""
+
+
+@attrs.frozen(kw_only=True)
+class TrainingConfig:
+    """`training.`: packing, the batch, and the trainer's own settings."""
+
+    output_dir: PathText
+    """Folder of checkpoints, logs and plans."""
+
+    packing: bool = True
+    """`false` trains padded batches through the same trainer; the packing keys may stay."""
+
+    packing_mode: Literal["static", "dynamic"] = "static"
+    """Stage-1 is static, the rollout variant dynamic."""
+
+    packing_algorithm: str = "constant_volume"
+    """How samples are put into packs: one of `core.packers.ALGORITHMS`. `certified` finds the fewest."""
+
+    packing_buffer: int = PACKING_BUFFER
+    """Samples that are packed together; of dynamic packing: another value is refused in static mode."""
+
+    packing_min_fill_ratio: Decimal = Decimal("0.65")
+    """Packs filled below this share of the packing length are dropped; compared as the decimal it is."""
+
+    packing_drop_last: bool = True
+    """Whether packs filled below `packing_min_fill_ratio` are dropped."""
+
+    packing_max_dropped_share: Decimal = Decimal("0.01")
+    """Share of all tokens that may be in dropped packs: where more than one pack is dropped and they have more,
+    planning ends with an error. 1 allows any."""
+
+    packing_allow_single_long: bool = True
+    """Give a sample of the packing length or more a pack of its own; `false` skips it."""
+
+    eval_packing: bool | None = None
+    """Whether evaluation is packed; unset, in Stage-1 and not in the rollout variant. Never without `packing`. The
+    metric is the same either way."""
+
+    packing_wait_timeout_s: float = 7200.0
+    """Seconds in all, for training and evaluation data together, that other ranks wait for rank 0 to measure and plan,
+    and rank 0 for other jobs that write the same folders; 0 means for ever."""
+
+    packing_lengths_from: PathText | None = None
+    """The `output_dir` of another run, whose lengths are taken over where this run has none: a series of compared runs
+    measures once. It is only read, and has to have been measured from the same inputs."""
+
+    packing_length_cache_persist_every: int | None = None
+    """Samples between two flushes of the measured lengths; unset, it adapts to the size of the data set."""
+
+    packing_length_precompute_workers: int = 8
+    """Processes that measure, at most one a core; a short rest is measured in one. 1 measures in the main process."""
+
+    effective_batch_size: int | None = None
+    """Packs of one optimizer step over all ranks (samples, if not packing), which the ranks have to divide; unset, what
+    the next two imply."""
+
+    per_device_train_batch_size: int = 1
+    """Batch of a rank. Packing forces it to 1, with a warning, and keeps the packs of a step by accumulation."""
+
+    gradient_accumulation_steps: int | None = None
+    """Batches of a rank in one optimizer step; unset, 1. Overridden where `effective_batch_size` is set, or packing
+    forces the batch to 1."""
+
+    per_device_eval_batch_size: int = 1
+    """Samples of a padded evaluation batch; packed evaluation forces it to 1."""
+
+    dataloader_drop_last: bool = False
+    """Drop the packs that do not fill all ranks, instead of repeating packs from the front."""
+
+    num_train_epochs: float = 3.0
+    """Epochs; may be fractional."""
+
+    max_steps: int = -1
+    """Optimizer steps in total, if positive; overrides the epochs."""
+
+    loss_reduction: Literal["token", "sample", "sqrt"] = "token"
+    """What weighs the same in a step's loss, over all ranks: every token, every sample, or in between (`sqrt`: a token
+    of a sample of n supervised tokens weighs n ** -0.5)."""
+
+    seed: int = 42
+    """Seed of weights, dropout and the order of packs, which is drawn again each epoch."""
+
+    resume_from_checkpoint: PathText | None = None
+    """A checkpoint's folder, or `last` for the newest whole one of `output_dir`."""
+
+    tuner_type: Literal["full", "lora"] = "full"
+    """Train all weights, or low-rank adapters."""
+
+    lora_rank: int = 8
+    """Rank of the adapters."""
+
+    lora_alpha: int = 32
+    """An adapter's output is scaled by this over its rank."""
+
+    lora_dropout: float = 0.05
+    """Share of an adapter's inputs that are dropped, from 0 to below 1."""
+
+    target_modules: tuple[str, ...] = ("all-linear",)
+    """Modules that get an adapter."""
+
+    freeze_llm: bool = False
+    """Keep the language model's weights."""
+
+    freeze_vit: bool = False
+    """Keep the vision tower's weights."""
+
+    freeze_aligner: bool = False
+    """Keep the weights between the two."""
+
+    trainer: Mapping[str, Any] = attrs.field(factory=dict, converter=_read_only)
+    """Every other key of ms-swift's `Seq2SeqTrainingArguments`, and so of transformers, as it is, checked against its
+    type."""
+
+
+@attrs.frozen(kw_only=True)
+class RunConfig:
+    """One run, as its YAML says."""
+
+    model: ModelConfig
+    template: TemplateConfig
+    custom: CustomConfig
+    training: TrainingConfig
+    policy: PolicyConfig = attrs.field(factory=PolicyConfig)
+    grpo: GrpoConfig = attrs.field(factory=GrpoConfig)
+
+    global_max_length: int | None = None
+    """Tokens; sets `template.max_length` and `model.max_model_len` where these are not given."""
+
+    @property
+    def packing_length(self) -> int:
+        """Tokens a pack may hold: `template.max_length`, else `model.max_model_len`, each else `global_max_length`."""
+        length = self.template.max_length or self.global_max_length or self.model.max_model_len
+        assert length is not None  # noqa: S101  # `faults` refuses a run without one
+        return length
+
+    @property
+    def eval_packing(self) -> bool:
+        """Whether evaluation is packed."""
+        asked = self.training.eval_packing
+        return self.training.packing and (self.custom.trainer_variant == "sft" if asked is None else asked)
+
+
+REFUSED_TRAINING_KEYS = MappingProxyType(
+    {
+        "packing_length": "is derived from template.max_length (else model.max_model_len): set that instead",
+        "packing_avg_samples": "guesses how many samples a pack holds, which a static plan counts: remove it",
+        "group_by_length": "has no meaning for packs, which are already of like length: remove it",
+        "predict_with_generate": "is not supported, since evaluation measures the loss: remove it",
+        "max_epochs": "would end training at another step than planned: use training.num_train_epochs",
+        "auto_find_batch_size": "would change the batch behind the plan: remove it",
+        "remove_unused_columns": "would drop what packs are made of: remove it",
+        "eval_use_evalscope": "is not supported: remove it",
+        "generation_config": "is of answers that an evaluation writes, but it measures the loss: remove it",
+        "generation_max_length": "is of answers that an evaluation writes, but it measures the loss: remove it",
+        "generation_num_beams": "is of answers that an evaluation writes, but it measures the loss: remove it",
+        "parallelism_config": "joins several ranks to one learner, but a plan counts every rank: remove it",
+        "ignore_data_skip": "would train packs of the epoch again after a resume: remove it; to start again from a "
+        "checkpoint's weights, set model.model to it",
+        "average_tokens_across_devices": "is always on, so that the loss is the mean over all tokens: remove it",
+    }
+)
+"""Keys of `training.` -> why they are refused, and what to do."""
+
+
+def faults(config: RunConfig) -> Iterator[Fault]:
+    """Yield everything wrong with a configuration that its types cannot say."""
+    yield from _number_faults(config)
+    yield from _mode_faults(config)
+    if not (config.template.max_length or config.global_max_length or config.model.max_model_len):
+        yield Fault("template.max_length", "is not set, and it is the budget of a pack: set it to a number of tokens")
+    if not config.custom.train_jsonl and config.custom.fusion_config is None:
+        yield Fault("custom.train_jsonl", "is not set: name the data file, or a list of them")
+    attn_impl = config.model.attn_impl
+    if attn_impl not in BACKENDS and not {"/", "|"} & set(attn_impl):
+        yield Fault("model.attn_impl", f"is {attn_impl}, but has to be one of {', '.join(BACKENDS)}")
+
+
+def _number_faults(config: RunConfig) -> Iterator[Fault]:
+    training = config.training
+    at_least_one = {
+        "custom.max_line_bytes": config.custom.max_line_bytes,
+        "custom.max_messages": config.custom.max_messages,
+        "global_max_length": config.global_max_length,
+        "model.max_model_len": config.model.max_model_len,
+        "template.max_length": config.template.max_length,
+        "template.max_pixels": config.template.max_pixels,
+        "training.packing_buffer": training.packing_buffer,
+        "training.packing_length_cache_persist_every": training.packing_length_cache_persist_every,
+        "training.packing_length_precompute_workers": training.packing_length_precompute_workers,
+        "training.effective_batch_size": training.effective_batch_size,
+        "training.per_device_train_batch_size": training.per_device_train_batch_size,
+        "training.per_device_eval_batch_size": training.per_device_eval_batch_size,
+        "training.gradient_accumulation_steps": training.gradient_accumulation_steps,
+        "training.lora_rank": training.lora_rank,
+        "training.lora_alpha": training.lora_alpha,
+    }
+    for path, value in at_least_one.items():
+        if value is not None and value < 1:
+            yield Fault(path, f"is {value}, but has to be at least 1")
+    yield from _share_faults(training)
+    if not 0 <= training.packing_wait_timeout_s < float("inf"):
+        yield Fault(
+            "training.packing_wait_timeout_s",
+            f"is {training.packing_wait_timeout_s}, but has to be a number of seconds, or 0 to wait for ever",
+        )
+    if training.max_steps < 1 and not 0 < training.num_train_epochs < float("inf"):
+        yield Fault("training.num_train_epochs", f"is {training.num_train_epochs}, but has to be above 0")
+    if training.max_steps == 0 or training.max_steps < -1:
+        yield Fault("training.max_steps", f"is {training.max_steps}, but has to be at least 1, or -1 for no limit")
+    if not 0 <= training.seed < 2**32:
+        yield Fault("training.seed", f"is {training.seed}, but has to be from 0 to 2**32 - 1")
+    if training.packing_algorithm not in ALGORITHMS:
+        yield Fault(
+            "training.packing_algorithm",
+            f"is {training.packing_algorithm!r}, but has to be one of {', '.join(ALGORITHMS)}",
+        )
+
+
+def _share_faults(training: TrainingConfig) -> Iterator[Fault]:
+    for name in ("packing_min_fill_ratio", "packing_max_dropped_share"):
+        share = getattr(training, name)
+        if share.is_nan() or not 0 <= share <= 1:
+            yield Fault(f"training.{name}", f"is {share}, but has to be from 0 to 1")
+    if not 0 <= training.lora_dropout < 1:
+        yield Fault("training.lora_dropout", f"is {training.lora_dropout}, but has to be from 0 to below 1")
+
+
+def _mode_faults(config: RunConfig) -> Iterator[Fault]:
+    training, custom = config.training, config.custom
+    if training.trainer.get("label_smoothing_factor"):
+        yield Fault(
+            "training.label_smoothing_factor", "is averaged over packs by the trainer, not over tokens: remove it"
+        )
+    if training.packing and training.trainer.get("enable_channel_loss"):
+        yield Fault(
+            "training.enable_channel_loss",
+            "logs a loss per channel, but under packing only aggregate metrics are logged: remove it, or set "
+            "training.packing: false",
+        )
+    if training.packing_lengths_from == "":
+        yield Fault("training.packing_lengths_from", "is empty: name the output_dir of another run, or remove it")
+    if custom.trainer_variant == "rollout":
+        yield from _rollout_faults(config)
+        return
+    if custom.rollout_reward is not None:
+        yield Fault("custom.rollout_reward", "is of the rollout variant: set custom.trainer_variant: rollout")
+    if training.packing and training.packing_mode == "dynamic":
+        yield Fault(
+            "training.packing_mode",
+            "dynamic is not for Stage-1: set training.packing_mode: static, or custom.trainer_variant: rollout",
+        )
+    if training.packing and training.packing_mode == "static" and training.packing_buffer != PACKING_BUFFER:
+        yield Fault(
+            "training.packing_buffer", "has no meaning in static mode, which plans the whole data set: remove it"
+        )
+    if custom.fusion_config is not None:
+        yield Fault(
+            "custom.fusion_config",
+            "mixes data sets again each epoch, which a static plan cannot follow: write an epoch's mix to one JSONL "
+            "(python -m app.plan materialise mix.yaml -o mix.jsonl) and name it in custom.train_jsonl",
+        )
+
+
+def _rollout_faults(config: RunConfig) -> Iterator[Fault]:
+    """Yield what is wrong with a run that packs while it trains."""
+    training, custom = config.training, config.custom
+    if training.packing_mode == "static":
+        reason = "is static, which is Stage-1's; the rollout variant packs while it trains: set it to dynamic"
+        yield Fault("training.packing_mode", reason)
+    if not training.packing:
+        yield Fault("training.packing", "is false, but the rollout variant packs: set it to true")
+    if training.max_steps < 1:
+        yield Fault("training.max_steps", "is not set, and packs that come as they fill cannot be counted: set it")
+    if training.resume_from_checkpoint is not None:
+        yield Fault("training.resume_from_checkpoint", "is for static plans: a stream starts again; remove it")
+    if custom.fusion_config is not None and custom.train_jsonl:
+        yield Fault("custom.fusion_config", "and custom.train_jsonl both name the data: remove one")
+    if custom.rollout_reward is not None and training.trainer.get("dataloader_num_workers"):
+        reason = "would answer prompts in processes without the model: set it to 0"
+        yield Fault("training.dataloader_num_workers", reason)
+    yield from _sampling_faults(custom)
+
+
+def _sampling_faults(custom: CustomConfig) -> Iterator[Fault]:
+    for name in ("rollout_completions", "rollout_keep", "rollout_max_new_tokens"):
+        if getattr(custom, name) < 1:
+            yield Fault(f"custom.{name}", f"is {getattr(custom, name)}, but has to be at least 1")
+    if custom.rollout_keep > custom.rollout_completions:
+        yield Fault("custom.rollout_keep", "is more than custom.rollout_completions: lower it")
+    if not 0 < custom.rollout_temperature < float("inf"):
+        yield Fault("custom.rollout_temperature", f"is {custom.rollout_temperature}, but has to be above 0")

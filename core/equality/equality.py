@@ -1,0 +1,178 @@
+"""
+Whether packed training is the same training: which packs to look at, what may differ, and the verdict.
+
+Rounding differs between a pack and its samples alone, since sums are taken in another order; so numbers are compared
+relative to their scale, with limits that follow the precision. The scale is that of what is added, not of what is left
+of
+it: a loss is a difference of a log-sum-exp and a logit, and gradients of samples cancel. What is a whole number has to
+be equal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Literal
+
+import attrs
+import numpy as np
+
+from core.packs import Packs
+from core.samples import Table, column
+
+Precision = Literal["float32", "float16", "bfloat16"]
+
+CHECKS = MappingProxyType(
+    {
+        "positions": "position ids, row by row, that differ from those of the samples alone",
+        "labels": "targets of the loss that differ from those of the samples alone",
+        "logits": "largest difference of a logit, over the largest logit",
+        "sample loss": "difference of a sample's mean loss, "
+        "over that loss, or over a tenth of the logits where that is more",
+        "step loss": "difference of the pack's loss as training computes it, over what a sample's is compared with",
+        "gradients": "norm of the gradients' difference, over the sum of the norms of each sample's own",
+        "isolation": "largest move of a logit when another sample changes, over the largest logit",
+        "probe": "largest move of a changed sample's own logits, "
+        "over the largest logit: what shows that the probe sees",
+    }
+)
+"""What is compared -> the number that is reported."""
+
+# A leak was measured to move logits by their own scale; rounding, by the precision times some hundred.
+_LIMITS: Mapping[str, Mapping[Precision, float]] = MappingProxyType(
+    {
+        "positions": {"float32": 0, "float16": 0, "bfloat16": 0},
+        "labels": {"float32": 0, "float16": 0, "bfloat16": 0},
+        "logits": {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2},
+        "sample loss": {"float32": 1e-5, "float16": 5e-3, "bfloat16": 2e-2},
+        "step loss": {"float32": 1e-5, "float16": 5e-3, "bfloat16": 2e-2},
+        "gradients": {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1},
+        "isolation": {"float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3},
+    }
+)
+
+_LOSS_SHARE = 0.1
+"""A loss below this share of what it is a difference of is compared with that share: rounding is of the logits'
+size."""
+
+PROBE_FACTOR = 100
+"""A changed sample's own logits have to move so many times the limit of what others may move."""
+
+
+@attrs.frozen
+class Finding:
+    """One number that was compared."""
+
+    check: str
+    """A key of `CHECKS`."""
+
+    value: float
+
+    pack: int
+    """Position in the plan."""
+
+    sample: int | None = None
+    """Index of the sample, where it is of one."""
+
+    detail: str = ""
+    """Where in it."""
+
+
+@attrs.frozen
+class Verdict:
+    """The worst finding of a check, and whether it is within the limit."""
+
+    check: str
+    worst: Finding
+    limit: float
+    passed: bool
+
+
+def loss_difference(found: float, expected: float, *, terms: float) -> float:
+    """
+    Return how far a mean loss is from the expected one, on the scale that rounding of logits allows.
+
+    Args:
+        found: Of the pack.
+
+        expected: Of the samples alone, >= 0.
+
+        terms: Mean size of what a token's loss is the difference of: its log-sum-exp, and the target's logit, absolute;
+            not below *expected*.
+
+    >>> loss_difference(2.5, 2.0, terms=4.0), loss_difference(0.5, 0.0, terms=20.0), loss_difference(0.0, 0.0, terms=0.0)
+    (0.25, 0.25, 0.0)
+    """
+    if found == expected:
+        return 0.0
+    scale = max(expected, _LOSS_SHARE * terms)
+    return abs(found - expected) / scale if scale else math.inf
+
+
+def judge(findings: Iterable[Finding], *, precision: Precision) -> tuple[Verdict, ...]:
+    """
+    Return the verdict on each check that has a finding, in the order of `CHECKS`.
+
+    >>> judge([Finding("logits", 3e-6, 0, 1), Finding("logits", 2.0, 0, 4)], precision="float32")[0].worst.sample
+    4
+    """
+    found: dict[str, list[Finding]] = {}
+    for finding in findings:
+        found.setdefault(finding.check, []).append(finding)
+    verdicts = []
+    for check in CHECKS:
+        if check not in found:
+            continue
+        # What is not a number is worse than any number.
+        if check == "probe":
+            limit = PROBE_FACTOR * _LIMITS["isolation"][precision]
+            worst = min(found[check], key=lambda finding: (finding.value >= 0, finding.value))
+            passed = worst.value >= limit
+        else:
+            limit = _LIMITS[check][precision]
+            worst = max(found[check], key=lambda finding: (not finding.value >= 0, finding.value))
+            passed = worst.value <= limit
+        verdicts.append(Verdict(check, worst, limit, passed))
+    return tuple(verdicts)
+
+
+def kind(images: Sequence[int]) -> str:
+    """
+    Name a pack by what its samples hold: `text`, `image`, `several images`, or `mixed`.
+
+    Args:
+        images: Number of images of each sample.
+    """
+    kinds = {min(number, 2) for number in images}
+    if len(kinds) > 1 and 0 in kinds:
+        return "mixed"
+    return {0: "text", 1: "image", 2: "several images"}[max(kinds)]
+
+
+def choose_packs(packs: Packs, table: Table, *, count: int) -> list[int]:
+    """
+    Return positions of up to *count* packs of several samples to look at, in their order.
+
+    First, of each kind, the pack of the most samples; then packs spread over the plan.
+
+    Args:
+        packs: Of the plan.
+
+        table: Measurements of all samples.
+
+        count: >= 1.
+    """
+    sizes = packs.sizes()
+    several = np.flatnonzero(sizes > 1)
+    images = np.minimum(column(table, "images").astype(np.int64), 2)
+    if not several.size:
+        return []
+    # What a pack's samples hold, as bits: 1 text, 2 an image, 4 several.
+    held = np.bitwise_or.reduceat(1 << images[packs.indices], packs.offsets[:-1])[several]
+    mixed = (held > 1) & (held % 2 == 1)
+    kinds = np.where(mixed, 3, np.where(held >= 4, 2, np.where(held >= 2, 1, 0)))
+    chosen = [int(several[kinds == one][np.argmax(sizes[several][kinds == one])]) for one in np.unique(kinds)[::-1]]
+    spread = several[np.linspace(0, several.size - 1, num=min(several.size, 2 * count)).astype(int)].tolist()
+    chosen += [position for position in spread if position not in chosen]
+    return sorted(chosen[:count])

@@ -1,0 +1,32 @@
+"""Looking at plans: figures, invariants, differences, alternatives, and where a sample is trained."""
+
+from __future__ import annotations
+
+from core.inspection.diff import PlanDifference, figure_differences, plan_difference
+from core.inspection.invariants import plan_faults
+from core.inspection.lookup import place_of, turns_of
+from core.inspection.review import MIN_PACKS, LowFill, longest_pack, low_fill
+from core.inspection.summary import CourseSummary, PlanSummary, fills, summarise, summarise_course, works_per_step
+from core.inspection.whatif import Alternative, best_of, what_if
+
+__all__ = [
+    "MIN_PACKS",
+    "Alternative",
+    "CourseSummary",
+    "LowFill",
+    "PlanDifference",
+    "PlanSummary",
+    "best_of",
+    "figure_differences",
+    "fills",
+    "longest_pack",
+    "low_fill",
+    "place_of",
+    "plan_difference",
+    "plan_faults",
+    "summarise",
+    "summarise_course",
+    "turns_of",
+    "what_if",
+    "works_per_step",
+]

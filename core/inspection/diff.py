@@ -1,0 +1,88 @@
+"""In what two plans differ: which samples moved, and which figures changed."""
+
+from __future__ import annotations
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from core.errors import Difference
+from core.lengths import IntArray, Lengths, as_lengths
+from core.packs import Packs
+from core.plan import RawPlan
+
+
+@attrs.frozen(eq=False)
+class PlanDifference:
+    """Samples that two plans treat otherwise, by their place in the data; arrays of sample indices, ascending."""
+
+    moved: IntArray
+    """In a pack of both plans, but with other samples."""
+
+    lost: IntArray
+    """In a pack of the first plan alone."""
+
+    gained: IntArray
+    """In a pack of the second plan alone."""
+
+    resized: IntArray
+    """Samples that both data sets have, but with another length."""
+
+
+def plan_difference(first: RawPlan, second: RawPlan, first_lengths: Lengths, second_lengths: Lengths) -> PlanDifference:
+    """
+    Compare two plans sample by sample.
+
+    Args:
+        first: A plan.
+
+        second: Another one, perhaps of more or fewer samples.
+
+        first_lengths: Tokens of each sample of the first plan, >= 1.
+
+        second_lengths: Of the second.
+
+    >>> from core.plan import build_raw_plan
+    >>> a, b = [60, 20, 70], [60, 19, 70]
+    >>> one, other = build_raw_plan(a, packing_length=80), build_raw_plan(b, packing_length=90)
+    >>> difference = plan_difference(one, other, a, b)
+    >>> difference.moved.tolist(), difference.resized.tolist()
+    ([0, 1, 2], [1])
+    """
+    lengths, others = as_lengths(first_lengths), as_lengths(second_lengths)
+    number = max(lengths.size, others.size)
+    before, after = _pack_of(first.packs, number), _pack_of(second.packs, number)
+    both = (before >= 0) & (after >= 0)
+    stayed = _unchanged(first.packs, second.packs, after)
+    common = min(lengths.size, others.size)
+    return PlanDifference(
+        moved=np.flatnonzero(both & ~stayed[before]),
+        lost=np.flatnonzero((before >= 0) & (after < 0)),
+        gained=np.flatnonzero((before < 0) & (after >= 0)),
+        resized=np.flatnonzero(lengths[:common] != others[:common]),
+    )
+
+
+def _pack_of(packs: Packs, num_samples: int) -> IntArray:
+    """Return the pack of each sample, -1 for none; shape (num_samples,)."""
+    pack = np.full(num_samples, -1, dtype=np.int64)
+    pack[packs.indices] = np.repeat(np.arange(len(packs)), packs.sizes())
+    return pack
+
+
+def _unchanged(packs: Packs, others: Packs, other_pack_of: IntArray) -> NDArray[np.bool_]:
+    """Return which packs with a sample in one of the others are one of them, sample by sample; shape (num_packs,)."""
+    theirs = other_pack_of[packs.indices]
+    lowest = np.minimum.reduceat(theirs, packs.offsets[:-1])
+    highest = np.maximum.reduceat(theirs, packs.offsets[:-1])
+    # All samples of a pack in one of the others, which has no more of them.
+    same: NDArray[np.bool_] = (lowest == highest) & (packs.sizes() == others.sizes()[lowest])
+    return same
+
+
+def figure_differences(first: attrs.AttrsInstance, second: attrs.AttrsInstance) -> tuple[Difference, ...]:
+    """Return in which fields two summaries of the same class differ."""
+    pairs = (
+        (field.name, getattr(first, field.name), getattr(second, field.name)) for field in attrs.fields(type(first))
+    )
+    return tuple(Difference(name, one, other) for name, one, other in pairs if one != other)

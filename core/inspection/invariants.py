@@ -1,0 +1,118 @@
+"""Whether a plan keeps its laws: what has to be true of every plan of samples of these lengths, whoever made it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from decimal import Decimal
+
+import numpy as np
+
+from core.errors import agree, counted
+from core.lengths import IntArray, Lengths, as_lengths
+from core.packs import Packs
+from core.plan import RawPlan, min_load
+
+
+def plan_faults(
+    plan: RawPlan, lengths: Lengths, *, packed: bool = True, min_fill_ratio: float | str | Decimal | None = None
+) -> Iterator[str]:
+    """
+    Yield every law that a plan breaks, with the first place where.
+
+    Each sample is in one pack, dropped, or skipped, and only once. Packs are in canonical order and within the budget;
+    a long sample is alone. What the fill filter keeps and drops lies on its sides of the ratio. Counts are those of the
+    packs.
+
+    Args:
+        plan: To be checked.
+
+        lengths: Tokens of each sample, >= 1.
+
+        packed: Whether samples share packs; if not, each is alone, whatever its length.
+
+        min_fill_ratio: Of the fill filter; None if nothing was to be dropped.
+    """
+    array = as_lengths(lengths)
+    everywhere = np.concatenate(
+        [plan.packs.indices, plan.dropped_packs.indices, np.array(plan.skipped_long, dtype=np.int64)]
+    )
+    if array.size != plan.num_samples:
+        yield f"the plan is of {counted(plan.num_samples, 'sample')}, but there are {counted(array.size, 'length')}"
+    if everywhere.size and not 0 <= everywhere.min() <= everywhere.max() < array.size:
+        yield (
+            f"sample {everywhere.max() if everywhere.min() >= 0 else everywhere.min()} is in the plan, but has no "
+            "length"
+        )
+        return
+    times = np.bincount(everywhere, minlength=array.size)
+    if (times != 1).any():
+        sample = int(np.argmax(times != 1))
+        yield (
+            f"{counted(int((times != 1).sum()), 'sample')} {agree(int((times != 1).sum()))} not in the plan exactly "
+            f"once: sample {sample} is {times[sample]} times"
+        )
+    yield from _order_faults(plan.packs, "pack")
+    yield from _order_faults(plan.dropped_packs, "dropped pack")
+    yield from _budget_faults(plan, array, packed=packed)
+    if packed:
+        yield from _filter_faults(plan, array, min_fill_ratio)
+    yield from _count_faults(plan, array)
+
+
+def _order_faults(packs: Packs, what: str) -> Iterator[str]:
+    """Yield what is not in canonical order: samples ascend in a pack, packs by their first sample."""
+    ascending = np.diff(packs.indices) > 0
+    ascending[packs.offsets[1:-1] - 1] = True
+    if not ascending.all():
+        pack = int(np.searchsorted(packs.offsets, np.argmin(ascending), side="right")) - 1
+        yield f"the samples of {what} {pack} do not ascend"
+    firsts = packs.indices[packs.offsets[:-1]]
+    if (np.diff(firsts) <= 0).any():
+        yield f"{what} {int(np.argmax(np.diff(firsts) <= 0)) + 1} starts before the one in front of it"
+
+
+def _budget_faults(plan: RawPlan, lengths: IntArray, *, packed: bool) -> Iterator[str]:
+    is_long = np.flatnonzero(lengths >= plan.packing_length)
+    named = np.sort(np.array([*plan.single_long, *plan.skipped_long], dtype=np.int64))
+    if named.tolist() != is_long.tolist():
+        yield (
+            f"{counted(named.size, 'sample')} {agree(named.size)} named as long, but {is_long.size:,} "
+            f"{agree(is_long.size, 'has', 'have')} {counted(plan.packing_length, 'token')} or more"
+        )
+    for packs, what in ((plan.packs, "pack"), (plan.dropped_packs, "dropped pack")):
+        several, loads = packs.sizes() > 1, packs.loads(lengths)
+        if not packed and several.any():
+            yield f"{what} {int(np.argmax(several))} has several samples, though samples share no packs"
+        over = several & (loads > plan.packing_length)
+        if over.any():
+            pack = int(np.argmax(over))
+            yield f"{what} {pack} holds {loads[pack]:,} tokens, over its budget of {plan.packing_length:,}"
+
+
+def _filter_faults(plan: RawPlan, lengths: IntArray, ratio: float | str | Decimal | None) -> Iterator[str]:
+    least = 0 if ratio is None else min_load(ratio, plan.packing_length)
+    under = plan.packs.loads(lengths) < least
+    if under.any():
+        yield f"pack {int(np.argmax(under))} is filled below {ratio}, but was kept"
+    enough = plan.dropped_packs.loads(lengths) >= least
+    if enough.any():
+        yield f"dropped pack {int(np.argmax(enough))} is not filled below {ratio}, but was dropped"
+
+
+def _count_faults(plan: RawPlan, lengths: IntArray) -> Iterator[str]:
+    """Yield every count of a plan that its packs do not have."""
+    counts = {
+        "num_tokens": lengths.sum(),
+        "planned_tokens": lengths[plan.packs.indices].sum(),
+        "dropped_tokens": lengths[plan.dropped_packs.indices].sum(),
+        "skipped_tokens": lengths[list(plan.skipped_long)].sum(),
+        "long_tokens": lengths[list(plan.single_long)].sum(),
+    }
+    for name, found in counts.items():
+        if int(found) != getattr(plan, name):
+            yield f"{name} is {getattr(plan, name):,}, but the packs give {int(found):,}"
+    if plan.lower_bound > len(plan.packs) + len(plan.dropped_packs):
+        yield (
+            f"lower_bound is {plan.lower_bound:,}, but the plan has "
+            f"{counted(len(plan.packs) + len(plan.dropped_packs), 'pack')}"
+        )

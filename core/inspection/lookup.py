@@ -1,0 +1,76 @@
+"""Where a sample or a pack of a plan ends up: in which pack, on which rank, in which step."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import attrs
+import numpy as np
+
+from core.plan import RawPlan
+from core.schedule import Course
+
+
+@attrs.frozen
+class Place:
+    """Where a sample is."""
+
+    kind: Literal["packed", "long", "dropped", "skipped"]
+    """In a pack with others or alone; alone since it is long; in a pack that the fill filter drops; in none, since it
+    is long."""
+
+    pack: int | None
+    """Position of the pack among the plan's packs, or its dropped ones; None for a skipped sample."""
+
+    mates: tuple[int, ...]
+    """All samples of that pack."""
+
+
+@attrs.frozen
+class Turn:
+    """When a pack is trained."""
+
+    step: int
+    """Optimizer step of the epoch, from 0."""
+
+    rank: int
+
+
+def place_of(plan: RawPlan, sample: int) -> Place:
+    """
+    Return where a sample of a plan is.
+
+    Raises:
+        IndexError: The plan has no such sample.
+
+    >>> from core.plan import build_raw_plan
+    >>> place_of(build_raw_plan([60, 20, 90], packing_length=80), 1).mates
+    (0, 1)
+    """
+    for packs, kind in ((plan.packs, "packed"), (plan.dropped_packs, "dropped")):
+        found = np.flatnonzero(packs.indices == sample)
+        if found.size:
+            pack = int(np.searchsorted(packs.offsets, found[0], side="right")) - 1
+            alone = kind == "packed" and sample in plan.single_long
+            return Place("long" if alone else kind, pack, tuple(packs[pack]))  # type: ignore[arg-type]
+    if sample in plan.skipped_long:
+        return Place("skipped", None, ())
+    message = f"the plan has no sample {sample}: it has {plan.num_samples:,}, from 0"
+    raise IndexError(message)
+
+
+def turns_of(course: Course, pack: int, *, epoch: int = 0) -> tuple[Turn, ...]:
+    """
+    Return when a pack is trained in an epoch: not at all, once, or more than once where packs repeat to fill the ranks.
+
+    Args:
+        course: What is trained when.
+
+        pack: Its position in the raw plan.
+
+        epoch: Which epoch, from 0.
+    """
+    batches = course.num_batches(epoch) * course.batch_size * course.world_size
+    places = np.flatnonzero(course.order(epoch)[:batches] == pack)
+    per_step = course.world_size * course.batch_size * course.gradient_accumulation_steps
+    return tuple(Turn(place // per_step, place % course.world_size) for place in places.tolist())

@@ -1,0 +1,247 @@
+"""
+A plan in numbers: what it takes in and leaves out, how full its packs are, and what training over it looks like.
+
+The commands show these values, and a script gets the same ones from a plain list of lengths:
+
+    plan = build_raw_plan(lengths, packing_length=8192)
+    summarise(plan, lengths)
+    summarise_course(plan, lengths, Course.of(aligned, …))
+"""
+
+from __future__ import annotations
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from core.inspection.review import longest_pack
+from core.lengths import IntArray, Lengths, as_lengths
+from core.metrics import padded_positions
+from core.patterns.certificate import BoundKind
+from core.plan import RawPlan
+from core.schedule import Course, EpochLedger, PackFacts
+
+
+@attrs.frozen
+class PlanSummary:
+    """A raw plan, whatever the world size."""
+
+    packing_length: int
+    """Tokens a pack of several samples may hold."""
+
+    num_packs: int
+
+    lower_bound: int
+    """No plan of the same samples has fewer packs, those of the fill filter included."""
+
+    bound_kind: BoundKind
+    """How the bound was found."""
+
+    gap: float | None
+    """Packs beyond the bound, over the bound; the packs that the fill filter drops count. None without packing."""
+
+    num_samples: int
+    """Samples of the data set: those planned, dropped and skipped together."""
+
+    planned_samples: int
+
+    long_samples: int
+    """Samples of the packing length or more, each a pack of its own; part of the planned ones."""
+
+    skipped_samples: int
+    """Samples of the packing length or more that are in no pack."""
+
+    dropped_samples: int
+    """Samples in packs that the fill filter drops."""
+
+    num_tokens: int
+    planned_tokens: int
+    long_tokens: int
+    skipped_tokens: int
+    dropped_tokens: int
+
+    dropped_packs: int
+    """Packs filled below the ratio."""
+
+    longest_pack: int
+    """Tokens of the longest pack; above the packing length it is a long sample."""
+
+    oversized_packs: int
+    """Packs of more than 1.1 times the packing length, each a long sample."""
+
+    sample_coverage: float
+    """Planned samples over all."""
+
+    token_coverage: float
+    """Planned tokens over all."""
+
+    samples_per_pack: float
+    """Mean number of samples in a pack."""
+
+    fill_mean: float | None
+    """Mean share of its budget that a pack fills, a long pack counting as full; None without packing."""
+
+    fill_p5: float | None
+    """The fill that 95 % of the packs reach."""
+
+    fill_worst: float | None
+
+    padding_saved: float | None
+    """
+    Estimated share of positions that packing saves: beside padded batches of as many samples as a pack has on average,
+    drawn at random, each padded to its longest. None without packing.
+    """
+
+
+@attrs.frozen
+class CourseSummary:
+    """An epoch over a plan, and the run, at one world size; of an evaluation, a step is a forward pass of each rank."""
+
+    world_size: int
+
+    packs_per_rank: int
+    """Packs that each rank takes in an epoch."""
+
+    repeated_packs: int
+    """Packs repeated from the front, to fill the ranks."""
+
+    unaligned_packs: int
+    """Packs at the end that every epoch drops, since they do not fill the ranks."""
+
+    batches_per_rank: int
+    """Batches of a rank in an epoch; as many as packs, where a batch is one pack."""
+
+    gradient_accumulation_steps: int
+    """Batches of a rank in one optimizer step."""
+
+    effective_batch_size: int
+    """Packs (samples, if not packing) of one optimizer step, all ranks together."""
+
+    steps_per_epoch: int
+    total_steps: int
+
+    last_step_batches: int
+    """Batches of a rank in an epoch's last step; fewer than `gradient_accumulation_steps` where its window is
+    ragged."""
+
+    work_per_step: float
+    """Attention work of a step, all ranks together: the sum of the squares of the samples' lengths (without packing, of
+    their padded ones); mean over the first epoch."""
+
+    work_imbalance: float
+    """The busiest rank's work over the mean rank's; mean over the steps of the first epoch. 1 is even."""
+
+    worst_work_imbalance: float
+    """The same ratio in the step where it is highest."""
+
+
+def summarise(plan: RawPlan, lengths: Lengths, *, packed: bool = True) -> PlanSummary:
+    """
+    Return a plan in numbers.
+
+    Args:
+        plan: Of samples of these lengths.
+
+        lengths: Tokens of each sample, >= 1.
+
+        packed: Whether samples share packs; if not, each is planned alone.
+
+    >>> from core.plan import build_raw_plan
+    >>> lengths = [60, 20, 50, 30, 40, 40]
+    >>> summarise(build_raw_plan(lengths, packing_length=80), lengths).fill_mean
+    1.0
+    """
+    array = as_lengths(lengths)
+    samples_per_pack = plan.planned_samples / len(plan.packs)
+    longest = longest_pack(plan, array)
+    gap = mean = p5 = worst = saved = None
+    if packed:
+        filled = fills(plan, array)
+        mean, p5, worst = plan.fill, float(np.percentile(filled, 5, method="lower")), float(filled.min())
+        gap = (len(plan.packs) + len(plan.dropped_packs) - plan.lower_bound) / plan.lower_bound
+        batch_size = max(1, round(samples_per_pack))
+        saved = 1 - plan.planned_tokens / padded_positions(array[plan.packs.indices], batch_size=batch_size)
+    return PlanSummary(
+        packing_length=plan.packing_length,
+        num_packs=len(plan.packs),
+        lower_bound=plan.lower_bound,
+        bound_kind=plan.bound_kind,
+        gap=gap,
+        num_samples=plan.num_samples,
+        planned_samples=plan.planned_samples,
+        long_samples=len(plan.single_long),
+        skipped_samples=len(plan.skipped_long),
+        dropped_samples=plan.dropped_samples,
+        num_tokens=plan.num_tokens,
+        planned_tokens=plan.planned_tokens,
+        long_tokens=plan.long_tokens,
+        skipped_tokens=plan.skipped_tokens,
+        dropped_tokens=plan.dropped_tokens,
+        dropped_packs=len(plan.dropped_packs),
+        longest_pack=longest.tokens,
+        oversized_packs=longest.num_oversized,
+        sample_coverage=plan.planned_samples / plan.num_samples,
+        token_coverage=plan.planned_tokens / plan.num_tokens,
+        samples_per_pack=samples_per_pack,
+        fill_mean=mean,
+        fill_p5=p5,
+        fill_worst=worst,
+        padding_saved=saved,
+    )
+
+
+def fills(plan: RawPlan, lengths: IntArray) -> NDArray[np.float64]:
+    """Return the share of its budget that each pack fills, 1 for a pack of a long sample; shape (num_packs,)."""
+    shares: NDArray[np.float64] = np.minimum(plan.packs.loads(lengths) / plan.packing_length, 1)
+    return shares
+
+
+def summarise_course(plan: RawPlan, lengths: Lengths, course: Course, *, packed: bool = True) -> CourseSummary:
+    """
+    Return in numbers what training over a plan looks like.
+
+    Args:
+        plan: Of samples of these lengths.
+
+        lengths: Tokens of each sample, >= 1.
+
+        course: Over the plan's packs, from the beginning.
+
+        packed: Whether samples share packs; if not, they are padded to the longest of their batch.
+    """
+    aligned = course.packs_per_epoch
+    works = works_per_step(plan, as_lengths(lengths), course, packed=packed)
+    imbalances = works.max(axis=1) / works.mean(axis=1)
+    accumulation = course.gradient_accumulation_steps
+    return CourseSummary(
+        world_size=course.world_size,
+        packs_per_rank=aligned // course.world_size,
+        repeated_packs=max(0, aligned - len(plan.packs)),
+        unaligned_packs=max(0, len(plan.packs) - aligned),
+        batches_per_rank=course.batches_per_epoch,
+        gradient_accumulation_steps=accumulation,
+        effective_batch_size=course.world_size * course.batch_size * accumulation,
+        steps_per_epoch=course.steps_per_epoch,
+        total_steps=course.total_steps,
+        last_step_batches=course.batches_per_epoch % accumulation or accumulation,
+        work_per_step=float(works.sum(axis=1).mean()),
+        work_imbalance=float(imbalances.mean()),
+        worst_work_imbalance=float(imbalances.max()),
+    )
+
+
+def works_per_step(plan: RawPlan, lengths: IntArray, course: Course, *, packed: bool = True) -> IntArray:
+    """
+    Return the attention work of each step of the first epoch, on each rank; shape (steps, world_size).
+
+    Args:
+        plan: The raw plan.
+
+        lengths: Tokens of each sample; int64, shape (num_samples,).
+
+        course: Over the plan's packs, from the beginning.
+
+        packed: Whether samples share packs; if not, they are padded to the longest of their batch.
+    """
+    ledger = EpochLedger.of(PackFacts.of(plan, lengths, packed=packed), course, 0)
+    return ledger.works(0, course.steps_per_epoch)

@@ -1,0 +1,9 @@
+"""Rewards of answers, and the advantages of those to one prompt."""
+
+from __future__ import annotations
+
+from core.rl.advantages import group_advantages
+from core.rl.rewards import REWARDS, Reward
+from core.rl.sampling import Sampling
+
+__all__ = ["REWARDS", "Reward", "Sampling", "group_advantages"]

@@ -1,0 +1,42 @@
+"""What is known of a sample: what its record says, what measuring it gave."""
+
+from __future__ import annotations
+
+from core.samples.measurement import (
+    COLUMNS,
+    IMAGE_COLUMNS,
+    ImageFacts,
+    ImageTable,
+    Measured,
+    Measurement,
+    Outcome,
+    Table,
+    column,
+    from_row,
+    from_tables,
+    to_row,
+    to_tables,
+)
+from core.samples.place import Place
+from core.samples.records import MAX_MESSAGES, REFUSED, SUPPORTED, to_messages
+
+__all__ = [
+    "COLUMNS",
+    "IMAGE_COLUMNS",
+    "MAX_MESSAGES",
+    "REFUSED",
+    "SUPPORTED",
+    "ImageFacts",
+    "ImageTable",
+    "Measured",
+    "Measurement",
+    "Outcome",
+    "Place",
+    "Table",
+    "column",
+    "from_row",
+    "from_tables",
+    "to_messages",
+    "to_row",
+    "to_tables",
+]

@@ -1,0 +1,126 @@
+"""What is measured of each sample, kept with the plan, and compared when the sample is fetched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from core.errors import Difference, RecordError
+
+
+@attrs.frozen
+class Measurement:
+    """One sample, as its template encodes it."""
+
+    length: int
+    """Tokens that the forward pass consumes, image tokens included."""
+
+    supervised: int
+    """Tokens that the loss counts: labels other than the ignored one, the first position aside."""
+
+    images: int
+
+    patches: int
+    """Vision patches of all images together, before merging."""
+
+    cut: bool = False
+    """Whether the template truncated it."""
+
+    def differences(self, fetched: Measurement) -> tuple[Difference, ...]:
+        """Return in what the fetched sample differs from this, the planned one."""
+        pairs = zip(attrs.astuple(self), attrs.astuple(fetched), COLUMNS, strict=True)
+        return tuple(Difference(name, planned, found) for planned, found, name in pairs if planned != found)
+
+
+COLUMNS = tuple(field.name for field in attrs.fields(Measurement))
+"""The columns of a table of measurements, in order."""
+
+Table = NDArray[np.int32]
+"""Measurements of many samples: int32 of shape (num_samples, len(COLUMNS))."""
+
+
+def to_row(measurement: Measurement) -> tuple[int, ...]:
+    """Return the measurement as a row of a table."""
+    return tuple(map(int, attrs.astuple(measurement)))
+
+
+def from_row(table: Table, index: int) -> Measurement:
+    """Return sample *index* of a table."""
+    length, supervised, images, patches, cut = table[index].tolist()
+    return Measurement(length, supervised, images, patches, bool(cut))
+
+
+def column(table: Table, name: str) -> NDArray[np.int32]:
+    """Return one column of a table; shape (num_samples,)."""
+    return table[:, COLUMNS.index(name)]
+
+
+@attrs.frozen
+class ImageFacts:
+    """An image file as it was when its sample was measured: enough to see, without decoding, that it is another."""
+
+    num_bytes: int
+
+    width: int
+    """In pixels, as its header says."""
+
+    height: int
+
+    head: int
+    """The first eight bytes of the SHA-256 of its first 64 KiB, as a signed number."""
+
+    def differences(self, current: ImageFacts) -> tuple[Difference, ...]:
+        """Return in what the image as it is now differs from this, the measured one."""
+        pairs = zip(attrs.astuple(self), attrs.astuple(current), IMAGE_COLUMNS, strict=True)
+        return tuple(Difference(name, measured, found) for measured, found, name in pairs if measured != found)
+
+
+IMAGE_COLUMNS = tuple(field.name for field in attrs.fields(ImageFacts))
+"""The columns of a table of images, in order."""
+
+ImageTable = NDArray[np.int64]
+"""Images of many samples, in their order: int64 of shape (num_images, len(IMAGE_COLUMNS))."""
+
+
+@attrs.frozen
+class Measured:
+    """What measuring one sample gives."""
+
+    measurement: Measurement
+
+    images: tuple[ImageFacts, ...] = ()
+
+
+Outcome = Measured | RecordError
+"""Measuring goes on after a record that cannot become a sample, so its error is a value."""
+
+
+def to_tables(measured: Iterable[Measured]) -> tuple[Table, ImageTable]:
+    """Return the measurements of several samples, and their images."""
+    measured = list(measured)
+    rows = np.array([to_row(one.measurement) for one in measured], dtype=np.int32)
+    images = np.array([attrs.astuple(image) for one in measured for image in one.images], dtype=np.int64)
+    return rows.reshape(-1, len(COLUMNS)), images.reshape(-1, len(IMAGE_COLUMNS))
+
+
+def from_tables(table: Table, images: ImageTable, indices: Iterable[int]) -> list[Measured]:
+    """
+    Return what tables say of some samples.
+
+    Args:
+        table: Measurements of all samples; int32, shape (num_samples, num_columns).
+
+        images: What is stored of their images, in the order of the samples; int64, shape (num_images,
+            num_image_columns).
+
+        indices: Samples to read, each from 0.
+    """
+    ends = np.cumsum(column(table, "images"))
+    return [
+        Measured(row, tuple(ImageFacts(*image) for image in images[ends[index] - row.images : ends[index]].tolist()))
+        for index in indices
+        for row in [from_row(table, index)]
+    ]

@@ -1,0 +1,270 @@
+"""
+Records -> chat messages, by pure rules.
+
+A record is either one of ms-swift's (`messages`, `images`, …) or a dense caption (`images`, `objects` with a `desc`
+and a `bbox_2d` or `poly`, `width`, `height`, optionally `summary`), which is turned into messages here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, Literal, NoReturn
+
+from core.errors import counted
+
+IMAGE_TAG = "<image>"
+
+MAX_MESSAGES = 4096
+"""Messages of a record, unless `custom.max_messages` says otherwise."""
+
+DENSE_PROMPT = "List every object in the image, each with its description and its place in pixels."
+
+SUMMARY_PROMPT = "Summarise the image in one sentence."
+
+FieldOrder = Literal["desc_first", "geometry_first"]
+
+SUPPORTED = ("messages", "images", "objects", "channel", "system")
+"""Columns of ms-swift's that a record may have; dense captions have some of their own."""
+
+_NO_MEDIA = "Packplan trains on text and images: leave such records out"
+_NO_PAIRS = "pairs and contrasts are no packing task: leave them out"
+_NO_TASK = "ms-swift reads it for another task than training on answers: remove it, or give it another name"
+_AS_MESSAGES = "write it into 'messages', each an object with a role and a content, or remove it"
+_AS_CONTENT = "write it into the 'content' of the answer, between the tags that the model thinks in, or remove it"
+
+REFUSED = {
+    **dict.fromkeys(("videos", "audios", "video", "audio", "ref_audios", "audio_codes", "omnijev_video"), _NO_MEDIA),
+    **dict.fromkeys(
+        (
+            f"{side}_{what}"
+            for side in ("rejected", "positive", "negative")
+            for what in ("messages", "images", "videos", "audios", "tools", "objects")
+        ),
+        _NO_PAIRS,
+    ),
+    **dict.fromkeys(("rejected_response", "margin", "teacher_prompt", "teacher_images"), _NO_PAIRS),
+    **dict.fromkeys(
+        ("label", "questions", "kinds", "options", "target_probs", "state", "question_ids", "criteria"), _NO_TASK
+    ),
+    **dict.fromkeys(("omnijev_column_keys", "extra_kwargs", "mm_processor_kwargs", "add_eos"), _NO_TASK),
+    **dict.fromkeys(("query", "response", "history", "conversation", "conversations"), _AS_MESSAGES),
+    **dict.fromkeys(("reasoning_content", "reasoning", "thinking", "thinking_content"), _AS_CONTENT),
+    **dict.fromkeys(("tools", "functions"), "write the tools into the system message"),
+    "loss_scale": "an answer is trained, or is not with 'loss': false in its message: remove it",
+    "chat_template_kwargs": "a template is set for all records, in the section 'template': remove it",
+    "image": "call it 'images' and write a list",
+    "system_prompt": "call it 'system'",
+}
+"""
+Keys of a record -> what to do about them: what ms-swift, or another program that reads such data, gives a meaning which
+packing here does not. All other keys are ignored.
+"""
+
+_READ_OF_MESSAGES = ("role", "content", "loss", "loss_scale")
+
+_NOTES_IN_MESSAGES = ("id", "index", "source", "model", "language", "timestamp")
+"""Keys of a message that tell a model nothing, and are left out."""
+
+_KNOWN_IN_MESSAGES = {*_READ_OF_MESSAGES, *_NOTES_IN_MESSAGES}
+
+_REFUSED_IN_MESSAGES = {
+    **dict.fromkeys(
+        ("reasoning_content", "reasoning", "reasoning_details", "thinking", "thinking_content"),
+        "write it into 'content', between the tags that the model thinks in, or remove it",
+    ),
+    "tool_calls": "write the calls into 'content', as the model writes them",
+    "function_call": "write the call into 'content', as the model writes it",
+    "images": f"write the images into the record's 'images', and {IMAGE_TAG} into 'content', or remove it",
+    "weight": "write 'loss': false where a message is not to be trained, or remove it",
+}
+"""What to do about keys of a message that would be ignored; about others, see `_OTHERWISE`."""
+
+_OTHERWISE = "write what it says into 'content', or remove it"
+
+_SCHEME = re.compile(r"(?P<name>[A-Za-z][A-Za-z0-9+.-]+)://")
+
+_BASE64_IMAGE = re.compile(r"(?:/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk[0-3])[A-Za-z0-9+/_\s-]{60,}={0,2}\Z")
+"""A JPEG, PNG, GIF, WebP or BMP in base64, by the bytes that it starts with; a path has a dot before its extension."""
+
+_LONGEST_PATH = 4096
+"""Characters of a path that Linux opens."""
+
+_GEOMETRY = {"bbox_2d": 4, "poly": 6}
+"""Kind of geometry -> fewest coordinates."""
+
+
+def to_messages(
+    record: object,
+    *,
+    object_field_order: FieldOrder = "desc_first",
+    use_summary: bool = False,
+    max_messages: int = MAX_MESSAGES,
+) -> dict[str, Any]:
+    """
+    Return *record* as ms-swift reads it: `messages`, and `images` and `channel` where it has them.
+
+    Args:
+        record: One JSON value of a data file.
+
+        object_field_order: Whether each object's description or its geometry comes first.
+
+        use_summary: Answer a dense caption with its `summary` instead of its objects.
+
+        max_messages: A record of more messages is refused.
+
+    Raises:
+        ValueError: What is wrong with the record, in words for its author.
+
+    >>> to_messages({"images": ["a.png"], "width": 8, "height": 8,
+    ...              "objects": [{"desc": "red dot", "bbox_2d": [1, 2, 3, 4]}]})["messages"][1]["content"]
+    '[{"desc": "red dot", "bbox_2d": [1, 2, 3, 4]}]'
+    """
+    if not isinstance(record, Mapping):
+        _fail("is not a JSON object: write {…} with 'messages' or 'objects'")
+    _refuse_keys(record)
+    images = _images(record)
+    if "messages" in record:
+        messages = _messages(record["messages"], max_messages)
+    elif "objects" in record:
+        messages = _dense(record, len(images), object_field_order, use_summary=use_summary)
+    else:
+        _fail("has neither 'messages' nor 'objects', so there is nothing to learn from it")
+    if (system := record.get("system")) is not None and not isinstance(system, str):
+        _fail(f"has the 'system' {system!r}, but it has to be a text")
+    if system:
+        if messages[0]["role"] == "system":
+            _fail("has 'system' and a system message: keep one")
+        messages = [{"role": "system", "content": system}, *messages]
+    tags = sum(message["content"].count(IMAGE_TAG) for message in messages)
+    if tags != len(images):
+        _fail(
+            f"has {counted(tags, f'{IMAGE_TAG} tag')} but {counted(len(images), 'image')}: write one tag for each image"
+        )
+    return {
+        "messages": messages,
+        **({"images": images} if images else {}),
+        **({"channel": str(record["channel"])} if record.get("channel") is not None else {}),
+    }
+
+
+def _fail(reason: str) -> NoReturn:
+    raise ValueError(reason)
+
+
+def _is_empty(value: object) -> bool:
+    """Return whether a key holds nothing, as exports write what a record does not have."""
+    return value is None or (isinstance(value, (str, list, Mapping)) and not value)
+
+
+def _refuse_keys(record: Mapping[str, Any]) -> None:
+    """Refuse keys of a record that would be ignored although they mean something; ms-swift reads some in any case."""
+    for name, value in record.items():
+        plain = name.lower()
+        if _is_empty(value):
+            continue
+        if plain in REFUSED:
+            _fail(f"has {name!r}: {REFUSED[plain]}")
+        if plain in SUPPORTED and plain != name:
+            _fail(f"has {name!r}: call it {plain!r}")
+    if "messages" in record and not _is_empty(record.get("objects")):
+        _fail(
+            "has 'messages' and 'objects', which would be ignored: write into the messages what they say, or remove one"
+        )
+
+
+def _images(record: Mapping[str, Any]) -> list[str]:
+    images = record.get("images") or []
+    if isinstance(images, str):
+        images = [images]
+    if not isinstance(images, list) or not all(isinstance(image, str) and image for image in images):
+        _fail("has 'images' that are not a list of paths")
+    for image in images:
+        if remedy := _why_no_path(image):
+            _fail(f"has the image {image[:60]!r}: {remedy}")
+    return list(images)
+
+
+def _why_no_path(image: str) -> str | None:
+    """Return what to do about an image that is no path of a file, or None if it is one."""
+    if image.startswith("data:") or _BASE64_IMAGE.match(image) or len(image) > _LONGEST_PATH:
+        return "the image itself is no path: write it to a file, and name that"
+    scheme = _SCHEME.match(image)
+    if scheme is None:
+        return None
+    if scheme["name"].lower() == "file":
+        return f"write the path alone, without {scheme[0]}"
+    return "only files are read, so that training needs no network: copy it to this machine, and name the file"
+
+
+def _refuse_keys_of_message(message: Mapping[str, Any]) -> None:
+    """Refuse what a message has that would be ignored."""
+    for name, held in message.items():
+        if name not in _KNOWN_IN_MESSAGES and not _is_empty(held):
+            _fail(f"has a message with {name!r}, which would be ignored: {_REFUSED_IN_MESSAGES.get(name, _OTHERWISE)}")
+    for name in ("loss", "loss_scale"):
+        if message.get(name) not in (None, 0, 1):
+            reason = (
+                f"has a message with the {name} {message[name]!r}, which would be ignored: remove it, or write 0 or 1"
+            )
+            _fail(reason)
+
+
+def _messages(value: object, most: int) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not value:
+        _fail("has no message in 'messages'")
+    if len(value) > most:
+        reason = f"has {counted(len(value), 'message')}, but may have {most:,}: split it, or raise custom.max_messages"
+        _fail(reason)
+    messages: list[dict[str, Any]] = []
+    for message in value:
+        if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
+            _fail("has a message that is not an object with a text 'content'")
+        if message.get("role") not in {"system", "user", "assistant"}:
+            _fail(f"has a message with the role {message.get('role')!r}; known are system, user and assistant")
+        _refuse_keys_of_message(message)
+        # `loss` steers which messages ms-swift trains, and passes through.
+        if message["role"] == "system" and messages:
+            _fail("has a system message behind others: a record has one, at its beginning")
+        messages.append({name: message[name] for name in _READ_OF_MESSAGES if name in message})
+    if messages[-1]["role"] != "assistant" or not messages[-1]["content"].strip():
+        _fail("does not end with an assistant message that says something, so there is nothing to learn from it")
+    if messages[-1].get("loss") in (0, False):
+        _fail(
+            "has 'loss': false in its last message, of which ms-swift would train the end alone: leave that message out"
+        )
+    return messages
+
+
+def _dense(record: Mapping[str, Any], num_images: int, order: FieldOrder, *, use_summary: bool) -> list[dict[str, Any]]:
+    if use_summary:
+        if not isinstance(record.get("summary"), str) or not record["summary"].strip():
+            _fail("has no 'summary', which custom.use_summary asks for")
+        prompt, answer = SUMMARY_PROMPT, record["summary"]
+    else:
+        prompt, answer = DENSE_PROMPT, _objects(record["objects"], order)
+    return [
+        {"role": "user", "content": IMAGE_TAG * num_images + prompt},
+        {"role": "assistant", "content": answer},
+    ]
+
+
+def _objects(objects: object, order: FieldOrder) -> str:
+    if not isinstance(objects, list) or not objects:
+        _fail("has no object in 'objects', so there is nothing to learn from it")
+    rows = []
+    for position, item in enumerate(objects):
+        if not isinstance(item, Mapping) or not isinstance(item.get("desc"), str):
+            _fail(f"has no text 'desc' in object {position}")
+        kinds = [kind for kind in _GEOMETRY if kind in item]
+        if len(kinds) != 1:
+            _fail(f"has to have exactly one of {' and '.join(_GEOMETRY)} in object {position}")
+        points = item[kinds[0]]
+        if not isinstance(points, list) or not all(type(point) in {int, float} for point in points):
+            _fail(f"has coordinates that are not numbers in object {position}")
+        if len(points) < _GEOMETRY[kinds[0]] or len(points) % 2 or (kinds[0] == "bbox_2d" and len(points) != 4):
+            _fail(f"has {counted(len(points), 'coordinate')} in the {kinds[0]} of object {position}")
+        fields = [("desc", item["desc"]), (kinds[0], points)]
+        rows.append(dict(fields if order == "desc_first" else reversed(fields)))
+    return json.dumps(rows, ensure_ascii=False)

@@ -1,0 +1,295 @@
+"""
+Which packs training consumes, in which order, epoch after epoch, also after a resume on another number of ranks.
+
+A pack is named by its position in the raw plan. In an order, rank r of W takes the positions r, r + W, r + 2W, …, so
+whatever all ranks have consumed together is a prefix of it. Orders follow from the seed and the epoch alone,
+and never change under one `ORDER_VERSION`, since a resumed run counts on them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Self
+
+import attrs
+import numpy as np
+
+from core.align import AlignedPlan, aligned_positions, aligned_size, batches_of, require_a_batch
+from core.errors import Difference
+from core.lengths import IntArray, positive
+from core.shuffling import shuffled
+
+ORDER_VERSION = 1
+"""Another one whenever a schedule gives a rank other packs in some step than before; a golden order guards it."""
+
+
+@attrs.frozen
+class Stretch:
+    """A part of an epoch that one number of ranks trained."""
+
+    world_size: int
+    dataloader_drop_last: bool
+    pack_offset: int
+    """Packs of this stretch's order that all ranks together have consumed."""
+
+
+@attrs.frozen
+class Progress:
+    """Where training stands between two optimizer steps."""
+
+    step: int = 0
+    """Optimizer steps done."""
+
+    epoch: int = 0
+    """The epoch that the next step belongs to."""
+
+    epoch_step: int = 0
+    """Optimizer steps done in that epoch."""
+
+    stretches: tuple[Stretch, ...] = ()
+    """How that epoch was trained so far; the last stretch is going on."""
+
+
+@attrs.frozen
+class Course:
+    """
+    What is to be trained, from a certain progress on.
+
+    Every whole epoch gives each rank a batch, so that no count of steps is 0: PlanTooShortError if it would not. What an
+    epoch has left after a resume on other ranks may give none: then it takes no further step.
+    """
+
+    num_packs: int
+    """Packs of the raw plan, >= 1."""
+
+    world_size: int
+    """Data-parallel learners, >= 1."""
+
+    dataloader_drop_last: bool
+    """Drop packs, and padded batches, that do not fill all ranks; else packs repeat."""
+
+    gradient_accumulation_steps: int
+    """Batches of a rank in one optimizer step; the last step of an epoch may see fewer."""
+
+    num_train_epochs: float
+    """May be fractional."""
+
+    batch_size: int = 1
+    """Packs of a rank in one forward pass: 1 when packing; without, every pack is one sample."""
+
+    max_steps: int = -1
+    """Optimizer steps in total, if positive; overrides the epochs."""
+
+    seed: int = 0
+    """Seed of the order, from 0."""
+
+    shuffle: bool = True
+    """False takes every epoch in the order of the plan."""
+
+    start: Progress = Progress()
+    """Where training goes on from."""
+
+    @classmethod
+    def of(
+        cls,
+        aligned: AlignedPlan,
+        *,
+        gradient_accumulation_steps: int,
+        num_train_epochs: float,
+        max_steps: int = -1,
+        seed: int = 0,
+        shuffle: bool = True,
+    ) -> Self:
+        """
+        Return the schedule that trains an aligned plan from its beginning.
+
+        Args:
+            aligned: What the ranks consume in an epoch.
+
+            gradient_accumulation_steps: Batches of a rank in one optimizer step, >= 1.
+
+            num_train_epochs: May be fractional.
+
+            max_steps: Optimizer steps in total, if positive; overrides the epochs.
+
+            seed: Seed of the order, from 0.
+
+            shuffle: False takes every epoch in the order of the plan.
+
+        >>> from core.align import align_plan
+        >>> from core.plan import build_raw_plan
+        >>> plan = build_raw_plan([5, 5, 5], packing_length=5)
+        >>> aligned = align_plan(plan, world_size=2, dataloader_drop_last=False)
+        >>> Course.of(aligned, gradient_accumulation_steps=1, num_train_epochs=1, shuffle=False).order(0).tolist()
+        [0, 1, 2, 0]
+        """
+        return cls(
+            num_packs=aligned.num_raw_packs,
+            world_size=aligned.world_size,
+            dataloader_drop_last=aligned.dataloader_drop_last,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            num_train_epochs=num_train_epochs,
+            batch_size=aligned.batch_size,
+            max_steps=max_steps,
+            seed=seed,
+            shuffle=shuffle,
+        )
+
+    def __attrs_post_init__(self) -> None:
+        for name in ("world_size", "gradient_accumulation_steps", "batch_size"):
+            positive(name, getattr(self, name))
+        require_a_batch(
+            self.num_packs, world_size=self.world_size, batch_size=self.batch_size, drop_last=self.dataloader_drop_last
+        )
+
+    @property
+    def packs_per_epoch(self) -> int:
+        """Packs of the aligned plan: what all ranks together take of an epoch, repeated ones included."""
+        return aligned_size(self.num_packs, self.world_size, self.dataloader_drop_last)
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Batches of a rank in an epoch that these ranks train from its beginning, >= 1."""
+        return self.batches_of(self.packs_per_epoch)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of such an epoch, >= 1."""
+        return -(-self.batches_per_epoch // self.gradient_accumulation_steps)
+
+    @property
+    def total_steps(self) -> int:
+        """
+        Optimizer steps at the end of training, those before `start` included.
+
+        Epochs that other ranks trained count as epochs, however many steps they took.
+        """
+        if self.max_steps > 0:
+            return self.max_steps
+        start, per_epoch = self.start, self.steps_per_epoch
+        first_epoch = start.epoch_step + self.num_steps(start.epoch)
+        before = start.step - start.epoch_step
+        if (before, first_epoch) == (start.epoch * per_epoch, per_epoch):
+            # The product of floats before rounding up, as transformers computes it.
+            return math.ceil(self.num_train_epochs * per_epoch)
+        share = self.num_train_epochs - start.epoch
+        if share < 1:
+            return max(start.step, before + math.ceil(share * first_epoch))
+        return before + first_epoch + math.ceil((share - 1) * per_epoch)
+
+    @property
+    def num_epochs(self) -> int:
+        """Epochs at the end of training, the last perhaps in part, those before `start` included."""
+        left = self.total_steps - self.start.step
+        if left <= 0:
+            return self.start.epoch
+        beyond = left - self.num_steps(self.start.epoch)
+        return self.start.epoch + 1 + max(0, -(-beyond // self.steps_per_epoch))
+
+    def order(self, epoch: int) -> IntArray:
+        """Return the packs still to be consumed in *epoch*, those of all ranks; shape (num_consumed,)."""
+        return self._orders(epoch)[-1][self._stretches(epoch)[-1].pack_offset :]
+
+    def consumed(self, epoch: int) -> IntArray:
+        """Return the packs that were consumed in *epoch* before `start`; shape (num_consumed,)."""
+        stretches = self._stretches(epoch)
+        if not any(stretch.pack_offset for stretch in stretches):
+            return np.zeros(0, dtype=np.int64)
+        return np.concatenate([o[: s.pack_offset] for o, s in zip(self._orders(epoch), stretches, strict=True)])
+
+    def batches(self, epoch: int, *, rank: int) -> list[list[int]]:
+        """Return the batches that *rank* has still to consume in *epoch*, each a list of packs."""
+        mine = self.order(epoch)[rank :: self.world_size].tolist()
+        count = self.batches_of(len(mine) * self.world_size)
+        return [mine[number * self.batch_size : (number + 1) * self.batch_size] for number in range(count)]
+
+    def num_batches(self, epoch: int) -> int:
+        """Return how many batches each rank has still to consume in *epoch*."""
+        return self.batches_of(self.order(epoch).size)
+
+    def num_steps(self, epoch: int) -> int:
+        """Return how many optimizer steps *epoch* still takes."""
+        return -(-self.num_batches(epoch) // self.gradient_accumulation_steps)
+
+    def steps_before(self, epoch: int) -> int:
+        """Return how many optimizer steps of *epoch* were done before `start`."""
+        return self.start.epoch_step if epoch == self.start.epoch else 0
+
+    def at(self, step: int) -> Progress:
+        """Return where training stands after *step* optimizer steps, `start.step` or more."""
+        done, epoch = step - self.start.step, self.start.epoch
+        here = self.num_steps(epoch)
+        if done >= here:
+            epochs, done = divmod(done - here, self.steps_per_epoch)
+            epoch += 1 + epochs
+        before = self.steps_before(epoch)
+        if not done and not before:
+            return Progress(step=step, epoch=epoch)
+        *earlier, last = self._stretches(epoch)
+        packs = done * self.gradient_accumulation_steps * self.batch_size * self.world_size
+        now = attrs.evolve(last, pack_offset=last.pack_offset + packs)
+        return Progress(step=step, epoch=epoch, epoch_step=before + done, stretches=(*earlier, now))
+
+    def _stretches(self, epoch: int) -> tuple[Stretch, ...]:
+        """Return the stretches of *epoch* at `start`; these ranks go on with the last one, or begin it."""
+        earlier = self.start.stretches if epoch == self.start.epoch else ()
+        mine = Stretch(self.world_size, self.dataloader_drop_last, 0)
+        if earlier and attrs.evolve(earlier[-1], pack_offset=0) == mine:
+            return earlier
+        return (*earlier, mine)
+
+    def _orders(self, epoch: int) -> list[IntArray]:
+        """Return the order of each stretch of *epoch*."""
+        first, *later = stretches = self._stretches(epoch)
+        orders = [self._whole_order(epoch, first)]
+        for stretch in later:
+            consumed = [order[: before.pack_offset] for order, before in zip(orders, stretches, strict=False)]
+            left = _not_yet(orders[-1], consumed)
+            orders.append(left[aligned_positions(left.size, stretch.world_size, stretch.dataloader_drop_last)])
+        return orders
+
+    def _whole_order(self, epoch: int, stretch: Stretch) -> IntArray:
+        """Return the order of an epoch that the ranks of *stretch* train from its beginning."""
+        positions = aligned_positions(self.num_packs, stretch.world_size, stretch.dataloader_drop_last)
+        return positions[shuffled(positions.size, seed=(self.seed, epoch))] if self.shuffle else positions
+
+    def batches_of(self, num_packs: int) -> int:
+        """Return how many batches a rank forms of its share of so many packs; the last may be smaller, or dropped."""
+        return batches_of(num_packs // self.world_size, batch_size=self.batch_size, drop_last=self.dataloader_drop_last)
+
+
+def _not_yet(order: IntArray, consumed: list[IntArray]) -> IntArray:
+    """Return each pack of *order* that was not consumed, once, where it first occurs."""
+    _, first = np.unique(order, return_index=True)
+    once = order[np.sort(first)]
+    return once[~np.isin(once, np.concatenate(consumed))]
+
+
+@attrs.frozen
+class Bookmark:
+    """What a checkpoint says of the plan, so that a resume can go on where it stopped, or refuse to."""
+
+    plan: str
+    """Checksum of the raw plan."""
+
+    data: str
+    """Digest of the data set."""
+
+    seed: int
+    """Seed of the order of packs."""
+
+    shuffle: bool
+
+    tuner: str
+    """Which weights are trained: `full` or `lora`."""
+
+    order_version: int
+    """The `ORDER_VERSION` that trained."""
+
+    progress: Progress
+
+    def differences(self, now: Bookmark) -> tuple[Difference, ...]:
+        """Return in what the plan to be trained now differs from this, the one that was trained."""
+        names = ("plan", "data", "seed", "shuffle", "tuner", "order_version")
+        pairs = [(name, getattr(self, name), getattr(now, name)) for name in names]
+        return tuple(Difference(name, then, found) for name, then, found in pairs if then != found)

@@ -1,0 +1,215 @@
+"""
+What a course trains, in numbers: fill, tokens, attention work and its balance, coverage.
+
+All of it follows from the plan and the course, for all ranks together; nothing is measured or gathered. It is true of
+what ran because every fetched sample is compared with the plan, and every rank with its batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from core.lengths import IntArray
+from core.plan import RawPlan
+from core.schedule.schedule import Course
+
+
+@attrs.frozen(eq=False)
+class PackFacts:
+    """Numbers of each pack of a raw plan; arrays of shape (num_packs,)."""
+
+    samples: IntArray
+    tokens: IntArray
+    work: IntArray
+    """Attention work: the sum of the squares of the samples' lengths."""
+
+    long: IntArray
+    """Samples of the packing length or more: 1 in a pack of its own, else 0."""
+
+    packing_length: int
+    """Tokens a pack of several samples may hold."""
+
+    all_samples: int
+    """Samples of the data set, those in no pack included."""
+
+    skipped_samples: int
+    """Long samples that are in no pack."""
+
+    packed: bool = True
+    """If not, every pack is one sample, and samples are padded to the longest of their batch."""
+
+    @classmethod
+    def of(cls, plan: RawPlan, lengths: IntArray, *, packed: bool = True) -> PackFacts:
+        """
+        Return the facts of a plan over samples of these *lengths*; tokens, shape (num_samples,).
+
+        Args:
+            plan: The raw plan.
+
+            lengths: Tokens of each sample; int64, shape (num_samples,).
+
+            packed: Whether samples share packs; if not, they are padded to the longest of their batch.
+        """
+        is_long = np.zeros(lengths.size, dtype=np.int64)
+        is_long[list(plan.single_long)] = 1
+        packs = plan.packs
+        return cls(
+            samples=packs.sizes(),
+            tokens=packs.loads(lengths),
+            work=packs.loads(lengths**2),
+            long=packs.loads(is_long),
+            packing_length=plan.packing_length,
+            all_samples=plan.num_samples,
+            skipped_samples=len(plan.skipped_long),
+            packed=packed,
+        )
+
+
+@attrs.frozen(eq=False)
+class Tokens:
+    """What some optimizer steps processed, all ranks together."""
+
+    total: int
+    """Positions that the forward passes computed, padding included."""
+
+    useful: int
+    """Tokens of samples, each sample once an epoch: without padding and without packs that repeat to fill ranks."""
+
+
+@attrs.frozen(eq=False)
+class EpochLedger:
+    """One epoch of a course, step by step; steps count from the first one that this run trains of it."""
+
+    facts: PackFacts
+    world_size: int
+    batch_size: int
+
+    packs_per_step: int
+    """Packs of an optimizer step, all ranks together; the epoch's last step may see fewer."""
+
+    order: IntArray
+    """What this run trains of the epoch; shape (num_consumed,)."""
+
+    first: IntArray
+    """1 where a pack is consumed for the first time in the epoch, of the order's shape."""
+
+    before: IntArray
+    """Different packs that the epoch consumed before this run."""
+
+    @classmethod
+    def of(cls, facts: PackFacts, course: Course, epoch: int) -> EpochLedger:
+        """
+        Open the ledger of *epoch*.
+
+        Args:
+            facts: Numbers of each pack.
+
+            course: What is trained when.
+
+            epoch: Which epoch, from 0.
+        """
+        before = course.consumed(epoch)
+        order = course.order(epoch)
+        order = order[: course.batches_of(order.size) * course.batch_size * course.world_size]
+        _, places = np.unique(np.concatenate([before, order]), return_index=True)
+        first = np.zeros(before.size + order.size, dtype=np.int64)
+        first[places] = 1
+        return cls(
+            facts=facts,
+            world_size=course.world_size,
+            batch_size=course.batch_size,
+            packs_per_step=course.world_size * course.batch_size * course.gradient_accumulation_steps,
+            order=order,
+            first=first[before.size :],
+            before=np.unique(before),
+        )
+
+    def tokens(self, start: int, stop: int) -> Tokens:
+        """Return the tokens of the steps from *start* to before *stop*."""
+        packs, first = self._packs(start, stop)
+        useful = int((self.facts.tokens[packs] * first).sum())
+        return Tokens(int(self._widths(self._rows(packs)).sum()), useful)
+
+    def works(self, start: int, stop: int) -> IntArray:
+        """Return the attention work of each step from *start* to before *stop*, on each rank; shape (steps, world_size)."""
+        packs, _ = self._packs(start, stop)
+        rows = self._rows(packs)
+        works = self.facts.work[rows] if self.facts.packed else self._widths(rows) ** 2
+        per_step = self.packs_per_step // self.world_size
+        total: IntArray = np.add.reduceat(works, np.arange(0, len(rows), per_step), axis=0)
+        return total
+
+    def statistics(self, start: int, stop: int) -> Mapping[str, float]:
+        """
+        Return what the steps from *start* to before *stop*, at least one, look like.
+
+        `fill` (of packs of several samples at most: long samples exceed it), `samples_per_pack`, `long_share` of the
+        samples, `attention_work` of a step over all ranks, `attention_imbalance` (the busiest rank's work over the mean
+        rank's, a mean over steps), and `coverage`: the share of the data set that the epoch has consumed by then.
+        """
+        facts, (packs, _) = self.facts, self._packs(start, stop)
+        works = self.works(start, stop)
+        samples = int(facts.samples[packs].sum())
+        fills = self._fills(packs)
+        return {
+            **({"fill": float(fills.mean())} if fills.size else {}),
+            **({"samples_per_pack": samples / packs.size} if facts.packed else {}),
+            "long_share": int(facts.long[packs].sum()) / samples,
+            "attention_work": float(works.sum(axis=1).mean()),
+            "attention_imbalance": float((works.max(axis=1) / works.mean(axis=1)).mean()),
+            "coverage": self._coverage(stop),
+        }
+
+    def epoch_statistics(self, stop: int) -> Mapping[str, float]:
+        """
+        Return what the whole epoch looks like up to before step *stop*: of each pack once, those before this run included.
+
+        At least one pack has to be consumed.
+        """
+        facts, packs = self.facts, self._different(stop)
+        fills = self._fills(packs)
+        spread = {"mean": fills.mean(), "min": fills.min(), "p5": np.percentile(fills, 5)} if fills.size else {}
+        num_long = int(facts.long[packs].sum())
+        return {
+            **{f"epoch_fill_{name}": float(value) for name, value in spread.items()},
+            "epoch_long_share": num_long / int(facts.samples[packs].sum()),
+            "epoch_long_samples": num_long,
+            "epoch_long_pack_share": num_long / packs.size,
+            "epoch_skipped_share": facts.skipped_samples / facts.all_samples,
+            "epoch_skipped_samples": facts.skipped_samples,
+            "epoch_coverage": self._coverage(stop),
+        }
+
+    def _packs(self, start: int, stop: int) -> tuple[IntArray, IntArray]:
+        chosen = slice(start * self.packs_per_step, stop * self.packs_per_step)
+        return self.order[chosen], self.first[chosen]
+
+    def _rows(self, packs: IntArray) -> IntArray:
+        """Return packs in the order of whole steps as one row for each that a rank takes; shape (rows, world_size)."""
+        return packs.reshape(-1, self.world_size)
+
+    def _widths(self, rows: IntArray) -> IntArray:
+        """Return the positions that each pack of some rows takes in its batch, of the rows' shape."""
+        tokens = self.facts.tokens[rows]
+        if self.facts.packed:
+            return tokens
+        batches = np.arange(0, len(rows), self.batch_size)
+        widest = np.maximum.reduceat(tokens, batches, axis=0)
+        return np.repeat(widest, np.diff([*batches, len(rows)]), axis=0)
+
+    def _fills(self, packs: IntArray) -> NDArray[np.float64]:
+        """Return the fill of those packs that hold no long sample; of no pack where samples are padded."""
+        short = packs[self.facts.long[packs] == 0] if self.facts.packed else packs[:0]
+        return np.divide(self.facts.tokens[short], self.facts.packing_length)
+
+    def _different(self, stop: int) -> IntArray:
+        """Return the packs that the epoch has consumed before step *stop*, each once."""
+        packs, first = self._packs(0, stop)
+        return np.concatenate([self.before, packs[first > 0]])
+
+    def _coverage(self, stop: int) -> float:
+        return int(self.facts.samples[self._different(stop)].sum()) / self.facts.all_samples

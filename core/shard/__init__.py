@@ -1,0 +1,8 @@
+"""RL batches cut into microbatches for data-parallel workers, and what that costs."""
+
+from __future__ import annotations
+
+from core.shard.metrics import chunk_metrics, pooled
+from core.shard.modes import Mode, ShardChunk, Sharding, shard_dynamic, shard_packed, shard_plain
+
+__all__ = ["Mode", "ShardChunk", "Sharding", "chunk_metrics", "pooled", "shard_dynamic", "shard_packed", "shard_plain"]

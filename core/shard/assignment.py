@@ -1,0 +1,165 @@
+"""
+Items -> microbatches of workers: by attention work under a budget, or whole packs in turn.
+
+Labels say where each item goes: worker r has the microbatches from `r * per_shard` on.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from heapq import heappop, heappush, heapreplace
+
+import numpy as np
+
+from core.lengths import IntArray
+from core.packers import pack
+from core.packs import Packs
+
+MAX_CERTIFIED = 1024
+"""Sequences of a chunk up to which the certified packer is asked; beyond, its linear programs take seconds."""
+
+
+def round_up(number: int, multiple: int) -> int:
+    """Return the least multiple of *multiple* that is not below *number*."""
+    return -(-number // multiple) * multiple
+
+
+def fewer_rounds(packs: Packs, costs: IntArray, *, capacity: int, rounds_of: int) -> Packs:
+    """
+    Return the certified packs instead, where they save a whole round of microbatches.
+
+    Args:
+        packs: Microbatches of one algorithm.
+
+        costs: Positions of each sequence; shape (num_sequences,).
+
+        capacity: Positions of a microbatch.
+
+        rounds_of: Microbatches that all workers compute at the same time.
+    """
+    least = round_up(-(-int(costs.sum()) // capacity), rounds_of)
+    if costs.size > MAX_CERTIFIED or least >= round_up(len(packs), rounds_of):
+        return packs
+    fewer = pack(costs, capacity=capacity, algorithm="certified")
+    return fewer if round_up(len(fewer), rounds_of) < round_up(len(packs), rounds_of) else packs
+
+
+def with_filler(packs: Packs, num_items: int) -> Packs:
+    """Return the packs, and one of each item beyond the sequences."""
+    ends = np.arange(packs.num_samples, num_items) + 1
+    return Packs(np.concatenate([packs.offsets, ends]), np.concatenate([packs.indices, ends - 1]))
+
+
+def balanced(costs: IntArray, shards: int, per_shard: int, capacity: int) -> IntArray | None:
+    """
+    Assign items, the longest first, each to the worker with the least work that has room; None if one fits nowhere.
+
+    Args:
+        costs: Positions of each item; at least `shards * per_shard`.
+
+        shards: Workers.
+
+        per_shard: Microbatches of each.
+
+        capacity: Positions of a microbatch.
+    """
+    sizes = costs.tolist()
+    held: list[list[int]] = [[] for _ in range(shards)]
+    labels = [0] * len(sizes)
+    # Room and place of each microbatch of a worker in one number, ascending: the first with room is the fullest.
+    rooms = [[capacity * per_shard + place for place in range(per_shard)] for _ in range(shards)]
+    needed, left = shards * per_shard, len(sizes)
+    heap = list(range(shards))  # work and worker in one number
+    for item in np.argsort(-costs, kind="stable").tolist():
+        size = sizes[item]
+        wanted = size * per_shard
+        passed = []
+        while heap:
+            shard = heap[0] % shards
+            free = rooms[shard]
+            # The last items are for workers whose microbatches outnumber what they hold: none stays empty.
+            if free[-1] >= wanted and (left > needed or len(held[shard]) < per_shard):
+                break
+            passed.append(heappop(heap))
+        else:
+            return None
+        # The first ones have a microbatch each, so that none stays empty; then the fullest that has room.
+        room = free.pop() if len(held[shard]) < per_shard else free.pop(bisect_left(free, wanted))
+        insort(free, room - wanted)
+        labels[item] = room % per_shard
+        needed -= len(held[shard]) < per_shard
+        left -= 1
+        held[shard].append(item)
+        heapreplace(heap, heap[0] + size * size * shards)
+        for key in passed:
+            heappush(heap, key)
+    for shard, items in enumerate(held):
+        places = _level([sizes[item] for item in items], per_shard, capacity)
+        for number, item in enumerate(items):
+            labels[item] = shard * per_shard + (places[number] if places else labels[item])
+    return np.array(labels)
+
+
+def _level(sizes: list[int], num: int, capacity: int) -> list[int] | None:
+    """Return a microbatch for each size, largest first, of about as many positions each; None if one is too full."""
+    heap = list(range(num))  # load and place in one number
+    places = []
+    for size in sizes:
+        places.append(heap[0] % num)
+        heapreplace(heap, heap[0] + size * num)
+    return places if max(heap) // num <= capacity else None
+
+
+def assign_packs(packs: Packs, costs: IntArray, shards: int, *, balance: bool) -> IntArray:
+    """
+    Assign whole packs, the same number to each worker: in turn, or by falling work to the one with the least.
+
+    Args:
+        packs: Microbatches, a multiple of *shards*.
+
+        costs: Positions of each item; shape (num_items,).
+
+        shards: Workers.
+
+        balance: Assign by falling work, else in turn.
+    """
+    per_shard = len(packs) // shards
+    place = np.arange(len(packs))
+    labels = place % shards * per_shard + place // shards
+    if balance:
+        works = packs.loads(costs**2)
+        heap, held = list(range(shards)), [0] * shards
+        for pack_ in np.argsort(-works, kind="stable").tolist():
+            shard = heap[0] % shards
+            labels[pack_] = shard * per_shard + held[shard]
+            held[shard] += 1
+            if held[shard] < per_shard:
+                heapreplace(heap, heap[0] + int(works[pack_]) * shards)
+            else:
+                heappop(heap)
+    of_items = np.empty(packs.num_samples, dtype=np.int64)
+    of_items[packs.indices] = np.repeat(labels, packs.sizes())
+    return of_items
+
+
+def rotate_to_least_loaded(
+    labels: IntArray, costs: IntArray, done: IntArray, per_shard: int
+) -> tuple[IntArray, IntArray]:
+    """
+    Give most work of this chunk to the worker that did least in those before; return labels, and the work done now.
+
+    Args:
+        labels: Microbatch of each item, worker by worker; shape (num_items,).
+
+        costs: Positions of each item; shape (num_items,).
+
+        done: Work of each worker in the chunks before; shape (num_workers,).
+
+        per_shard: Microbatches of each worker.
+    """
+    works = np.bincount(labels // per_shard, weights=costs.astype(np.float64) ** 2).astype(np.int64)
+    to = np.empty(done.size, dtype=np.int64)
+    to[np.argsort(-works, kind="stable")] = np.argsort(done, kind="stable")
+    done = done.copy()
+    done[to] += works
+    return to[labels // per_shard] * per_shard + labels % per_shard, done

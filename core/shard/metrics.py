@@ -1,0 +1,127 @@
+"""
+What sharding an RL batch costs: use of the budget, padding, and how evenly the workers work; per chunk
+and pooled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import attrs
+import numpy as np
+
+from core.lengths import IntArray
+from core.metrics import PackingMetrics, aggregate, metrics_of_loads
+from core.shard.modes import Sharding
+
+
+@attrs.frozen(eq=False)
+class ShardMetrics:
+    """What the microbatches of one chunk, or of several together, cost."""
+
+    packing: PackingMetrics
+    """How full the microbatches of all workers together are; the bound is that of the tokens alone."""
+
+    num_filler: int
+    """Sequences that are computed with weight 0."""
+
+    computed_tokens: int
+    """Positions that the microbatches compute, padding and filler included."""
+
+    padded_tokens: int
+    """Positions if every sequence were padded to the longest of its chunk."""
+
+    works: IntArray
+    """Attention work of each worker in each microbatch; shape (num_shards, microbatches of a worker)."""
+
+    chunks: tuple[IntArray, ...]
+    """The works again, chunk by chunk."""
+
+    @property
+    def useful_share(self) -> float:
+        """Tokens of sequences over positions computed."""
+        return self.packing.num_tokens / self.computed_tokens
+
+    @property
+    def computed_share(self) -> float:
+        """Positions computed over those of padding every sequence to the longest of its chunk."""
+        return self.computed_tokens / self.padded_tokens
+
+    @property
+    def step_imbalance(self) -> tuple[float, ...]:
+        """The busiest worker's work over the workers' mean, for each microbatch in turn; 1 is even."""
+        return tuple((self.works.max(axis=0) / self.works.mean(axis=0)).tolist())
+
+    @property
+    def work_imbalance(self) -> float:
+        """
+        The busiest worker's work over the mean, of whole chunks: workers wait for each other at their
+        ends; 1 is even.
+        """
+        busiest = sum(int(works.sum(axis=1).max()) for works in self.chunks)
+        return busiest / (int(self.works.sum()) / len(self.works))
+
+    def logs(self) -> Mapping[str, float]:
+        """Return the figures by their names in a log."""
+        return {
+            "utilisation": self.packing.utilisation,
+            "waste_ratio": self.packing.waste_ratio,
+            "balance": self.packing.balance,
+            "efficiency": self.packing.efficiency,
+            "useful_share": self.useful_share,
+            "computed_share": self.computed_share,
+            "work_imbalance": self.work_imbalance,
+            "step_imbalance": float(np.mean(self.step_imbalance)),
+            "microbatches": float(self.works.shape[1]),
+            "filler": float(self.num_filler),
+            "computed_tokens": float(self.computed_tokens),
+        }
+
+
+def chunk_metrics(sharding: Sharding) -> tuple[ShardMetrics, ...]:
+    """
+    Measure each chunk of a batch.
+
+    >>> from core.shard import shard_packed
+    >>> sharding = shard_packed([3, 5, 4, 4], shards=2, batch_size=2, max_tokens_per_microbatch=5)
+    >>> [(chunk.packing.utilisation, chunk.work_imbalance) for chunk in chunk_metrics(sharding)]
+    [(0.8, 1.4705882352941178), (0.8, 1.0)]
+    """
+    slots = sharding.slots
+    real = np.add.reduceat(sharding.lengths[slots.indices] * sharding.weights, slots.offsets[:-1])
+    sequences = np.add.reduceat(sharding.weights, slots.offsets[:-1])
+    filler = slots.sizes() - sequences
+    longest = np.maximum.reduceat(sharding.lengths[slots.indices], slots.offsets[:-1])
+    ends = np.cumsum(sharding.num_microbatches)
+    measured = []
+    for end, num in zip(ends.tolist(), sharding.num_microbatches, strict=True):
+        loads, fillers, positions, works = (
+            sharding.by_worker(values)[:, end - num : end]
+            for values in (real, filler, sharding.positions, sharding.works)
+        )
+        measured.append(
+            ShardMetrics(
+                packing=metrics_of_loads(
+                    loads.ravel(), capacity=sharding.capacity, bound=-(-int(loads.sum()) // sharding.capacity)
+                ),
+                num_filler=int(fillers.sum()),
+                computed_tokens=int(positions.sum()),
+                padded_tokens=int(sharding.by_worker(sequences)[:, end - num : end].sum())
+                * int(sharding.by_worker(longest)[:, end - num : end].max()),
+                works=works,
+                chunks=(works,),
+            )
+        )
+    return tuple(measured)
+
+
+def pooled(chunks: Sequence[ShardMetrics]) -> ShardMetrics:
+    """Return the metrics of several chunks together, at least one, of as many workers each."""
+    return ShardMetrics(
+        packing=aggregate(chunk.packing for chunk in chunks),
+        num_filler=sum(chunk.num_filler for chunk in chunks),
+        computed_tokens=sum(chunk.computed_tokens for chunk in chunks),
+        padded_tokens=sum(chunk.padded_tokens for chunk in chunks),
+        works=np.concatenate([chunk.works for chunk in chunks], axis=1),
+        chunks=tuple(works for chunk in chunks for works in chunk.chunks),
+    )

@@ -1,0 +1,452 @@
+"""
+An RL batch -> microbatches of each data-parallel worker: by packing, by dynamic batching, or plain.
+
+Rules that every `Sharding` keeps: chunks of the batch stay apart and in order; in a chunk every worker has the same
+number of microbatches, none of them empty; every sequence is in exactly one microbatch with weight 1; what fills a
+worker up beyond that is the chunk's shortest sequence with weight 0; no microbatch computes more positions than the
+budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Literal
+
+import attrs
+import numpy as np
+
+from core.errors import BatchError, InvalidLengthError, OverBudgetError, UnevenShardsError, counted
+from core.lengths import IntArray, Lengths, as_lengths, positive
+from core.packers import pack, with_bin_count
+from core.packs import Packs
+from core.shard.assignment import assign_packs, balanced, fewer_rounds, rotate_to_least_loaded, round_up, with_filler
+
+Mode = Literal["packed", "dynamic", "plain"]
+
+
+@attrs.frozen(eq=False)
+class ShardChunk:
+    """What one worker computes of one chunk, microbatch after microbatch."""
+
+    indices: IntArray
+    """Sequences of the batch; shape (num_slots,)."""
+
+    weights: IntArray
+    """1, or 0 for filler; of the shape of `indices`."""
+
+    offsets: IntArray
+    """Where each microbatch starts in `indices`, and the end of the last; shape (num_microbatches + 1,)."""
+
+    widths: IntArray
+    """Positions: of the row of a packed microbatch, else of every row of a padded one; shape (num_microbatches,)."""
+
+    @property
+    def boundaries(self) -> list[list[int]]:
+        """First slot of each microbatch, and the slot after its last."""
+        return [[int(start), int(stop)] for start, stop in zip(self.offsets[:-1], self.offsets[1:], strict=True)]
+
+    @property
+    def microbatches(self) -> list[list[int]]:
+        """Sequences of each microbatch."""
+        return [self.indices[start:stop].tolist() for start, stop in self.boundaries]
+
+
+@attrs.frozen(eq=False)
+class Sharding:
+    """
+    A batch cut up for its workers.
+
+    Results that workers return slot by slot, one worker's after the other's, are back in the batch's order as
+    `results[sharding.restore]`; `order[restore]` counts up from 0.
+    """
+
+    mode: Mode
+
+    num_shards: int
+    """Data-parallel workers."""
+
+    num_microbatches: tuple[int, ...]
+    """Microbatches of every worker, in each chunk."""
+
+    lengths: IntArray
+    """Tokens of each sequence; shape (num_sequences,)."""
+
+    slots: Packs
+    """Microbatches: all of worker 0, chunk after chunk, then all of worker 1, and so on."""
+
+    weights: IntArray
+    """Weight of each slot: 1, or 0 for filler; shape (num_slots,)."""
+
+    widths: IntArray
+    """Positions: of the row of a packed microbatch, else of every row of a padded one; as many as microbatches."""
+
+    positions: IntArray
+    """Positions that each microbatch computes."""
+
+    works: IntArray
+    """Attention work of each microbatch: the sum of the squares of its rows' widths, of a packed one of its
+    sequences'."""
+
+    capacity: int
+    """Positions that a microbatch may compute."""
+
+    multiple: int
+    """Sequences of a packed row, and widths of padded ones, are padded to a multiple of it."""
+
+    @property
+    def order(self) -> IntArray:
+        """Sequence in each slot: `batch[order]` is what the workers hold, one after the other; shape (num_slots,)."""
+        return self.slots.indices
+
+    @cached_property
+    def restore(self) -> IntArray:
+        """Slot of each sequence; shape (num_sequences,)."""
+        restore = np.empty(self.lengths.size, dtype=np.int64)
+        real = np.flatnonzero(self.weights)
+        restore[self.order[real]] = real
+        return restore
+
+    @property
+    def num_filler(self) -> int:
+        """Slots of weight 0."""
+        return int(self.weights.size - self.lengths.size)
+
+    def by_worker(self, values: IntArray) -> IntArray:
+        """Return a value of each microbatch as (num_shards, microbatches of a worker in all chunks)."""
+        return values.reshape(self.num_shards, -1)
+
+    def shard(self, rank: int) -> tuple[ShardChunk, ...]:
+        """Return what a worker computes, chunk by chunk."""
+        ends = np.cumsum(self.num_microbatches) + range(self.num_shards)[rank] * sum(self.num_microbatches)
+        return tuple(self._part(int(end) - num, int(end)) for num, end in zip(self.num_microbatches, ends, strict=True))
+
+    def _part(self, start: int, stop: int) -> ShardChunk:
+        offsets = self.slots.offsets[start : stop + 1]
+        held = slice(offsets[0], offsets[-1])
+        return ShardChunk(self.slots.indices[held], self.weights[held], offsets - offsets[0], self.widths[start:stop])
+
+    def __len__(self) -> int:
+        return self.num_shards
+
+    def __iter__(self) -> Iterator[tuple[ShardChunk, ...]]:
+        return map(self.shard, range(self.num_shards))
+
+
+def shard_packed(
+    lengths: Lengths,
+    *,
+    shards: int,
+    batch_size: int,
+    max_tokens_per_microbatch: int,
+    sequence_length_pad_multiple: int = 1,
+    algorithm: str = "modified_first_fit_decreasing",
+    assignment: Literal["balanced", "round_robin"] = "balanced",
+    microbatch_order: Literal["packer", "largest_first"] = "packer",
+    microbatch_multiple: int = 1,
+    when_short: Literal["fill", "error"] = "fill",
+    seed: int = 0,
+) -> Sharding:
+    """
+    Cut a batch into microbatches that become one packed row each.
+
+    Args:
+        lengths: Tokens of each sequence of the batch, >= 1; at least one sequence.
+
+        shards: Data-parallel workers, >= 1.
+
+        batch_size: Sequences of a chunk, over all workers (a global batch); the last chunk may have fewer.
+
+        max_tokens_per_microbatch: Tokens of a row, padding included.
+
+        sequence_length_pad_multiple: Each sequence is padded to a multiple of it.
+
+        algorithm: A name in `core.packers.ALGORITHMS`; it decides how many microbatches there are.
+
+        assignment: `balanced`: no worker has much more attention work than another (longest processing time first,
+            Graham, 1969, under the budget). `round_robin`: the algorithm's packs are assigned in turn.
+
+        microbatch_order: Of a worker in a chunk: by first sequence, or by falling number of tokens, so that what takes
+            most memory comes first.
+
+        microbatch_multiple: A worker's microbatches in a chunk are a multiple of it, as virtual pipeline stages need.
+
+        when_short: With fewer sequences than microbatches, fill up with weight 0, or raise.
+
+        seed: Of algorithms that draw.
+
+    Raises:
+        OverBudgetError: A sequence does not fit a row.
+
+        BatchError: There is no sequence, or there are too few and `when_short` is `error`.
+
+    >>> sharding = shard_packed([900, 850, 1000, 950], shards=2, batch_size=4, max_tokens_per_microbatch=1024)
+    >>> [chunk.microbatches for worker in sharding for chunk in worker]
+    [[[1], [2]], [[0], [3]]]
+    """
+    capacity = positive("max_tokens_per_microbatch", max_tokens_per_microbatch)
+    shards = positive("shards", shards)
+    rounds_of = shards * positive("microbatch_multiple", microbatch_multiple)
+    _one_of("assignment", assignment, ("balanced", "round_robin"))
+    _one_of("microbatch_order", microbatch_order, ("packer", "largest_first"))
+    array, padded = _padded(lengths, sequence_length_pad_multiple, capacity)
+    done = np.zeros(shards, dtype=np.int64)
+    parts = []
+    for chunk in _chunks(array.size, batch_size):
+        costs = padded[chunk.start : chunk.stop]
+        packs = pack(costs, capacity=capacity, algorithm=algorithm, seed=seed)
+        if assignment == "balanced":
+            packs = fewer_rounds(packs, costs, capacity=capacity, rounds_of=rounds_of)
+        num = round_up(len(packs), rounds_of)
+        items = _filled(costs, num, when_short)
+        labels = balanced(costs[items], shards, num // shards, capacity) if assignment == "balanced" else None
+        if labels is None:
+            packs = with_bin_count(with_filler(packs, items.size), costs[items], minimum=num, multiple=1)
+            labels = assign_packs(packs, costs[items], shards, balance=assignment == "balanced")
+        if assignment == "balanced":
+            labels, done = rotate_to_least_loaded(labels, costs[items], done, num // shards)
+        ordered = _ordered(labels, items, costs, num // shards, by_size=microbatch_order == "largest_first")
+        parts.append(_Part(items + chunk.start, ordered, num // shards))
+    return _sharding(
+        "packed", array, padded, parts, shards=shards, capacity=capacity, multiple=int(sequence_length_pad_multiple)
+    )
+
+
+def shard_dynamic(
+    lengths: Lengths,
+    *,
+    shards: int,
+    batch_size: int,
+    max_tokens_per_microbatch: int,
+    sequence_length_round: int = 1,
+    when_short: Literal["fill", "error"] = "fill",
+) -> Sharding:
+    """
+    Cut a batch into microbatches of sequences of like length, as many as the padded widths allow.
+
+    Sequences of a chunk are sorted by length and assigned to the workers one by one, so that all workers share the
+    boundaries and widths of their microbatches. A width is the longest sequence of any worker, rounded up.
+
+    Args:
+        lengths: Tokens of each sequence of the batch, >= 1; at least one sequence.
+
+        shards: Data-parallel workers, >= 1.
+
+        batch_size: Sequences of a chunk, over all workers (a global batch); the last chunk may have fewer.
+
+        max_tokens_per_microbatch: Sequences times width, at most.
+
+        sequence_length_round: Widths are multiples of it.
+
+        when_short: Where the workers do not divide a chunk, fill up with weight 0, or raise.
+
+    Raises:
+        OverBudgetError: A sequence alone is wider than the budget.
+
+        BatchError: There is no sequence, or the workers do not divide them and `when_short` is `error`.
+
+    >>> sharding = shard_dynamic([2, 8, 4, 16, 28, 32, 2, 32], shards=2, batch_size=8, max_tokens_per_microbatch=32,
+    ...     sequence_length_round=4)
+    >>> [(chunk.boundaries, chunk.widths.tolist()) for worker in sharding for chunk in worker]
+    [([[0, 2], [2, 3], [3, 4]], [8, 28, 32]), ([[0, 2], [2, 3], [3, 4]], [8, 28, 32])]
+    """
+    capacity = positive("max_tokens_per_microbatch", max_tokens_per_microbatch)
+    shards = positive("shards", shards)
+    array, padded = _padded(lengths, sequence_length_round, capacity)
+    parts = []
+    for chunk in _chunks(array.size, batch_size):
+        costs = padded[chunk.start : chunk.stop]
+        items = _filled(costs, round_up(costs.size, shards), when_short)
+        ascending = items[np.argsort(array[chunk.start : chunk.stop][items], kind="stable")]
+        # Of each row, as wide as the longest of the workers', the number of its microbatch.
+        rows = costs[ascending[shards - 1 :: shards]]
+        numbers = _numbers(rows.tolist(), capacity)
+        widths = rows[np.flatnonzero(np.diff(numbers, append=numbers[-1] + 1))]
+        labels = np.tile(np.arange(shards) * widths.size, rows.size) + np.repeat(numbers, shards)
+        parts.append(_Part(ascending + chunk.start, labels, widths.size, widths))
+    return _sharding(
+        "dynamic", array, padded, parts, shards=shards, capacity=capacity, multiple=int(sequence_length_round)
+    )
+
+
+def shard_plain(
+    lengths: Lengths,
+    *,
+    shards: int,
+    batch_size: int,
+    micro_batch_size: int | None = None,
+    sequence_length_round: int = 1,
+    allow_uneven: bool = False,
+) -> Sharding:
+    """
+    Cut a batch into equal runs of neighbours, padded to the longest sequence of their chunk.
+
+    Args:
+        lengths: Tokens of each sequence of the batch, >= 1; at least one sequence.
+
+        shards: Data-parallel workers, >= 1.
+
+        batch_size: Sequences of a chunk, over all workers (a global batch); the last chunk may have fewer.
+
+        micro_batch_size: Sequences of a microbatch at most; None: all that a worker has of a chunk.
+
+        sequence_length_round: Widths are multiples of it.
+
+        allow_uneven: Where the workers do not divide a chunk, some have one sequence more; one that would have none
+            gets the shortest with weight 0.
+
+    Raises:
+        UnevenShardsError: The workers do not divide a chunk, and that is not allowed.
+
+        BatchError: There is no sequence.
+
+    >>> [chunk.microbatches for worker in shard_plain([5, 5, 5, 5], shards=2, batch_size=4) for chunk in worker]
+    [[[0, 1]], [[2, 3]]]
+    """
+    shards = positive("shards", shards)
+    array, padded = _padded(lengths, sequence_length_round, None)
+    parts = []
+    for chunk in _chunks(array.size, batch_size):
+        costs = padded[chunk.start : chunk.stop]
+        if costs.size % shards and not allow_uneven:
+            raise UnevenShardsError(costs.size, shards)
+        most = -(-costs.size // shards)
+        num = -(-most // positive("micro_batch_size", most if micro_batch_size is None else micro_batch_size))
+        items, labels = [], []
+        for rank, held in enumerate(np.array_split(np.arange(costs.size), shards)):
+            # A worker with one sequence less may lack a microbatch that others have.
+            filler = np.full(max(0, num - held.size), costs.argmin())
+            items.append(np.concatenate([held, filler]))
+            labels.append(rank * num + np.arange(items[-1].size) * num // items[-1].size)
+        widths = np.full(num, costs.max())
+        parts.append(_Part(np.concatenate(items) + chunk.start, np.concatenate(labels), num, widths))
+    return _sharding("plain", array, padded, parts, shards=shards, capacity=None, multiple=int(sequence_length_round))
+
+
+@attrs.frozen(eq=False)
+class _Part:
+    """A chunk, cut up."""
+
+    sequences: IntArray
+    """Sequences of the batch, in order inside each microbatch; shape (num_slots,)."""
+
+    labels: IntArray
+    """Microbatch of each slot: those of worker 0 are the first `num`; shape (num_slots,)."""
+
+    num: int
+    """Microbatches of every worker."""
+
+    widths: IntArray | None = None
+    """Positions of each row of a padded microbatch, the same for all workers; shape (num,)."""
+
+
+def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        message = f"{name} is {value!r}, but has to be one of {', '.join(choices)}"
+        raise ValueError(message)
+
+
+def _padded(lengths: Lengths, multiple: int, capacity: int | None) -> tuple[IntArray, IntArray]:
+    """Return lengths, and lengths rounded up; OverBudgetError if one is over *capacity* then."""
+    array = as_lengths(lengths)
+    multiple = positive("the pad multiple", multiple)
+    if array.size and array.size * round_up(int(array.max()), multiple) ** 2 >= 2**63:
+        index = int(array.argmax())
+        reason = "the attention work of the batch, a sum of squares, would pass 64 bits"
+        raise InvalidLengthError(index, int(array[index]), reason)
+    padded = -(-array // multiple) * multiple
+    if capacity is not None and array.size and int(padded.max()) > capacity:
+        over = np.flatnonzero(padded > capacity)
+        worst = int(padded.max())
+        raise OverBudgetError(int(over[0]), int(array[over[0]]), int(padded[over[0]]), capacity, over.size, worst)
+    return array, padded
+
+
+def _chunks(num: int, batch_size: int) -> Iterator[range]:
+    batch_size = positive("batch_size", batch_size)
+    if not num:
+        message = "the batch has no sequence, so there is nothing to cut: give at least one"
+        raise BatchError(message)
+    return (range(start, min(start + batch_size, num)) for start in range(0, num, batch_size))
+
+
+def _filled(costs: IntArray, wanted: int, when_short: Literal["fill", "error"]) -> IntArray:
+    """Return the sequences of a chunk, and the shortest again until there are *wanted*; shape (>= wanted,)."""
+    short = max(0, wanted - costs.size)
+    _one_of("when_short", when_short, ("fill", "error"))
+    if short and when_short == "error":
+        message = (
+            f"{counted(costs.size, 'sequence')} cannot give {counted(wanted, 'microbatch')} or workers one each: use "
+            "fewer workers, give more "
+            "sequences, or fill up with weight 0 (when_short='fill')"
+        )
+        raise BatchError(message)
+    return np.concatenate([np.arange(costs.size), np.full(short, costs.argmin())])
+
+
+def _ordered(labels: IntArray, items: IntArray, costs: IntArray, per_shard: int, *, by_size: bool) -> IntArray:
+    """Number the microbatches of each worker again: by first sequence, or by falling size first."""
+    num = int(labels.max()) + 1
+    first = np.full(num, costs.size)
+    np.minimum.at(first, labels, items)
+    sizes = np.bincount(labels, weights=costs[items]) if by_size else np.zeros(num)
+    ranks = np.empty(num, dtype=np.int64)
+    ranks[np.lexsort((first, -sizes, np.arange(num) // per_shard))] = np.arange(num)
+    return ranks[labels]
+
+
+def _numbers(rows: Sequence[int], capacity: int) -> IntArray:
+    """Return the microbatch of each row: as many rows each as the budget holds at the width of the last."""
+    numbers = []
+    number = start = 0
+    for row, width in enumerate(rows):
+        if (row + 1 - start) * width > capacity:
+            number, start = number + 1, row
+        numbers.append(number)
+    return np.array(numbers)
+
+
+def _sharding(
+    mode: Mode,
+    lengths: IntArray,
+    padded: IntArray,
+    parts: Sequence[_Part],
+    *,
+    shards: int,
+    capacity: int | None,
+    multiple: int,
+) -> Sharding:
+    """Put the chunks together, worker by worker."""
+    total = sum(part.num for part in parts)
+    first = np.cumsum([0, *(part.num for part in parts[:-1])])
+    places = np.concatenate(
+        [
+            part.labels // part.num * total + start + part.labels % part.num
+            for part, start in zip(parts, first, strict=True)
+        ]
+    )
+    sequences = np.concatenate([part.sequences for part in parts])
+    # Packed rows are in the order of the batch; padded ones keep theirs.
+    order = np.lexsort((sequences, places)) if mode == "packed" else np.argsort(places, kind="stable")
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(places))])
+    slots = Packs(offsets, sequences[order])
+    weights = np.zeros(slots.num_samples, dtype=np.int64)
+    weights[np.unique(slots.indices, return_index=True)[1]] = 1
+    widths = slots.loads(padded)
+    positions, works = widths, slots.loads(padded**2)
+    if mode != "packed":
+        widths = np.tile(np.concatenate([part.widths for part in parts if part.widths is not None]), shards)
+        positions, works = slots.sizes() * widths, slots.sizes() * widths**2
+    return Sharding(
+        mode=mode,
+        num_shards=shards,
+        num_microbatches=tuple(part.num for part in parts),
+        lengths=lengths,
+        slots=slots,
+        weights=weights,
+        widths=widths,
+        positions=positions,
+        works=works,
+        capacity=int(positions.max()) if capacity is None else capacity,
+        multiple=multiple,
+    )

@@ -1,0 +1,23 @@
+"""Packs while training runs: a mix of data sets drawn again each epoch, and the buffer that packs it."""
+
+from __future__ import annotations
+
+from core.stream.carry import LESS_DROPPED, Carry, CarryOptions, Emitted, advance, finish
+from core.stream.fusion import Mix, Order, Schedule, Source, mix_faults, quotas, schedule, share_faults
+
+__all__ = [
+    "LESS_DROPPED",
+    "Carry",
+    "CarryOptions",
+    "Emitted",
+    "Mix",
+    "Order",
+    "Schedule",
+    "Source",
+    "advance",
+    "finish",
+    "mix_faults",
+    "quotas",
+    "schedule",
+    "share_faults",
+]

@@ -1,0 +1,204 @@
+"""
+Dynamic packing: samples come as they come, packs go as soon as they are full enough.
+
+A buffer of samples is packed whenever it is full. Packs at or above the fill ratio are emitted; the samples of the
+others stay in the buffer, and are packed again with what comes next. Rules:
+
+- Every sample that came is, once, in a pack, skipped as too long, evicted, or still in the buffer.
+- The packs depend on the samples' order alone, not on how many come at a time.
+- At most half of the buffer is carried, so each packing takes in at least half a buffer of new samples: the work is
+  linear and the buffer bounded whatever the lengths. Packs beyond that half are evicted, those first that were carried
+  the
+  longest: samples that have found no company for so long are likely to find none.
+- Indices ascend in a pack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from decimal import Decimal
+from fractions import Fraction
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from core.lengths import IntArray, Lengths, as_lengths, positive, share
+from core.packers import pack
+from core.packs import Packs, concatenate
+
+LESS_DROPPED = (
+    "To drop less, set training.packing_drop_last: false, lower training.packing_min_fill_ratio, or raise "
+    "training.packing_buffer"
+)
+"""What to do about a stream that drops too much."""
+
+
+def _ratio(value: float | str | Decimal | Fraction) -> Fraction:
+    return share("min_fill_ratio", value)
+
+
+@attrs.frozen(kw_only=True)
+class CarryOptions:
+    """How a stream is packed."""
+
+    packing_length: int
+    """Tokens of a pack; longer samples, and those of exactly so many, are long: packs of their own, or skipped."""
+
+    packing_buffer: int = 512
+    """Samples that are packed together."""
+
+    min_fill_ratio: Fraction = attrs.field(default=Fraction(65, 100), converter=_ratio)
+    """Share of the packing length at which a pack is emitted; read as the decimal it is written as."""
+
+    drop_last: bool = True
+    """Whether underfilled packs are dropped when they leave the buffer; else they are emitted."""
+
+    allow_single_long: bool = True
+    """Whether long samples are packs of their own; else they are skipped."""
+
+    def __attrs_post_init__(self) -> None:
+        positive("packing_length", self.packing_length)
+        positive("packing_buffer", self.packing_buffer)
+
+
+def _array(values: object) -> IntArray:
+    return np.asarray(values, dtype=np.int64)
+
+
+@attrs.frozen(eq=False)
+class Carry:
+    """What is in the buffer, in the order in which it came; arrays of shape (num_samples,)."""
+
+    indices: IntArray = attrs.field(factory=lambda: _array([]), converter=_array)
+    lengths: IntArray = attrs.field(factory=lambda: _array([]), converter=_array)
+
+    carried: IntArray = attrs.field(factory=lambda: _array([]), converter=_array)
+    """How often each sample was packed and carried."""
+
+    def tolist(self) -> list[list[int]]:
+        """Return all three as lists, which `Carry(*lists)` reads."""
+        return [self.indices.tolist(), self.lengths.tolist(), self.carried.tolist()]
+
+
+@attrs.frozen(eq=False)
+class Emitted:
+    """What left the buffer."""
+
+    packs: Packs
+    """To be trained, in order."""
+
+    single_long: tuple[int, ...]
+    """Long samples, each a pack of its own among `packs`."""
+
+    skipped_long: tuple[int, ...]
+    """Long samples that are in no pack."""
+
+    underfilled: Packs
+    """Packs below the fill ratio that left the buffer; among `packs` too, unless they are dropped."""
+
+    dropped: bool
+    """Whether they are."""
+
+
+def advance(
+    carry: Carry, indices: Sequence[int] | IntArray, lengths: Lengths, *, options: CarryOptions
+) -> tuple[Carry, Emitted]:
+    """
+    Take in samples, and emit what is full enough.
+
+    Args:
+        carry: What is in the buffer.
+
+        indices: Names of the samples, ascending over the whole stream.
+
+        lengths: Their tokens, >= 1.
+
+        options: How the stream is packed.
+
+    >>> options = CarryOptions(packing_length=80, packing_buffer=6, min_fill_ratio="0.6")
+    >>> advance(Carry(), range(6), [30, 30, 20, 60, 50, 10], options=options)[1].packs.tolist()
+    [[3, 5], [0, 4], [1, 2]]
+    """
+    indices, lengths = _array(indices), as_lengths(lengths)
+    if indices.shape != lengths.shape:
+        message = f"there are {indices.size} indices, but {lengths.size} lengths"
+        raise ValueError(message)
+    long = np.flatnonzero(lengths >= options.packing_length)
+    short = np.flatnonzero(lengths < options.packing_length)
+    emitted: list[tuple[int, Packs]] = []
+    if options.allow_single_long:
+        emitted += [
+            (int(at), Packs.from_lists([[index]])) for at, index in zip(long, indices[long].tolist(), strict=True)
+        ]
+    underfilled: list[Packs] = []
+    taken = 0
+    while short.size - taken >= options.packing_buffer - carry.indices.size:
+        new = short[taken : taken + options.packing_buffer - carry.indices.size]
+        taken += new.size
+        carry, full, left = _pack(_joined(carry, indices[new], lengths[new]), options)
+        at = int(new[-1])
+        emitted.append((at, full))
+        underfilled.append(left)
+        if not options.drop_last:
+            emitted.append((at, left))
+    rest = short[taken:]
+    result = Emitted(
+        # A long sample that came before others of a packing is emitted before them.
+        packs=concatenate([packs for _, packs in sorted(emitted, key=lambda pair: pair[0]) if len(packs)] or [_NONE]),
+        single_long=tuple(indices[long].tolist()) if options.allow_single_long else (),
+        skipped_long=() if options.allow_single_long else tuple(indices[long].tolist()),
+        underfilled=concatenate([_NONE, *underfilled]),
+        dropped=options.drop_last,
+    )
+    return _joined(carry, indices[rest], lengths[rest]), result
+
+
+def finish(carry: Carry, *, options: CarryOptions) -> Emitted:
+    """
+    Empty the buffer at the end of the stream.
+
+    >>> finish(Carry([0, 1], [20, 15], [0, 0]), options=CarryOptions(packing_length=80)).packs.tolist()
+    []
+    """
+    packs = pack(carry.lengths, capacity=options.packing_length)
+    is_full = _fills(packs, carry.lengths, options)
+    named = Packs(packs.offsets, carry.indices[packs.indices])
+    full, left = named.take(np.flatnonzero(is_full)), named.take(np.flatnonzero(~is_full))
+    kept = full if options.drop_last else concatenate([full, left])
+    return Emitted(packs=kept, single_long=(), skipped_long=(), underfilled=left, dropped=options.drop_last)
+
+
+_NONE = Packs.from_lists([])
+
+
+def _joined(carry: Carry, indices: IntArray, lengths: IntArray) -> Carry:
+    """Return the buffer with new samples at its end."""
+    return Carry(
+        np.concatenate([carry.indices, indices]),
+        np.concatenate([carry.lengths, lengths]),
+        np.concatenate([carry.carried, np.zeros_like(indices)]),
+    )
+
+
+def _fills(packs: Packs, lengths: IntArray, options: CarryOptions) -> NDArray[np.bool_]:
+    """Return whether each pack is at or above the fill ratio; bool of shape (num_packs,)."""
+    ratio = options.min_fill_ratio
+    full: NDArray[np.bool_] = packs.loads(lengths) * ratio.denominator >= ratio.numerator * options.packing_length
+    return full
+
+
+def _pack(carry: Carry, options: CarryOptions) -> tuple[Carry, Packs, Packs]:
+    """Pack a full buffer; return what is carried, the packs that are full enough, and those that are evicted."""
+    packs = pack(carry.lengths, capacity=options.packing_length)
+    is_full = _fills(packs, carry.lengths, options)
+    named = Packs(packs.offsets, carry.indices[packs.indices])
+    under = np.flatnonzero(~is_full)
+    ages = np.maximum.reduceat(carry.carried[packs.indices], packs.offsets[:-1])[under]
+    young = under[np.argsort(ages, kind="stable")]
+    # The youngest stay, as many as half of the buffer holds.
+    stays = np.cumsum(packs.sizes()[young]) <= options.packing_buffer // 2
+    kept, gone = np.sort(young[stays]), np.sort(young[~stays])
+    left = np.sort(packs.take(kept).indices)
+    rest = Carry(carry.indices[left], carry.lengths[left], carry.carried[left] + 1)
+    return rest, named.take(np.flatnonzero(is_full)), named.take(gone)

@@ -1,0 +1,189 @@
+"""
+Mixing several data sets for one epoch: which samples of which source, in which order.
+
+A schedule follows from the sources, the seed and the epoch alone. Ratios are exact to within one sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from decimal import Decimal
+from fractions import Fraction
+
+import attrs
+import numpy as np
+
+from core.config import PathText
+from core.errors import Fault, counted
+from core.lengths import IntArray
+from core.shuffling import shuffled
+
+Order = Callable[[int], IntArray]
+"""Epoch -> indices of samples, in order."""
+
+
+@attrs.frozen(kw_only=True)
+class Source:
+    """One data set of a mix; exactly one of `ratio` and `count` is given."""
+
+    jsonl: PathText
+    """Its data file, by which it is named."""
+
+    ratio: Decimal | None = None
+    """Its share among the sources that have a ratio; the decimal it is written as."""
+
+    count: int | None = None
+    """Its samples in each epoch."""
+
+    replacement: bool = False
+    """Whether a sample may be drawn more than once in an epoch."""
+
+
+@attrs.frozen(kw_only=True)
+class Mix:
+    """Several data sets, mixed again each epoch."""
+
+    sources: tuple[Source, ...]
+    """The data sets; at least one."""
+
+    samples_per_epoch: int | None = None
+    """Samples of all sources together in an epoch; unset, as many as the first source to run out allows, or, if all are
+    drawn with replacement, as their samples together."""
+
+
+@attrs.frozen(eq=False)
+class Schedule:
+    """The samples of an epoch, in order; arrays of shape (num_samples,)."""
+
+    source: IntArray
+    """Which source, by its place among them."""
+
+    index: IntArray
+    """Which of its samples."""
+
+    def __len__(self) -> int:
+        return int(self.source.size)
+
+
+def mix_faults(mix: Mix, sizes: Sequence[int]) -> Iterator[Fault]:
+    """Yield what is wrong with a mix of sources of these *sizes*, in samples."""
+    if not mix.sources:
+        yield Fault("sources", "is empty: name at least one")
+    for number, (source, size) in enumerate(zip(mix.sources, sizes, strict=True)):
+        path = f"sources[{number}]"
+        if (source.ratio is None) == (source.count is None):
+            yield Fault(path, f"({source.jsonl}) needs either a ratio or a count")
+        if source.ratio is not None and not 0 < source.ratio < float("inf"):
+            yield Fault(f"{path}.ratio", f"is {source.ratio}, but has to be above 0")
+        if source.count is not None and source.count < 1:
+            yield Fault(f"{path}.count", f"is {source.count}, but has to be at least 1")
+        if not size:
+            yield Fault(path, f"({source.jsonl}) has no record")
+        elif source.count is not None and source.count > size and not source.replacement:
+            reason = (
+                f"is {source.count}, but {source.jsonl} has {counted(size, 'sample')}: lower it, or set replacement: "
+                "true"
+            )
+            yield Fault(f"{path}.count", reason)
+    if mix.samples_per_epoch is not None and mix.samples_per_epoch < 1:
+        yield Fault("samples_per_epoch", f"is {mix.samples_per_epoch}, but has to be at least 1")
+
+
+def share_faults(mix: Mix, sizes: Sequence[int]) -> Iterator[Fault]:
+    """Yield what is wrong with the shares of a mix that has no other faults: no source may fall out, or run out."""
+    fixed, wanted = sum(source.count or 0 for source in mix.sources), mix.samples_per_epoch
+    if wanted is not None and wanted < fixed:
+        yield Fault("samples_per_epoch", f"is {wanted}, but the counts alone are {fixed}: raise it")
+    elif wanted is not None and wanted != fixed and all(source.count for source in mix.sources):
+        yield Fault(
+            "samples_per_epoch", f"is {wanted}, but the counts are {fixed}, and no source has a ratio: remove it"
+        )
+    for number, (source, size, quota) in enumerate(zip(mix.sources, sizes, quotas(mix, sizes), strict=True)):
+        path = f"sources[{number}]"
+        if not quota:
+            yield Fault(
+                path, f"({source.jsonl}) has a share of no sample in an epoch: raise its ratio, or samples_per_epoch"
+            )
+        elif quota > size and not source.replacement:
+            yield Fault(
+                path, f"({source.jsonl}) has {counted(size, 'sample')}, but its share is {quota}: set replacement: true"
+            )
+
+
+def quotas(mix: Mix, sizes: Sequence[int]) -> list[int]:
+    """
+    Return how many samples of each source an epoch has.
+
+    Sources with a count have that. Those with a ratio share what `samples_per_epoch` leaves, each to within one sample
+    of its exact share (largest remainders first, of equals the first source); without `samples_per_epoch` there are as
+    many as the first source to run out allows, or, if all of them are drawn with replacement, as their samples
+    together.
+
+    Args:
+        mix: Without `mix_faults`.
+
+        sizes: Samples of each source.
+
+    >>> quotas(Mix(sources=(Source(jsonl="a", ratio=Decimal(3)), Source(jsonl="b", ratio=Decimal(1)))), [300, 70])
+    [210, 70]
+    """
+    sources = mix.sources
+    shares = [_share(source) for source in sources]
+    whole = sum(shares, Fraction(0))
+    counts = [source.count or 0 for source in sources]
+    total = _shared(mix, sizes, shares, whole, sum(counts))
+    exact = [share / whole * total if whole else Fraction(0) for share in shares]
+    wanted = [int(part) for part in exact]
+    by_remainder = sorted(range(len(sources)), key=lambda number: wanted[number] - exact[number])
+    for number in by_remainder[: total - sum(wanted) if whole else 0]:
+        wanted[number] += 1
+    return [quota + count for quota, count in zip(wanted, counts, strict=True)]
+
+
+def schedule(mix: Mix, sizes: Sequence[int], *, seed: int, epoch: int) -> Schedule:
+    """
+    Return the samples of an epoch, in order.
+
+    Args:
+        mix: Without `mix_faults` and `share_faults`.
+
+        sizes: Samples of each source.
+
+        seed: From 0.
+
+        epoch: From 0; each has a draw and an order of its own.
+    """
+    wanted = quotas(mix, sizes)
+    drawn = [
+        _drawn(size, quota, replacement=source.replacement, seed=(seed, epoch, number))
+        for number, (source, size, quota) in enumerate(zip(mix.sources, sizes, wanted, strict=True))
+    ]
+    source = np.repeat(np.arange(len(wanted)), wanted)
+    order = shuffled(source.size, seed=(seed, epoch, len(wanted)))
+    return Schedule(source[order], np.concatenate(drawn)[order])
+
+
+def _share(source: Source) -> Fraction:
+    return Fraction(source.ratio or 0)
+
+
+def _shared(mix: Mix, sizes: Sequence[int], shares: Sequence[Fraction], whole: Fraction, counted: int) -> int:
+    """Return how many samples the sources with a ratio have together."""
+    if not whole:
+        return 0
+    if mix.samples_per_epoch is not None:
+        return max(0, mix.samples_per_epoch - counted)
+    limits = [
+        int(size * whole / share)
+        for source, size, share in zip(mix.sources, sizes, shares, strict=True)
+        if share and not source.replacement
+    ]
+    return min(limits) if limits else sum(size for size, share in zip(sizes, shares, strict=True) if share)
+
+
+def _drawn(size: int, quota: int, *, replacement: bool, seed: tuple[int, ...]) -> IntArray:
+    if not replacement:
+        return shuffled(size, seed=seed)[:quota]
+    # The product's high half is below size, and as good as even for sizes far below 2**64.
+    raw = np.random.PCG64(seed).random_raw(quota)
+    return (raw >> np.uint64(32)).astype(np.int64) * size >> 32

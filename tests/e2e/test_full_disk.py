@@ -1,0 +1,43 @@
+"""A disk that is full when a checkpoint or a policy is to be saved: the fact, the folder and a remedy, and no traceback."""
+
+from __future__ import annotations
+
+import pytest
+
+from app import sft
+from core.errors import OutputError
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize(("of", "size"), [("weights", 600_000), ("optimizer", 2_000_000)])
+def test_a_checkpoint_that_does_not_fit_ends_the_run_with_its_folder(small_disk, write_run, capfd, of, size):
+    """Weights, which safetensors writes, or the optimizer's state, which torch does; the plan stays."""
+    disk = small_disk(size)
+    keys = {"output_dir": str(disk / "run"), "max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    path = write_run(training=keys)
+
+    assert 2 == sft.main([str(path)])
+    said = capfd.readouterr().err
+    assert f"error: {disk / 'run'} cannot be written: " in said
+    assert ("(os error 28)" in said) == (of == "weights")
+    assert "make room, or choose a training.output_dir" in said
+    assert "Traceback" not in said
+    assert (disk / "run" / "static_packing" / "train" / "raw_plan.json").exists()
+    assert not list((disk / "run").glob("checkpoint-*/trainer_state.json"))
+
+
+def test_a_policy_that_does_not_fit_names_its_folder(small_disk, demo):
+    """Whichever worker saves it."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from adapters.workers.policy import PolicyWorker
+
+    worker = PolicyWorker.__new__(PolicyWorker)
+    folder = demo / "models" / "qwen2"
+    worker._rank, worker._model = 0, AutoModelForCausalLM.from_pretrained(folder)
+    worker._tokenizer = AutoTokenizer.from_pretrained(folder)
+    disk = small_disk(20_000)
+
+    with pytest.raises(OutputError, match=f"{disk}/policy cannot be written: .*os error 28"):
+        worker.save(str(disk / "policy"))

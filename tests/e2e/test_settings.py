@@ -1,0 +1,156 @@
+"""Settings that are the trainer's own: the table that checks them is the installed one's, and a bad value is never a traceback."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from adapters.config.run import parse_config
+from adapters.config.trainer_keys import TABLE, lacking, stored_keys
+from adapters.trainer import base
+from adapters.trainer.keys import installed_keys
+from app import sft
+from app.reference import trainer_table
+from app.training.schedule import batch_of
+from app.wiring import stores
+from app.wiring import training as wiring
+from core.errors import ConfigError
+
+KEYS = installed_keys()
+
+pytestmark = pytest.mark.covers
+
+
+def configured(**training):
+    """Return a run with these settings, as far as its YAML is good."""
+    document = {
+        "model": {"model": "m"}, "template": {"max_length": 80}, "custom": {"train_jsonl": "a"},
+        "training": {"output_dir": "o", "report_to": [], **training},
+    }  # fmt: skip
+    return parse_config(document, "run.yaml", KEYS)
+
+
+def arguments_of(config):
+    """Return the trainer's arguments of a run."""
+    return wiring.open_arguments(config, 1, batch_of(config, world_size=1).accumulation)
+
+
+def test_the_table_is_that_of_the_installed_library():
+    """`make reference` writes it; where other versions are installed than the table's, they are asked themselves."""
+    assert TABLE.read_text(encoding="utf-8") == trainer_table()
+    assert KEYS == stored_keys()
+    assert len(KEYS) > 150
+
+
+def test_another_version_is_asked_itself(tmp_path: Path, monkeypatch):
+    """Also for keys that the table does not have."""
+    run = tmp_path / "run.yaml"
+    run.write_text(
+        "model: {model: m}\ntemplate: {max_length: 8}\ncustom: {train_jsonl: t}\ntraining: {output_dir: o, bf16: 3}\n"
+    )
+    monkeypatch.setattr(stores, "stored_keys", lambda: None)
+
+    with pytest.raises(ConfigError, match=r"training.bf16: is 3, but has to be true or false"):
+        stores.read_config(run)
+
+
+@pytest.mark.slow
+def test_no_value_of_any_setting_ends_in_a_traceback():
+    """Not a number, negative, a text, a list, a section, switched on: a setting is refused by its key, or taken."""
+    taken, refused, faults = 0, 0, []
+    for key in KEYS:
+        for value in (math.nan, -1, "zigzag", ["zigzag"], {"a": 1}, True):
+            try:
+                config = configured(**{key: value})
+                if not list(lacking(config.training.trainer)):
+                    arguments_of(config)
+                taken += 1
+            except ConfigError as error:
+                refused += 1
+                faults += error.faults
+    assert all(fault.path.startswith("training") and fault.reason for fault in faults)
+    assert refused > 4 * taken > 0
+
+
+@pytest.mark.parametrize(
+    ("training", "says"),
+    [
+        ({"optim": "adamw_torch_npu_fused"}, r"training.optim: cannot be used: .*torch_npu.*; change training.optim or training.optim_args, or"),
+        ({"optim_args": "zigzag"}, r"change training.optim or training.optim_args"),
+        ({"lr_scheduler_type": "cosine_with_min_lr"}, "training.lr_scheduler_type: cannot be used: .*min_lr.*training.lr_scheduler_kwargs"),
+        ({"lr_scheduler_kwargs": {"zigzag": 1}}, "training.lr_scheduler_type: cannot be used: .*unexpected keyword argument 'zigzag'"),
+        ({"torch_compile_backend": "zigzag"}, "training.torch_compile: cannot be used: 'ZIGZAG' is not a valid DynamoBackend"),
+        ({"max_shard_size": "zigzag"}, "training.max_shard_size: cannot be used: 'zigzag' is no size, as 5GB is"),
+        ({"report_to": ["kubeflow"]}, "training.report_to: cannot be used: Kubeflow"),
+        ({"accelerator_config": "gone.json"}, "No such file or directory: 'gone.json'"),
+    ],
+)  # fmt: skip
+def test_what_the_trainer_uses_late_is_tried_before_measuring(training, says):
+    """Optimizer, schedule, compilation, services, sizes: by the keys that change it."""
+    with pytest.raises(ConfigError, match=says):
+        arguments_of(configured(**training))
+
+
+def test_what_can_be_used_is_taken():
+    """Schedules with their options, optimizers, sizes; an optimizer of modules that only the model has."""
+    for training in (
+        {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 0.1}}, {"optim": "sgd"},
+        {"max_shard_size": "1.5 gb"}, {"lr_scheduler_kwargs": '{"num_cycles": 0.25}'}, {"learning_rate": 0},
+        {"report_to": "tensorboard"},
+    ):  # fmt: skip
+        assert arguments_of(configured(**training))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["training.learning_rate=.nan"], "training.learning_rate (command line: training.learning_rate=.nan): is nan, but has to be a number of at least 0"),
+        (["training.learning_rate=-1"], "is -1, but has to be a number of at least 0"),
+        (["training.report_to=wandb"], "training.report_to: has wandb, whose package wandb is not installed: install it, or remove wandb"),
+        (["training.deepspeed=zero2"], "training.deepspeed: needs the package deepspeed, which is not installed: install it, or remove the key"),
+        (["training.deepspeed=zero2"], "training.deepspeed: is zero2, which is no file: name a JSON file"),
+    ],
+)  # fmt: skip
+def test_a_value_that_cannot_be_is_refused_with_its_remedy(write_run, capfd, monkeypatch, overrides, says):
+    """Exit status 2, before anything is measured; whether or not the machine has the packages."""
+    monkeypatch.setattr("adapters.config.trainer_keys.find_spec", lambda _: None)
+
+    path = write_run()
+
+    assert 2 == sft.main([str(path), *overrides])
+
+    message = capfd.readouterr().err
+    assert says in message
+    assert "Traceback" not in message
+    assert {path, path.with_name("text.jsonl")} == {*path.parent.iterdir()}
+
+
+@pytest.fixture
+def run_text(write_run, text_jsonl, monkeypatch):
+    """Return a function that trains on texts, with some settings and without a network, and gives the exit status."""
+
+    def unreachable(*_, **__):
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(base.Seq2SeqTrainer, "init_hf_repo", unreachable)
+    data = {"train_jsonl": str(text_jsonl), "val_jsonl": str(text_jsonl)}
+    return lambda **training: sft.main([str(write_run("qwen2", custom=data, training={"max_steps": 1, **training}))])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("training", "says"),
+    [
+        ({"save_strategy": "best"}, "training: is refused by the trainer: `args.metric_for_best_model` must be provided"),
+        ({"optimizer": "multimodal"}, "training.optimizer: cannot be made for this model"),
+        ({"metric_for_best_model": "zigzag", "load_best_model_at_end": True, "save_strategy": "epoch"}, "training.metric_for_best_model: is zigzag, but an evaluation gives "),
+        ({"push_to_hub": True}, "training.push_to_hub: cannot make its repository"),
+    ],
+)  # fmt: skip
+def test_what_only_training_finds_is_refused_too(run_text, capfd, training, says):
+    """An optimizer for another kind of model, a metric that no evaluation gives, a hub that cannot be reached."""
+    assert 2 == run_text(**training)
+
+    assert says in capfd.readouterr().err

@@ -1,0 +1,153 @@
+"""
+Parents that start processes of one kind, say which, and wait to be killed: `parents.py KIND FILE`.
+
+Each function starts the processes as the program does, and returns their numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+PATIENCE_S = 600
+
+
+def pool(_: Path) -> list[int]:
+    """Start processes that measure."""
+    from adapters.lifeline import ctrl_c_kept, open_pool
+
+    with ctrl_c_kept():
+        started = open_pool(2, _say, "ready")
+        named = [started.submit(_pid_and_pause, 0.2) for _ in range(4)]
+    pids = {future.result() for future in named}
+    # Busy again when the parent dies, as well as waiting for work.
+    started.submit(time.sleep, PATIENCE_S)
+    return sorted(pids)
+
+
+def benchmark(folder: Path) -> list[int]:
+    """Start what a benchmark measures."""
+    from app.bench.process import OwnProcess
+
+    KEPT.append(OwnProcess(lambda _: _note_and_wait(folder)))
+    return _noted(folder, 1)
+
+
+def helper(folder: Path) -> list[int]:
+    """Start a process as tests do."""
+    import multiprocessing
+
+    from tests.processes import Server
+
+    server = Server(multiprocessing.get_context("forkserver"), folder)
+    KEPT.append(server)
+    return [server.start(time.sleep, PATIENCE_S, log=folder / "log").pid]
+
+
+def loader(folder: Path) -> list[int]:
+    """Start the workers of a trainer's loader, each in the middle of a long sample."""
+    from torch.utils.data import DataLoader
+
+    from adapters.trainer.base import PackingTrainer
+
+    args = SimpleNamespace(
+        dataloader_num_workers=2, dataloader_pin_memory=False, dataloader_persistent_workers=True,
+        dataloader_prefetch_factor=2,
+    )  # fmt: skip
+    trainer: Any = SimpleNamespace(
+        args=args,
+        group=SimpleNamespace(rank=0),
+        _maybe_multiprocessing_context=lambda _: {"multiprocessing_context": "fork"},
+    )
+    KEPT.append(iter(DataLoader(_Endless(folder), **PackingTrainer._worker_options(trainer))))
+    return _noted(folder, 2)
+
+
+def elsewhere(folder: Path) -> list[int]:
+    """Start the process in which samples are probed."""
+    import threading
+
+    from adapters.samples.encoder import SwiftSamples
+
+    samples: Any = _Endless(folder)
+    # The kernel watches the thread that forks: here, as there, it lives as long as its process.
+    threading.Timer(0.01, partial(_write_when_noted, folder)).start()
+    SwiftSamples.measure_elsewhere(samples, [0], epoch=1)
+    raise AssertionError("a sample without end has ended")
+
+
+def actors(_: Path) -> list[int]:
+    """Start Ray actors."""
+    from adapters.workers.ray import RayWorkers
+    from tests.contracts.light_worker import LightWorker
+
+    workers = RayWorkers(LightWorker, num_workers=2)
+    KEPT.append(workers)
+    return workers.process_ids
+
+
+KEPT: list[object] = []
+"""What holds the processes."""
+
+
+class _Endless:
+    """Samples that take for ever."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, _: int) -> None:
+        _note_and_wait(self._folder)
+
+    def outcome(self, _: int, **__: Any) -> None:
+        _note_and_wait(self._folder)
+
+
+def _note_and_wait(folder: Path) -> dict[str, Any]:
+    (folder / f"{os.getpid()}.noted").touch()
+    time.sleep(PATIENCE_S)
+    return {}
+
+
+def _noted(folder: Path, number: int) -> list[int]:
+    """Wait for so many processes to have noted themselves."""
+    while len(found := list(folder.glob("*.noted"))) < number:
+        time.sleep(0.02)
+    return [int(path.stem) for path in found]
+
+
+def _write_when_noted(folder: Path) -> None:
+    _publish(folder, _noted(folder, 1))
+
+
+def _publish(folder: Path, pids: list[int]) -> None:
+    (folder / "pids.tmp").write_text(json.dumps(pids))
+    (folder / "pids.tmp").rename(folder / "pids.json")
+
+
+def _say(words: str) -> None:
+    print(words)
+
+
+def _pid_and_pause(seconds: float) -> int:
+    time.sleep(seconds)
+    return os.getpid()
+
+
+def main(kind: str, folder: str) -> None:
+    """Start processes, write down their numbers, and wait."""
+    _publish(Path(folder), globals()[kind](Path(folder)))
+    time.sleep(PATIENCE_S)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

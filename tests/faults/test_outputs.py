@@ -1,0 +1,140 @@
+"""What a command writes to may be full or closed, and its user impatient: a line, an exit status, and never a traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from app.demo import __main__ as demo
+from app.plan import __main__ as plan
+from tests.stored import store_run
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+
+FULL = Path("/dev/full")
+
+
+def start(*words: str, env: dict[str, str] | None = None, **streams) -> subprocess.Popen:
+    """Start a module in a fresh process."""
+    return subprocess.Popen(
+        [sys.executable, "-m", *words], cwd=ROOT, text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "", **(env or {})},
+        **({"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams),
+    )  # fmt: skip
+
+
+def materialise(tmp_path: Path, disk: Path) -> list[str]:
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"messages": [], "text": "x" * 5000}) + "\n" for _ in range(40)))
+    (tmp_path / "mix.yaml").write_text(yaml.safe_dump({"sources": [{"jsonl": str(data), "ratio": 1}]}))
+    return ["materialise", str(tmp_path / "mix.yaml"), "-o", str(disk / "mix.jsonl")]
+
+
+def report(tmp_path: Path, disk: Path) -> list[str]:
+    return ["report", str(store_run(tmp_path, world_sizes=(1,))), "-o", str(disk / "plan.html")]
+
+
+@pytest.mark.parametrize("command", [materialise, report])
+def test_a_file_that_does_not_fit_is_named_and_nothing_is_left(small_disk, tmp_path, capfd, command):
+    """A mix, and a page."""
+    disk = small_disk(8192)
+
+    assert 2 == plan.main(command(tmp_path, disk))
+    said = capfd.readouterr().err
+    assert f"{disk}/" in said
+    assert "No space left on device" in said
+    assert [] == list(disk.iterdir())
+
+
+@pytest.mark.parametrize("size", [20_000, 1_500_000])
+def test_a_demo_that_does_not_fit_says_so(small_disk, capfd, size):
+    """Where its images fill the disk, and where its first model does, which safetensors writes."""
+    disk = small_disk(size)
+
+    assert 2 == demo.main(["make", "--folder", str(disk / "demo"), "--train", "2", "--val", "1"])
+    said = capfd.readouterr().err
+    assert f"error: {disk}/demo/" in said
+    assert "No space left on device" in said
+
+
+SHOW, HELP = ["app.plan", "show"], ["packplan", "--help"]
+
+
+@pytest.mark.parametrize("words", [SHOW, [*SHOW, "--json"], HELP])
+def test_a_full_disk_behind_standard_output_is_named(tmp_path, words):
+    """Tables, documents and help, which argparse prints."""
+    config = [] if "--help" in words else [str(store_run(tmp_path, world_sizes=(1,)))]
+    with FULL.open("w") as full, start(*words, *config, stdout=full) as process:
+        said = process.stderr.read()
+
+    assert 2 == process.returncode
+    assert "error: standard output cannot be written: No space left on device; make room, or write elsewhere\n" == said
+
+
+def test_what_is_printed_at_once_meets_a_full_disk_too(tmp_path):
+    """Python does not keep it then, and cannot say whether it was that or a file."""
+    path = store_run(tmp_path, world_sizes=(1,))
+    with FULL.open("w") as full, start(*SHOW, str(path), stdout=full, env={"PYTHONUNBUFFERED": "1"}) as process:
+        said = process.stderr.read()
+
+    assert 2 == process.returncode
+    assert said.startswith("error: standard output or a file cannot be written: No space left on device; ")
+
+
+@pytest.mark.parametrize("words", [SHOW, HELP])
+def test_a_reader_that_is_gone_ends_a_command_quietly(tmp_path, words):
+    """As `| head` does."""
+    config = [] if words is HELP else [str(store_run(tmp_path, world_sizes=(1,)))]
+    with start(*words, *config) as process:
+        process.stdout.close()
+        said = process.stderr.read()
+
+    assert ("", 1) == (said, process.returncode)
+
+
+def test_an_error_that_nobody_reads_keeps_its_exit_status(tmp_path):
+    """Standard error is a pipe whose reader is gone."""
+    with start(*SHOW, str(tmp_path / "missing.yaml")) as process:
+        process.stderr.close()
+        process.stdout.read()
+
+    assert 2 == process.returncode
+
+
+INTERRUPT = """
+import os, signal, sys
+
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == os.environ["INTERRUPT_AT"]:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupting())
+"""
+"""Presses Ctrl-C when a module is about to be imported."""
+
+
+@pytest.mark.parametrize(("words", "module"), [
+    (["packplan", "sft"], "core.errors"), (["app.sft"], "app.cli.command"), (["app.check"], "torch"),
+    (["app.plan", "verify"], "numpy"),
+])  # fmt: skip
+def test_ctrl_c_in_the_first_second_ends_with_a_line(tmp_path, words, module):
+    """Whatever is being imported."""
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPT)
+    env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "INTERRUPT_AT": module}
+    with start(*words, str(store_run(tmp_path, world_sizes=(1,))), env=env) as process:
+        said = process.stderr.read()
+
+    # As a shell sees it, both are 130.
+    assert process.returncode in {130, -signal.SIGINT}
+    assert "interrupted" == said.partition(":")[0].strip()
+    assert 1 == said.count("\n")

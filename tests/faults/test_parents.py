@@ -1,0 +1,136 @@
+"""No orphan: whatever this project starts ends with what started it, also by SIGKILL."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.faults import parents
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+
+DEADLINE_S = 240
+
+
+def lives(pid: int) -> bool:
+    """Return whether a process runs; one that ended, and that nobody has waited for, does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_for(holds, why: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not holds():
+        assert time.monotonic() < deadline, why
+        time.sleep(0.02)
+
+
+def each_ends(folder: Path, parent: int) -> None:
+    """Kill a parent once it has started all of its processes, and see them end."""
+    wait_for((folder / "pids.json").exists, "the parent has not started its processes")
+    pids = json.loads((folder / "pids.json").read_text())
+    assert pids
+    assert parent not in pids
+    assert all(map(lives, pids))
+
+    os.kill(parent, signal.SIGKILL)
+
+    wait_for(lambda: not any(map(lives, pids)), "a process outlived its parent")
+
+
+@pytest.mark.parametrize("kind", ["pool", "benchmark", "helper"])
+def test_processes_end_with_the_parent_that_started_them(tmp_path, kind):
+    """Those that measure, waiting or busy; those of benchmarks; those of tests, whose parent is a server between."""
+    command = [sys.executable, "-m", "tests.faults.parents", kind, str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}) as parent:
+        each_ends(tmp_path, parent.pid)
+
+
+@pytest.mark.parametrize("kind", ["loader", "elsewhere", "actors"])
+def test_workers_of_loaders_and_actors_end_with_their_rank(server, tmp_path, kind):
+    """Workers that are in the middle of a sample, the process that probes, and Ray's actors."""
+    parent = server.start(parents.main, kind, str(tmp_path), log=tmp_path / "log")
+    each_ends(tmp_path, parent.pid)
+
+
+RANK = """
+import os, sys, time
+from pathlib import Path
+from app.cli.command import run_command
+
+def command():
+    Path(sys.argv[1], "pids.json").write_text(f"[{os.getpid()}]")
+    time.sleep(600)
+
+run_command(command, verbose=False)
+"""
+
+
+def test_ranks_end_with_torchruns_agent(tmp_path):
+    """Which starts them, and cannot tell them when it is killed."""
+    (tmp_path / "rank.py").write_text(RANK)
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1",
+        str(tmp_path / "rank.py"), str(tmp_path),
+    ]  # fmt: skip
+    with subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}) as agent:
+        each_ends(tmp_path, agent.pid)
+
+
+def test_a_process_whose_parent_is_gone_already_ends_at_once(tmp_path):
+    """The parent may die before its child has asked the kernel."""
+    script = (
+        "import multiprocessing, os, sys, time\n"
+        "from adapters.lifeline import end_with_parent\n"
+        "def late(parent):\n"
+        "    while multiprocessing.parent_process().is_alive(): time.sleep(0.01)\n"
+        "    os.write(1, f'{os.getpid()}\\n'.encode())\n"
+        "    end_with_parent()\n"
+        "    os.write(1, b'went on\\n')\n"
+        "multiprocessing.get_context('fork').Process(target=late, args=(os.getpid(),)).start()\n"
+        "os._exit(0)\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT, timeout=DEADLINE_S
+    )
+
+    (pid,) = map(int, run.stdout.split())
+    wait_for(lambda: not lives(pid), "it went on")
+
+
+STARTERS = {
+    "adapters/lifeline.py": {"multiprocessing", "concurrent"},
+    "adapters/ranks/heartbeat.py": {"multiprocessing"},
+    "app/bench/process.py": {"multiprocessing"},
+    "app/bench/measuring_cost.py": {"multiprocessing"},
+    "app/bench/looking.py": {"subprocess"},
+}
+"""What starts processes, each of a kind that the tests above kill the parent of, or that is waited for at once."""
+
+
+def test_nothing_else_starts_processes():
+    """A new kind of process comes with its end."""
+    found = {}
+    for path in [path for package in ("core", "adapters", "app") for path in (ROOT / package).rglob("*.py")]:
+        names = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                names.add((node.module or "").partition(".")[0])
+        if names := names & {"multiprocessing", "concurrent", "subprocess"}:
+            found[str(path.relative_to(ROOT))] = names
+
+    assert STARTERS == found

@@ -1,0 +1,176 @@
+"""Advice on unknown keys points to the right place, and never to a key of another meaning."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adapters.config.run import RL_SECTIONS, load_mix, parse_config
+from adapters.config.trainer_keys import stored_keys
+from adapters.config.values import known_keys
+from core.config import REFUSED_TRAINING_KEYS, RunConfig, closest, unknown_key
+from core.errors import ConfigError
+
+TRAINER_KEYS = stored_keys()
+
+OWN = dict(known_keys(RunConfig))
+"""Every key of the project with its sections -> whether it is a section."""
+
+PATHS = sorted({*OWN, *(f"training.{key}" for key in set(TRAINER_KEYS) - set(REFUSED_TRAINING_KEYS))})
+
+LEVELS = ["", *(path for path, section in OWN.items() if section)]
+
+NAMES = [path.rpartition(".")[2] for path in PATHS]
+
+
+def faults_of(*keys: tuple[str, object]) -> dict[str, str]:
+    """Return the faults of a run that is good but for some keys."""
+    document: dict = {
+        "model": {"model": "m"}, "template": {"max_length": 80}, "custom": {"train_jsonl": "t"},
+        "training": {"output_dir": "o"},
+    }  # fmt: skip
+    for path, value in keys:
+        section = document
+        *levels, name = path.split(".")
+        for level in levels:
+            section = section.setdefault(level, {})
+        section[name] = value
+    with pytest.raises(ConfigError) as raised:
+        parse_config(document, "run.yaml", TRAINER_KEYS, rl=True)
+    return {fault.path: fault.reason for fault in raised.value.faults}
+
+
+@pytest.mark.parametrize(("value", "least"), [(1, 50), ({"a": 1}, 1)], ids=["key", "section"])
+@pytest.mark.parametrize("level", LEVELS, ids=lambda level: level or "top")
+def test_every_key_at_every_wrong_level_is_told_its_right_one(level, value, least):
+    """Keys and sections of this project, and keys of ms-swift, in each section that does not have them."""
+    meant = [path for path in PATHS if OWN.get(path, False) == isinstance(value, dict)]
+    wrong = {path: f"{level}.{path.rpartition('.')[2]}".lstrip(".") for path in meant}
+    wrong = {path: place for path, place in wrong.items() if place not in PATHS}
+    assert len(wrong) >= least
+
+    found = faults_of(*((place, value) for place in wrong.values()))
+
+    for path, place in wrong.items():
+        said, _, advice = found[place].partition(": write ")
+        assert f"is no key of {level or 'the top level'}" == said
+        assert path in advice.split(" or "), place
+
+
+@pytest.mark.parametrize("key", sorted(REFUSED_TRAINING_KEYS))
+def test_a_refused_key_at_a_wrong_level_is_told_why(key):
+    """And not to be written where it is refused as well; a misspelling of it neither."""
+    assert REFUSED_TRAINING_KEYS[key] == faults_of((key, 1))[key]
+    typo = key.replace("e", "ee", 1)
+    reason = faults_of((f"training.{typo}", 1))[f"training.{typo}"]
+    assert f"is no known key; {key}, which it resembles, {REFUSED_TRAINING_KEYS[key]}" == reason
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "loss_scale",
+        "streaming",
+        "min_pixels",
+        "padding",
+        "top_k",
+        "fp8",
+        "adam_beta3",
+        "min_steps",
+        "pre_devcie_trian_batch_size",
+        "lr",
+        "x",
+        "é",
+        3,
+    ],
+)
+def test_no_key_of_another_meaning_is_suggested(key):
+    """Its words are others, or its numbers are."""
+    places = [f"{level}{key}" for level in ("", "training.", "template.")]
+    found = faults_of(*((place, 1) for place in places))
+
+    assert ["is no known key: remove it"] * 3 == [found[place] for place in places]
+
+
+@pytest.mark.parametrize(
+    ("path", "advice"),
+    [
+        ("training.packing_bufer", "did you mean packing_buffer?"),
+        ("training.learningRate", "did you mean learning_rate?"),
+        ("learning-rate", "did you mean training.learning_rate?"),
+        ("training.max_pixel", "did you mean template.max_pixels?"),
+        ("training.bp16", "did you mean bf16 or fp16?"),
+        ("training.warmup_ration", "did you mean warmup_ratio?"),
+        ("training.lora_target_modules", "did you mean target_modules?"),
+        ("training.per_device_batch_size", "did you mean per_device_eval_batch_size or per_device_train_batch_size?"),
+        ("traning", "did you mean training?"),
+    ],
+)
+def test_a_misspelling_names_what_it_misspells(path, advice):
+    """Of this section before those of others; all that are as close."""
+    assert f"is no known key: {advice}" == faults_of((path, {} if path == "traning" else 1))[path]
+
+
+def test_a_key_with_its_section_before_a_dot_is_told_to_be_written_inside():
+    """YAML knows no such dots."""
+    with pytest.raises(ConfigError, match="is written with a dot: write learning_rate in the section training"):
+        parse_config({"training.learning_rate": 1}, "run.yaml", TRAINER_KEYS)
+    reason = unknown_key("sequence_packing.enabled", "policy", ["policy.sequence_packing.enabled"], refused={})
+    assert "is written with a dot: write enabled in the section policy.sequence_packing" == reason
+
+
+def test_keys_of_reinforcement_learning_are_suggested_to_it_alone():
+    """Another command does not have their sections."""
+    document = {"num_generations_per_prompt": 4}
+    with pytest.raises(ConfigError, match=r"num_generations_per_prompt: is no known key: remove it"):
+        parse_config(document, "run.yaml", TRAINER_KEYS)
+    with pytest.raises(ConfigError, match=r"write grpo\.num_generations_per_prompt"):
+        parse_config(document, "run.yaml", TRAINER_KEYS, rl=True)
+    assert {"policy", "grpo"} == set(RL_SECTIONS)
+
+
+def test_a_mix_has_the_same_advice(tmp_path):
+    """Also inside its list."""
+    mix = tmp_path / "mix.yaml"
+    mix.write_text("sources: [{jsonl: a, ratio: 1}, {jsnl: b, samples_per_epoch: 3}]\ncount: 1\n")
+
+    with pytest.raises(ConfigError) as raised:
+        load_mix(mix)
+
+    assert {
+        "sources[1].jsonl": "is not set, and has no default: set it",
+        "sources[1].jsnl": "is no known key: did you mean jsonl?",
+        "sources[1].samples_per_epoch": "is no key of sources[]: write samples_per_epoch",
+        "count": "is no key of the top level: write sources[].count",
+    } == {fault.path: fault.reason for fault in raised.value.faults}
+
+
+@given(name=st.sampled_from(NAMES), data=st.data())
+def test_one_letter_off_is_found(name, data):
+    """Left out, doubled, or swapped with the next, in a word of four letters or more."""
+    starts = [place for place in range(len(name) - 3) if name[place : place + 4].isalpha()]
+    if not starts:
+        return
+    at = data.draw(st.sampled_from(starts)) + 1
+    wrong = data.draw(
+        st.sampled_from(
+            [
+                name[:at] + name[at + 1 :],
+                name[:at] + name[at] + name[at:],
+                name[:at] + name[at + 1] + name[at] + name[at + 2 :],
+            ]
+        )
+    )
+
+    assert wrong in NAMES or name in closest(wrong, NAMES)
+
+
+@given(st.text("ab_-A1", max_size=6), st.lists(st.text("ab_1", max_size=6), max_size=5))
+def test_what_is_close_is_known_and_has_the_same_numbers(name, known):
+    """Whatever the key; the key itself is closest to itself."""
+    found = closest(name, known)
+
+    assert set(found) <= set(known)
+    assert all(key.count("1") == name.count("1") for key in found)
+    assert name in closest(name, [name, *known])

@@ -1,0 +1,210 @@
+"""Values on the command line are a layer over the YAML, checked like it; paths expand, nothing unset does so silently."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adapters.config.run import load_config, load_mix, parse_config
+from adapters.config.trainer_keys import stored_keys
+from adapters.config.values import known_keys
+from app.cli.command import add_config_arguments, add_logging_options, parse_arguments
+from core.config import RunConfig
+from core.errors import ConfigError
+
+KEYS = stored_keys()
+
+PATHS = {
+    "model.model", "custom.train_jsonl", "custom.val_jsonl", "custom.fusion_config", "training.output_dir",
+    "training.packing_lengths_from", "training.resume_from_checkpoint", "training.logging_dir", "training.deepspeed",
+    "training.fsdp_config", "training.accelerator_config",
+}  # fmt: skip
+"""Keys that name a file or a folder."""
+
+
+def document(**training) -> dict:
+    return {
+        "model": {"model": "m"}, "template": {"max_length": 80}, "custom": {"train_jsonl": "a.jsonl"},
+        "training": {"output_dir": "out", **training},
+    }  # fmt: skip
+
+
+def overridden(*overrides: str, **training) -> RunConfig:
+    return parse_config(document(**training), "run.yaml", KEYS, overrides=overrides)
+
+
+def faults_of(*overrides: str, **training) -> list[str]:
+    with pytest.raises(ConfigError) as raised:
+        overridden(*overrides, **training)
+    return [str(fault) for fault in raised.value.faults]
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1), rate=st.floats(0, 1), packing=st.booleans(), report=st.sampled_from(["none", "tensorboard"])
+)  # fmt: skip
+def test_an_override_is_what_the_yaml_would_be_with_it(seed, rate, packing, report):
+    """Of each type, in the run's own keys and in the trainer's."""
+    values = {
+        "seed": seed,
+        "learning_rate": rate,
+        "packing": packing,
+        "report_to": [report],
+        "lr_scheduler_kwargs": {"a": rate},
+    }
+
+    config = overridden(
+        *(f"training.{key}={yaml.safe_dump(value, default_flow_style=True)}" for key, value in values.items())
+    )
+
+    assert parse_config(document(**values), "run.yaml", KEYS) == config
+
+
+def test_numbers_that_yaml_reads_as_text_are_numbers_in_an_override_too():
+    """1e-4 has no dot."""
+    config = overridden("training.learning_rate=1e-4", "training.num_train_epochs=2e0", "training.lora_dropout=0")
+
+    assert 1e-4 == config.training.trainer["learning_rate"]
+    assert (2.0, 0.0) == (config.training.num_train_epochs, config.training.lora_dropout)
+
+
+def test_a_section_that_the_yaml_lacks_and_a_key_inside_a_setting():
+    """Both are made; what else the setting has stays."""
+    config = overridden(
+        "training.lr_scheduler_kwargs.num_cycles=2", lr_scheduler_kwargs={"min_lr": 0.5, "num_cycles": 1}
+    )
+    assert {"min_lr": 0.5, "num_cycles": 2} == config.training.trainer["lr_scheduler_kwargs"]
+
+    rl = parse_config(document(), "run.yaml", KEYS, overrides=["policy.dynamic_batching.enabled=true"], rl=True)
+    assert rl.policy.dynamic_batching.enabled
+
+
+def test_null_unsets_what_the_yaml_or_its_base_sets(tmp_path: Path):
+    """The default holds again; in a YAML that extends another as on the command line."""
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(document(seed=7, packing_buffer=16, learning_rate=0.5)))
+    (tmp_path / "run.yaml").write_text("extends: base.yaml\ntraining: {packing_buffer: null}\n")
+
+    config = load_config(tmp_path / "run.yaml", KEYS, overrides=["training.seed=null", "training.learning_rate="])
+
+    assert (42, 512, {}) == (config.training.seed, config.training.packing_buffer, dict(config.training.trainer))
+    assert ["model.model: is not set, and has no default: set it"] == [
+        fault.partition(" (")[0] + fault.partition(")")[2] for fault in faults_of("model.model=null")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("training.learning_rate=fast", "training.learning_rate (command line: training.learning_rate=fast): is 'fast', but has to be a number of at least 0"),
+        ("training.seed=1.5", "training.seed (command line: training.seed=1.5): is 1.5, but has to be a whole number"),
+        ("training.seed=-1", "training.seed (command line: training.seed=-1): is -1, but has to be from 0 to 2**32 - 1"),
+        ("training.lerning_rate=1", "training.lerning_rate (command line: training.lerning_rate=1): is no known key: did you mean learning_rate?"),
+        ("learning_rate=1", "learning_rate (command line: learning_rate=1): is no key of the top level: write training.learning_rate"),
+        ("training.seed.x=1", "training.seed (command line: training.seed.x=1): is {'x': 1}, but has to be a whole number"),
+        ("training={seed: x, output_dir: o}", "training.seed (command line: training={seed: x, output_dir: o}): is 'x', but has to be a whole number"),
+        ("training.seed=[", "training.seed (command line: training.seed=[): is no valid YAML behind the =: "),
+        ("training.seed=!!python/name:os.getcwd", "training.seed (command line: training.seed=!!python/name:os.getcwd): is no valid YAML"),
+        ("training.seed", "training.seed: is no override: write section.key=value"),
+        ("=1", "=1: is no override"),
+        ("training..seed=1", "training..seed=1: is no override"),
+    ],
+)  # fmt: skip
+def test_a_fault_of_an_override_names_it_as_its_place(override, says):
+    """With the reason that the YAML would get."""
+    (fault,) = faults_of(override)
+
+    assert fault.startswith(says)
+
+
+def test_faults_of_the_yaml_keep_its_place():
+    """Beside those of overrides, all at once; a key that is overridden twice is one."""
+    assert [
+        "training.bf16: is 3, but has to be true or false",
+        "training.seed (command line: training.seed=x): is 'x', but has to be a whole number",
+    ] == faults_of("training.seed=x", bf16=3)
+    assert ["training.seed: is overridden twice, by training.seed=1 and training.seed=2: keep one"] == faults_of(
+        "training.seed=1", "training.seed=2"
+    )
+
+
+def test_a_mix_takes_overrides(tmp_path: Path):
+    """Of its own keys."""
+    (tmp_path / "mix.yaml").write_text("sources: [{jsonl: a, ratio: 1}]\nsamples_per_epoch: 5\n")
+
+    assert 7 == load_mix(tmp_path / "mix.yaml", ["samples_per_epoch=7"]).samples_per_epoch
+    assert load_mix(tmp_path / "mix.yaml", ["samples_per_epoch=null"]).samples_per_epoch is None
+    with pytest.raises(ConfigError, match=r"command line: sources=3"):
+        load_mix(tmp_path / "mix.yaml", ["sources=3"])
+
+
+def test_overrides_stand_before_behind_and_between_options(capsys):
+    """What is neither an option nor an override is refused."""
+    parser = argparse.ArgumentParser()
+    add_config_arguments(parser)
+    add_logging_options(parser)
+
+    options = parse_arguments(parser, ["run.yaml", "a=1", "--quiet", "b.c=-2", "--verbose", "d="])
+
+    assert ("run.yaml", ["a=1", "b.c=-2", "d="]) == (options.config, options.overrides)
+    assert options.quiet
+    for wrong in ("--quite", "other.yaml", "-x=1"):
+        with pytest.raises(SystemExit, match="2"):
+            parse_arguments(parser, ["run.yaml", "--quiet", wrong])
+        assert wrong in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", sorted(PATHS))
+def test_paths_expand(path, monkeypatch):
+    """`~` at the start, `${NAME}` anywhere; a variable that is not set is a fault, a user that is none too."""
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("PACKPLAN_RUNS", "/scratch/runs")
+    section, key = path.split(".")
+
+    def value(text: str) -> object:
+        rl = key == "fusion_config"
+        more = [
+            "custom.train_jsonl=null",
+            "custom.trainer_variant=rollout",
+            "training.max_steps=1",
+            "training.packing_mode=dynamic",
+        ]
+        config = parse_config(document(), "run.yaml", KEYS, overrides=[f"{path}={text}", *(more if rl else ())])
+        values = getattr(config, section)
+        found = getattr(values, key) if hasattr(values, key) else values.trainer[key]
+        return found[0] if isinstance(found, tuple) else found
+
+    assert "/home/me/x" == value("~/x")
+    assert "/scratch/runs/a-/home/me" == value('"${PACKPLAN_RUNS}/a-${HOME}"')
+    assert "a~/$HOME" == value("a~/$HOME")
+    for text, says in (
+        ("${GONE_NAME}/x", "the environment has no GONE_NAME: set it"), ("~nobody_here/x", "~nobody_here is no user's home"),
+        ("${}", "the environment has no : set it"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=rf"{path} .*{says}"):
+            value(f'"{text}"')
+
+
+def test_which_keys_are_paths_follows_from_their_types():
+    """Every other key keeps what is written."""
+    prompt = "~ costs ${PRICE}"
+    config = overridden(f'template.system="{prompt}"', f'training.run_name="{prompt}"')
+
+    assert (prompt, prompt) == (config.template.system, config.training.trainer["run_name"])
+    assert {path for path, _ in known_keys(RunConfig)} > {path for path in PATHS if not KEYS.get(path[9:])}
+    assert PATHS >= {f"training.{key}" for key, takes in KEYS.items() if takes.path}
+
+
+def test_a_mix_and_a_base_expand(tmp_path: Path, monkeypatch):
+    """A data file of a mix, and the YAML that another extends."""
+    monkeypatch.setenv("HERE", str(tmp_path))
+    (tmp_path / "base.yaml").write_text("sources: [{jsonl: '${HERE}/a.jsonl', ratio: 1}]\n")
+    (tmp_path / "mix.yaml").write_text("extends: ${HERE}/base.yaml\n")
+
+    assert f"{tmp_path}/a.jsonl" == load_mix(tmp_path / "mix.yaml").sources[0].jsonl
+    (tmp_path / "mix.yaml").write_text("extends: ${GONE_NAME}/base.yaml\n")
+    with pytest.raises(ConfigError, match=r"extends: .*no GONE_NAME"):
+        load_mix(tmp_path / "mix.yaml")

@@ -1,0 +1,118 @@
+"""Keys of ms-swift are checked against a table: its types, choices and bounds, without ms-swift."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adapters.config import trainer_keys
+from adapters.config.trainer_keys import TrainerKey, as_table, lacking, stored_keys
+
+KEYS = stored_keys()
+
+WRONG = {
+    "nan": math.nan,
+    "-nan": -math.nan,
+    "inf": math.inf,
+    "negative": -1,
+    "string": "zigzag",
+    "list": [3],
+    "section": {3: 4},
+}
+"""What no number, switch or choice is; what a setting that is a text or a section may be, if it has no choices."""
+
+
+@pytest.mark.parametrize("name", sorted(KEYS))
+def test_each_key_refuses_what_it_is_not(name):
+    """Not a number, a negative, a text, a list, a section: with the value, and what it has to be."""
+    takes = KEYS[name]
+    free = set(takes.types) & {"str", "list"} and not takes.choices
+    allowed = {
+        "negative": takes.least == -1,
+        "string": ("str" in takes.types and free and "dict" not in takes.types) or takes.path,
+        "section": "dict" in takes.types,
+    }
+    for kind, value in WRONG.items():
+        if allowed.get(kind):
+            assert value == takes.checked(value)
+            continue
+        with pytest.raises(ValueError, match=r"^is .*, but has to be \w") as raised:
+            takes.checked(value)
+        assert repr(value) in str(raised.value)
+
+
+@given(st.floats())
+def test_a_number_has_its_bounds(value):
+    """The least is allowed, what it has to be below is not; a number as a text is one."""
+    takes = TrainerKey(("float",), below=1)
+    if 0 <= value < 1:
+        assert value == takes.checked(value) == takes.checked(repr(value))
+    else:
+        with pytest.raises(ValueError, match="has to be a number of at least 0 and below 1"):
+            takes.checked(value)
+
+
+def test_what_a_key_takes_is_said_in_words():
+    """Types, choices, bounds; a switch is no number, a whole number is one, a huge one none."""
+    for takes, value, says in (
+        (TrainerKey(("int",)), True, "is True, but has to be a whole number of at least 0"),
+        (TrainerKey(("null", "float")), True, "is True, but has to be a number of at least 0"),
+        (TrainerKey(("float",)), 10**400, "but has to be a number of at least 0"),
+        (TrainerKey(("float",)), None, "is None, but has to be a number"),
+        (TrainerKey(("str",), ("a", "b")), "c", "is 'c', but has to be one of a, b"),
+        (
+            TrainerKey(("str", "list"), ("a", "b")),
+            ["a", "c"],
+            r"is \['a', 'c'\], but has to be a list of texts of these or one of a, b",
+        ),
+        (TrainerKey(("list",)), "a", "is 'a', but has to be a list of texts"),
+        (TrainerKey(("null", "str", "dict")), "{a", "is '{a', but has to be a section of keys"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            takes.checked(value)
+    assert 3.0 == TrainerKey(("float",)).checked(3)
+    assert TrainerKey(("null", "int")).checked(None) is None
+    assert ["b"] == TrainerKey(("list",), ("a", "b")).checked(["b"])
+    assert {"a": 1} == TrainerKey(("null", "str", "dict")).checked('{"a": 1}')
+
+
+def test_the_table_is_not_used_for_other_versions(monkeypatch):
+    """Of either library; where one is not installed, it says what the keys would be."""
+    assert stored_keys() == KEYS
+    assert trainer_keys.TABLE.read_text(encoding="utf-8") == as_table(KEYS)
+    for name in trainer_keys.LIBRARIES:
+        with monkeypatch.context() as patched:
+            patched.setattr(trainer_keys, "_installed", lambda asked, name=name: "0.1" if asked == name else None)
+            assert stored_keys() is None
+    monkeypatch.setattr(trainer_keys, "_installed", lambda _: None)
+    assert stored_keys() == KEYS
+
+
+@pytest.mark.parametrize(
+    ("settings", "path", "says"),
+    [
+        ({"report_to": "no_such_service"}, "training.report_to", "no_such_service, whose package no_such_service is not installed: install it"),
+        ({"report_to": ["tensorboard", "azure_ml"]}, "training.report_to", "has azure_ml, whose package azureml"),
+        ({"use_flash_ckpt": True}, "training.use_flash_ckpt", "needs the package dlrover"),
+        ({"fsdp_config": "zero2"}, "training.fsdp_config", "is zero2, which is no file: name a JSON file"),
+    ],
+)  # fmt: skip
+def test_a_package_or_file_that_lacks_is_named(settings, path, says):
+    """By the key that needs it; what needs none is not asked."""
+    (fault,) = lacking(settings)
+
+    assert path == fault.path
+    assert says in fault.reason
+    assert [] == list(
+        lacking(
+            {
+                "report_to": ["none", "tensorboard"],
+                "deepspeed": None,
+                "fsdp_config": {"a": 1},
+                "accelerator_config": __file__,
+            }
+        )
+    )
