@@ -26,6 +26,14 @@ DEADLINE_S = 240
 PRELOADED = ["tests.stack"]
 
 
+def lives(pid: int) -> bool:
+    """Return whether a process runs; one that ended, and that nobody has waited for, does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 @attrs.define
 class Started:
     """A process that the server forked, and the files that hold what it prints."""

@@ -14,20 +14,13 @@ from pathlib import Path
 import pytest
 
 from tests.faults import parents
+from tests.processes import lives
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 
 DEADLINE_S = 240
-
-
-def lives(pid: int) -> bool:
-    """Return whether a process runs; one that ended, and that nobody has waited for, does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def wait_for(holds, why: str) -> None:
