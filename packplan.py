@@ -1,4 +1,6 @@
-"""`packplan COMMAND …`, also from a folder that has packages called app, adapters or core of its own."""
+"""
+`packplan COMMAND …`, also from a folder that has packages called app, adapters or core of its own.
+"""
 
 import sys
 from importlib.util import find_spec
@@ -8,12 +10,16 @@ PACKAGES = ("adapters", "app", "core")
 
 
 def main() -> int:
-    """Run the command; return its exit status, 2 if other packages of its packages' names would be imported."""
+    """
+    Run the command; return its exit status, 2 if other packages of its packages' names would be
+    imported.
+    """
     folder = Path(__file__).parent
     for name in PACKAGES:
         if (found := place(name)) != (folder / name).resolve():
             print(
-                f"error: Packplan's package {name} is {folder / name}, but {found} would be imported: take that folder off "
+                f"error: Packplan's package {name} is {folder / name}, but {found} would be imported: take that "
+                "folder off "
                 "PYTHONPATH, and start packplan by its own name, not by python -m",
                 file=sys.stderr,
             )

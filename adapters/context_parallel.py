@@ -1,9 +1,9 @@
 """
 Attention of a rank that holds a part of a packed row: its own queries, everybody's keys and values.
 
-Rules: the layout travels as an argument of the model's forward pass, and nothing global knows it; every rank of the
-group runs the same layers in the same order, forward and backward; a parameter's gradients are summed over the group by
-whoever trains.
+Rules: the layout travels as an argument of the model's forward pass, and nothing global knows it;
+every rank of the group runs the same layers in the same order, forward and backward; a parameter's
+gradients are summed over the group by whoever trains.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from core.context_parallel import PackedLayout
 
 ATTENTION = "packplan_context_parallel"
-"""Its name among transformers' attention functions; none of its mask functions has it, so no mask is built."""
+"""
+Its name among transformers' attention functions; none of its mask functions has it, so no mask is
+built.
+"""
 
 
 @attrs.frozen(eq=False)
@@ -42,10 +45,11 @@ class _Share:
 @contextmanager
 def context_parallel(model: Any, *, layout: PackedLayout, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """
-    Let a model take this rank's part of a packed row, as `input_ids` of shape (1, num_positions / cp_size).
+    Let a model take this rank's part of a packed row, as `input_ids` of shape (1, num_positions /
+    cp_size).
 
-    Its logits are those of the part. Position ids are the layout's, unless they are given. With gradient checkpointing
-    the backward pass belongs inside too, for it runs the layers again.
+    Its logits are those of the part. Position ids are the layout's, unless they are given. With
+    gradient checkpointing the backward pass belongs inside too, for it runs the layers again.
 
     Args:
         model: One of transformers', whose layers attend to everything before them.
@@ -55,7 +59,8 @@ def context_parallel(model: Any, *, layout: PackedLayout, group: dist.ProcessGro
         group: The ranks that share the row; all of them by default.
 
     Raises:
-        ValueError: The layout is for another number of ranks. Inside: the part has another size, a mask or keys of
+        ValueError: The layout is for another number of ranks. Inside: the part has another size, a
+        mask or keys of
             earlier calls are given, or a layer has a sliding window.
     """
     if layout.cp_size != dist.get_world_size(group):
@@ -85,10 +90,12 @@ def gather_row(
     part: torch.Tensor, *, layout: PackedLayout, group: dist.ProcessGroup | None = None, dim: int = 1
 ) -> torch.Tensor:
     """
-    Return the whole row of the ranks' parts; differentiable: a part's gradient is the sum of what all ranks ask of it.
+    Return the whole row of the ranks' parts; differentiable: a part's gradient is the sum of what
+    all ranks ask of it.
 
     Args:
-        part: Any tensor with num_positions / cp_size entries along *dim*, the same shape on every rank.
+        part: Any tensor with num_positions / cp_size entries along *dim*, the same shape on every
+        rank.
 
         layout: The whole row.
 
@@ -145,8 +152,8 @@ def _attend(
     """
     Attend from a rank's queries to the keys of their own sequences, up to themselves.
 
-    Query, key and value are those of the part, of shape (1, heads, part, size); heads of the query may share a key.
-    Returns the output, of shape (1, part, heads, size), and no weights.
+    Query, key and value are those of the part, of shape (1, heads, part, size); heads of the query
+    may share a key. Returns the output, of shape (1, part, heads, size), and no weights.
     """
     if cp_share is None:
         message = f"the model attends by {ATTENTION}, but runs outside of `context_parallel`"

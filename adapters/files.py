@@ -1,4 +1,7 @@
-"""Files that readers see whole or not at all, with manifests that digest themselves and what they name."""
+"""
+Files that readers see whole or not at all, with manifests that digest themselves and what they
+name.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ from core.errors import CorruptArtefactError, OutputError, counted
 _DIGEST = "manifest_sha256"
 
 _REFUSED = re.compile(r"\(os error \d+\)|PytorchStreamWriter|inline_container")
-"""How writers in Rust say that the operating system refused, and how torch's does, which keeps the reason to itself."""
+"""
+How writers in Rust say that the operating system refused, and how torch's does, which keeps the
+reason to itself.
+"""
 
 _UNPUBLISHED = ".tmp"
 """How files end that are not, or not yet, published."""
@@ -29,8 +35,8 @@ _UNPUBLISHED = ".tmp"
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """
-    Turn what the operating system refuses below *path* into an OutputError: a full disk, a folder not
-    to be written.
+    Turn what the operating system refuses below *path* into an OutputError: a full disk, a folder
+    not to be written.
     """
     try:
         yield
@@ -41,8 +47,8 @@ def writing(path: Path) -> Iterator[None]:
 @contextmanager
 def saving(folder: Path) -> Iterator[None]:
     """
-    Turn what torch's, safetensors' and tokenizers' own writers make of a refusal below *folder* into an OutputError,
-    too.
+    Turn what torch's, safetensors' and tokenizers' own writers make of a refusal below *folder*
+    into an OutputError, too.
     """
     try:
         with writing(folder):
@@ -107,7 +113,10 @@ def write_manifest(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_manifest(path: Path, schema: str) -> dict[str, Any] | None:
-    """Return a manifest's content, or None if there is none; CorruptArtefactError if it is not what was written."""
+    """
+    Return a manifest's content, or None if there is none; CorruptArtefactError if it is not what
+    was written.
+    """
     try:
         text = path.read_bytes()
         content = json.loads(text)
@@ -142,7 +151,9 @@ def write_array(path: Path, array: NDArray[Any]) -> dict[str, Any]:
 
 
 def read_array(folder: Path, entry: Mapping[str, Any]) -> NDArray[Any]:
-    """Return the memory-mapped array of a manifest's entry; CorruptArtefactError if its bytes differ."""
+    """
+    Return the memory-mapped array of a manifest's entry; CorruptArtefactError if its bytes differ.
+    """
     path = folder / Path(entry["file"]).name
     array, digest = map_array(path, np.dtype(entry["dtype"]), int(entry["size"]))
     if digest.hexdigest() != entry["sha256"]:
@@ -156,7 +167,8 @@ def read_array(folder: Path, entry: Mapping[str, Any]) -> NDArray[Any]:
 
 def map_array(path: Path, dtype: np.dtype[Any], size: int) -> tuple[NDArray[Any], Any]:
     """
-    Return the first *size* elements of a file, memory-mapped, and the running SHA-256 of their bytes.
+    Return the first *size* elements of a file, memory-mapped, and the running SHA-256 of their
+    bytes.
 
     Args:
         path: The file.

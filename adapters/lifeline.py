@@ -1,9 +1,11 @@
 """
-Processes that end when their parent does, however that ends: by SIGKILL too, which no parent can pass on.
+Processes that end when their parent does, however that ends: by SIGKILL too, which no parent can
+pass on.
 
-Each kind of process that this project starts calls `end_with_parent` first: those that measure, workers of loaders,
-ranks of a launcher, benchmarks. Rank 0's heartbeat has to outlive it by a moment, and sees by its pipe that it is gone.
-Ray ends its own: its servers ask the kernel for the same, and actors end with them.
+Each kind of process that this project starts calls `end_with_parent` first: those that measure,
+workers of loaders, ranks of a launcher, benchmarks. Rank 0's heartbeat has to outlive it by a
+moment, and sees by its pipe that it is gone. Ray's servers end its actors, after up to a minute, so
+actors on the driver's machine watch the driver themselves.
 """
 
 from __future__ import annotations
@@ -11,8 +13,10 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import select
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -26,10 +30,11 @@ _OF_LAUNCHER = "TORCHELASTIC_RUN_ID"
 
 def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
     """
-    Have the kernel send this process a signal when its parent ends; at once, if that is gone already.
+    Have the kernel send this process a signal when its parent ends; at once, if that is gone
+    already.
 
-    The kernel watches the thread that started this process, so that has to be one that lives as long as its process.
-    Only Linux has such a signal; elsewhere this does nothing.
+    The kernel watches the thread that started this process, so that has to be one that lives as
+    long as its process. Only Linux has such a signal; elsewhere this does nothing.
 
     Args:
         number: The signal. SIGKILL ends a process whatever it is at.
@@ -50,17 +55,41 @@ def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
 
 def end_with_launcher() -> None:
     """
-    End this rank when torchrun's agent ends, which started it; do nothing in a process that no launcher started.
+    End this rank when torchrun's agent ends, which started it; do nothing in a process that no
+    launcher started.
 
-    By SIGTERM, on which training saves a checkpoint after the running step, and all else ends at once.
+    By SIGTERM, on which training saves a checkpoint after the running step, and all else ends at
+    once.
     """
     if _OF_LAUNCHER in os.environ and multiprocessing.parent_process() is None:
         end_with_parent(signal.SIGTERM)
 
 
+def end_with_process(pid: int) -> None:
+    """
+    End this process when another one of this machine ends, which need not be its parent.
+
+    Args:
+        pid: Number of the other process. This one ends at once if there is none of that number.
+    """
+    if sys.platform != "linux":
+        return
+    try:
+        other = os.pidfd_open(pid)
+    except ProcessLookupError:
+        os.kill(os.getpid(), signal.SIGKILL)
+    threading.Thread(target=_wait_and_end, args=(other,), daemon=True).start()
+
+
+def _wait_and_end(other: int) -> None:
+    select.select([other], [], [])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def open_pool(workers: int, prepare: Callable[..., None], *arguments: Any) -> ProcessPoolExecutor:
     """
-    Return a pool of fresh processes that end with this one; call it within `ctrl_c_kept`, and hand it work there.
+    Return a pool of fresh processes that end with this one; call it within `ctrl_c_kept`, and hand
+    it work there.
 
     Args:
         workers: Processes, started as work arrives.
@@ -80,8 +109,8 @@ def _prepared(prepare: Callable[..., None], arguments: tuple[Any, ...]) -> None:
 @contextmanager
 def ctrl_c_kept() -> Iterator[None]:
     """
-    Keep Ctrl-C from processes that are started in here: this process answers it, and ends them without their
-    tracebacks.
+    Keep Ctrl-C from processes that are started in here: this process answers it, and ends them
+    without their tracebacks.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

@@ -1,9 +1,10 @@
 """
-A batch of sequences as tensors, and its microbatches: packed rows, or padded batches of the width that they need.
+A batch of sequences as tensors, and its microbatches: packed rows, or padded batches of the width
+that they need.
 
-Rules: every field has one entry per sequence, along the first dimension of a tensor or in a list (images, texts).
-Tensors that run along the sequence are right-padded to one width; which dimension that is, is found once, where the
-batch is made.
+Rules: every field has one entry per sequence, along the first dimension of a tensor or in a list
+(images, texts). Tensors that run along the sequence are right-padded to one width; which dimension
+that is, is found once, where the batch is made.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from core.context_parallel import PackedLayout, cu_seqlens
 from core.errors import BatchError
-from core.shard import Mode, ShardChunk, Sharding
+from core.shard import Mode, ShardBatch, Sharding
 
 Field = Tensor | list[Any]
 
@@ -33,8 +34,10 @@ class BatchedData:
     Sequences of unequal length.
 
     >>> batch = BatchedData.of({"input_ids": torch.tensor([[5, 6, 0], [7, 8, 9]])}, lengths=[2, 3])
-    >>> batch.select([1, 0])["input_ids"].tolist(), batch.select([0]).truncate(2)["input_ids"].tolist()
-    ([[7, 8, 9], [5, 6, 0]], [[5, 6]])
+    >>> batch.select([1, 0])["input_ids"].tolist()
+    [[7, 8, 9], [5, 6, 0]]
+    >>> batch.select([0]).truncate(2)["input_ids"].tolist()
+    [[5, 6]]
     """
 
     fields: Mapping[str, Field]
@@ -57,15 +60,18 @@ class BatchedData:
         Build a batch.
 
         Args:
-            fields: Tensors of shape (batch, …), and lists of `batch` entries; `input_ids` is (batch, width).
+            fields: Tensors of shape (batch, …), and lists of `batch` entries; `input_ids` is
+            (batch, width).
 
             lengths: Tokens of each sequence.
 
-            sequence_dims: Dimensions that run along the sequence, by field; None: the second, wherever it is as long as
+            sequence_dims: Dimensions that run along the sequence, by field; None: the second,
+            wherever it is as long as
                 that of `input_ids`.
 
         Raises:
-            BatchError: A field has another number of entries, a sequence is longer than the batch is wide, or
+            BatchError: A field has another number of entries, a sequence is longer than the batch
+            is wide, or
                 `input_ids` or lengths are not what they have to be.
         """
         lengths = torch.as_tensor(lengths)
@@ -113,7 +119,10 @@ class BatchedData:
         return _tensor(self.fields, name)
 
     def with_fields(self, **fields: Field) -> BatchedData:
-        """Return the batch with more fields, of one entry per sequence; tensors as wide as the batch run along it."""
+        """
+        Return the batch with more fields, of one entry per sequence; tensors as wide as the batch
+        run along it.
+        """
         added = {
             name: 1
             for name, field in fields.items()
@@ -140,8 +149,8 @@ class BatchedData:
 
     def truncate(self, width: int) -> BatchedData:
         """
-        Return the batch *width* positions wide, in every field that runs along the sequence: padding is cut, or added
-        as 0.
+        Return the batch *width* positions wide, in every field that runs along the sequence:
+        padding is cut, or added as 0.
         """
         fields = {
             name: _fitted(field, self.sequence_dims[name], width)
@@ -152,25 +161,35 @@ class BatchedData:
         return BatchedData(fields, self.lengths.clamp(max=width), self.sequence_dims)
 
     def to(self, device: torch.device) -> BatchedData:
-        """Return the batch with its tensors on a device; lengths stay, since they steer the work."""
+        """
+        Return the batch with its tensors on a device; lengths stay, since they steer the work.
+        """
         fields = {name: field.to(device) if isinstance(field, Tensor) else field for name, field in self.fields.items()}
         return BatchedData(fields, self.lengths, self.sequence_dims)
 
     def shard(self, sharding: Sharding) -> list[ShardedData]:
-        """Return what each worker holds, with its weights; BatchError if it is another batch's sharding."""
+        """
+        Return what each worker holds, with its weights; BatchError if it is another batch's
+        sharding.
+        """
         if sharding.lengths.tolist() != self.lengths.tolist():
             message = "the sharding was made for sequences of other lengths than those of this batch"
             raise BatchError(message)
         held = []
-        for chunks in sharding:
-            weights = torch.cat([torch.tensor(chunk.weights) for chunk in chunks]).to(torch.float32)
-            mine = self.select(torch.cat([torch.tensor(chunk.indices) for chunk in chunks]))
-            held.append(ShardedData(mine.with_fields(**{WEIGHTS: weights}), sharding.mode, sharding.multiple, chunks))
+        for global_batches in sharding:
+            weights = torch.cat([torch.tensor(batch.weights) for batch in global_batches]).to(torch.float32)
+            mine = self.select(torch.cat([torch.tensor(batch.indices) for batch in global_batches]))
+            held.append(
+                ShardedData(mine.with_fields(**{WEIGHTS: weights}), sharding.mode, sharding.multiple, global_batches)
+            )
         return held
 
 
 def concatenate(batches: Sequence[BatchedData]) -> BatchedData:
-    """Return the sequences of all batches, at least one, with the same fields; padded with 0 to the widest."""
+    """
+    Return the sequences of all batches, at least one, with the same fields; padded with 0 to the
+    widest.
+    """
     width = max(batch.width for batch in batches)
     wide = [batch.truncate(width) for batch in batches]
     fields: dict[str, Field] = {}
@@ -193,19 +212,19 @@ class ShardedData:
     multiple: int
     """Each sequence of a packed row is padded to a multiple of it."""
 
-    chunks: tuple[ShardChunk, ...]
+    global_batches: tuple[ShardBatch, ...]
 
-    def microbatches(self, chunk: int, *, row_length: int | None = None) -> Iterator[Microbatch]:
+    def microbatches(self, batch: int, *, row_length: int | None = None) -> Iterator[Microbatch]:
         """
-        Yield the microbatches of a chunk, packed or padded as the batch was sharded.
+        Yield the microbatches of a global batch, packed or padded as the batch was sharded.
 
         Args:
-            chunk: Its number.
+            batch: Its number.
 
             row_length: Positions of every packed row; see `pack_row`.
         """
-        first = sum(len(earlier.indices) for earlier in self.chunks[:chunk])
-        cut = self.chunks[chunk]
+        first = sum(len(earlier.indices) for earlier in self.global_batches[:batch])
+        cut = self.global_batches[batch]
         for (start, stop), width in zip(cut.boundaries, cut.widths.tolist(), strict=True):
             held = self.data.slice(first + start, first + stop)
             if self.mode == "packed":
@@ -235,8 +254,8 @@ class Microbatch:
     @property
     def attention_mask(self) -> Tensor | None:
         """
-        Which positions of padded rows hold tokens; None for a packed row, which is told apart by its
-        position ids.
+        Which positions of padded rows hold tokens; None for a packed row, which is told apart by
+        its position ids.
         """
         if len(self.input_ids) == 1:
             return None
@@ -281,7 +300,8 @@ def pack_row(batch: BatchedData, *, multiple: int, row_length: int | None = None
 
         multiple: Each sequence is padded to a multiple of it.
 
-        row_length: Positions that the row is padded to, behind its last sequence: stages of a pipeline exchange buffers
+        row_length: Positions that the row is padded to, behind its last sequence: stages of a
+        pipeline exchange buffers
             of one shape.
 
     Raises:

@@ -24,11 +24,12 @@ class ClippedPolicyLoss:
     """
     The clipped surrogate objective, negated, with a penalty for leaving a reference.
 
-    Schulman et al. 2017, "Proximal Policy Optimization Algorithms", equation 7, with the two limits apart; the penalty,
-    and advantages of whole answers, as in Shao et al. 2024, "DeepSeekMath" (GRPO), equations 3 and 4.
+    Schulman et al. 2017, "Proximal Policy Optimization Algorithms", equation 7, with the two limits
+    apart; the penalty, and advantages of whole answers, as in Shao et al. 2024, "DeepSeekMath"
+    (GRPO), equations 3 and 4.
 
-    Reads `advantages`, of sequences or of tokens, `old_log_probabilities` and, where there is a penalty,
-    `reference_log_probabilities`, of tokens.
+    Reads `advantages`, of sequences or of tokens, `old_log_probabilities` and, where there is a
+    penalty, `reference_log_probabilities`, of tokens.
     """
 
     clip_low: float = attrs.field(default=0.2, validator=_from_zero)
@@ -76,4 +77,7 @@ class ClippedPolicyLoss:
 
 
 LOSSES: Mapping[str, Callable[[GrpoConfig], TokenLoss]] = MappingProxyType({"clipped": ClippedPolicyLoss.of})
-"""What `grpo.loss` may name, beside a loss of your own (`module:function`): each opens its loss with a run's settings."""
+"""
+What `grpo.loss` may name, beside a loss of your own (`module:function`): each opens its loss with a
+run's settings.
+"""

@@ -1,6 +1,6 @@
 """
-How far a long stage has come, with the time left: a bar on a terminal, a line every 30 s elsewhere, nothing for who
-asks for quiet.
+How far a long stage has come, with the time left: a bar on a terminal, a line every 30 s elsewhere,
+nothing for who asks for quiet.
 """
 
 from __future__ import annotations
@@ -38,12 +38,14 @@ def progress(
     **options: Any,
 ) -> Any:
     """
-    Return what iterates over *items* and shows how far it is, as tqdm does; or a bar to update by hand.
+    Return what iterates over *items* and shows how far it is, as tqdm does; or a bar to update by
+    hand.
 
     Args:
         items: What to iterate over; None for a bar that is updated by hand.
 
-        on_terminal: Whether a terminal is to have a bar; not where another one is shown for the same stage.
+        on_terminal: Whether a terminal is to have a bar; not where another one is shown for the
+        same stage.
 
         clock: Gives the seconds now, for the lines where there is no terminal.
 
@@ -86,7 +88,8 @@ class Lines:
 
             desc: What is being done.
 
-            total: Items in all, those of an earlier run included; None takes the length of *items*, if that has one.
+            total: Items in all, those of an earlier run included; None takes the length of *items*,
+            if that has one.
 
             initial: Items that an earlier run has done.
 

@@ -1,11 +1,13 @@
 """
-Losses on packed logits: an ordinary loss, one sequence after the other, or a loss on tokens, all of the row at once.
+Losses on packed logits: an ordinary loss, one sequence after the other, or a loss on tokens, all of
+the row at once.
 
-Rules: data are fields of a batch of sequences, padded on the right; a field is sequence-wide if its second dimension is
-that of `input_ids`. Entry t of a sequence-wide field speaks of token t, which the logits at t - 1 predict: the entry of
-a first token is never used. `token_mask` weighs the tokens that count. What a loss is divided by, sequences and tokens
-that count, are those of the whole global batch; so losses and metrics of parts (sequences, microbatches, ranks) add up,
-and metrics named `…_min` and `…_max` combine as such.
+Rules: data are fields of a batch of sequences, padded on the right; a field is sequence-wide if its
+second dimension is that of `input_ids`. Entry t of a sequence-wide field speaks of token t, which
+the logits at t - 1 predict: the entry of a first token is never used. `token_mask` weighs the
+tokens that count. What a loss is divided by, sequences and tokens that count, are those of the
+whole global batch; so losses and metrics of parts (sequences, microbatches, ranks) add up, and
+metrics named `…_min` and `…_max` combine as such.
 """
 
 from __future__ import annotations
@@ -28,7 +30,10 @@ NO_TARGET = -1
 Metrics = Mapping[str, Any]
 
 _CPU_BLOCK, _DEVICE_BLOCK = 1 << 18, 1 << 26
-"""Logits in float32 at a time: what a core's cache holds; elsewhere 256 MB, so that a kernel has enough to do."""
+"""
+Logits in float32 at a time: what a core's cache holds; elsewhere 256 MB, so that a kernel has
+enough to do.
+"""
 
 _PREFERENCES = {"bpo", "cpo", "dpo", "ipo", "kto", "orpo", "preference", "preferences", "rpo", "simpo"}
 """Words in the names of losses that compare answers with each other."""
@@ -74,7 +79,8 @@ class TokenLoss(Protocol):
         Args:
             log_probabilities: Of each token; float32 of shape (num_tokens,).
 
-            fields: Those asked for, of shape (num_tokens, …); log-probabilities and fields are 0 where a token does not
+            fields: Those asked for, of shape (num_tokens, …); log-probabilities and fields are 0
+            where a token does not
                 count.
         """
 
@@ -84,7 +90,8 @@ def refuse_whole_batch(loss: object) -> None:
     Check that a loss can be computed part by part, as packing and dynamic batching do.
 
     Raises:
-        WholeBatchLossError: It says `needs_whole_batch`, or says nothing and is named like a preference loss.
+        WholeBatchLossError: It says `needs_whole_batch`, or says nothing and is named like a
+        preference loss.
     """
     while isinstance(loss, partial):
         loss = loss.func
@@ -118,10 +125,12 @@ class PackedLoss:
         Return the sum of the sequences' losses, float64, and their metrics together.
 
         Args:
-            logits: Of the whole row; shape (1, num_positions, vocabulary). Of a row that ranks share, gather them
+            logits: Of the whole row; shape (1, num_positions, vocabulary). Of a row that ranks
+            share, gather them
                 first, or use `FusedLoss`.
 
-            data: Fields of the sequences, unpacked: tensors, lists, anything that a slice of sequences is taken of.
+            data: Fields of the sequences, unpacked: tensors, lists, anything that a slice of
+            sequences is taken of.
 
             layout: Where the sequences lie.
 
@@ -132,7 +141,8 @@ class PackedLoss:
         _check_size(logits, layout.num_positions)
         lengths = layout.lengths.tolist()
         room = (layout.cu_seqlens_padded[1:] - layout.cu_seqlens_padded[:-1]).tolist()
-        # One split gives one gradient; a slice of the row for each sequence would give as many as there are sequences.
+        # One split gives one gradient; a slice of the row for each sequence would give as many as
+        # there are sequences.
         parts = torch.split(
             logits, [n for pair in zip(lengths, room, strict=True) for n in (pair[0], pair[1] - pair[0])], dim=1
         )
@@ -148,7 +158,10 @@ class PackedLoss:
 
 @attrs.frozen
 class PaddedLoss:
-    """Runs an ordinary loss on a padded batch as a whole, also one that compares its sequences with each other."""
+    """
+    Runs an ordinary loss on a padded batch as a whole, also one that compares its sequences with
+    each other.
+    """
 
     loss: SequenceLoss
 
@@ -182,7 +195,10 @@ class PaddedLoss:
 
 @attrs.frozen
 class FusedLoss:
-    """Runs a loss on tokens in one pass over a packed row, or over a padded batch, where it is an ordinary loss too."""
+    """
+    Runs a loss on tokens in one pass over a packed row, or over a padded batch, where it is an
+    ordinary loss too.
+    """
 
     loss: TokenLoss = attrs.field(validator=_checked)
 
@@ -200,11 +216,14 @@ class FusedLoss:
         Return the loss, float64, and metrics; sums are in float64.
 
         Args:
-            logits: Of a packed row, or a rank's part of it, of shape (1, num_positions / cp_size, vocabulary); without
+            logits: Of a packed row, or a rank's part of it, of shape (1, num_positions / cp_size,
+            vocabulary); without
                 a layout, of shape (num_sequences, width, vocabulary).
 
-            data: Fields of all sequences, unpacked, also where ranks share them: `input_ids` and `token_mask` of
-                shape (num_sequences, width), and those of the loss. Without a layout, padding has the weight 0.
+            data: Fields of all sequences, unpacked, also where ranks share them: `input_ids` and
+            `token_mask` of
+                shape (num_sequences, width), and those of the loss. Without a layout, padding has
+                the weight 0.
 
             num_sequences: See `SequenceLoss`.
 
@@ -228,7 +247,8 @@ class FusedLoss:
         counts = mask > 0
         targets = predicted.values(data["input_ids"]).masked_fill(~counts, NO_TARGET)
         log_probabilities = token_log_probabilities(logits.flatten(0, 1), targets)
-        # What a token that does not count holds is arbitrary, and what is not finite would reach the gradients.
+        # What a token that does not count holds is arbitrary, and what is not finite would reach
+        # the gradients.
         fields = {name: _zeroed(predicted.values(data[name]), ~counts) for name in self.loss.fields}
         losses, metrics = self.loss(log_probabilities, fields)
         if self.loss.normalisation == "token":
@@ -246,11 +266,12 @@ def token_log_probabilities(logits: torch.Tensor, targets: torch.Tensor) -> torc
     """
     Return the log-probability of each target.
 
-    Forward and backward, a block of rows at a time is in float32: beside the logits and their gradient, no third array
-    of their size is made.
+    Forward and backward, a block of rows at a time is in float32: beside the logits and their
+    gradient, no third array of their size is made.
 
     Args:
-        logits: Any floating type; shape (num_rows, vocabulary). Of a row that ranks share, a rank's part.
+        logits: Any floating type; shape (num_rows, vocabulary). Of a row that ranks share, a rank's
+        part.
 
         targets: The token that each row predicts, or `NO_TARGET`; shape (num_rows,).
 
@@ -263,7 +284,8 @@ def token_log_probabilities(logits: torch.Tensor, targets: torch.Tensor) -> torc
 
 def normalisers(token_mask: torch.Tensor) -> tuple[int, float]:
     """
-    Return sequences that have a token that counts, and the weight of all such tokens; sum them over the global batch.
+    Return sequences that have a token that counts, and the weight of all such tokens; sum them over
+    the global batch.
 
     Args:
         token_mask: Of shape (num_sequences, width); 0 at padding.
@@ -273,7 +295,10 @@ def normalisers(token_mask: torch.Tensor) -> tuple[int, float]:
 
 
 def combined(parts: Sequence[Metrics]) -> dict[str, torch.Tensor]:
-    """Return the metrics of parts together, in float64: the least, the greatest, or the sum, as their names say."""
+    """
+    Return the metrics of parts together, in float64: the least, the greatest, or the sum, as their
+    names say.
+    """
     whole = {}
     for name in dict.fromkeys(name for part in parts for name in part):
         values = torch.stack([torch.as_tensor(part[name]).detach().double() for part in parts if name in part])
@@ -313,7 +338,9 @@ class _Predicted:
         return cls(input_ids.shape[1], *on_device)
 
     def values(self, field: torch.Tensor) -> torch.Tensor:
-        """Return a field's value for each row, 0 where nothing is predicted; shape (num_rows, …)."""
+        """
+        Return a field's value for each row, 0 where nothing is predicted; shape (num_rows, …).
+        """
         wide = field.ndim > 1 and field.shape[1] == self.width
         return _zeroed(field[self.sequence, self.column] if wide else field[self.sequence], ~self.exists)
 
@@ -386,7 +413,9 @@ def _of_one(value: Any, number: int, length: int, width: int) -> Any:
 
 
 def _tokens_of(token_mask: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
-    """Return the weight of each sequence's tokens that count; on every rank, of the whole sequence."""
+    """
+    Return the weight of each sequence's tokens that count; on every rank, of the whole sequence.
+    """
     lengths = torch.as_tensor(layout.lengths.copy(), device=token_mask.device)[:, None]
     inside = torch.arange(1, token_mask.shape[1], device=token_mask.device) < lengths
     return (token_mask[:, 1:].double() * inside).sum(1)

@@ -1,9 +1,10 @@
 """
 Makes torchvision importable beside a CPU-only torch.
 
-The published torchvision is a CUDA build: beside a CPU-only torch its import dies because the operators that it
-gives a meta implementation are not registered. Qwen-VL's processor needs only its pure-Python part, so declaring the
-two operators is enough. A matching build needs nothing. Import this before transformers or swift, in every process.
+The published torchvision is a CUDA build: beside a CPU-only torch its import dies because the
+operators that it gives a meta implementation are not registered. Qwen-VL's processor needs only its
+pure-Python part, so declaring the two operators is enough. A matching build needs nothing. Import
+this before transformers or swift, in every process.
 """
 
 from __future__ import annotations

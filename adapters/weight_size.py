@@ -1,12 +1,13 @@
 """
 Whether trained weights are worth saving, by their size.
 
-A step with a learning rate of 1e30 leaves weights that are finite and hold nothing of the model. The loss of another
-forward pass would not show it: norms divide by what overflowed, and the loss of a model that knows nothing is finite.
-The root mean square of the trained weights shows it, for one pass over them before a save. Where it is a thousand times
-what it was before the first step, a thousandth of the weights is what the model was. A run that learns stays far below
-that: a step of AdamW moves a weight by about the learning rate, and runs from random weights end with a few times the
-size that they began with.
+A step with a learning rate of 1e30 leaves weights that are finite and hold nothing of the model.
+The loss of another forward pass would not show it: norms divide by what overflowed, and the loss of
+a model that knows nothing is finite. The root mean square of the trained weights shows it, for one
+pass over them before a save. Where it is a thousand times what it was before the first step, a
+thousandth of the weights is what the model was. A run that learns stays far below that: a step of
+AdamW moves a weight by about the learning rate, and runs from random weights end with a few times
+the size that they began with.
 """
 
 from __future__ import annotations
@@ -22,13 +23,17 @@ _RUINED = 1000.0
 """Weights of so many times their size before the first step are ruined."""
 
 _LEAST = 0.01
-"""Size that weights count as before the first step, at least: those of adapters and biases may begin at 0."""
+"""
+Size that weights count as before the first step, at least: those of adapters and biases may begin
+at 0.
+"""
 
 
 @torch.no_grad()
 def mean_size(weights: Iterable[torch.Tensor], *, sharded: bool = False) -> float:
     """
-    Return the root mean square of those weights that are trained; nan or inf where one of them is no finite number.
+    Return the root mean square of those weights that are trained; nan or inf where one of them is
+    no finite number.
 
     Args:
         weights: Of the model, or this rank's part of them.
@@ -56,7 +61,7 @@ def is_ruined(size: float, *, before: float) -> bool:
 
         before: The same before the first step.
 
-    >>> is_ruined(0.5, before=0.02), is_ruined(1e30, before=0.02), is_ruined(float("nan"), before=0.02)
-    (False, True, True)
+    >>> [is_ruined(size, before=0.02) for size in (0.5, 1e30, float("nan"))]
+    [False, True, True]
     """
     return not size <= _RUINED * max(before, _LEAST)

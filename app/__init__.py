@@ -1,8 +1,8 @@
 """
 The commands, and what they do around core and adapters.
 
-`python -m app.COMMAND` imports this first: from here on, Ctrl-C is answered by a line, also while modules are being
-imported.
+`python -m app.COMMAND` imports this first: from here on, Ctrl-C is answered by a line, also while
+modules are being imported.
 """
 
 import sys
@@ -21,6 +21,7 @@ def _line_for_ctrl_c(kind: type[BaseException], error: BaseException, trace: Tra
         sys.__excepthook__(kind, error, trace)
 
 
-# What `python -m` calls itself until it has found the module; whoever imports this package keeps their own answer.
+# What `python -m` calls itself until it has found the module; whoever imports this package keeps
+# their own answer.
 if sys.argv[:1] == ["-m"]:
     answer_ctrl_c()

@@ -1,8 +1,8 @@
 """
 Plan packs, and train from them: `packplan COMMAND ...`, or `python -m app.COMMAND ...`.
 
-`packplan COMMAND --help` says more. Exit status: 0; 1 a fault in Packplan; 2 a fault in what it was given; 3 something
-failed its verification; 130 Ctrl-C.
+`packplan COMMAND --help` says more. Exit status: 0; 1 a fault in Packplan; 2 a fault in what it was
+given; 3 something failed its verification; 130 Ctrl-C.
 """
 
 from __future__ import annotations

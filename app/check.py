@@ -1,9 +1,11 @@
 """
-Show that packed training is the same training, on your own model and data: `python -m app.check run.yaml`.
+Show that packed training is the same training, on your own model and data: `python -m app.check
+run.yaml`.
 
-Takes packs from the run's own plan and compares them, through the run's model, template and attention backend, with
-their samples alone: positions, labels, logits, losses, gradients; and changes one sample at a time, which may move no
-other sample's logits. Exit status 0 if all is equal, 3 if not.
+Takes packs from the run's own plan and compares them, through the run's model, template and
+attention backend, with their samples alone: positions, labels, logits, losses, gradients; and
+changes one sample at a time, which may move no other sample's logits. Exit status 0 if all is
+equal, 3 if not.
 """
 
 from __future__ import annotations

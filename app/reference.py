@@ -1,9 +1,11 @@
 """
-Write the keys of a YAML into the pages that describe them: `python -m app.reference docs/configuration.md …`.
+Write the keys of a YAML into the pages that describe them: `python -m app.reference
+docs/configuration.md …`.
 
-A page says where, and of what: the tables between `<!-- keys of core.config.RunConfig -->` and `<!-- end of keys -->`
-are those of a frozen class, section by section, from its fields' types, defaults and docstrings; or of a mapping, key
-by key. A file that ends in .json becomes the table of the keys that the installed ms-swift takes.
+A page says where, and of what: the tables between `<!-- keys of core.config.RunConfig -->` and
+`<!-- end of keys -->` are those of a frozen class, section by section, from its fields' types,
+defaults and docstrings; or of a mapping, key by key. A file that ends in .json becomes the table of
+the keys that the installed ms-swift takes.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from app.planning.split import PlannedSplit
 from app.wiring import stores
 from core.config import RunConfig
 from core.ports import RankGroup
-from core.schedule import Course
+from core.schedule import EpochSchedule
 
 if TYPE_CHECKING:
     from app.training.prepare import Prepared
@@ -39,7 +39,7 @@ class Result:
     """What a run did."""
 
     planned: Mapping[str, PlannedSplit]
-    course: Course
+    schedule: EpochSchedule
     num_steps: int
     terminated: bool
     """SIGTERM ended it; a checkpoint was saved."""
@@ -67,9 +67,9 @@ def run(config: RunConfig, group: RankGroup) -> Result:
 
 def _result(config: RunConfig, prepared: Prepared) -> Result:
 
-    trainer, course = prepared.trainer, prepared.course
+    trainer, schedule = prepared.trainer, prepared.schedule
     num_steps, terminated = trainer.state.global_step, trainer.was_terminated
-    total = max(course.total_steps, course.start.step)
+    total = max(schedule.total_steps, schedule.start.step)
     if terminated and num_steps < total:
         log.warning(
             "SIGTERM: saved a checkpoint at step %d of %d; training.resume_from_checkpoint: last goes on from there",
@@ -79,7 +79,7 @@ def _result(config: RunConfig, prepared: Prepared) -> Result:
     elif num_steps != total and not config.training.trainer.get("early_stop_interval"):
         message = f"the trainer ran {num_steps} optimizer steps, but {total} were planned"
         raise RuntimeError(message)
-    return Result(prepared.planned, course, num_steps, terminated, trainer.history)
+    return Result(prepared.planned, schedule, num_steps, terminated, trainer.history)
 
 
 def main(arguments: list[str] | None = None) -> int:

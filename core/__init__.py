@@ -1,1 +1,3 @@
-"""Decisions about packs: pure functions and frozen values, free of disk, clock, chance, log and torch."""
+"""
+Decisions about packs: pure functions and frozen values, free of disk, clock, chance, log and torch.
+"""

@@ -22,7 +22,9 @@ class AlignedPlan:
     """Data-parallel learners."""
 
     dataloader_drop_last: bool
-    """Whether packs, and padded batches, that do not fill all ranks are dropped; else packs repeat."""
+    """
+    Whether packs, and padded batches, that do not fill all ranks are dropped; else packs repeat.
+    """
 
     batch_size: int
     """Packs of a rank in one forward pass."""
@@ -55,9 +57,11 @@ def align_plan(raw_plan: RawPlan, *, world_size: int, dataloader_drop_last: bool
 
         world_size: Data-parallel learners, >= 1.
 
-        dataloader_drop_last: Drop the remainder if true, else repeat packs from the front, cyclically.
+        dataloader_drop_last: Drop the remainder if true, else repeat packs from the front,
+        cyclically.
 
-        batch_size: Packs of a rank in one forward pass, >= 1: where the remainder is dropped, a smaller batch is, too.
+        batch_size: Packs of a rank in one forward pass, >= 1: where the remainder is dropped, a
+        smaller batch is, too.
 
     Raises:
         PlanTooShortError: No pack, or dropping would leave no batch.
@@ -87,7 +91,8 @@ def align_plan(raw_plan: RawPlan, *, world_size: int, dataloader_drop_last: bool
 
 def aligned_positions(num: int, world_size: int, drop_last: bool) -> IntArray:  # noqa: FBT001  # three plain values
     """
-    Return the numbers below *num*, cut at the end or repeated from the front until the ranks divide them.
+    Return the numbers below *num*, cut at the end or repeated from the front until the ranks divide
+    them.
 
     Args:
         num: How many there are, >= 0.

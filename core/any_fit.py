@@ -1,21 +1,22 @@
 """
 Any fit: best fit and first fit, longest samples first, over runs of equal length.
 
-Both stay with a bin until the length no longer fits: first fit because the bin stays the first that fits, best fit
-because it becomes the fullest. So a stretch of neighbouring bins with equal room takes its samples in one move, and a
-plan costs what distinct lengths cost, not what samples cost. The packs are those of the item-by-item algorithms
-(Johnson, "Near-optimal bin packing algorithms", 1973), ties included.
+Both stay with a bin until the length no longer fits: first fit because the bin stays the first that
+fits, best fit because it becomes the fullest. So a range of neighbouring bins with equal room takes
+its samples in one move, and a plan costs what distinct lengths cost, not what samples cost. The
+packs are those of the item-by-item algorithms (Johnson, "Near-optimal bin packing algorithms",
+1973), ties included.
 """
 
 from __future__ import annotations
 
 from heapq import heappop, heappush
 
-from core.runs import Ledger, Runs
+from core.runs import PackingTrace, Runs
 
 
 class _OpenBins:
-    """Stretches of neighbouring bins with equal room."""
+    """Ranges of neighbouring bins with equal room."""
 
     def __init__(self, *, fullest: bool) -> None:
         self._fullest = fullest
@@ -29,20 +30,20 @@ class _OpenBins:
             self.put(first, number, -room, size)
 
     def put(self, first: int, number: int, room: int, size: int) -> None:
-        """Keep a stretch; *size* is the length at hand."""
+        """Keep a range; *size* is the length at hand."""
         if room >= size:
             heappush(self._fits, (room if self._fullest else 0, first, number, room))
         else:
             heappush(self._waits, (-room, first, number))
 
     def take(self) -> tuple[int, int, int] | None:
-        """Return the preferred stretch that the length at hand fits, as (first, number, room)."""
+        """Return the preferred range that the length at hand fits, as (first, number, room)."""
         return heappop(self._fits)[1:] if self._fits else None
 
 
 def fit_decreasing(
-    runs: Runs, *, capacity: int, fullest: bool, ledger: Ledger | None = None, num_bins: int = 0
-) -> Ledger:
+    runs: Runs, *, capacity: int, fullest: bool, trace: PackingTrace | None = None, num_bins: int = 0
+) -> PackingTrace:
     """
     Pack all runs.
 
@@ -53,32 +54,32 @@ def fit_decreasing(
 
         fullest: Prefer the fullest bin (best fit), else the first (first fit).
 
-        ledger: Where to go on writing; a new one by default.
+        trace: Where to go on writing; a new one by default.
 
-        num_bins: Bins that are in the ledger, and closed.
+        num_bins: Bins that are in the trace, and closed.
     """
-    ledger = Ledger() if ledger is None else ledger
+    trace = PackingTrace() if trace is None else trace
     bins = _OpenBins(fullest=fullest)
     for run, (size, count) in enumerate(zip(runs.sizes, runs.counts, strict=True)):
         left = count
         bins.turn_to(size)
         while left:
-            stretch = bins.take()
-            if stretch is None:
-                stretch = (num_bins, -(-left // (capacity // size)), capacity)
-                num_bins += stretch[1]
-            first, number, room = stretch
+            taken = bins.take()
+            if taken is None:
+                taken = (num_bins, -(-left // (capacity // size)), capacity)
+                num_bins += taken[1]
+            first, number, room = taken
             per_bin = room // size
             full = min(number, left // per_bin)
             rest = min(per_bin, left - full * per_bin) if full < number else 0
             if full:
-                ledger.write((run, first, full, per_bin))
+                trace.write((run, first, full, per_bin))
                 bins.put(first, full, room - per_bin * size, size)
             if rest:
-                ledger.write((run, first + full, 1, rest))
+                trace.write((run, first + full, 1, rest))
                 bins.put(first + full, 1, room - rest * size, size)
             untouched = number - full - (rest > 0)
             if untouched:
                 bins.put(first + number - untouched, untouched, room, size)
             left -= full * per_bin + rest
-    return ledger
+    return trace

@@ -15,7 +15,10 @@ class Accumulation:
     gradient_accumulation_steps: int
 
     requested: int
-    """What the configuration asks for, over all ranks and one optimizer step: packs, or samples if not packing."""
+    """
+    What the configuration asks for, over all ranks and one optimizer step: packs, or samples if not
+    packing.
+    """
 
     realised: int
     """What training does; equal to `requested`."""
@@ -33,7 +36,8 @@ def resolve_accumulation(
     Keep the effective batch while packing forces the per-device batch to one pack.
 
     Args:
-        effective_batch_size: Packs an optimizer step over all ranks; None keeps what the other two imply.
+        effective_batch_size: Packs an optimizer step over all ranks; None keeps what the other two
+        imply.
 
         per_device_train_batch_size: As the user wrote it, >= 1.
 
@@ -46,8 +50,9 @@ def resolve_accumulation(
     Raises:
         BatchSizeError: The batch is not divisible by the ranks.
 
-    >>> resolve_accumulation(effective_batch_size=32, per_device_train_batch_size=4,
-    ...                      gradient_accumulation_steps=None, world_size=2).gradient_accumulation_steps
+    >>> batch = resolve_accumulation(effective_batch_size=32, per_device_train_batch_size=4,
+    ...                              gradient_accumulation_steps=None, world_size=2)
+    >>> batch.gradient_accumulation_steps
     16
     """
     world_size = positive("world_size", world_size)

@@ -36,10 +36,11 @@ def find_bound(lengths: Lengths, *, capacity: int, known: int | None = None, eff
     """
     Return the strongest lower bound on the packs of a packing that an effort finds.
 
-    Martello and Toth's L2 and dual-feasible functions; where no quick packing shows that they are tight, the linear
-    relaxation over patterns, which takes some seconds for thousands of distinct lengths, and minutes for ten thousand.
-    Where the capacity (over the greatest common divisor of the lengths) is beyond 131,072 or the distinct lengths
-    beyond 20,000, the relaxation is left out.
+    Martello and Toth's L2 and dual-feasible functions; where no quick packing shows that they are
+    tight, the linear relaxation over patterns, which takes some seconds for thousands of distinct
+    lengths, and minutes for ten thousand. Where the capacity (over the greatest common divisor of
+    the lengths) is beyond 131,072 or the distinct lengths beyond 20,000, the relaxation is left
+    out.
 
     Args:
         lengths: Tokens of each sample, each from 1 to *capacity*.
@@ -48,9 +49,10 @@ def find_bound(lengths: Lengths, *, capacity: int, known: int | None = None, eff
 
         known: Packs of a packing that is known; a bound of so many ends the search.
 
-        effort: Steps that may be spent beyond the quick bounds, each of about a third of a microsecond
-            (`core.patterns.effort`); 0 leaves the relaxation out. Counted, so that the bound is the same on every
-            machine.
+        effort: Steps that may be spent beyond the quick bounds, each of about a third of a
+        microsecond
+            (`core.patterns.effort`); 0 leaves the relaxation out. Counted, so that the bound is the
+            same on every machine.
 
     Raises:
         InvalidLengthError: A length is not a whole number from 1 to *capacity*.

@@ -14,8 +14,8 @@ def plan_checksum(packs: Packs | Sequence[Sequence[int]]) -> str:
     """
     Return the SHA-256 hex digest of *packs*: which samples, their grouping, and both orders.
 
-    The bytes are a format line, then the offsets and the indices of `Packs` as little-endian int64, so the digest
-    depends on no machine, process or hash seed.
+    The bytes are a format line, then the offsets and the indices of `Packs` as little-endian int64,
+    so the digest depends on no machine, process or hash seed.
     """
     if not isinstance(packs, Packs):
         packs = Packs.from_lists(packs)

@@ -1,9 +1,10 @@
 """
 Context parallelism: how sequences lie in one packed row, and which rank computes which part of it.
 
-Each sequence is padded on its own and cut into 2 x cp_size chunks; rank r takes chunk r from its head and chunk r from
-its tail, so that all ranks have the same causal work. A rank's row is its chunks of the first sequence, then those of
-the second, and so on. Targets are rolled before the row is cut: the token after a chunk's last one is another rank's.
+Each sequence is padded on its own and cut into 2 x cp_size chunks; rank r takes chunk r from its
+head and chunk r from its tail, so that all ranks have the same causal work. A rank's row is its
+chunks of the first sequence, then those of the second, and so on. Targets are rolled before the row
+is cut: the token after a chunk's last one is another rank's.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ def cu_seqlens(lengths: Lengths, *, pad_to_multiple_of: int = 1) -> list[int]:
 
 def chunk_positions(length: int, *, cp_size: int, cp_rank: int) -> list[int]:
     """
-    Return the positions of a sequence that a rank computes, ascending: a chunk of its head and a chunk of its tail.
+    Return the positions of a sequence that a rank computes, ascending: a chunk of its head and a
+    chunk of its tail.
 
     Args:
         length: Tokens of the padded sequence, >= 1.
@@ -67,7 +69,8 @@ def chunk_positions(length: int, *, cp_size: int, cp_rank: int) -> list[int]:
         cp_rank: From 0.
 
     Raises:
-        ValueError: The length is no multiple of 2 * cp_size, where more than one rank share it; there is no such rank.
+        ValueError: The length is no multiple of 2 * cp_size, where more than one rank share it;
+        there is no such rank.
 
     >>> chunk_positions(8, cp_size=2, cp_rank=0), chunk_positions(8, cp_size=2, cp_rank=1)
     ([0, 1, 6, 7], [2, 3, 4, 5])
@@ -93,12 +96,16 @@ class PackedLayout:
     Sequences in one packed row, each followed by its own padding, and the row's parts by rank.
 
     Raises:
-        ValueError: The two arrays do not describe one row, a sequence has no token, or more than one rank share a
+        ValueError: The two arrays do not describe one row, a sequence has no token, or more than
+        one rank share a
             row whose sequences they cannot cut.
     """
 
     cu_seqlens: IntArray = attrs.field(converter=_frozen)
-    """Where each sequence would start without padding, and the number of true tokens; shape (num_sequences + 1,)."""
+    """
+    Where each sequence would start without padding, and the number of true tokens; shape
+    (num_sequences + 1,).
+    """
 
     cu_seqlens_padded: IntArray = attrs.field(converter=_frozen)
     """Where each sequence starts, and the row's length; shape (num_sequences + 1,)."""
@@ -153,7 +160,10 @@ class PackedLayout:
 
     @cached_property
     def sequence(self) -> IntArray:
-        """Number of the sequence that each position of the row belongs to, padding to the one before it."""
+        """
+        Number of the sequence that each position of the row belongs to, padding to the one before
+        it.
+        """
         return np.repeat(np.arange(self.lengths.size), np.diff(self.cu_seqlens_padded))
 
     @cached_property
@@ -169,7 +179,8 @@ class PackedLayout:
     @cached_property
     def targets(self) -> IntArray:
         """
-        Where in the row the token is that each position predicts; -1 for the last of a sequence, and for padding.
+        Where in the row the token is that each position predicts; -1 for the last of a sequence,
+        and for padding.
 
         >>> PackedLayout([0, 3, 4], [0, 4, 5]).targets.tolist()
         [1, 2, -1, -1, -1]
@@ -179,13 +190,15 @@ class PackedLayout:
 
     def blocks(self, cp_rank: int) -> IntArray:
         """
-        Return the stretches of the row that a rank computes, in the order of its own row.
+        Return the segments of the row that a rank computes, in the order of its own row.
 
         Args:
             cp_rank: From 0.
 
-        Returns: Three numbers of each stretch: the start of its sequence, its own start, its own end; shape
-            (num_blocks, 3). A query in it sees the keys from the start of its sequence up to itself.
+        Returns: Three numbers of each segment: the start of its sequence, its own start, its own
+        end; shape
+            (num_blocks, 3). A query in it sees the keys from the start of its sequence up to
+            itself.
         """
         if not 0 <= cp_rank < self.cp_size:
             message = f"cp_rank is {cp_rank}, but {self.cp_size} ranks share the row"
@@ -199,14 +212,18 @@ class PackedLayout:
         return pairs.reshape(-1, 3)
 
     def positions(self, cp_rank: int) -> IntArray:
-        """Return where in the row the positions of a rank's own row are; shape (num_positions / cp_size,)."""
+        """
+        Return where in the row the positions of a rank's own row are; shape (num_positions /
+        cp_size,).
+        """
         _, start, stop = self.blocks(cp_rank).T
         return count_up(stop - start, starts=start)
 
     @cached_property
     def restore(self) -> IntArray:
         """
-        What turns the ranks' rows, one after the other, into the row: `concatenated[restore]`; shape (num_positions,).
+        What turns the ranks' rows, one after the other, into the row: `concatenated[restore]`;
+        shape (num_positions,).
 
         `concatenated[restore[is_token]]` leaves the padding out.
         """

@@ -15,7 +15,7 @@ Everything that this project raises on purpose.
     │   │   ├── EmptyPlanError      no pack remains
     │   │   ├── DroppedTokensError  the fill filter drops packs with more of the tokens than it may
     │   │   ├── SampleTooLongError  a sample over the limit, where the template is to raise
-    │   │   ├── PlanTooShortError   too few packs for a batch on each rank, and the remainder is to be dropped
+    │   │   ├── PlanTooShortError   too few packs for a batch on each rank
     │   │   ├── BatchSizeError      an effective batch that the ranks cannot realise
     │   │   └── WholeBatchLossError a loss that cannot be computed part by part
     │   ├── IsolationError         an attention backend that is not known to keep samples apart
@@ -27,9 +27,9 @@ Everything that this project raises on purpose.
     │   ├── NotBuiltError          what is to be looked at is not stored
     │   ├── OutputError            the output cannot be written, or has no room
     │   ├── LockedError            another job writes the same folder
-    │   ├── RankZeroError          rank 0 failed, died, or was too slow, while this rank waited for its plan
+    │   ├── RankZeroError          rank 0 failed, died, or was too slow, while others waited
     │   ├── RankGoneError          another rank did not respond in time
-    │   ├── NotFiniteError         a loss or a gradient that is no finite number, or weights that are ruined
+    │   ├── NotFiniteError         a loss or gradient is not finite, or weights are ruined
     │   └── WorkerError            a worker of reinforcement learning raised or died
     └── VerificationError          something stored or shared is not what it claims: exit status 3
         ├── CorruptArtefactError   a file differs from its digest
@@ -47,7 +47,10 @@ import attrs
 
 
 def counted(number: int, name: str) -> str:
-    """Return the number with its noun, in the plural where that is due: `1 pack`, `2 packs`, `0 batches`."""
+    """
+    Return the number with its noun, in the plural where that is due: `1 pack`, `2 packs`, `0
+    batches`.
+    """
     return f"{number:,} {name}" + ("" if number == 1 else "es" if name.endswith("ch") else "s")
 
 
@@ -84,7 +87,10 @@ def _first(items: tuple[int, ...]) -> str:
 
 
 MAX_LINE, MAX_LINES = 500, 60
-"""Characters of a line of an error's text, and lines of it: whatever it quotes, the fact and the remedy can be read."""
+"""
+Characters of a line of an error's text, and lines of it: whatever it quotes, the fact and the
+remedy can be read.
+"""
 
 
 def shortened(text: str) -> str:
@@ -110,7 +116,10 @@ def _shortened_line(line: str) -> str:
 
 
 class PackplanError(Exception):
-    """Base of all errors raised on purpose; its text is bounded, whatever the data or the YAML that it quotes."""
+    """
+    Base of all errors raised on purpose; its text is bounded, whatever the data or the YAML that it
+    quotes.
+    """
 
     def _text(self) -> str:
         """Return what is wrong, and what to do, however long."""
@@ -317,7 +326,9 @@ class EmptyPlanError(ArgumentError):
 
 @attrs.define(eq=False)
 class DroppedTokensError(ArgumentError):
-    """The fill filter drops several packs, and with them a larger share of the tokens than is allowed."""
+    """
+    The fill filter drops several packs, and with them a larger share of the tokens than is allowed.
+    """
 
     num_dropped_packs: int
     num_dropped: int
@@ -359,7 +370,10 @@ class PlanTooShortError(ArgumentError):
     world_size: int
 
     batch_size: int = 1
-    """Packs of a rank in one forward pass; more than 1 only without packing, where every pack is one sample."""
+    """
+    Packs of a rank in one forward pass; more than 1 only without packing, where every pack is one
+    sample.
+    """
 
     def _text(self) -> str:
         num, ranks, size = self.num_packs, self.world_size, self.batch_size

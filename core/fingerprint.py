@@ -1,9 +1,10 @@
 """
 What lengths, and what a plan, depend on -> digest.
 
-A fingerprint is a flat mapping of named inputs to JSON values, so that two of them can be compared key by key and
-a person can read what changed. Lengths depend on everything that decides how a record becomes tokens; a plan depends
-on the digest of the measured lengths and on its policy (`core.policy`), and on nothing else.
+A fingerprint is a flat mapping of named inputs to JSON values, so that two of them can be compared
+key by key and a person can read what changed. Lengths depend on everything that decides how a
+record becomes tokens; a plan depends on the digest of the measured lengths and on its policy
+(`core.policy`), and on nothing else.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class Fingerprint:
 
 def configured_inputs(template: TemplateConfig, custom: CustomConfig, *, packing_length: int) -> dict[str, Value]:
     """
-    Name what of a configuration lengths depend on, as far as it can be told without opening the model.
+    Name what of a configuration lengths depend on, as far as it can be told without opening the
+    model.
 
     Where the template cuts, the limit decides lengths; to raise, or not, decides none.
 

@@ -13,7 +13,10 @@ from numpy.typing import NDArray
 from core.errors import InvalidLengthError
 
 Lengths = Sequence[int] | NDArray[np.integer]
-"""A list or an array of whole numbers, or what gives one by a slice, as a column of a `datasets` data set does."""
+"""
+A list or an array of whole numbers, or what gives one by a slice, as a column of a `datasets` data
+set does.
+"""
 
 IntArray = NDArray[np.int64]
 
@@ -23,7 +26,8 @@ def as_lengths(lengths: Lengths) -> IntArray:
     Return *lengths* as a one-dimensional int64 array of tokens, each >= 1.
 
     Raises:
-        InvalidLengthError: The first value that is not a positive whole number, or with which the total passes 64
+        InvalidLengthError: The first value that is not a positive whole number, or with which the
+        total passes 64
             bits, with its index.
 
         TypeError: They have no order, or no length.
@@ -52,7 +56,10 @@ def as_lengths(lengths: Lengths) -> IntArray:
 
 
 def lengths_up_to(lengths: Lengths, *, capacity: int) -> IntArray:
-    """Return what `as_lengths` returns; InvalidLengthError too for the first length over *capacity* tokens."""
+    """
+    Return what `as_lengths` returns; InvalidLengthError too for the first length over *capacity*
+    tokens.
+    """
     array = as_lengths(lengths)
     if array.size and int(array.max()) > capacity:
         index = int(np.argmax(array > capacity))
@@ -111,7 +118,8 @@ def positive(name: str, value: int) -> int:
 
 def share(name: str, value: float | str | Decimal | Fraction) -> Fraction:
     """
-    Return *value*, read as the decimal it is written as, if it is from 0 to 1; ValueError naming it otherwise.
+    Return *value*, read as the decimal it is written as, if it is from 0 to 1; ValueError naming it
+    otherwise.
 
     >>> share("min_fill_ratio", 0.55)
     Fraction(11, 20)

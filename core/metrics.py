@@ -46,7 +46,10 @@ class PackingMetrics:
 
     @property
     def balance(self) -> float:
-        """`1 - stdev(load / capacity) / utilisation`, over the population of packs; 1 when all are equally full."""
+        """
+        `1 - stdev(load / capacity) / utilisation`, over the population of packs; 1 when all are
+        equally full.
+        """
         mean = self.fill / self.num_packs
         return 1 - sqrt(self.fill_squared / self.num_packs - mean**2) / float(mean)
 
@@ -74,7 +77,8 @@ def packing_metrics(
 
         capacity: Tokens a pack may hold, >= 1.
 
-        bound: Lower bound for the samples in the packs, where it is known; otherwise it is computed. A sample over
+        bound: Lower bound for the samples in the packs, where it is known; otherwise it is
+        computed. A sample over
             the capacity counts as a pack of its own.
 
     Raises:
@@ -148,7 +152,8 @@ def aggregate(calls: Iterable[PackingMetrics]) -> PackingMetrics:
 
 def padded_positions(lengths: Lengths, *, batch_size: int) -> float:
     """
-    Return how many positions padded batches take, drawn at random: the mean over all ways to draw them.
+    Return how many positions padded batches take, drawn at random: the mean over all ways to draw
+    them.
 
     Of b samples out of n, the longest is among the k shortest with probability C(k, b) / C(n, b).
 
@@ -157,7 +162,7 @@ def padded_positions(lengths: Lengths, *, batch_size: int) -> float:
 
         batch_size: Samples of a batch, each padded to its longest; at most all of them share one.
 
-    >>> round(padded_positions([1, 1, 4, 4], batch_size=2), 9)  # of six pairs, one takes 2 positions and five take 8
+    >>> round(padded_positions([1, 1, 4, 4], batch_size=2), 9)
     14.0
     """
     different, times = np.unique(as_lengths(lengths), return_counts=True)

@@ -1,9 +1,9 @@
 """
 Packs: a frozen sequence of packs, stored flat.
 
-Rules that every `Packs` keeps: `offsets` is int64 of shape (num_packs + 1,), starts at 0 and rises strictly
-(no pack is empty); `indices` is int64 of shape (offsets[-1],); pack k is `indices[offsets[k]:offsets[k + 1]]`;
-both arrays are read-only.
+Rules that every `Packs` keeps: `offsets` is int64 of shape (num_packs + 1,), starts at 0 and rises
+strictly (no pack is empty); `indices` is int64 of shape (offsets[-1],); pack k is
+`indices[offsets[k]:offsets[k + 1]]`; both arrays are read-only.
 """
 
 from __future__ import annotations
@@ -151,7 +151,9 @@ def concatenate(parts: Sequence[Packs]) -> Packs:
 
 
 def by_first_index(packs: Packs) -> Packs:
-    """Order packs by their first index: the canonical order of disjoint packs whose indices ascend."""
+    """
+    Order packs by their first index: the canonical order of disjoint packs whose indices ascend.
+    """
     return packs.take(np.argsort(packs.indices[packs.offsets[:-1]], kind="stable"))
 
 
@@ -162,12 +164,16 @@ def canonical(packs: Packs) -> Packs:
 
 
 BLOCK = 1 << 16
-"""Samples sorted at a time: their keys and order fit the cache, where a radix sort is five times faster."""
+"""
+Samples sorted at a time: their keys and order fit the cache, where a radix sort is five times
+faster.
+"""
 
 
 def count_up(counts: IntArray, *, starts: IntArray, dtype: type[np.signedinteger[Any]] = np.int64) -> NDArray[Any]:
     """
-    Count up from each start: `starts[0], starts[0] + 1, …`, *counts*[0] numbers, then from `starts[1]`.
+    Count up from each start: `starts[0], starts[0] + 1, …`, *counts*[0] numbers, then from
+    `starts[1]`.
 
     Args:
         counts: How many numbers follow each start, >= 0; shape (num_starts,).
@@ -188,7 +194,8 @@ def count_up(counts: IntArray, *, starts: IntArray, dtype: type[np.signedinteger
 def _in_order_of_first_sample(labels: NDArray[np.int32], num_labels: int) -> NDArray[np.int32]:
     """Renumber labels by where they first occur."""
     first = np.empty(num_labels, dtype=np.int64)
-    # Assigned back to front, so that of equal labels the first sample is the last one written, and stays.
+    # Assigned back to front, so that of equal labels the first sample is the last one written, and
+    # stays.
     for end in range(labels.size, 0, -BLOCK):
         start = max(0, end - BLOCK)
         first[labels[start:end][::-1]] = np.arange(end - 1, start - 1, -1)
@@ -203,7 +210,8 @@ def _group(labels: NDArray[np.int32], num_labels: int) -> tuple[IntArray, IntArr
     """
     Return offsets and indices of samples grouped by label, ascending inside a group.
 
-    Two radix passes: samples into drawers of neighbouring labels, then each drawer, which fits the cache, by label.
+    Two radix passes: samples into drawers of neighbouring labels, then each drawer, which fits the
+    cache, by label.
     """
     num_samples = labels.size
     shift = max(0, (num_labels * BLOCK // num_samples).bit_length() - 1)

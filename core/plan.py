@@ -21,7 +21,10 @@ from core.policy import PlanPolicy
 
 BOUND_EFFORT = 120_000
 BOUND_EFFORT_OF_A_SAMPLE = 0.3
-"""Steps of the search for a lower bound: about a twentieth of a second, and about what planning a sample takes."""
+"""
+Steps of the search for a lower bound: about a twentieth of a second, and about what planning a
+sample takes.
+"""
 
 
 @attrs.frozen
@@ -32,7 +35,9 @@ class RawPlan:
     """What training may consume: ascending indices in a pack, packs by first index."""
 
     single_long: tuple[int, ...]
-    """Samples of `packing_length` tokens or more, each a pack of its own, exempt from the fill filter."""
+    """
+    Samples of `packing_length` tokens or more, each a pack of its own, exempt from the fill filter.
+    """
 
     skipped_long: tuple[int, ...]
     """Samples of `packing_length` tokens or more that are in no pack."""
@@ -88,7 +93,7 @@ def build_raw_plan(
     policy: PlanPolicy | None = None,
     *,
     quick_bound: bool = False,
-    tell: Callable[[str], None] = lambda _: None,
+    report: Callable[[str], None] = lambda _: None,
     **fields: Any,
 ) -> RawPlan:
     """
@@ -99,13 +104,15 @@ def build_raw_plan(
 
         policy: How they are planned; by default what *fields* say alone, `packing_length` at least.
 
-        quick_bound: Take a lower bound that is found at once, though a stronger one may be known: for plans that are
-            only compared. Otherwise a stronger one is looked for with an effort in proportion to the plan's, but that of
-            `certified`, whatever it takes. The packs are the same.
+        quick_bound: Take a lower bound that is found at once, though a stronger one may be known:
+        for plans that are
+            only compared. Otherwise a stronger one is looked for with an effort in proportion to
+            the plan's, but that of `certified`, whatever it takes. The packs are the same.
 
-        tell: Hears how far `certified` is.
+        report: Hears how far `certified` is.
 
-        fields: Fields of `PlanPolicy` by name, in place of those of *policy*: `packing_length`, `algorithm`,
+        fields: Fields of `PlanPolicy` by name, in place of those of *policy*: `packing_length`,
+        `algorithm`,
             `min_fill_ratio`, `drop_last`, `allow_single_long`, `seed`, …
 
     Raises:
@@ -113,7 +120,8 @@ def build_raw_plan(
 
         EmptyPlanError: No pack remains.
 
-        ValueError: A field has no meaning; TypeError if there is no such field, or no `packing_length`.
+        ValueError: A field has no meaning; TypeError if there is no such field, or no
+        `packing_length`.
 
     >>> build_raw_plan([80, 81, 20, 20, 20, 20], packing_length=80).packs.tolist()
     [[0], [1], [2, 3, 4, 5]]
@@ -126,7 +134,7 @@ def build_raw_plan(
     is_long = array >= packing_length
     short, long = np.flatnonzero(~is_long), np.flatnonzero(is_long)
 
-    grouped = pack(array[short], capacity=packing_length, algorithm=policy.algorithm, seed=policy.seed, tell=tell)
+    grouped = pack(array[short], capacity=packing_length, algorithm=policy.algorithm, seed=policy.seed, report=report)
     grouped = Packs(grouped.offsets, short[grouped.indices])
     keep = np.ones(len(grouped), dtype=bool)
     if policy.drop_last:
@@ -138,7 +146,7 @@ def build_raw_plan(
     effort = inf if policy.algorithm == "certified" else BOUND_EFFORT + BOUND_EFFORT_OF_A_SAMPLE * array.size
     if not len(packs):
         raise _empty_plan(array, 0 if allow_single_long else long.size, dropped, policy)
-    tell(f"{counted(len(grouped), 'pack')}, looking for the plan's bound")
+    report(f"{counted(len(grouped), 'pack')}, looking for the plan's bound")
     bound = find_bound(array[short], capacity=packing_length, known=len(grouped), effort=0 if quick_bound else effort)
     return RawPlan(
         packs=packs,
@@ -158,7 +166,10 @@ def build_raw_plan(
 
 
 def _empty_plan(lengths: IntArray, num_skipped: int, dropped: Packs, policy: PlanPolicy) -> EmptyPlanError:
-    """Return the error of a plan that is left without packs, with what the fill filter would have to let pass."""
+    """
+    Return the error of a plan that is left without packs, with what the fill filter would have to
+    let pass.
+    """
     if not len(dropped):
         return EmptyPlanError(lengths.size, num_skipped, policy.packing_length)
     short = lengths[dropped.indices]
@@ -190,9 +201,11 @@ def refuse_longer(lengths: Lengths, policy: PlanPolicy) -> None:
 
 def refuse_dropped(plan: RawPlan, lengths: Lengths, policy: PlanPolicy) -> None:
     """
-    Check that the fill filter drops no larger share of the tokens than is allowed; one pack it may always drop.
+    Check that the fill filter drops no larger share of the tokens than is allowed; one pack it may
+    always drop.
 
-    The last pack of a small data set is rarely full, so that one dropped pack is no error, whatever its share.
+    The last pack of a small data set is rarely full, so that one dropped pack is no error, whatever
+    its share.
 
     Args:
         plan: What was planned.
@@ -202,7 +215,8 @@ def refuse_dropped(plan: RawPlan, lengths: Lengths, policy: PlanPolicy) -> None:
         policy: How it was planned.
 
     Raises:
-        DroppedTokensError: More than one pack, and more than the policy's `max_dropped_share` of the tokens, is dropped.
+        DroppedTokensError: More than one pack, and more than the policy's `max_dropped_share` of
+        the tokens, is dropped.
 
     >>> policy = PlanPolicy(packing_length=100, min_fill_ratio="0.5")
     >>> refuse_dropped(build_raw_plan([51, 51, 90], policy), [51, 51, 90], policy)

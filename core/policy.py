@@ -1,4 +1,7 @@
-"""Everything that decides a raw plan, as one value: checked once, fingerprinted, and handed whole to `core.plan`."""
+"""
+Everything that decides a raw plan, as one value: checked once, fingerprinted, and handed whole to
+`core.plan`.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,8 @@ class PlanPolicy:
     """
     How samples become a raw plan, and which plans are refused.
 
-    A new setting of planning is a field here, with what it adds to `fingerprint` and where `of` takes it from.
+    A new setting of planning is a field here, with what it adds to `fingerprint` and where `of`
+    takes it from.
 
     Raises:
         ValueError: A field has no meaning; the message names it.
@@ -44,7 +48,9 @@ class PlanPolicy:
     """A name in `core.packers.ALGORITHMS`."""
 
     min_fill_ratio: str = attrs.field(default="0.65", converter=_decimal)
-    """Share of `packing_length` from 0 to 1, as the decimal it is written as, and compared exactly."""
+    """
+    Share of `packing_length` from 0 to 1, as the decimal it is written as, and compared exactly.
+    """
 
     drop_last: bool = True
     """Drop every pack filled below `min_fill_ratio`, wherever it stands; long packs are exempt."""
@@ -56,10 +62,15 @@ class PlanPolicy:
     """Seed of algorithms that draw, from 0 to 2**64 - 1."""
 
     max_dropped_share: str = attrs.field(default="0.01", converter=_decimal)
-    """Share of all tokens from 0 to 1 that the fill filter may drop. The packs do not depend on it."""
+    """
+    Share of all tokens from 0 to 1 that the fill filter may drop. The packs do not depend on it.
+    """
 
     refuse_longer: bool = False
-    """Whether a sample of more than `packing_length` tokens is an error. The packs do not depend on it."""
+    """
+    Whether a sample of more than `packing_length` tokens is an error. The packs do not depend on
+    it.
+    """
 
     def __attrs_post_init__(self) -> None:
         share("min_fill_ratio", self.min_fill_ratio)
@@ -85,10 +96,11 @@ class PlanPolicy:
 
     def fingerprint(self, lengths_digest: str) -> Fingerprint:
         """
-        Name what the raw plan of stored lengths depends on; a field that cannot change the packs is left out.
+        Name what the raw plan of stored lengths depends on; a field that cannot change the packs is
+        left out.
 
-        The algorithm enters with its version; the ratio only where packs are dropped, the seed only where the algorithm
-        draws, and without packing nothing but `packing_length`.
+        The algorithm enters with its version; the ratio only where packs are dropped, the seed only
+        where the algorithm draws, and without packing nothing but `packing_length`.
         """
         inputs: dict[str, Value] = {
             "lengths": lengths_digest,

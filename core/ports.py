@@ -19,7 +19,7 @@ from core.samples import ImageFacts, ImageTable, Measurement, Outcome, Place, Ta
 
 Arrays = Mapping[str, NDArray[Any]]
 
-Tell = Callable[[str], None]
+ReportProgress = Callable[[str], None]
 """Takes a few words on what has been done so far; cheap enough for every sample."""
 
 
@@ -39,7 +39,9 @@ class Records(Protocol):
         """Return the folder that relative media of the record start at."""
 
     def digest(self, count: int, /, *, start: int = 0) -> str:
-        """Return the digest of *count* records from *start* on, and of the folders of their media."""
+        """
+        Return the digest of *count* records from *start* on, and of the folders of their media.
+        """
 
 
 class Measurable(Protocol):
@@ -49,11 +51,15 @@ class Measurable(Protocol):
         """Return the number of samples."""
 
     def data_digest(self, count: int, /, *, start: int = 0) -> str:
-        """Return the digest of the data of *count* samples from *start* on; other samples do not change it."""
+        """
+        Return the digest of the data of *count* samples from *start* on; other samples do not
+        change it.
+        """
 
     def measure_many(self, indices: range, /, *, in_full: bool) -> Generator[Outcome, None, None]:
         """
-        Measure several, in the order of *indices*, perhaps in parallel; by a shortcut, unless *in_full*.
+        Measure several, in the order of *indices*, perhaps in parallel; by a shortcut, unless
+        *in_full*.
 
         Closing it ends the processes that measure.
         """
@@ -70,10 +76,15 @@ class LengthSource(Measurable, Protocol):
         """Return everything that the measurements depend on, the data aside."""
 
     def measure(self, index: int, /) -> Measurement:
-        """Measure sample *index* by encoding it in full; RecordError if it cannot become a sample."""
+        """
+        Measure sample *index* by encoding it in full; RecordError if it cannot become a sample.
+        """
 
     def measure_elsewhere(self, indices: Sequence[int], /, *, epoch: int) -> list[Outcome]:
-        """Encode samples in full, in the order given, in another process and as in training's epoch *epoch*."""
+        """
+        Encode samples in full, in the order given, in another process and as in training's epoch
+        *epoch*.
+        """
 
     def images(self, index: int, /, *, decode: bool = False) -> tuple[ImageFacts, ...]:
         """
@@ -228,7 +239,8 @@ class LengthStore(Protocol):
 
             in_full: Whether all so far were encoded in full.
 
-            probe: How all samples so far were found to encode the same each time; None if they were not, yet.
+            probe: How all samples so far were found to encode the same each time; None if they were
+            not, yet.
         """
 
     def discard(self) -> None:
@@ -254,16 +266,19 @@ class PlanStore(Protocol):
 class Lock(Protocol):
     """Lets one job at a time write where the stores are."""
 
-    def held(self, *, timeout_s: float, tell: Tell, limit_s: float | None = None) -> AbstractContextManager[None]:
+    def held(
+        self, *, timeout_s: float, report: ReportProgress, limit_s: float | None = None
+    ) -> AbstractContextManager[None]:
         """
         Hold the lock; it is free as soon as its holder's process is gone.
 
         Args:
             timeout_s: Seconds to wait for another job; 0 means for ever.
 
-            tell: Hears for whom this waits.
+            report: Hears for whom this waits.
 
-            limit_s: Seconds that all waits of this run may take, for the error; None means those of this one.
+            limit_s: Seconds that all waits of this run may take, for the error; None means those of
+            this one.
 
         Raises:
             LockedError: Another job held it all the time.
@@ -282,7 +297,7 @@ class RankGroup(Protocol):
         """How many learners there are."""
 
     def from_rank_zero(
-        self, build: Callable[[Tell], Arrays], *, timeout_s: float, limit_s: float | None = None
+        self, build: Callable[[ReportProgress], Arrays], *, timeout_s: float, limit_s: float | None = None
     ) -> Arrays:
         """
         Return on every rank what rank 0 builds; no collective is outstanding while it does.
@@ -292,10 +307,12 @@ class RankGroup(Protocol):
 
             timeout_s: Seconds that the others wait; 0 means for ever.
 
-            limit_s: Seconds that all waits of this run may take, for the error; None means those of this one.
+            limit_s: Seconds that all waits of this run may take, for the error; None means those of
+            this one.
 
         Raises:
-            RankZeroError: On the other ranks, with rank 0's own reason, when it failed, died, or was too slow.
+            RankZeroError: On the other ranks, with rank 0's own reason, when it failed, died, or
+            was too slow.
         """
 
     def gather(self, value: str, /, *, timeout_s: float | None = None, limit_s: float | None = None) -> tuple[str, ...]:
@@ -305,9 +322,11 @@ class RankGroup(Protocol):
         Args:
             value: Of this rank.
 
-            timeout_s: Seconds to wait for the others, 0 for ever; None waits as long as a collective may take.
+            timeout_s: Seconds to wait for the others, 0 for ever; None waits as long as a
+            collective may take.
 
-            limit_s: Seconds that all waits of this run may take, for the error; None means those of this one.
+            limit_s: Seconds that all waits of this run may take, for the error; None means those of
+            this one.
 
         Raises:
             RankGoneError: A rank did not respond in time.
@@ -320,11 +339,17 @@ class RankGroup(Protocol):
         """Return whether any rank's flag is set."""
 
     def gather_arrays(self, arrays: Arrays, /) -> tuple[Arrays, ...]:
-        """Return the arrays of every rank, by rank; their shapes may differ. RankGoneError if another rank is gone."""
+        """
+        Return the arrays of every rank, by rank; their shapes may differ. RankGoneError if another
+        rank is gone.
+        """
 
 
 class Workers(Protocol):
-    """Processes that hold the model and compute parts of an RL batch together, one data-parallel worker each."""
+    """
+    Processes that hold the model and compute parts of an RL batch together, one data-parallel
+    worker each.
+    """
 
     @property
     def num_workers(self) -> int:

@@ -1,8 +1,9 @@
 """
 Runs: equal lengths counted once, so that planning costs what their distinct values cost.
 
-Rules: run 0 holds the longest samples; inside a run samples keep their input order, and algorithms take them in it.
-An algorithm fills a `Ledger` over runs; only `Ledger.packs` touches single samples, in passes over cache-sized blocks.
+Rules: run 0 holds the longest samples; inside a run samples keep their input order, and algorithms
+take them in it. An algorithm fills a `PackingTrace` over runs; only `PackingTrace.packs` touches
+single samples, in passes over cache-sized blocks.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ def _table_limit(lengths: IntArray) -> int:
     return 65_536 + lengths.size // 4
 
 
-class Ledger:
+class PackingTrace:
     """
     Which bins the samples of each run go to, written down while an algorithm packs.
 
-    An entry says: of run r, bins `first … first + num - 1` take `per_bin` samples each, in this order. Entries of
-    one run take its samples in the order they are written.
+    An entry says: of run r, bins `first … first + num - 1` take `per_bin` samples each, in this
+    order. Entries of one run take its samples in the order they are written.
     """
 
     def __init__(self) -> None:
@@ -84,8 +85,8 @@ def _to_samples(lengths: IntArray, runs: Runs, bins: NDArray[np.int32]) -> NDArr
     """
     Reorder *bins* from longest first to the order of *lengths*; equal lengths keep their order.
 
-    A radix sort of 16-bit keys, block by block: a block fits the cache, and inside it equal keys read neighbouring
-    elements of *bins*.
+    A radix sort of 16-bit keys, block by block: a block fits the cache, and inside it equal keys
+    read neighbouring elements of *bins*.
     """
     sizes, counts = np.array(runs.sizes), np.array(runs.counts)
     num = sizes.size

@@ -1,9 +1,9 @@
 """
 Runs pytest, and holds the processor time of the whole suite against what `tests/budget.txt` grants.
 
-`python -m tests.budget [ARGUMENTS OF PYTEST]`. Counted is what pytest and all that it starts take, orphans included. A
-slower machine is granted more: a fixed piece of work, timed here too, tells by how much. With `CI` set, more than
-1.25 times the budget fails.
+`python -m tests.budget [ARGUMENTS OF PYTEST]`. Counted is what pytest and all that it starts take,
+orphans included. A slower machine is granted more: a fixed piece of work, timed here too, tells by
+how much. With `CI` set, more than 1.25 times the budget fails.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ BUDGET = Path(__file__).with_name("budget.txt")
 TOLERATED = 1.25
 
 YARDSTICK_S = 1.0
-"""Processor seconds of `work` on the machine that the budget was recorded on, every core doing it."""
+"""
+Processor seconds of `work` on the machine that the budget was recorded on, every core doing it.
+"""
 
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -54,7 +56,8 @@ def work() -> float:
 
 def main(arguments: list[str]) -> int:
     """Return pytest's exit status, or 1 if the suite took too long."""
-    # Processes that a test leaves behind become this one's children: their time counts, and they are seen.
+    # Processes that a test leaves behind become this one's children: their time counts, and they
+    # are seen.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     speeds = [yardstick()]
     before = _children_s()
@@ -65,7 +68,8 @@ def main(arguments: list[str]) -> int:
     slower = sum(speeds) / len(speeds) / YARDSTICK_S
     granted = budget() * slower
     print(
-        f"processor time: {spent:.0f} s, {spent / granted:.2f} of the budget ({budget()} s, times {slower:.2f} for this "
+        f"processor time: {spent:.0f} s, {spent / granted:.2f} of the budget ({budget()} s, times {slower:.2f} for "
+        "this "
         f"machine; tests/budget.txt)"
     )
     if left:
@@ -82,7 +86,9 @@ def _children_s() -> float:
 
 
 def _orphans() -> list[str]:
-    """Wait for processes that lost their parents; return the command lines of those that do not end."""
+    """
+    Wait for processes that lost their parents; return the command lines of those that do not end.
+    """
     deadline = time.monotonic() + _FAREWELL_S
     try:
         while time.monotonic() < deadline:

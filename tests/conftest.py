@@ -1,4 +1,6 @@
-"""Profiles of hypothesis, and what tests of every folder start from: the demo's data, and processes."""
+"""
+Profiles of hypothesis, and what tests of every folder start from: the demo's data, and processes.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from tests.processes import Server, server_context
 # No test reaches for a hub or a network.
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
-# The same examples on every machine; what is random is `make explore`, which says how to reproduce what it finds.
+# The same examples on every machine; what is random is `make explore`, which says how to reproduce
+# what it finds.
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "database": None, "print_blob": True}
 settings.register_profile("repeatable", max_examples=40, derandomize=True, **_COMMON)
 settings.register_profile("explore", max_examples=500, **_COMMON)
@@ -23,7 +26,10 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 
 def pytest_collection_modifyitems(items):
-    """Trace core where its laws are stated: in tests of other things that doubles the time, and adds no line."""
+    """
+    Trace core where its laws are stated: in tests of other things that doubles the time, and adds
+    no line.
+    """
     for item in items:
         is_elsewhere = item.path.parent.name in {"architecture", "contracts", "docs", "e2e", "faults"}
         if is_elsewhere and not item.get_closest_marker("covers"):
@@ -32,7 +38,9 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def _loggers():
-    """Give the project's loggers back as they were: a command sets them up for its whole process."""
+    """
+    Give the project's loggers back as they were: a command sets them up for its whole process.
+    """
     loggers = [logging.getLogger(name) for name in ("app", "adapters")]
     before = [(list(logger.handlers), logger.level, logger.propagate) for logger in loggers]
     for logger in loggers:  # a fixture of a whole module may have run a command before this one
@@ -64,7 +72,9 @@ def server(tmp_path_factory):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """Return a function that mounts a disk of so many bytes; skip the test where this is not allowed."""
+    """
+    Return a function that mounts a disk of so many bytes; skip the test where this is not allowed.
+    """
     mounted = []
 
     def mount(size: int) -> Path:

@@ -1,4 +1,7 @@
-"""Doubles of the ports, with faults to inject; one contract suite runs on them and on the real adapters."""
+"""
+Doubles of the ports, with faults to inject; one contract suite runs on them and on the real
+adapters.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from core.align import AlignedPlan
 from core.errors import CorruptArtefactError, Difference, RecordError, StaleLengthsError
 from core.fingerprint import Fingerprint
 from core.plan import RawPlan
-from core.ports import Arrays, Stored, Tell
+from core.ports import Arrays, ReportProgress, Stored
 from core.samples import COLUMNS, IMAGE_COLUMNS, ImageFacts, ImageTable, Measured, Measurement, Outcome, Table
 
 
@@ -190,7 +193,7 @@ class FreeLock:
         self.limits: list[float | None] = []  # and that an error would have named
 
     @contextmanager
-    def held(self, *, timeout_s: float, tell: Tell, limit_s: float | None = None) -> Iterator[None]:
+    def held(self, *, timeout_s: float, report: ReportProgress, limit_s: float | None = None) -> Iterator[None]:
         assert not self.is_held
         self.waits.append(timeout_s)
         self.limits.append(limit_s)
@@ -243,14 +246,14 @@ class ScriptedGroup:
         rank: int = 0,
         world_size: int = 1,
         others: Callable[[str], str] = lambda value: value,
-        hear: Tell = lambda _: None,
+        hear: ReportProgress = lambda _: None,
     ) -> None:
         self.rank, self.world_size, self._others, self._hear = rank, world_size, others, hear
         self.waits: list[float] = []  # seconds that each wait could have taken
         self.limits: list[float | None] = []  # and that an error would have named
 
     def from_rank_zero(
-        self, build: Callable[[Tell], Arrays], *, timeout_s: float, limit_s: float | None = None
+        self, build: Callable[[ReportProgress], Arrays], *, timeout_s: float, limit_s: float | None = None
     ) -> Arrays:
         self.waits.append(timeout_s)
         self.limits.append(limit_s)

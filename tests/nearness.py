@@ -1,9 +1,10 @@
 """
 How near two float sums have to be: on the scale of their terms, not of what is left of them.
 
-Another processor, number of threads or BLAS adds in another order. What that changes grows with the absolute terms (Higham,
-Accuracy and Stability of Numerical Algorithms, 2nd edition 2002, section 4.2), however small a sum in which they cancel. Sums
-of terms of one sign are their own scale, as `pytest.approx` takes it. What is broken differs by a share of a term.
+Another processor, number of threads or BLAS adds in another order. What that changes grows with the
+absolute terms (Higham, Accuracy and Stability of Numerical Algorithms, 2nd edition 2002, section
+4.2), however small a sum in which they cancel. Sums of terms of one sign are their own scale, as
+`pytest.approx` takes it. What is broken differs by a share of a term.
 """
 
 from __future__ import annotations
@@ -26,14 +27,16 @@ def norm(tensors: Tensors) -> float:
 
 def apart(found: Tensors, expected: Tensors, *, scale: float | None = None) -> float:
     """
-    Return how far tensors are from the expected ones, by the norm of their difference; a missing one is 0.
+    Return how far tensors are from the expected ones, by the norm of their difference; a missing
+    one is 0.
 
     Args:
         found: Tensors by name.
 
         expected: What they are to be.
 
-        scale: Of the terms that were summed: the sum of the norms of what each contributes. None takes the norm of
+        scale: Of the terms that were summed: the sum of the norms of what each contributes. None
+        takes the norm of
             *expected*, for what does not cancel.
     """
     zero = torch.zeros(())

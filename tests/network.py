@@ -27,7 +27,9 @@ _ports = itertools.cycle(range(_PORTS_EACH))
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on, of those that belong to this worker of pytest-xdist alone."""
+    """
+    Return a port that nobody listens on, of those that belong to this worker of pytest-xdist alone.
+    """
     # Below the ports that the kernel gives to outgoing connections.
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     for number in itertools.islice(_ports, _PORTS_EACH):

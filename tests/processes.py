@@ -1,8 +1,10 @@
 """
-Processes for tests that start with the stack imported: each is forked by a server that imported it once.
+Processes for tests that start with the stack imported: each is forked by a server that imported it
+once.
 
-Importing torch, transformers and ms-swift takes 8 s of processor time in a process of its own. A test that proves
-something about a fresh interpreter (a launcher, what an import loads) starts one; every other asks the server.
+Importing torch, transformers and ms-swift takes 8 s of processor time in a process of its own. A
+test that proves something about a fresh interpreter (a launcher, what an import loads) starts one;
+every other asks the server.
 """
 
 from __future__ import annotations
@@ -172,7 +174,9 @@ def finished(started: list[Started]) -> list[int]:
 
 
 def server_context() -> ForkServerContext:
-    """Return the context of a server that imports the stack when it is first asked for a process."""
+    """
+    Return the context of a server that imports the stack when it is first asked for a process.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context

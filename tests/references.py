@@ -15,7 +15,10 @@ def longest_first(lengths: Lengths) -> list[int]:
 
 
 def fit(lengths: Lengths, capacity: int, order: Sequence[int], prefer: Callable[[int], int]) -> list[list[int]]:
-    """Put each sample into the bin that *prefer* ranks first among those that it fits, else into a new one."""
+    """
+    Put each sample into the bin that *prefer* ranks first among those that it fits, else into a new
+    one.
+    """
     bins: list[list[int]] = []
     room: list[int] = []
     for index in order:
@@ -51,7 +54,10 @@ def next_fit(lengths: Lengths, capacity: int) -> list[list[int]]:
 
 
 def modified_first_fit_decreasing(lengths: Lengths, capacity: int) -> list[list[int]]:
-    """Johnson and Garey's phases on single samples; bins with equal room in the order they were opened."""
+    """
+    Johnson and Garey's phases on single samples; bins with equal room in the order they were
+    opened.
+    """
     left = longest_first(lengths)
     bins = [[index] for index in left if lengths[index] * 2 > capacity]
     left = left[len(bins) :]

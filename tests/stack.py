@@ -1,4 +1,7 @@
-"""What the server of `tests.processes` imports once, and tests of training too: libraries, adapters, and what commands share."""
+"""
+What the server of `tests.processes` imports once, and tests of training too: libraries, adapters,
+and what commands share.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +44,7 @@ for name in ("Qwen2VLVideoProcessor", "Qwen3VLVideoProcessor"):
     video_processor_class_from_name(name)
 PIL.Image.init()
 
-# A million objects that live as long as the process: trainers collect garbage at each start, and would look at all of them.
+# A million objects that live as long as the process: trainers collect garbage at each start, and
+# would look at all of them.
 gc.collect()
 gc.freeze()

@@ -13,7 +13,10 @@ capacities = st.integers(1, 200)
 
 @st.composite
 def packable(draw: st.DrawFn, *, min_size: int = 0, max_size: int = 60) -> tuple[list[int], int]:
-    """Lengths that a packer takes, and a capacity; often few distinct lengths, so that ties are frequent."""
+    """
+    Lengths that a packer takes, and a capacity; often few distinct lengths, so that ties are
+    frequent.
+    """
     capacity = draw(capacities)
     few = st.sampled_from(draw(st.lists(st.integers(1, capacity), min_size=1, max_size=4)))
     any_length = st.integers(1, capacity)
@@ -22,7 +25,9 @@ def packable(draw: st.DrawFn, *, min_size: int = 0, max_size: int = 60) -> tuple
 
 @st.composite
 def packable_arrays(draw: st.DrawFn) -> tuple[list[int], int]:
-    """Up to some hundred lengths of one of the shapes that leave gaps to the bound, and a capacity."""
+    """
+    Up to some hundred lengths of one of the shapes that leave gaps to the bound, and a capacity.
+    """
     capacity = draw(st.integers(2, 200))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     low = max(1, capacity // draw(st.sampled_from([2, 3, 4, 8, 200])))

@@ -1,9 +1,9 @@
 """
 Attention over packed rows: how samples of a row attend to themselves alone, and at what cost.
 
-`attend_by_varlen` lets a model attend by our own functions; `native_attention` lets it attend as transformers does for
-a while, which is what references are computed by. `layout` says where a row's blocks are, `varlen` attends within them;
-`vision` projects a tower's patches.
+`attend_by_varlen` lets a model attend by our own functions; `native_attention` lets it attend as
+transformers does for a while, which is what references are computed by. `layout` says where a row's
+blocks are, `varlen` attends within them; `vision` projects a tower's patches.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ NAME = "packplan_varlen"
 """Our attention's name among transformers' functions."""
 
 PATCHES_NAME = "packplan_flash_patches"
-"""That of vision towers. By the word flash in it, towers hand over where images and windows begin, in one call."""
+"""
+That of vision towers. By the word flash in it, towers hand over where images and windows begin, in
+one call.
+"""
 
 # A compiled model runs them as they are: a compiler would make a program of each row's own layout.
 _as_it_is: Any = torch.compiler.disable
@@ -50,8 +53,8 @@ def attend_by_varlen(model: Any) -> None:
 @contextmanager
 def native_attention(model: Any) -> Iterator[None]:
     """
-    Let a model attend by transformers' own sdpa, inside; with checkpointing, the backward pass belongs
-    inside too.
+    Let a model attend by transformers' own sdpa, inside; with checkpointing, the backward pass
+    belongs inside too.
     """
     config = model.config
     before = {"": config._attn_implementation}  # noqa: SLF001  # no public question

@@ -1,10 +1,12 @@
 """
-Where the samples of a packed row lie, and what each token of them may attend to: a value, in place of a mask of T x T.
+Where the samples of a packed row lie, and what each token of them may attend to: a value, in place
+of a mask of T x T.
 
-Rules: a layout is read off the model's own mask function, so that windows and overlays keep their meaning; it travels
-as the attention mask, from the model to its layers, so that backward passes and recomputed layers have the one of their
-own row; nothing global knows it. No tensor grows with the square of the row's length; masks that are neither causal nor
-a window (overlays) grow with the squares of their own samples'.
+Rules: a layout is read off the model's own mask function, so that windows and overlays keep their
+meaning; it travels as the attention mask, from the model to its layers, so that backward passes and
+recomputed layers have the one of their own row; nothing global knows it. No tensor grows with the
+square of the row's length; masks that are neither causal nor a window (overlays) grow with the
+squares of their own samples'.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ import torch
 from transformers.masking_utils import sdpa_mask
 
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""transformers' own: indices of batch, head, query and key -> whether the query attends to the key."""
+"""
+transformers' own: indices of batch, head, query and key -> whether the query attends to the key.
+"""
 
 
 @attrs.frozen(eq=False)
@@ -39,10 +43,16 @@ class Layout:
     """Tokens attend to no later token."""
 
     window: int | None = None
-    """Tokens, itself included, that a token of a causal block attends to at most; None: to all before it."""
+    """
+    Tokens, itself included, that a token of a causal block attends to at most; None: to all before
+    it.
+    """
 
     masks: tuple[torch.Tensor, ...] | None = None
-    """The mask of each block, where blocks are neither plain nor windowed; bool of shape (1, 1, length, length)."""
+    """
+    The mask of each block, where blocks are neither plain nor windowed; bool of shape (1, 1,
+    length, length).
+    """
 
     _longest: int | None = None
 
@@ -56,7 +66,8 @@ class Layout:
 
             is_causal: Tokens attend to no later token.
 
-            longest: Tokens of the longest block, if they are known; else a GPU is waited for when they are needed.
+            longest: Tokens of the longest block, if they are known; else a GPU is waited for when
+            they are needed.
         """
         return cls(cu_seqlens.to(torch.int32), is_causal, longest=longest)
 
@@ -73,8 +84,8 @@ class Layout:
     @cached_property
     def alike(self) -> tuple[tuple[int, ...], ...]:
         """
-        Positions of the blocks that can be computed as one batch: of equal length, and without masks of
-        their own.
+        Positions of the blocks that can be computed as one batch: of equal length, and without
+        masks of their own.
         """
         found: dict[int, list[int]] = {}
         for position, length in enumerate(self.lengths):
@@ -84,19 +95,22 @@ class Layout:
 
 def read_layout(mask_function: MaskFunction, *, length: int, window: int | None, device: torch.device | str) -> Layout:
     """
-    Read the blocks of a row off a mask function; a block begins where a token does not attend to the one before it.
+    Read the blocks of a row off a mask function; a block begins where a token does not attend to
+    the one before it.
 
-    A block is taken for plain causal, or causal within the window, when every token attends to the farthest key that
-    this allows, and neither to the first key beyond it, nor to the token after it, nor to the block's last; and when
-    the block's first and last token do as expected at distances that are powers of two. That is five questions a token,
-    and some for each block, instead of one for each pair.
+    A block is taken for plain causal, or causal within the window, when every token attends to the
+    farthest key that this allows, and neither to the first key beyond it, nor to the token after
+    it, nor to the block's last; and when the block's first and last token do as expected at
+    distances that are powers of two. That is five questions a token, and some for each block,
+    instead of one for each pair.
 
     Args:
         mask_function: What the model means by its mask; it takes index tensors that broadcast.
 
         length: Tokens of the row.
 
-        window: Tokens that transformers says a token attends to at most, itself included; None if it says nothing.
+        window: Tokens that transformers says a token attends to at most, itself included; None if
+        it says nothing.
 
         device: Where the row is.
     """
@@ -130,7 +144,8 @@ def _is_causal_within(
     reach: int,
 ) -> bool:
     """
-    Return whether tokens attend to the *reach* tokens up to themselves, as far as their block goes, and to no others.
+    Return whether tokens attend to the *reach* tokens up to themselves, as far as their block goes,
+    and to no others.
 
     Args:
         attends: Answers for queries and keys, both of shape (questions,).

@@ -1,8 +1,10 @@
 """
-Attention of variable length: each block of a packed row by itself, without a mask, wherever torch runs.
+Attention of variable length: each block of a packed row by itself, without a mask, wherever torch
+runs.
 
-On a GPU that takes it, one call of torch's `varlen_attn`; elsewhere torch's own attention, block by block. What is no
-packed row (padded batches, generation with a cache) goes to transformers' own sdpa, with its own mask.
+On a GPU that takes it, one call of torch's `varlen_attn`; elsewhere torch's own attention, block by
+block. What is no packed row (padded batches, generation with a cache) goes to transformers' own
+sdpa, with its own mask.
 """
 
 from __future__ import annotations
@@ -50,8 +52,9 @@ def row_mask(
     """
     Return the layout of a packed row; what transformers' sdpa would take of anything else.
 
-    The arguments are those that transformers hands to functions registered with `AttentionMaskInterface`. A packed row
-    is a batch of one, without padding and earlier keys, whose mask is more than one causal triangle.
+    The arguments are those that transformers hands to functions registered with
+    `AttentionMaskInterface`. A packed row is a batch of one, without padding and earlier keys,
+    whose mask is more than one causal triangle.
     """
     is_triangle = allow_is_causal_skip and (local_size is None or q_length < local_size)
     is_row = batch_size == 1 and attention_mask is None and not allow_is_bidirectional_skip and not use_vmap
@@ -88,7 +91,8 @@ def attend(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """
-    Attend within the blocks of a row, where `row_mask` gave its layout; else as transformers' sdpa does.
+    Attend within the blocks of a row, where `row_mask` gave its layout; else as transformers' sdpa
+    does.
 
     Args:
         module: The layer.
@@ -131,7 +135,10 @@ def attend_to_patches(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend within the images or windows of a vision tower's packed row of patches, both ways; see `attend`."""
+    """
+    Attend within the images or windows of a vision tower's packed row of patches, both ways; see
+    `attend`.
+    """
     layout = Layout.of_boundaries(cu_seq_lens_q, is_causal=False, longest=max_length_q)
     return attend_within(query, key, value, layout, dropout=dropout, scaling=scaling), None
 
@@ -202,7 +209,10 @@ def why_not_fused(
 def fused_arguments(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: Layout, *, scaling: float | None
 ) -> dict[str, Any]:
-    """Return the arguments of `varlen_attn` for a row: tensors of shape (tokens, heads, size); see `attend`."""
+    """
+    Return the arguments of `varlen_attn` for a row: tensors of shape (tokens, heads, size); see
+    `attend`.
+    """
     # Autocast does not know the operator: what it would cast is cast here.
     parts = (part[0].transpose(0, 1).to(_dtype(query)) for part in (query, key, value))
     # The window's left side counts the tokens before the query, which is not one of them.
@@ -276,8 +286,8 @@ def _windowed(
     sdpa: Callable[..., torch.Tensor], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int
 ) -> torch.Tensor:
     """
-    Attend causally within a window, in parts of a window's length: each needs the keys of its own and
-    the part before.
+    Attend causally within a window, in parts of a window's length: each needs the keys of its own
+    and the part before.
     """
     queries = torch.arange(window, device=query.device)[:, None] + window
     keys = torch.arange(2 * window, device=query.device)

@@ -8,10 +8,11 @@ import torch.nn.functional as F  # noqa: N812  # its usual name
 
 class PatchProjection(torch.nn.Conv3d):
     """
-    A convolution over patches of its kernel's own size, each of which gives one position: a matrix product.
+    A convolution over patches of its kernel's own size, each of which gives one position: a matrix
+    product.
 
-    Measured on one core of a CPU, with 5,000 patches of 1,176 values and 32 outputs, forward and backward: 42 ms as a
-    convolution, 11 ms as a product.
+    Measured on one core of a CPU, with 5,000 patches of 1,176 values and 32 outputs, forward and
+    backward: 42 ms as a convolution, 11 ms as a product.
     """
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
@@ -26,7 +27,8 @@ class PatchProjection(torch.nn.Conv3d):
 
 def project_patches(model: torch.nn.Module) -> None:
     """
-    Let a model's convolutions whose stride is their kernel be `PatchProjection`, with the weights that they have.
+    Let a model's convolutions whose stride is their kernel be `PatchProjection`, with the weights
+    that they have.
 
     Sums are rounded in another order; what is saved, and its names, stay as they are.
     """

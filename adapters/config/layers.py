@@ -1,4 +1,7 @@
-"""YAML files -> one document: a file over those that it extends, and over both what the command line overrides."""
+"""
+YAML files -> one document: a file over those that it extends, and over both what the command line
+overrides.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +86,10 @@ def read_document(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def read_overrides(texts: Iterable[str]) -> list[Override]:
-    """Read what the command line overrides, each as `section.key=value`; ConfigError with all that are none."""
+    """
+    Read what the command line overrides, each as `section.key=value`; ConfigError with all that are
+    none.
+    """
     overrides: dict[str, Override] = {}
     found = []
     for text in texts:
@@ -105,8 +111,8 @@ def read_overrides(texts: Iterable[str]) -> list[Override]:
 
 def expanded(path: str) -> str:
     """
-    Return *path* with `~` and `~name` at its start, and `${NAME}` anywhere, replaced by the home folder and the
-    environment's value.
+    Return *path* with `~` and `~name` at its start, and `${NAME}` anywhere, replaced by the home
+    folder and the environment's value.
 
     Raises:
         ValueError: There is no such user or variable.
@@ -155,8 +161,8 @@ def without_null(document: Mapping[str, Any]) -> dict[str, Any]:
 
 def _overlaid(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
     """
-    Return *base* under *top*: sections merge key by key, null unsets what *base* has, everything else
-    is replaced.
+    Return *base* under *top*: sections merge key by key, null unsets what *base* has, everything
+    else is replaced.
     """
     merged = dict(base)
     for key, value in top.items():

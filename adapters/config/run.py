@@ -34,13 +34,16 @@ def load_config(
     Read a run's YAML, and those that it extends.
 
     Args:
-        path: The YAML; a relative `extends:` starts at its folder, all other relative paths at the working directory.
+        path: The YAML; a relative `extends:` starts at its folder, all other relative paths at the
+        working directory.
 
         trainer_keys: Settings that `training.` passes to the trainer, and what each takes.
 
-        overrides: Values for single keys, as `training.learning_rate=1e-4`, in place of the YAML's; null unsets a key.
+        overrides: Values for single keys, as `training.learning_rate=1e-4`, in place of the YAML's;
+        null unsets a key.
 
-        rl: Whether the run is one of reinforcement learning; others have no `policy:` and no `grpo:`.
+        rl: Whether the run is one of reinforcement learning; others have no `policy:` and no
+        `grpo:`.
 
     Raises:
         ConfigError: All faults of the configuration.
@@ -101,10 +104,12 @@ def load_mix(path: str | Path, overrides: Sequence[str] = ()) -> Mix:
     Args:
         path: The mix, a YAML.
 
-        overrides: Values for single keys, as `samples_per_epoch=100`, in place of the YAML's; null unsets a key.
+        overrides: Values for single keys, as `samples_per_epoch=100`, in place of the YAML's; null
+        unsets a key.
 
     Raises:
-        ConfigError: All faults of the YAML; those that the data decide are `core.stream.mix_faults`.
+        ConfigError: All faults of the YAML; those that the data decide are
+        `core.stream.mix_faults`.
     """
     given = read_overrides(overrides)
     document = _overridden(read_document(Path(path)), given)
@@ -159,7 +164,9 @@ def _placed(found: Sequence[Fault], overrides: Sequence[Override]) -> tuple[Faul
 
 
 def _sections(document: Mapping[str, Any], *, rl: bool) -> tuple[dict[str, dict[str, Any]], list[Fault]]:
-    """Return every section, those that are absent as empty, and what is wrong with them as a whole."""
+    """
+    Return every section, those that are absent as empty, and what is wrong with them as a whole.
+    """
     found: list[Fault] = []
     sections: dict[str, dict[str, Any]] = {}
     for name in SECTIONS + RL_SECTIONS:

@@ -1,8 +1,9 @@
 """
-What ms-swift's training arguments take, key by key: read from a table, for importing ms-swift takes seconds.
+What ms-swift's training arguments take, key by key: read from a table, for importing ms-swift takes
+seconds.
 
-The table is of one version of ms-swift and transformers; `make reference` writes it from the installed ones
-(`adapters.trainer.keys.installed_keys`). Where others are installed, it is not used.
+The table is of one version of ms-swift and transformers; `make reference` writes it from the
+installed ones (`adapters.trainer.keys.installed_keys`). Where others are installed, it is not used.
 """
 
 from __future__ import annotations
@@ -124,7 +125,10 @@ def stored_keys() -> dict[str, TrainerKey] | None:
 
 
 def as_table(keys: Mapping[str, TrainerKey]) -> str:
-    """Return the text of the table of these keys, those of the installed libraries: a line for each key."""
+    """
+    Return the text of the table of these keys, those of the installed libraries: a line for each
+    key.
+    """
     plain = TrainerKey(())
     lines = [
         f"    {json.dumps(name)}: "
@@ -136,7 +140,9 @@ def as_table(keys: Mapping[str, TrainerKey]) -> str:
 
 
 def lacking(settings: Mapping[str, Any]) -> Iterator[Fault]:
-    """Yield which of a trainer's settings need a package or a file that this machine does not have."""
+    """
+    Yield which of a trainer's settings need a package or a file that this machine does not have.
+    """
     for key, package in _NEED.items():
         if settings.get(key) and find_spec(package) is None:
             reason = f"needs the package {package}, which is not installed: install it, or remove the key"

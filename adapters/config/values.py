@@ -1,4 +1,7 @@
-"""What YAML reads -> frozen values, by the types of their classes: nothing is guessed, every fault has its path."""
+"""
+What YAML reads -> frozen values, by the types of their classes: nothing is guessed, every fault has
+its path.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ from core.errors import Fault
 T = typing.TypeVar("T")
 
 Advise: typing.TypeAlias = Callable[[str, str], str]
-"""Key that its place does not have, and the path of that place -> what is wrong with it, and what to do."""
+"""
+Key that its place does not have, and the path of that place -> what is wrong with it, and what to
+do.
+"""
 
 
 def structured(document: Mapping[str, Any], kind: type[T], advise: Advise) -> T | list[Fault]:
@@ -42,8 +48,8 @@ def structured(document: Mapping[str, Any], kind: type[T], advise: Advise) -> T 
 
 def known_keys(kind: type, prefix: str = "") -> Iterator[tuple[str, bool]]:
     """
-    Yield the path of every key of a frozen class, and whether it is a section: those of a list's items
-    have a `[]`.
+    Yield the path of every key of a frozen class, and whether it is a section: those of a list's
+    items have a `[]`.
     """
     for field in attrs.fields(attrs.resolve_types(kind)):
         plain = _without_none(field.type)

@@ -1,8 +1,9 @@
 """
-A process beside rank 0 that says in the store that rank 0 lives, what it is doing, and that it died.
+A process beside rank 0 that says in the store that rank 0 lives, what it is doing, and that it
+died.
 
-It is a process, not a thread, since solvers hold the interpreter for seconds, and since it has to outlive rank 0 by the
-moment that it takes to say so.
+It is a process, not a thread, since solvers hold the interpreter for seconds, and since it has to
+outlive rank 0 by the moment that it takes to say so.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ class Heartbeat:
         """Start to beat; the store's keys are set through a connection of the new process's own."""
         context = multiprocessing.get_context("fork")
         receiver, self._sender = context.Pipe(duplex=False)
-        # A heart that cannot keep up loses words, and never stops rank 0.
+        # A heartbeat that cannot keep up loses words, and never stops rank 0.
         os.set_blocking(self._sender.fileno(), False)
         self._told = 0.0
         self._process = context.Process(target=_beat, args=(receiver, store, os.getpid()), daemon=True)
         self._process.start()
         receiver.close()
 
-    def tell(self, words: str) -> None:
+    def report(self, words: str) -> None:
         """Say what is being done; once a beat is enough."""
         if (now := time.monotonic()) - self._told >= BEAT_S:
             self._told = now

@@ -1,4 +1,6 @@
-"""Ranks over torch.distributed: rank 0 builds, the others wait on its store, arrays travel as tensors."""
+"""
+Ranks over torch.distributed: rank 0 builds, the others wait on its store, arrays travel as tensors.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from adapters.ranks.heartbeat import BEAT, DIED, Heartbeat
 from core.errors import PackplanError, RankGoneError, RankZeroError, counted
-from core.ports import Arrays, Tell
+from core.ports import Arrays, ReportProgress
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +50,7 @@ class OneRank:
 
     def from_rank_zero(
         self,
-        build: Callable[[Tell], Arrays],
+        build: Callable[[ReportProgress], Arrays],
         *,
         timeout_s: float,  # noqa: ARG002  # no one waits
         limit_s: float | None = None,  # noqa: ARG002
@@ -98,8 +100,8 @@ class TorchGroup:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         launch = _agree_on_launch(PrefixStore(f"packplan/{attempt}", store), rank, world_size, timeout_s)
         self._store = PrefixStore(f"packplan/{attempt}/{launch}", store)
-        # Connected while all ranks are there, which none leaves before they have joined: later, a store that is gone
-        # would be looked for instead of missed.
+        # Connected while all ranks are there, which none leaves before they have joined: later, a
+        # store that is gone would be looked for instead of missed.
         self._ear = self._store.clone()  # type: ignore[attr-defined]  # torch does not declare it
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
@@ -111,10 +113,10 @@ class TorchGroup:
         self.rank, self.world_size = rank, world_size
         self._timeout_s = timeout_s
         self._calls = 0
-        self._heart = Heartbeat(self._store) if rank == 0 else None
+        self._heartbeat = Heartbeat(self._store) if rank == 0 else None
 
     def from_rank_zero(
-        self, build: Callable[[Tell], Arrays], *, timeout_s: float, limit_s: float | None = None
+        self, build: Callable[[ReportProgress], Arrays], *, timeout_s: float, limit_s: float | None = None
     ) -> Arrays:
         """Return on every rank what rank 0 builds; see `core.ports.RankGroup`."""
         self._calls += 1
@@ -150,10 +152,10 @@ class TorchGroup:
         return tuple(gathered)
 
     def settle(self) -> None:
-        """Stop the heart: from here on, collectives tell who is gone."""
-        if self._heart:
-            self._heart.stop()
-            self._heart = None
+        """Stop the heartbeat: from here on, collectives say who is gone."""
+        if self._heartbeat:
+            self._heartbeat.stop()
+            self._heartbeat = None
 
     def leave(self) -> None:
         """End the group, together: one rank may keep the store that the others still read."""
@@ -171,10 +173,10 @@ class TorchGroup:
         except RuntimeError as error:
             raise RankGoneError(f"another rank is gone, so rank {self.rank} cannot go on: {error}") from None
 
-    def _build(self, build: Callable[[Tell], Arrays], key: str) -> Arrays:
+    def _build(self, build: Callable[[ReportProgress], Arrays], key: str) -> Arrays:
         try:
-            assert self._heart  # noqa: S101  # rank 0, and planning is not over
-            arrays = {name: np.array(array, order="C") for name, array in build(self._heart.tell).items()}
+            assert self._heartbeat  # noqa: S101  # rank 0, and planning is not over
+            arrays = {name: np.array(array, order="C") for name, array in build(self._heartbeat.report).items()}
         except BaseException as error:
             reason = str(error) if isinstance(error, PackplanError) else f"{type(error).__name__}: {error}"
             self._store.set(key, json.dumps({"failed": reason}))
@@ -184,7 +186,8 @@ class TorchGroup:
         return arrays
 
     def _let_others_read(self, key: str) -> None:
-        # The store may be this process's own, and a launcher ends the others as soon as this one is gone.
+        # The store may be this process's own, and a launcher ends the others as soon as this one is
+        # gone.
         acknowledged = [f"{key}/read/{rank}" for rank in range(1, self.world_size)]
         try:
             self._store.wait(acknowledged, timedelta(seconds=_FAREWELL_S))
@@ -212,7 +215,10 @@ class TorchGroup:
         *,
         late: str,
     ) -> list[str]:
-        """Wait for *keys*; raise *error* if rank 0 dies or falls silent, or they are late, by *limit_s* in all."""
+        """
+        Wait for *keys*; raise *error* if rank 0 dies or falls silent, or they are late, by
+        *limit_s* in all.
+        """
         watch = _Watch(self._ear, keys)
         told = 0.0
         while not watch.over.wait(_POLL_S):
@@ -242,10 +248,12 @@ def _like(described: list[tuple[str, str, list[int]]]) -> dict[str, NDArray[Any]
 
 def _agree_on_launch(store: Store, rank: int, world_size: int, timeout_s: float) -> str:
     """
-    Return a token that all ranks of this launch hold, and none of an earlier launch on the same store.
+    Return a token that all ranks of this launch hold, and none of an earlier launch on the same
+    store.
 
-    Each rank leaves a word; rank 0 welcomes the words that it finds, again and again, until every rank has found its
-    own among them. What an earlier launch left is a word or a welcome that no rank of this one accepts.
+    Each rank leaves a word; rank 0 welcomes the words that it finds, again and again, until every
+    rank has found its own among them. What an earlier launch left is a word or a welcome that no
+    rank of this one accepts.
     """
     own = secrets.token_hex(8)
     words = [f"word/{number}" for number in range(world_size)]
@@ -299,7 +307,8 @@ class _Watch:
 
     def _listen(self, store: Store, keys: list[str]) -> None:
         try:
-            # Asked again and again, since a wait that runs out is a warning on the user's terminal each time.
+            # Asked again and again, since a wait that runs out is a warning on the user's terminal
+            # each time.
             while not store.check(keys):
                 if store.check([DIED]):
                     self.lost = store.get(DIED).decode()

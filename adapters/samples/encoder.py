@@ -1,4 +1,6 @@
-"""Records -> encoded samples and their measurements, by ms-swift's template, with every failure named."""
+"""
+Records -> encoded samples and their measurements, by ms-swift's template, with every failure named.
+"""
 
 from __future__ import annotations
 
@@ -59,8 +61,10 @@ _PROCESSING_VARIABLES = (
 """Environment variables that ms-swift and qwen_vl_utils read while encoding text and images."""
 
 MEASURING = 1
-"""Version of this project's own part in a length: records to messages, headers to patches. A change that moves one
-raises it."""
+"""
+Version of this project's own part in a length: records to messages, headers to patches. A change
+that moves one raises it.
+"""
 
 POOL_START_S = 20.0
 """A pool of processes that import the whole stack takes about this long to start."""
@@ -99,13 +103,15 @@ class SwiftSamples:
         Args:
             spec: What decides how records become samples.
 
-            workers: Processes that measure, at most as many as there are cores; 1 measures in this one.
+            workers: Processes that measure, at most as many as there are cores; 1 measures in this
+            one.
 
             sharers: Processes like this one that measure on this machine at the same time.
 
             template: To share with a trainer; built from the spec if None.
 
-            pool_start_s: Seconds that a pool takes to start; what is left has to take longer than that in this process.
+            pool_start_s: Seconds that a pool takes to start; what is left has to take longer than
+            that in this process.
         """
         self.spec = spec
         self.records = JsonlRecords(spec.paths, max_line_bytes=spec.custom.max_line_bytes)
@@ -146,7 +152,10 @@ class SwiftSamples:
         return self.records.digest(count, start=start)
 
     def measure_quickly(self, index: int) -> Measurement:
-        """Measure sample *index* from its images' headers where that is proven to be exact; else in full."""
+        """
+        Measure sample *index* from its images' headers where that is proven to be exact; else in
+        full.
+        """
         sample, images = self._sample(index)
         # Where the template cuts, what is cut away depends on where the images stand.
         if self._arithmetic is None or not images or self.template.max_length is not None:
@@ -177,7 +186,10 @@ class SwiftSamples:
         return attrs.evolve(self.measured(index, self.encode(index)), cut=True)
 
     def measure_many(self, indices: range, *, in_full: bool) -> Generator[Outcome, None, None]:
-        """Measure several, in the order of *indices*, by processes where that is faster; see `core.ports`."""
+        """
+        Measure several, in the order of *indices*, by processes where that is faster; see
+        `core.ports`.
+        """
         measure = partial(self.outcome, in_full=in_full)
         done = 0
         if self._workers > 1:
@@ -201,7 +213,10 @@ class SwiftSamples:
             pool.shutdown(cancel_futures=True)
 
     def measure_elsewhere(self, indices: Sequence[int], *, epoch: int) -> list[Outcome]:
-        """Encode samples in a worker process of torch's own loader, seeded for *epoch*; see `core.ports`."""
+        """
+        Encode samples in a worker process of torch's own loader, seeded for *epoch*; see
+        `core.ports`.
+        """
         loader = DataLoader(
             _Measured(self),
             sampler=list(indices),
@@ -241,8 +256,8 @@ class SwiftSamples:
 
     def prompt(self, index: int) -> dict[str, Any]:
         """
-        Encode sample *index* without its last message, for the model to answer; RecordError if nothing
-        comes before.
+        Encode sample *index* without its last message, for the model to answer; RecordError if
+        nothing comes before.
         """
         sample, images = self._sample(index)
         before = sample["messages"][:-1]
@@ -330,7 +345,9 @@ class SwiftSamples:
         return measurement
 
     def fetch(self, index: int, planned: Table) -> dict[str, Any]:
-        """Encode sample *index* for training; ContractError if it is not the one that was planned."""
+        """
+        Encode sample *index* for training; ContractError if it is not the one that was planned.
+        """
         return self.checked(index, self.encode(index), planned)
 
     def checked(self, index: int, encoded: dict[str, Any], planned: Table) -> dict[str, Any]:

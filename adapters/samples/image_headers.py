@@ -1,9 +1,10 @@
 """
 What an image will cost in tokens, from its header alone.
 
-The arithmetic is the processor's own: ms-swift shrinks to `max_pixels` (`rescale_image`), qwen_vl_utils rounds both
-sides to whole merged patches within its limits (`smart_resize`), and each merged patch is a token. Nobody turns an
-image by its EXIF orientation on the way, so the stored width and height count.
+The arithmetic is the processor's own: ms-swift shrinks to `max_pixels` (`rescale_image`),
+qwen_vl_utils rounds both sides to whole merged patches within its limits (`smart_resize`), and each
+merged patch is a token. Nobody turns an image by its EXIF orientation on the way, so the stored
+width and height count.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ from swift.template import Template
 from core.samples import ImageFacts
 
 HEAD_BYTES = 65_536
-"""Bytes of an image file that are digested: its header, and enough of its content to tell it from another."""
+"""
+Bytes of an image file that are digested: its header, and enough of its content to tell it from
+another.
+"""
 
 PROVEN = frozenset({"qwen2_5_vl", "qwen3_vl"})
 """Templates whose lengths this gives; the audit compares them with full encodes all the same."""

@@ -38,7 +38,8 @@ class JsonlRecords:
         Args:
             paths: Of the files.
 
-            max_line_bytes: A record on a longer line is refused when it is asked for, and never read; None reads all.
+            max_line_bytes: A record on a longer line is refused when it is asked for, and never
+            read; None reads all.
 
         Raises:
             DataSetError: A file cannot be read, or holds no record.
@@ -100,7 +101,8 @@ class JsonlRecords:
 
     def digest(self, count: int, *, start: int = 0) -> str:
         """
-        Return the SHA-256 of *count* records from *start* on: their text, and the folders that their media start at.
+        Return the SHA-256 of *count* records from *start* on: their text, and the folders that
+        their media start at.
 
         Other rows leave it as it is. Asked for rising counts, it reads each record once.
         """
@@ -192,7 +194,10 @@ def _no_constant(name: str) -> None:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object's keys and values; ValueError if a key is there twice, of which JSON would keep the last."""
+    """
+    Return an object's keys and values; ValueError if a key is there twice, of which JSON would keep
+    the last.
+    """
     found = dict(pairs)
     if len(found) < len(pairs):
         # In one pass: counting each name would take hours in a long line.
@@ -203,7 +208,10 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _scan(path: Path) -> tuple[np.ndarray[Any, np.dtype[np.int64]], int]:
-    """Return first byte, end and line of every record, and how many say <video> or <audio>; no line is read whole."""
+    """
+    Return first byte, end and line of every record, and how many say <video> or <audio>; no line is
+    read whole.
+    """
     rows: list[tuple[int, int, int]] = []
     num_with_tags = 0
     try:

@@ -20,12 +20,16 @@ TYPES = {
     "qwen2": ("qwen2", "qwen2_5"),
     "qwen3": ("qwen3", "qwen3"),
 }
-"""`model_type` of a config.json -> ms-swift's model type and template, which a local folder does not tell it."""
+"""
+`model_type` of a config.json -> ms-swift's model type and template, which a local folder does not
+tell it.
+"""
 
 
 def refuse_remote_code(model: ModelConfig) -> None:
     """
-    Refuse a folder that brings Python code, unless the user trusts it; ms-swift would run it unasked.
+    Refuse a folder that brings Python code, unless the user trusts it; ms-swift would run it
+    unasked.
 
     Raises:
         ConfigError: A file of the folder names code (`auto_map`).
@@ -76,12 +80,11 @@ def open_template(model: ModelConfig, template: TemplateConfig, *, packing_lengt
     if not cuts:  # ms-swift fills in the model's own limit, and would refuse what is longer
         opened.max_length = None
     opened.set_mode("train")
-    # ms-swift would read `<img>path</img>` in a text as an image, or put an <image> in its place; and looks for the end
-    # of each
-    # <img> through the rest of the line.
+    # ms-swift would read `<img>path</img>` in a text as an image, or put an <image> in its place;
+    # and looks for the end of each <img> through the rest of the line.
     opened._replace_image_tags = _keep_text  # noqa: SLF001  # no public way
-    # The Qwen-VL template knows the ids of the released vocabularies only; with another one, images would stay
-    # a single token, silently.
+    # The Qwen-VL template knows the ids of the released vocabularies only; with another one, images
+    # would stay a single token, silently.
     for name in ("image_token_id", "video_token_id"):
         if hasattr(opened, name) and hasattr(processor, name):
             setattr(opened, name, getattr(processor, name))

@@ -1,10 +1,11 @@
 """
 Measured lengths on disk: fixed-width columns beside the manifest `lengths.json`.
 
-`lengths.bin` has a row of little-endian int32 for each sample, `images.bin` one of int64 for each image. Rows are
-appended and flushed first, the manifest that counts and digests them follows: what a manifest names is whole, and what
-a crash leaves behind it is cut off on resuming. A flush costs what is new. The data of the rows measured so far is
-digested with them: rows appended to it, or mended behind them, leave them valid.
+`lengths.bin` has a row of little-endian int32 for each sample, `images.bin` one of int64 for each
+image. Rows are appended and flushed first, the manifest that counts and digests them follows: what
+a manifest names is whole, and what a crash leaves behind it is cut off on resuming. A flush costs
+what is new. The data of the rows measured so far is digested with them: rows appended to it, or
+mended behind them, leave them valid.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ class _Column:
         self._num, self._hash = 0, hashlib.sha256()
 
     def resume(self, entry: Mapping[str, Any]) -> NDArray[Any]:
-        """Return the rows that a manifest's entry names; CorruptArtefactError if they are not what was written."""
+        """
+        Return the rows that a manifest's entry names; CorruptArtefactError if they are not what was
+        written.
+        """
         self._num = entry["rows"]
         flat, self._hash = files.map_array(self.path, self.dtype, self._num * len(self.columns))
         if self._hash.hexdigest() != entry["sha256"]:
@@ -98,7 +102,8 @@ class DiskLengthStore:
         Args:
             folder: Of this run's split.
 
-            lengths_from: Of another run's, which is only read; taken over when this one has no lengths yet.
+            lengths_from: Of another run's, which is only read; taken over when this one has no
+            lengths yet.
         """
         self.folder, self._lengths_from = folder, lengths_from
         self._manifest = folder / "lengths.json"
@@ -149,8 +154,11 @@ class DiskLengthStore:
         manifest = files.read_manifest(self._manifest, SCHEMA)
         return None if manifest is None else _origin(manifest)
 
-    def look(self) -> StoredLengths | None:
-        """Verify and return what is stored, whatever it was measured from, writing nothing; None if nothing is."""
+    def inspect(self) -> StoredLengths | None:
+        """
+        Verify and return what is stored, whatever it was measured from, writing nothing; None if
+        nothing is.
+        """
         self._forget()
         manifest = files.read_manifest(self._manifest, SCHEMA)
         return None if manifest is None else StoredLengths(_origin(manifest), self._rows(manifest), self.digest())
@@ -180,7 +188,9 @@ class DiskLengthStore:
         in_full: bool,
         probe: Mapping[str, Any] | None = None,
     ) -> None:
-        """Add the next rows, so that a reader sees all of them or none; see `core.ports.LengthStore`."""
+        """
+        Add the next rows, so that a reader sees all of them or none; see `core.ports.LengthStore`.
+        """
         assert self._key is not None  # noqa: S101  # `resume` comes first
         self._samples.append(rows)
         self._images.append(images)
@@ -213,7 +223,10 @@ class DiskLengthStore:
         return self._samples.digest()
 
     def _rows(self, manifest: Mapping[str, Any]) -> Stored:
-        """Return the rows that a manifest names; CorruptArtefactError if they are not what was written."""
+        """
+        Return the rows that a manifest names; CorruptArtefactError if they are not what was
+        written.
+        """
         table, images = self._samples.resume(manifest["samples"]), self._images.resume(manifest["images"])
         return Stored(table, images, manifest["measured_in_full"], manifest["probe"])
 

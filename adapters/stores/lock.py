@@ -15,7 +15,7 @@ from filelock import BaseFileLock, FileLock, Timeout
 from adapters import files
 from adapters.progress import BRIEF_S, progress
 from core.errors import LockedError
-from core.ports import Tell
+from core.ports import ReportProgress
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class FolderLock:
         self._path = folder / "write.lock"
 
     @contextmanager
-    def held(self, *, timeout_s: float, tell: Tell, limit_s: float | None = None) -> Iterator[None]:
+    def held(self, *, timeout_s: float, report: ReportProgress, limit_s: float | None = None) -> Iterator[None]:
         """Hold the lock, and sweep away what a killed holder left; see `core.ports.Lock`."""
         with files.writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -48,7 +48,7 @@ class FolderLock:
                     log.info("waiting for %s, which writes %s", holder, self.folder)
                 bar.set_postfix_str(holder, refresh=False)
                 bar.update()
-                tell(f"waiting for {holder}, which writes {self.folder}")
+                report(f"waiting for {holder}, which writes {self.folder}")
         try:
             with files.writing(self.folder):
                 self._path.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")

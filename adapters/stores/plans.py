@@ -1,7 +1,9 @@
 """
-Plans on disk: `raw_plan.json` and its flat arrays, stored once, and `plan_ws<W>.json`, derived for a world size.
+Plans on disk: `raw_plan.json` and its flat arrays, stored once, and `plan_ws<W>.json`, derived for
+a world size.
 
-The arrays are published first and the manifest that digests them last, so a reader sees a whole plan or none.
+The arrays are published first and the manifest that digests them last, so a reader sees a whole
+plan or none.
 """
 
 from __future__ import annotations
@@ -37,7 +39,10 @@ class DiskPlanStore:
         self._manifest = folder / "raw_plan.json"
 
     def load(self, key: Fingerprint) -> RawPlan | None:
-        """Return the plan saved under *key*, or None if there is none; CorruptArtefactError if damaged."""
+        """
+        Return the plan saved under *key*, or None if there is none; CorruptArtefactError if
+        damaged.
+        """
         try:
             return self._load(key)
         except CorruptArtefactError as error:
@@ -53,16 +58,19 @@ class DiskPlanStore:
             return None
         return self._plan(manifest, self._arrays(manifest))
 
-    def look(self) -> StoredPlan | None:
-        """Verify and return what is stored, whatever it was planned from, writing nothing; None if nothing is."""
+    def inspect(self) -> StoredPlan | None:
+        """
+        Verify and return what is stored, whatever it was planned from, writing nothing; None if
+        nothing is.
+        """
         try:
-            return self._look()
+            return self._inspect()
         except CorruptArtefactError as error:
             file = self._manifest if Path(error.path).name.startswith("raw_plan") else error.path
             remedy = f"delete {file}, and python -m app.plan build makes it again; the lengths stay"
             raise CorruptArtefactError(error.path, error.reason, remedy) from None
 
-    def _look(self) -> StoredPlan | None:
+    def _inspect(self) -> StoredPlan | None:
         manifest = files.read_manifest(self._manifest, SCHEMA)
         if manifest is None:
             return None
@@ -112,7 +120,10 @@ class DiskPlanStore:
         files.write_manifest(self._manifest, content)
 
     def save_aligned(self, key: Fingerprint, aligned: AlignedPlan) -> None:
-        """Say what training at one world size consumes: counts and checksums; its packs derive from the raw plan."""
+        """
+        Say what training at one world size consumes: counts and checksums; its packs derive from
+        the raw plan.
+        """
         content = {"schema": ALIGNED_SCHEMA, "plan_fingerprint_sha256": key.digest, **_alignment(aligned)}
         files.write_manifest(self.folder / f"plan_ws{aligned.world_size}.json", content)
 
@@ -130,7 +141,10 @@ class DiskPlanStore:
                 yield error
 
     def _plan(self, manifest: Mapping[str, Any], arrays: Mapping[str, NDArray[np.int64]]) -> RawPlan:
-        """Return the plan of a manifest; CorruptArtefactError if it is none, or not the one that the manifest names."""
+        """
+        Return the plan of a manifest; CorruptArtefactError if it is none, or not the one that the
+        manifest names.
+        """
         try:
             plan = plan_from_arrays(arrays)
         except (ValueError, LookupError) as error:

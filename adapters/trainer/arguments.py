@@ -1,4 +1,6 @@
-"""A run's settings as ms-swift's training arguments, and those that it would silently ignore, refused."""
+"""
+A run's settings as ms-swift's training arguments, and those that it would silently ignore, refused.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def runs_on_cpu(settings: Mapping[str, Any]) -> bool:
 
 
 def shards_weights(arguments: TrainingArguments) -> bool:
-    """Return whether no rank holds the whole model: under FSDP, and under DeepSpeed from stage 3 on."""
+    """
+    Return whether no rank holds the whole model: under FSDP, and under DeepSpeed from stage 3 on.
+    """
     return bool(arguments.fsdp) or is_deepspeed_zero3_enabled()
 
 
@@ -61,7 +65,8 @@ def training_arguments(
         "per_device_train_batch_size": per_device_train_batch_size,
         "per_device_eval_batch_size": 1 if config.eval_packing else training.per_device_eval_batch_size,
         "gradient_accumulation_steps": gradient_accumulation_steps,
-        # The plan is aligned before: nothing is left for the loader to drop, but incomplete padded batches.
+        # The plan is aligned before: nothing is left for the loader to drop, but incomplete padded
+        # batches.
         "dataloader_drop_last": training.dataloader_drop_last,
         "num_train_epochs": training.num_train_epochs,
         "max_steps": training.max_steps,
@@ -92,7 +97,10 @@ def training_arguments(
 
 
 def _scale_faults(settings: Mapping[str, Any], *, on_cpu: bool) -> Iterator[Fault]:
-    """Yield what of the settings for many devices would be ignored, or would break the count of learners."""
+    """
+    Yield what of the settings for many devices would be ignored, or would break the count of
+    learners.
+    """
     if settings.get("fp16") and on_cpu:
         yield Fault("training.fp16", "computes in float32 on a CPU, silently: use bf16, or remove it")
     if settings.get("fsdp") and on_cpu:

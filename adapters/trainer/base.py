@@ -1,10 +1,11 @@
 """
 ms-swift's trainer, fed with packs, wherever they come from.
 
-What it adds, each because the trainer goes wrong silently without it (measured; tests hold it): the fourth position row
-that keeps samples apart, a loss whose normaliser counts all ranks, an evaluation that weighs tokens and not packs,
-weights that resume as they were saved, errors that reach the caller, a clean end on SIGTERM, and an end before anything
-is saved once a loss, a gradient or a weight is no finite number.
+What it adds, each because the trainer goes wrong silently without it (measured; tests hold it): the
+fourth position row that keeps samples apart, a loss whose normaliser counts all ranks, an
+evaluation that weighs tokens and not packs, weights that resume as they were saved, errors that
+reach the caller, a clean end on SIGTERM, and an end before anything is saved once a loss, a
+gradient or a weight is no finite number.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ from core.ports import RankGroup
 log = logging.getLogger(__name__)
 
 _LOGIT_ROWS = 2048
-"""Rows of logits whose loss is computed at a time in evaluation, so that float32 copies stay small."""
+"""
+Rows of logits whose loss is computed at a time in evaluation, so that float32 copies stay small.
+"""
 
 _ENDED = (
     "the run ended before anything of it was saved, and earlier checkpoints are as they were: lower "
@@ -94,7 +97,8 @@ class PackingTrainer(Seq2SeqTrainer):
         except ValueError as error:
             raise ConfigError.of("training", f"is refused by the trainer: {error}") from error
         for callback in self.callback_handler.callbacks:
-            # ms-swift's own start their clock when training begins, and fail on what is logged before.
+            # ms-swift's own start their clock when training begins, and fail on what is logged
+            # before.
             if isinstance(callback, (ProgressCallbackNew, PrinterCallbackNew)):
                 callback.start_time, callback.start_step = time.time(), 0
         self.add_callback(SaveOnSigterm(group))
@@ -142,7 +146,8 @@ class PackingTrainer(Seq2SeqTrainer):
             "persistent_workers": args.dataloader_persistent_workers,
             "prefetch_factor": args.dataloader_prefetch_factor,
             "worker_init_fn": partial(open_worker, num_workers=args.dataloader_num_workers, rank=self.group.rank),
-            # Loaders draw a seed when they start. From the global generator, dropout would depend on when that was.
+            # Loaders draw a seed when they start. From the global generator, dropout would depend
+            # on when that was.
             "generator": torch.Generator(),
             **self._maybe_multiprocessing_context(args),
         }
@@ -156,7 +161,9 @@ class PackingTrainer(Seq2SeqTrainer):
                 loader.close()
 
     def training_step(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
-        """Train on one batch, and note its loss, and how large the weights were before the first."""
+        """
+        Train on one batch, and note its loss, and how large the weights were before the first.
+        """
         if self._size_before is None:
             self._size_before = self._mean_size()
         loss: torch.Tensor = super().training_step(model, inputs, *arguments, **options)
@@ -174,9 +181,8 @@ class PackingTrainer(Seq2SeqTrainer):
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         # ms-swift, which skips the update where the norm is nan, has waited for the device already.
         loss, self._step_loss = float(self._step_loss), 0.0
-        # A gradient that overflows under fp16's loss scaler makes it skip the step and lower the scale, as it should;
-        # the
-        # loss is computed before it is scaled.
+        # A gradient that overflows under fp16's loss scaler makes it skip the step and lower the
+        # scale, as it should; the loss is computed before it is scaled.
         is_scaled = self.accelerator.mixed_precision == "fp16"
         gradient = 0.0 if norm is None or is_scaled else float(norm)
         step = f"optimizer step {self.state.global_step + 1:,}"
@@ -228,8 +234,8 @@ class PackingTrainer(Seq2SeqTrainer):
 
     def init_hf_repo(self, *arguments: Any, **options: Any) -> None:
         """
-        Make the repository that checkpoints are pushed to; ConfigError if the hub refuses it, or cannot
-        be reached.
+        Make the repository that checkpoints are pushed to; ConfigError if the hub refuses it, or
+        cannot be reached.
         """
         try:
             super().init_hf_repo(*arguments, **options)
@@ -238,7 +244,10 @@ class PackingTrainer(Seq2SeqTrainer):
             raise ConfigError.of("training.push_to_hub", reason) from error
 
     def _require_finite(self, numbers: Mapping[str, float]) -> None:
-        """Raise NotFiniteError, on every rank and with the same reason, if a number of any rank is not finite."""
+        """
+        Raise NotFiniteError, on every rank and with the same reason, if a number of any rank is not
+        finite.
+        """
         sums = torch.tensor(list(numbers.values()), dtype=torch.float64)
         if self.group.world_size > 1:
             torch.distributed.all_reduce(sums)
@@ -258,8 +267,9 @@ class PackingTrainer(Seq2SeqTrainer):
         rest = {key: value for key, value in inputs.items() if key not in (PACK_INDICES, NORMALISER, LENGTHS)}
         prepared: dict[str, Any] = super()._prepare_inputs(rest)
         positions, text = prepared.get("position_ids"), prepared.get("text_position_ids")
-        # transformers separates packed samples only when the text positions come as a first, fourth row;
-        # ms-swift strips it, and samples would attend to each other. Padded batches have a mask instead.
+        # transformers separates packed samples only when the text positions come as a first, fourth
+        # row; ms-swift strips it, and samples would attend to each other. Padded batches have a
+        # mask instead.
         if positions is not None and text is not None and "attention_mask" not in prepared and len(positions) == 3:
             prepared["position_ids"] = torch.cat([text[None], positions])
         return prepared
@@ -332,14 +342,19 @@ class PackingTrainer(Seq2SeqTrainer):
         return sums
 
     def logits_and_labels(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the logits of a batch, as training computes them, and its labels; of the same rows."""
+        """
+        Return the logits of a batch, as training computes them, and its labels; of the same rows.
+        """
         with self.template.forward_context(self.model, inputs):
             inputs = self._prepare_inputs(inputs)
             return model(**model_inputs(inputs)).logits, inputs["labels"]
 
     @contextlib.contextmanager
     def media_hook(self) -> Iterator[None]:
-        """Let images reach the model: through a hook that `train` registers, and that is missing before training."""
+        """
+        Let images reach the model: through a hook that `train` registers, and that is missing
+        before training.
+        """
         if self.template._handles or not self.model_meta.is_multimodal:  # noqa: SLF001  # no public question
             yield
             return
@@ -358,7 +373,10 @@ class PackingTrainer(Seq2SeqTrainer):
             super()._load_best_model()
 
     def _load_strictly(self, checkpoint: str | None, model: Any) -> bool:
-        """Load whole weights through the model's own class, which knows the names they were saved under."""
+        """
+        Load whole weights through the model's own class, which knows the names they were saved
+        under.
+        """
         plain = self.accelerator.unwrap_model(model)
         if checkpoint is None or hasattr(plain, "peft_config") or self.is_fsdp_enabled or self.is_deepspeed_enabled:
             return False

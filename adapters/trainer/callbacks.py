@@ -1,4 +1,6 @@
-"""What happens around the trainer's steps: a clean end on SIGTERM, and nothing done twice at the end."""
+"""
+What happens around the trainer's steps: a clean end on SIGTERM, and nothing done twice at the end.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,10 @@ from core.ports import RankGroup
 
 
 class SkipDuplicateFinalEval(TrainerCallback):
-    """ms-swift evaluates and saves at the last step, and again at the end of its epoch; once is enough."""
+    """
+    ms-swift evaluates and saves at the last step, and again at the end of its epoch; once is
+    enough.
+    """
 
     def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **__: Any) -> None:  # noqa: ARG002
         """Take back what the last step has done."""
@@ -22,7 +27,10 @@ class SkipDuplicateFinalEval(TrainerCallback):
 
 
 class SaveOnSigterm(TrainerCallback):
-    """On SIGTERM, saves a checkpoint after the running step, on every rank the same one, and ends training."""
+    """
+    On SIGTERM, saves a checkpoint after the running step, on every rank the same one, and ends
+    training.
+    """
 
     def __init__(self, group: RankGroup) -> None:
         self.group = group

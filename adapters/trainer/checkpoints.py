@@ -1,6 +1,6 @@
 """
-Checkpoints: which one to resume from, whether it is what was saved, and the bookmark in it that says how far the plan
-was trained.
+Checkpoints: which one to resume from, whether it is what was saved, and the resume state in it that
+says how far the plan was trained.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from cattrs.errors import BaseValidationError
 from adapters.progress import BRIEF_S, progress
 from core.errors import ConfigError
 from core.ports import RankGroup
-from core.schedule import Bookmark
+from core.schedule import ResumeState
 
 log = logging.getLogger(__name__)
 
 STATE = "trainer_state.json"
 """What the trainer writes last into a checkpoint."""
 
-_BOOKMARK = "packplan"
-"""Where the bookmark is, among the states that the trainer keeps for its callbacks."""
+_RESUME_STATE = "packplan"
+"""Where the resume state is, among the states that the trainer keeps for its callbacks."""
 
 _ATTENTION = "packplan_attention"
 """Where the attention backend is that trained the checkpoint."""
@@ -40,12 +40,15 @@ _CHUNK = 2**20
 """Bytes of a file that are in memory at once."""
 
 _DIGESTS = "packplan_digests_*.json"
-"""The digests of the checkpoint's other files, of each rank's share of them one file: name -> SHA-256."""
+"""
+The digests of the checkpoint's other files, of each rank's share of them one file: name -> SHA-256.
+"""
 
 
 def find_checkpoint(wanted: str, output_dir: str, *, group: RankGroup) -> Path:
     """
-    Return the folder of the checkpoint to resume from; every rank calls this, and reads a share of its files.
+    Return the folder of the checkpoint to resume from; every rank calls this, and reads a share of
+    its files.
 
     Args:
         wanted: A checkpoint's folder, or `last` for the newest whole one of *output_dir*.
@@ -55,7 +58,8 @@ def find_checkpoint(wanted: str, output_dir: str, *, group: RankGroup) -> Path:
         group: The ranks, which take the same checkpoint.
 
     Raises:
-        ConfigError: There is no such checkpoint, or it is torn or damaged, or it holds no bookmark.
+        ConfigError: There is no such checkpoint, or it is torn or damaged, or it holds no resume
+        state.
     """
     candidates = _newest_first(Path(output_dir)) if wanted == "last" else iter([Path(wanted)])
     for folder in candidates:
@@ -70,29 +74,38 @@ def find_checkpoint(wanted: str, output_dir: str, *, group: RankGroup) -> Path:
     raise ConfigError.of("training.resume_from_checkpoint", reason)
 
 
-def read_bookmark(folder: Path) -> Bookmark:
-    """Return the bookmark of a checkpoint that `find_checkpoint` found."""
-    state = _state(folder)["stateful_callbacks"][_BOOKMARK]
-    # Checkpoints that do not say it were written before the order had versions, in its first one.
-    return cattrs.structure({"order_version": 1, **state}, Bookmark)
+def read_resume_state(folder: Path) -> ResumeState:
+    """Return the resume state of a checkpoint that `find_checkpoint` found."""
+    state = {"order_version": 1, **_state(folder)["stateful_callbacks"][_RESUME_STATE]}
+    progress = dict(state["progress"])
+    # Older checkpoints do not name the order's version, which was 1, and call segments stretches.
+    if "stretches" in progress:
+        progress["segments"] = progress.pop("stretches")
+    return cattrs.structure({**state, "progress": progress}, ResumeState)
 
 
 def read_attention(folder: Path) -> str | None:
-    """Return the attention backend that trained a checkpoint that `find_checkpoint` found; None if it does not say."""
+    """
+    Return the attention backend that trained a checkpoint that `find_checkpoint` found; None if it
+    does not say.
+    """
     name: str | None = _state(folder)["stateful_callbacks"].get(_ATTENTION, {}).get("attn_impl")
     return name
 
 
-def to_state(bookmark: Bookmark, *, attn_impl: str) -> dict[str, Any]:
+def to_state(resume_state: ResumeState, *, attn_impl: str) -> dict[str, Any]:
     """
-    Return what the trainer's state has to keep, so that `read_bookmark` and `read_attention` find what
-    they look for.
+    Return what the trainer's state has to keep, so that `read_resume_state` and `read_attention`
+    find what they look for.
     """
-    return {_BOOKMARK: cattrs.unstructure(bookmark), _ATTENTION: {"attn_impl": attn_impl}, _FILES: {}}
+    return {_RESUME_STATE: cattrs.unstructure(resume_state), _ATTENTION: {"attn_impl": attn_impl}, _FILES: {}}
 
 
 def files_to_state(folder: Path) -> dict[str, Any]:
-    """Return what the trainer's state has to keep of the checkpoint's other files, so that a torn one is found."""
+    """
+    Return what the trainer's state has to keep of the checkpoint's other files, so that a torn one
+    is found.
+    """
     return {
         _FILES: {str(file.relative_to(folder)): file.stat().st_size for file in folder.rglob("*") if file.is_file()}
     }
@@ -147,7 +160,9 @@ def _digests_of(folder: Path, names: Iterable[str], num_bytes: int) -> dict[str,
 
 
 def _damage(folder: Path, group: RankGroup) -> str | None:
-    """Return which of this rank's share of a whole checkpoint's files is not what was saved, or None."""
+    """
+    Return which of this rank's share of a whole checkpoint's files is not what was saved, or None.
+    """
     started = time.perf_counter()
     kept: dict[str, str] = {}
     files = sorted(folder.glob(_DIGESTS))
@@ -185,7 +200,7 @@ def _why_not(folder: Path) -> str | None:
         torn = f"but it has no {STATE}: it is no checkpoint, or was being written when the run ended"
         return torn if folder.exists() else "but there is no such folder: name a checkpoint's, or `last`"
     try:
-        read_bookmark(folder)
+        read_resume_state(folder)
     except KeyError:
         return (
             "but it does not say how far a plan was trained: it was not written by this program; to start again from "

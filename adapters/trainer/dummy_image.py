@@ -1,8 +1,9 @@
 """
 Lets a model's vision tower run on every batch, also on one without images.
 
-Where weights or gradients are shared between ranks, a rank that skips the tower while another uses it would leave that
-one waiting: in FSDP and ZeRO-3 for the tower's weights, in DDP for its gradients.
+Where weights or gradients are shared between ranks, a rank that skips the tower while another uses
+it would leave that one waiting: in FSDP and ZeRO-3 for the tower's weights, in DDP for its
+gradients.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from torch import nn
 
 def ensure_vision_forward(model: nn.Module, image_processor: Any) -> None:
     """
-    Let the vision tower of *model* see a black dummy image, which changes nothing, where a batch has none.
+    Let the vision tower of *model* see a black dummy image, which changes nothing, where a batch
+    has none.
 
     ms-swift does so itself for some models and engines; then nothing is added.
 

@@ -1,4 +1,7 @@
-"""An iterable data set that packs samples as they come: each to one rank and one worker, in every epoch."""
+"""
+An iterable data set that packs samples as they come: each to one rank and one worker, in every
+epoch.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,8 @@ class SampleStream(Protocol):
 
     def samples(self, shard: int, num_shards: int, /) -> Iterator[tuple[str, Sample]]:
         """
-        Yield the samples of one of several shards, which no other one yields: its record, and its encoding with a
-        `length`.
+        Yield the samples of one of several shards, which no other one yields: its record, and its
+        encoding with a `length`.
 
         Raises:
             PackplanError: A record cannot become a sample.
@@ -65,7 +68,10 @@ class StreamCounts:
     """Tokens in the packs that were dropped."""
 
     def drops_more_than(self, share: Decimal) -> bool:
-        """Return whether more than one pack, and more than this share of the tokens, was dropped as underfilled."""
+        """
+        Return whether more than one pack, and more than this share of the tokens, was dropped as
+        underfilled.
+        """
         return self.dropped_packs > 1 and self.dropped_tokens > share * self.tokens
 
     def __add__(self, other: StreamCounts) -> StreamCounts:
@@ -90,8 +96,8 @@ class Ended:
 
 class DynamicDataset(IterableDataset[StreamedPack | Ended | PackplanError]):
     """
-    Packs of a stream's samples, those of this rank and of this worker, each with what became of samples on the way to
-    it.
+    Packs of a stream's samples, those of this rank and of this worker, each with what became of
+    samples on the way to it.
 
     An error is yielded, not raised, as in `PackedDataset`, and ends the stream.
     """

@@ -1,9 +1,10 @@
 """
 Compares a pack, as training sees it, with its samples alone, as transformers sees them.
 
-The reference attends by transformers' own sdpa, whatever trains: a fault in an attention of ours is found, not
-repeated. The pack goes the whole way of training: data set, collator, the trainer's preparation, ms-swift's hooks. The
-reference goes none of it: each sample's encoding alone, positions by the model itself, no mask but the causal one.
+The reference attends by transformers' own sdpa, whatever trains: a fault in an attention of ours is
+found, not repeated. The pack goes the whole way of training: data set, collator, the trainer's
+preparation, ms-swift's hooks. The reference goes none of it: each sample's encoding alone,
+positions by the model itself, no mask but the causal one.
 """
 
 from __future__ import annotations
@@ -114,7 +115,8 @@ class PackComparison:
         yield from _labels(pack, spans, encoded, collated["labels"][0])
         losses = _losses(logits, collated["labels"][0])
         for span, one in zip(spans, alone, strict=True):
-            # By the token that is predicted: the first of a sample, which is predicted by the sample before, included.
+            # By the token that is predicted: the first of a sample, which is predicted by the
+            # sample before, included.
             mine = losses[span.start : span.stop]
             mine = mine[collated["labels"][0][span.start : span.stop] != IGNORED_LABEL]
             yield Finding("logits", _largest(logits[span.start : span.stop] - one.logits) / scale, pack, span.index)
@@ -132,7 +134,10 @@ class PackComparison:
         return {key: value.to(device) if torch.is_tensor(value) else value for key, value in collated.items()}
 
     def _packed(self, collated: dict[str, Any]) -> tuple[dict[str, Any], torch.Tensor]:
-        """Return the inputs that the trainer prepares of a pack, and all logits; float32, (length, vocabulary)."""
+        """
+        Return the inputs that the trainer prepares of a pack, and all logits; float32, (length,
+        vocabulary).
+        """
         trainer = self.trainer
         with (
             torch.no_grad(),
@@ -166,7 +171,10 @@ class PackComparison:
         return _Alone(logits, self._own_positions(inputs), losses, terms)
 
     def _own_positions(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the positions that the model itself gives a sample: of the text, then of its three rows if it sees."""
+        """
+        Return the positions that the model itself gives a sample: of the text, then of its three
+        rows if it sees.
+        """
         text = torch.arange(inputs["input_ids"].shape[1], device=inputs["input_ids"].device)[None]
         rope = next((m.get_rope_index for m in self.trainer.model.modules() if hasattr(m, "get_rope_index")), None)
         if rope is None:
@@ -194,7 +202,10 @@ class PackComparison:
 
     @contextmanager
     def _changed(self, span: _Span) -> Iterator[None]:
-        """Let every token of a sample be another one: its embeddings are those of the sample backwards, negated."""
+        """
+        Let every token of a sample be another one: its embeddings are those of the sample
+        backwards, negated.
+        """
 
         def change(_: Any, __: Any, embedded: torch.Tensor) -> torch.Tensor:
             embedded = embedded.clone()
@@ -239,7 +250,9 @@ class PackComparison:
         yield from _gradient_finding(pack, model, reference, scale=norms)
 
     def _weights(self, encoded: list[dict[str, Any]]) -> list[torch.Tensor]:
-        """Return what each target of each sample weighs in the loss, counted from the definition."""
+        """
+        Return what each target of each sample weighs in the loss, counted from the definition.
+        """
         powers = {"token": 0.0, "sample": -1.0, "sqrt": -0.5}
         weights = []
         for sample in encoded:
@@ -287,13 +300,18 @@ def _labels(pack: int, spans: list[_Span], encoded: list[dict[str, Any]], packed
 
 
 def _losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the loss of each label, 0 where it is ignored and for the first, which nothing predicts."""
+    """
+    Return the loss of each label, 0 where it is ignored and for the first, which nothing predicts.
+    """
     losses = F.cross_entropy(logits[:-1], labels[1:].to(logits.device), reduction="none", ignore_index=IGNORED_LABEL)
     return torch.cat([losses.new_zeros(1), losses])
 
 
 def _terms(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the size of what each label's loss is the difference of: log-sum-exp and its logit; shape as `_losses`."""
+    """
+    Return the size of what each label's loss is the difference of: log-sum-exp and its logit; shape
+    as `_losses`.
+    """
     rows, targets = logits[:-1], labels[1:].to(logits.device).clamp(min=0)
     terms = rows.logsumexp(-1).abs() + rows.gather(-1, targets[:, None])[:, 0].abs()
     return torch.cat([terms.new_zeros(1), terms])
@@ -315,7 +333,10 @@ def _add_gradients(total: dict[str, torch.Tensor], model: torch.nn.Module) -> fl
 def _gradient_finding(
     pack: int, model: torch.nn.Module, reference: dict[str, torch.Tensor], *, scale: float
 ) -> Iterator[Finding]:
-    """Compare a model's gradients with the reference, on the scale of the samples' norms; nothing where both are 0."""
+    """
+    Compare a model's gradients with the reference, on the scale of the samples' norms; nothing
+    where both are 0.
+    """
     different = 0.0
     worst, worst_name = -1.0, ""
     for name, parameter in model.named_parameters():

@@ -1,6 +1,6 @@
 """
-What the training arguments of the installed ms-swift take, key by key: what the table of `trainer_keys` is written
-from.
+What the training arguments of the installed ms-swift take, key by key: what the table of
+`trainer_keys` is written from.
 """
 
 from __future__ import annotations
@@ -65,7 +65,10 @@ def _key(name: str, annotation: Any) -> TrainerKey:
 
 
 def _first_annotation(name: str) -> Any:
-    """Return the annotation of a key in the class that declares it first: transformers', of its own keys."""
+    """
+    Return the annotation of a key in the class that declares it first: transformers', of its own
+    keys.
+    """
     for kind in reversed(TrainingArguments.__mro__):
         if name in vars(kind).get("__annotations__", {}):
             return typing.get_type_hints(kind)[name]
@@ -73,7 +76,10 @@ def _first_annotation(name: str) -> Any:
 
 
 def _flat(annotation: Any) -> Iterator[Any]:
-    """Yield the types and the literal values that an annotation allows, lists and sections without what they hold."""
+    """
+    Yield the types and the literal values that an annotation allows, lists and sections without
+    what they hold.
+    """
     origin = typing.get_origin(annotation)
     if origin in {types.UnionType, typing.Union}:
         for argument in typing.get_args(annotation):

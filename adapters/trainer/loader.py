@@ -1,4 +1,7 @@
-"""From packs to batches of tensors: which packs each rank takes, how they are collated, what their tokens weigh."""
+"""
+From packs to batches of tensors: which packs each rank takes, how they are collated, what their
+tokens weigh.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,17 @@ from adapters.samples.encoder import IGNORED_LABEL
 from adapters.trainer.dynamic_dataset import Ended, StreamCounts, StreamedPack
 from adapters.trainer.packed_dataset import EncodedPack
 from core.errors import PackplanError
-from core.schedule import Course
+from core.schedule import EpochSchedule
 
 Batch = dict[str, Any]
 
 Reduction = Literal["token", "sample", "sqrt"]
 
 PACK_INDICES, NORMALISER, LENGTHS = "pack_positions", "loss_normaliser", "sample_lengths"
-"""What a batch holds beside the model's inputs: which packs, the sum of their tokens' weights in the loss, their
-samples."""
+"""
+What a batch holds beside the model's inputs: which packs, the sum of their tokens' weights in the
+loss, their samples.
+"""
 
 _COUNTS = "stream_counts"
 """What a batch of a stream holds on its way to the loader."""
@@ -36,26 +41,27 @@ _POWERS = {"token": 0.0, "sample": -1.0, "sqrt": -0.5}
 
 
 class TrainBatches:
-    """The batches of a rank, in the course's order of the epoch that was set."""
+    """The batches of a rank, in the schedule's order of the epoch that was set."""
 
-    def __init__(self, course: Course, *, rank: int) -> None:
-        self._course, self._rank = course, rank
-        self.epoch = course.at(course.start.step).epoch
+    def __init__(self, schedule: EpochSchedule, *, rank: int) -> None:
+        self._schedule, self._rank = schedule, rank
+        self.epoch = schedule.at(schedule.start.step).epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Serve *epoch* from now on."""
         self.epoch = epoch
 
     def __len__(self) -> int:
-        return self._course.num_batches(self.epoch)
+        return self._schedule.num_batches(self.epoch)
 
     def __iter__(self) -> Iterator[list[int]]:
-        return iter(self._course.batches(self.epoch, rank=self._rank))
+        return iter(self._schedule.batches(self.epoch, rank=self._rank))
 
 
 class EvalBatches:
     """
-    Batches of packs in the order of the plan, dealt to the ranks in turn: batch b is on rank b % world_size.
+    Batches of packs in the order of the plan, assigned to the ranks in turn: batch b is on rank b %
+    world_size.
 
     Every rank has the same number; what lacks at the end is repeated from the front.
     """
@@ -105,8 +111,9 @@ class Collator:
         if counts := tuple(attrs.astuple(pack.counts) for pack in packs if isinstance(pack, StreamedPack)):
             batch[_COUNTS] = counts
         batch[NORMALISER] = float(weights.sum(dtype=torch.float64))
-        # ms-swift multiplies each token's loss by `loss_scale`. Without one, the model divides by its own tokens:
-        # the same, but for a batch of none, which would be 0 / 0 and make every weight of the model NaN.
+        # ms-swift multiplies each token's loss by `loss_scale`. Without one, the model divides by
+        # its own tokens: the same, but for a batch of none, which would be 0 / 0 and make every
+        # weight of the model NaN.
         if self.reduction != "token" or not batch[NORMALISER]:
             scale = batch.get("loss_scale")
             batch["loss_scale"] = weights if scale is None else scale * weights
@@ -133,10 +140,11 @@ class Collator:
 
 def loss_weights(labels: torch.Tensor, starts: torch.Tensor, *, reduction: Reduction) -> torch.Tensor:
     """
-    Return what each label's loss weighs, 0 where it is ignored; the loss of a step is the weighted mean.
+    Return what each label's loss weighs, 0 where it is ignored; the loss of a step is the weighted
+    mean.
 
-    `token` gives every token the same weight, `sample` every sample; `sqrt` lies between (InternVL 2.5, 2024, calls it
-    square averaging): a token of a sample of n weighs n ** -0.5.
+    `token` gives every token the same weight, `sample` every sample; `sqrt` lies between (InternVL
+    2.5, 2024, calls it square averaging): a token of a sample of n weighs n ** -0.5.
 
     Args:
         labels: Of shape (rows, length).
@@ -167,11 +175,16 @@ def open_worker(number: int, *, num_workers: int, rank: int) -> None:
 
 
 class PackLoader(DataLoaderShard):
-    """ms-swift's sharded loader, which raises the errors that a data set returns, and tells it of the epoch."""
+    """
+    ms-swift's sharded loader, which raises the errors that a data set returns, and tells it of the
+    epoch.
+    """
 
     counts = StreamCounts()
-    """What became of the samples of a stream, of all workers of this rank, on the way to the last batch of the epoch so
-    far."""
+    """
+    What became of the samples of a stream, of all workers of this rank, on the way to the last
+    batch of the epoch so far.
+    """
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the sampler, and a data set that asks for it."""
@@ -193,5 +206,6 @@ class PackLoader(DataLoaderShard):
 
     def close(self) -> None:
         """End the worker processes that outlive epochs."""
-        # Left to the garbage collector, the queues may be gone before the workers hear of it: 5 s for each of them.
+        # Left to the garbage collector, the queues may be gone before the workers hear of it: 5 s
+        # for each of them.
         self._iterator = None

@@ -1,4 +1,7 @@
-"""Loads the model that a run trains: its cache off, frozen only where asked, perhaps with low-rank adapters."""
+"""
+Loads the model that a run trains: its cache off, frozen only where asked, perhaps with low-rank
+adapters.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,8 @@ def open_model(
     model: ModelConfig, training: TrainingConfig, *, attn_impl: str, device: torch.device | None
 ) -> torch.nn.Module:
     """
-    Load the model, with its cache off and nothing frozen but what is asked for, perhaps with adapters.
+    Load the model, with its cache off and nothing frozen but what is asked for, perhaps with
+    adapters.
 
     Args:
         model: What to load.
@@ -53,7 +57,8 @@ def open_model(
     project_patches(opened)
     if attn_impl == VARLEN:
         attend_by_varlen(opened)
-    # With the cache on, transformers builds no block-diagonal mask, and packed samples attend to each other.
+    # With the cache on, transformers builds no block-diagonal mask, and packed samples attend to
+    # each other.
     HfConfigFactory.set_config_attr(opened.config, "use_cache", False)  # noqa: FBT003  # its signature
     frozen = _frozen_parts(opened, training)
     _freeze(opened, frozen)

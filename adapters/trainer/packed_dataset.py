@@ -35,8 +35,8 @@ class PackedDataset(Dataset[EncodedPack | PackplanError]):
     """
     Packs of encoded samples: `len` is the number of packs, item k is pack k.
 
-    An error is returned, not raised: raised in a loader's worker process it would lose its type and its fields.
-    The loader raises it.
+    An error is returned, not raised: raised in a loader's worker process it would lose its type and
+    its fields. The loader raises it.
     """
 
     def __init__(self, samples: Samples, packs: Packs, planned: Table, *, grouped: bool = True) -> None:
@@ -50,7 +50,8 @@ class PackedDataset(Dataset[EncodedPack | PackplanError]):
 
             planned: Measurements of all samples, which each fetched one is compared with.
 
-            grouped: Packs are collated as packs; if not, every pack has one sample, and batches are padded.
+            grouped: Packs are collated as packs; if not, every pack has one sample, and batches are
+            padded.
         """
         self.samples, self.packs, self.planned, self.grouped = samples, packs, planned, grouped
 

@@ -1,5 +1,6 @@
 """
-Settings that the trainer first uses when it has been built, or later: used once before hours of measuring.
+Settings that the trainer first uses when it has been built, or later: used once before hours of
+measuring.
 
 What they raise here they would raise there, about a name, a number or a package that lacks.
 """

@@ -1,4 +1,7 @@
-"""Streams of training samples: the data as they are, or the best of what the current model answers to their prompts."""
+"""
+Streams of training samples: the data as they are, or the best of what the current model answers to
+their prompts.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,10 @@ class RecordStream:
         self._epoch = epoch
 
     def samples(self, shard: int, num_shards: int) -> Iterator[tuple[str, Sample]]:
-        """Yield records and encodings of a shard's samples: every *num_shards*th of the order, from *shard* on."""
+        """
+        Yield records and encodings of a shard's samples: every *num_shards*th of the order, from
+        *shard* on.
+        """
         for index in self.indices(shard, num_shards):
             yield self.record(index), self.encoded.encode(index)
 
@@ -51,8 +57,8 @@ class RolloutStream(RecordStream):
     """
     The best answers of the current model to the prompts of a data set.
 
-    It runs in the training process, between steps, so that each window of packs is answered by the weights before it.
-    Prompts are answered one at a time, unpacked.
+    It runs in the training process, between steps, so that each window of packs is answered by the
+    weights before it. Prompts are answered one at a time, unpacked.
     """
 
     def __init__(
@@ -85,7 +91,9 @@ class RolloutStream(RecordStream):
                 yield f"an answer to {self.record(index)}", self.encoded.encode(index, answer=text)
 
     def logs(self) -> Mapping[str, float]:
-        """Return the mean reward of all answers, and of those that were kept, since the last call."""
+        """
+        Return the mean reward of all answers, and of those that were kept, since the last call.
+        """
         if self._scores:
             self._last = {"reward": statistics.fmean(self._scores), "reward_kept": statistics.fmean(self._kept)}
             self._scores, self._kept = [], []

@@ -1,8 +1,8 @@
 """
-The trainer of a plan: what the course says is what is trained, logged, and saved.
+The trainer of a plan: what the schedule says is what is trained, logged, and saved.
 
-It takes the order of packs, the numbers of epochs and steps, and what a checkpoint says, from the course; and compares
-what it consumed with it.
+It takes the order of packs, the numbers of epochs and steps, and what a checkpoint says, from the
+schedule; and compares what it consumed with it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transformers import Trainer
 from adapters.trainer.base import PackingTrainer, require_packs
 from adapters.trainer.checkpoints import files_to_state, remove_digests, to_state, write_digests
 from adapters.trainer.loader import PACK_INDICES, PackLoader, TrainBatches
-from core.schedule import Bookmark, Course, EpochLedger, PackFacts, Progress
+from core.schedule import EpochSchedule, EpochStats, PackStats, Progress, ResumeState
 
 log = logging.getLogger(__name__)
 
@@ -34,9 +34,9 @@ class PackTrainer(PackingTrainer):
     def __init__(
         self,
         *,
-        course: Course,
-        facts: PackFacts,
-        bookmark: Callable[[Progress], Bookmark],
+        schedule: EpochSchedule,
+        pack_stats: PackStats,
+        resume_state: Callable[[Progress], ResumeState],
         attn_impl: str,
         **options: Any,
     ) -> None:
@@ -44,57 +44,65 @@ class PackTrainer(PackingTrainer):
         Prepare training.
 
         Args:
-            course: Which packs are trained, in which order.
+            schedule: Which packs are trained, in which order.
 
-            facts: Of these packs, for the log.
+            pack_stats: Of these packs, for the log.
 
-            bookmark: Makes what a checkpoint says of the plan.
+            resume_state: Makes what a checkpoint says of the plan.
 
             attn_impl: The attention backend that trains, which a checkpoint names too.
 
             **options: Of `PackingTrainer`; the train_dataset serves the packs of the raw plan.
         """
-        self.course, self.facts, self.bookmark, self.attn_impl = course, facts, bookmark, attn_impl
+        self.schedule, self.pack_stats, self.resume_state, self.attn_impl = (
+            schedule,
+            pack_stats,
+            resume_state,
+            attn_impl,
+        )
         self._meter: _Meter | None = None
         self._consumed: list[int] = []
         super().__init__(**options)
 
-    def get_train_dataloader(self, skip_batches: int = 0) -> PackLoader:  # noqa: ARG002  # the course skips by itself
+    def get_train_dataloader(self, skip_batches: int = 0) -> PackLoader:  # noqa: ARG002  # the schedule skips by itself
         """Serve this rank's packs, in an order drawn again from seed and epoch."""
         return PackLoader(
             self.train_dataset,
             device=self.accelerator.device,
-            batch_sampler=TrainBatches(self.course, rank=self.group.rank),
+            batch_sampler=TrainBatches(self.schedule, rank=self.group.rank),
             collate_fn=self.data_collator,
             **self._worker_options(),
         )
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[Any, ...]:
-        """Take the number of epochs and of steps from the course, which knows of other ranks before a resume."""
+        """
+        Take the number of epochs and of steps from the schedule, which knows of other ranks before
+        a resume.
+        """
         _, _, *others, _, _ = super().set_initial_training_values(args, dataloader)
-        course = self.course
+        schedule = self.schedule
         return (
-            course.num_epochs, course.steps_per_epoch, *others, course.batches_per_epoch, course.total_steps
+            schedule.num_epochs, schedule.steps_per_epoch, *others, schedule.batches_per_epoch, schedule.total_steps
         )  # fmt: skip
 
     def _init_training_state(self, *arguments: Any, **options: Any) -> tuple[int, int]:
         super()._init_training_state(*arguments, **options)
-        # A checkpoint brings its run's intervals of logging, saving and evaluating along; the settings of this run
-        # count.
-        self.state.compute_steps(self.args, self.course.total_steps)
-        now = self.course.at(self.course.start.step)
+        # A checkpoint brings its run's intervals of logging, saving and evaluating along; the
+        # settings of this run count.
+        self.state.compute_steps(self.args, self.schedule.total_steps)
+        now = self.schedule.at(self.schedule.start.step)
         return now.epoch, now.epoch_step * self.args.gradient_accumulation_steps
 
     def _run_epoch(self, *, epoch: int, **options: Any) -> None:
-        course, before = self.course, self.course.steps_before(epoch)
+        schedule, before = self.schedule, self.schedule.steps_before(epoch)
         # An epoch that other ranks began has another number of batches and steps than the rest.
-        options["steps_in_epoch"] = before * course.gradient_accumulation_steps + course.num_batches(epoch)
-        options["num_update_steps_per_epoch"] = before + course.num_steps(epoch)
-        self._meter = _Meter(EpochLedger.of(self.facts, course, epoch), self.state.global_step)
+        options["steps_in_epoch"] = before * schedule.gradient_accumulation_steps + schedule.num_batches(epoch)
+        options["num_update_steps_per_epoch"] = before + schedule.num_steps(epoch)
+        self._meter = _Meter(EpochStats.of(self.pack_stats, schedule, epoch), self.state.global_step)
         self._consumed = []
         super()._run_epoch(epoch=epoch, **options)
         steps = self.state.global_step - self._meter.first_step
-        batches = course.batches(epoch, rank=self.group.rank)[: steps * course.gradient_accumulation_steps]
+        batches = schedule.batches(epoch, rank=self.group.rank)[: steps * schedule.gradient_accumulation_steps]
         require_packs(
             f"epoch {epoch} on rank {self.group.rank}", [p for batch in batches for p in batch], self._consumed
         )
@@ -120,8 +128,8 @@ class PackTrainer(PackingTrainer):
             super()._maybe_log_save_evaluate(*arguments, **options)
 
     def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
-        bookmark = self.bookmark(self.course.at(self.state.global_step))
-        self.state.stateful_callbacks.update(to_state(bookmark, attn_impl=self.attn_impl))
+        resume_state = self.resume_state(self.schedule.at(self.state.global_step))
+        self.state.stateful_callbacks.update(to_state(resume_state, attn_impl=self.attn_impl))
         super()._save_checkpoint(*arguments, **options)
 
     def _save_rng_state(self, output_dir: str) -> None:
@@ -129,7 +137,8 @@ class PackTrainer(PackingTrainer):
         folder, args = Path(output_dir), self.args
         if args.should_save:
             remove_digests(folder)
-        # A rank reads what others have written, and the trainer's state, which makes a checkpoint whole, comes next.
+        # A rank reads what others have written, and the trainer's state, which makes a checkpoint
+        # whole, comes next.
         self._meet()
         started = time.perf_counter()
         # Where every node writes a checkpoint of its own, its ranks share that.
@@ -151,10 +160,10 @@ class PackTrainer(PackingTrainer):
 
 
 class _Meter:
-    """Reads an epoch's ledger against the clock, step by step."""
+    """Reads an epoch's stats against the clock, step by step."""
 
-    def __init__(self, ledger: EpochLedger, first_step: int) -> None:
-        self._ledger, self.first_step = ledger, first_step
+    def __init__(self, stats: EpochStats, first_step: int) -> None:
+        self._stats, self.first_step = stats, first_step
         self._read_until, self._since = first_step, time.perf_counter()
 
     def read(self, step: int) -> Mapping[str, float]:
@@ -162,20 +171,23 @@ class _Meter:
         start, stop = self._read_until - self.first_step, step - self.first_step
         now = time.perf_counter()
         seconds, self._since, self._read_until = now - self._since, now, step
-        tokens = self._ledger.tokens(start, stop)
+        tokens = self._stats.tokens(start, stop)
         return {
-            **self._ledger.statistics(start, stop),
+            **self._stats.statistics(start, stop),
             "tokens_per_second": tokens.total / seconds,
             "useful_tokens_per_second": tokens.useful / seconds,
         }
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out the time of evaluating and saving, which is no training; a reading in between is one before."""
+        """
+        Leave out the time of evaluating and saving, which is no training; a reading in between is
+        one before.
+        """
         start = time.perf_counter()
         yield
         self._since += time.perf_counter() - max(start, self._since)
 
     def epoch_statistics(self, step: int) -> dict[str, float]:
         """Return what the epoch looks like up to *step*."""
-        return dict(self._ledger.epoch_statistics(step - self.first_step))
+        return dict(self._stats.epoch_statistics(step - self.first_step))

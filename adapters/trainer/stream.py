@@ -1,9 +1,9 @@
 """
 The trainer of a stream: packs come as they fill, so nobody knows beforehand how many there are.
 
-Ranks run out at different times. Before each step they agree, by one small collective, whether all of them have a whole
-window of packs; when one has not, the epoch ends for all, and what the others had left is logged. What the stream has
-lost so far is logged with every loss.
+Ranks run out at different times. Before each step they agree, by one small collective, whether all
+of them have a whole window of packs; when one has not, the epoch ends for all, and what the others
+had left is logged. What the stream has lost so far is logged with every loss.
 """
 
 from __future__ import annotations
@@ -94,7 +94,9 @@ class StreamTrainer(PackingTrainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
     ) -> tuple[list[dict[str, Any]], Any]:
-        """Return a window of packs, or nothing and the end of the epoch if a rank has no whole window."""
+        """
+        Return a window of packs, or nothing and the end of the epoch if a rank has no whole window.
+        """
         del num_batches  # the trainer guesses where an epoch ends
         window = []
         for batch in epoch_iterator:

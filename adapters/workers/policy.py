@@ -1,9 +1,10 @@
 """
-One worker of reinforcement learning: it holds the policy, and computes its shard of a batch microbatch by microbatch.
+One worker of reinforcement learning: it holds the policy, and computes its shard of a batch
+microbatch by microbatch.
 
-Rules: every method is called on all workers at once, with shards of as many microbatches each; what it returns has one
-entry per slot of the shard, or one per chunk. Dropout is off, so that before the first update the ratio of
-probabilities is 1.
+Rules: every method is called on all workers at once, with shards of as many microbatches each; what
+it returns has one entry per slot of the shard, or one per global batch. Dropout is off, so that
+before the first update the ratio of probabilities is 1.
 """
 
 from __future__ import annotations
@@ -93,21 +94,23 @@ class PolicyWorker:
         Answer prompts, and score the answers.
 
         Args:
-            shard: Padded prompts with `input_ids`, their record's own `answers`, and `records`, which say where they
+            shard: Padded prompts with `input_ids`, their record's own `answers`, and `records`,
+            which say where they
                 stand.
 
             seed: Of this step; workers draw differently, unless they hold the same shard.
 
         Returns:
-            `completions` (slots, answers, tokens) of int64, `completion_lengths` and `rewards` (slots, answers).
+            `completions` (slots, answers, tokens) of int64, `completion_lengths` and `rewards`
+            (slots, answers).
         """
         settings = self._settings
         found = []
         with torch.random.fork_rng(devices=[self._model.device] if self._model.device.type == "cuda" else []):
             own = np.random.SeedSequence([*seed, self._rank // settings.context_parallel_size])
             torch.manual_seed(int(own.generate_state(1)[0]))
-            for chunk in range(len(shard.chunks)):
-                for microbatch in shard.microbatches(chunk):
+            for batch in range(len(shard.global_batches)):
+                for microbatch in shard.microbatches(batch):
                     found.append(self._answers(microbatch))  # noqa: PERF401  # it draws, in order
         answers = torch.cat(found)
         # An answer ends with the token that ends it, or at the limit.
@@ -137,8 +140,8 @@ class PolicyWorker:
         model = self._reference if of_reference else self._model
         found = shard.data.tensor("input_ids").new_zeros((len(shard.data), shard.data.width), dtype=torch.float32)
         done = 0
-        for chunk in range(len(shard.chunks)):
-            for microbatch in shard.microbatches(chunk):
+        for batch in range(len(shard.global_batches)):
+            for microbatch in shard.microbatches(batch):
                 layout = self._shared(microbatch.layout)
                 logits = self._logits(model, microbatch, layout)
                 has_target = torch.as_tensor(layout.targets >= 0)
@@ -158,27 +161,29 @@ class PolicyWorker:
 
     def train(self, shard: ShardedData, *, num_sequences: Sequence[int], num_tokens: Sequence[float]) -> Arrays:
         """
-        Take an optimizer step for each chunk.
+        Take an optimizer step for each global batch.
 
         Args:
             shard: Sequences with `input_ids`, `token_mask` and the loss's fields.
 
-            num_sequences: Of each chunk, over all workers: those with a token that counts.
+            num_sequences: Of each global batch, over all workers: those with a token that counts.
 
-            num_tokens: Of each chunk, over all workers: tokens that count.
+            num_tokens: Of each global batch, over all workers: tokens that count.
 
         Returns:
-            `loss`, `grad_norm` and the loss's metrics as `loss/…`, of all workers together; float64, shape (chunks,).
+            `loss`, `grad_norm` and the loss's metrics as `loss/…`, of all workers together;
+            float64, shape (global_batches,).
 
         Raises:
-            NotFiniteError: Loss or gradients are not, and nothing is updated then; or the weights are ruined by the
+            NotFiniteError: Loss or gradients are not, and nothing is updated then; or the weights
+            are ruined by the
                 update.
         """
         rows = []
-        for chunk, (sequences, tokens) in enumerate(zip(num_sequences, num_tokens, strict=True)):
+        for batch, (sequences, tokens) in enumerate(zip(num_sequences, num_tokens, strict=True)):
             self._optimizer.zero_grad()
             parts = []
-            for microbatch in shard.microbatches(chunk):
+            for microbatch in shard.microbatches(batch):
                 layout = self._shared(microbatch.layout)
                 data = microbatch.data.to(self._model.device)
                 # Filler counts for nothing.
@@ -220,7 +225,10 @@ class PolicyWorker:
         return {}
 
     def _answers(self, microbatch: Microbatch) -> Tensor:
-        """Return drawn answers to prompts; shape (prompts, answers, max_new_tokens), padded behind their end."""
+        """
+        Return drawn answers to prompts; shape (prompts, answers, max_new_tokens), padded behind
+        their end.
+        """
         settings, data = self._settings, microbatch.data
         # Answers begin where prompts end: padding comes first.
         shift = (torch.arange(data.width) - (data.width - data.lengths)[:, None]) % data.width
@@ -258,8 +266,8 @@ class PolicyWorker:
 
     def _logits(self, model: Any, microbatch: Microbatch, layout: PackedLayout) -> Tensor:
         """
-        Return the logits at the sampling temperature, of all rows as one; shape (1, positions of this rank,
-        vocabulary).
+        Return the logits at the sampling temperature, of all rows as one; shape (1, positions of
+        this rank, vocabulary).
         """
         ids = microbatch.input_ids.to(model.device)
         if layout.cp_size > 1:
@@ -282,7 +290,10 @@ class PolicyWorker:
                 dist.all_reduce(parameter.grad)
 
     def _over_workers(self, metrics: dict[str, Tensor]) -> dict[str, float]:
-        """Return metrics of all workers together: the least, the greatest, or the sum, as their names say."""
+        """
+        Return metrics of all workers together: the least, the greatest, or the sum, as their names
+        say.
+        """
         # By name, for a loss need not give the same ones, or in the same order, on every worker.
         said = self._ranks.gather(json.dumps({name: float(value) for name, value in metrics.items()}))
         return {name: float(value) for name, value in combined([json.loads(one) for one in said]).items()}

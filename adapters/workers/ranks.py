@@ -1,6 +1,6 @@
 """
-Workers of reinforcement learning that are the ranks themselves: each runs the same program and computes
-its own shard.
+Workers of reinforcement learning that are the ranks themselves: each runs the same program and
+computes its own shard.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from core.ports import Arrays, RankGroup
 
 
 class RankWorkers:
-    """A `core.ports.Workers` of torchrun's ranks, or of this process alone; every rank gets all results."""
+    """
+    A `core.ports.Workers` of torchrun's ranks, or of this process alone; every rank gets all
+    results.
+    """
 
     def __init__(self, worker: Any, group: RankGroup) -> None:
         self._worker, self._group = worker, group

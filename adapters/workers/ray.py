@@ -1,8 +1,8 @@
 """
 Workers of reinforcement learning as Ray actors, each a rank of one torch process group.
 
-What a worker is, it builds itself, from what the driver sends by reference; a worker that raises or dies ends all of
-them, since the others may wait for it in a collective.
+What a worker is, it builds itself, from what the driver sends by reference; a worker that raises or
+dies ends all of them, since the others may wait for it in a collective.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from adapters.lifeline import end_with_process
 from core.errors import PackplanError, WorkerError, counted
 from core.ports import Arrays
 
@@ -27,7 +28,10 @@ START_S = 300.0
 
 
 class _Actor:
-    """One rank: it learns where the group meets, joins it as torchrun's ranks do, and builds its worker."""
+    """
+    One rank: it learns where the group meets, joins it as torchrun's ranks do, and builds its
+    worker.
+    """
 
     def meeting_point(self) -> tuple[str, int]:
         """Return an address and a free port of this worker's machine."""
@@ -37,8 +41,16 @@ class _Actor:
             port: int = listener.getsockname()[1]
         return address, port
 
-    def build(self, make: Callable[[], Any], environment: Mapping[str, str]) -> int:
-        """Join the ranks that *environment* describes, build the worker, and return the process id."""
+    def build(self, make: Callable[[], Any], environment: Mapping[str, str], driver: tuple[str, int]) -> int:
+        """
+        Join the ranks that *environment* describes, build the worker, and return the process id.
+
+        The driver is the node and the number of the process that this one ends with; on other nodes
+        Ray sees to that.
+        """
+        node, pid = driver
+        if node == ray.get_runtime_context().get_node_id():
+            end_with_process(pid)
         os.environ.update(environment)
         self._worker = make()
         return os.getpid()
@@ -62,7 +74,8 @@ class RayWorkers:
         Start workers, on the cluster that RAY_ADDRESS names, else on this machine.
 
         Args:
-            make: Builds a worker in its own process, whose environment is that of a rank of torchrun.
+            make: Builds a worker in its own process, whose environment is that of a rank of
+            torchrun.
 
             num_workers: Ranks of the group.
 
@@ -82,13 +95,18 @@ class RayWorkers:
             raise WorkerError(0, "start", f"Ray cannot be reached: {error}") from None
         actor: Any = ray.remote(_Actor).options(num_cpus=1, num_gpus=gpus_each)
         self._actors = [actor.remote() for _ in range(num_workers)]
-        # All of them have to stand, or those that do would wait in their group for those that do not.
+        # All of them have to stand, or those that do would wait in their group for those that do
+        # not.
         points = self._collect("start", [actor.meeting_point.remote() for actor in self._actors], timeout_s=START_S)
         address, port = points[0]
         meeting = {"MASTER_ADDR": address, "MASTER_PORT": str(port), "WORLD_SIZE": str(num_workers), "LOCAL_RANK": "0"}
+        driver = (ray.get_runtime_context().get_node_id(), os.getpid())
         self.process_ids: list[int] = self._collect(
             "build",
-            [actor.build.remote(make, {**meeting, "RANK": str(rank)}) for rank, actor in enumerate(self._actors)],
+            [
+                actor.build.remote(make, {**meeting, "RANK": str(rank)}, driver)
+                for rank, actor in enumerate(self._actors)
+            ],
         )
 
     def run_all_workers_sharded_data(self, method: str, shards: Sequence[Any], /, **options: Any) -> list[Arrays]:

@@ -1,18 +1,21 @@
-"""Measure what this project claims, beside what else can be installed: `python -m app.bench planner --help`."""
+"""
+Measure what this project claims, beside what else can be installed: `python -m app.bench planner
+--help`.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
-from app.bench import lengths, looking, loss, planner, shard, stream
+from app.bench import inspection, lengths, loss, planner, shard, stream
 from app.bench.training import command as training
 from app.cli.command import program, run_command, run_program
 
 BENCHMARKS = {
     "planner": (planner, "packing algorithms"),
     "lengths": (lengths, "measuring samples"),
-    "look": (looking, "looking at stored plans"),
+    "inspect": (inspection, "looking at stored plans"),
     "stream": (stream, "dynamic packing"),
     "train": (training, "packed against padded"),
     "shard": (shard, "microbatches of RL batches"),

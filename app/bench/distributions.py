@@ -1,9 +1,12 @@
 """
-The lengths that benchmarks pack: traces of real data, and distributions that others publish figures on.
+The lengths that benchmarks pack: traces of real data, and distributions that others publish figures
+on.
 
-`traces.npz` holds token counts alone, no text: chat, from the answers of github.com/tatsu-lab/alpaca_eval; sft, from
-github.com/teknium1/GPTeacher and github.com/openai/grade-school-math; detcap, the element lists of
-github.com/google-research-datasets/screen_annotation, whose image tokens are assumed from common screen sizes.
+`traces.npz` holds token counts alone, no text: chat, from the answers of
+github.com/tatsu-lab/alpaca_eval; sft, from github.com/teknium1/GPTeacher and
+github.com/openai/grade-school-math; detcap, the element lists of
+github.com/google-research-datasets/screen_annotation, whose image tokens are assumed from common
+screen sizes.
 """
 
 from __future__ import annotations

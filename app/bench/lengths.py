@@ -1,9 +1,9 @@
 """
 Measuring lengths: samples per second and CPU time of a sample, on data made for it.
 
-Text, small images and photographs, each measured from the images' headers and by encoding in full, in one process and
-in two, once they have started. Then what a run with a million stored lengths pays: seconds to load and verify them, and
-memory on the ranks that receive their plan.
+Text, small images and photographs, each measured from the images' headers and by encoding in full,
+in one process and in two, once they have started. Then what a run with a million stored lengths
+pays: seconds to load and verify them, and memory on the ranks that receive their plan.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """
 A loss on packed logits: fused over the row, beside a loop over its sequences.
 
-The clipped policy loss, forward and backward, on a row of sequences of equal length: as it is commonly written, run on
-each part of `torch.split`; and as a loss on tokens, in one pass. Both run in turn, so that whatever else the machine
-does meets both.
+The clipped policy loss, forward and backward, on a row of sequences of equal length: as it is
+commonly written, run on each part of `torch.split`; and as a loss on tokens, in one pass. Both run
+in turn, so that whatever else the machine does meets both.
 """
 
 from __future__ import annotations

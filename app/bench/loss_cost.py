@@ -40,8 +40,10 @@ class LossCost:
     fused_kept_bytes: int
 
     loss_difference: float
-    """How far the two losses are apart, over the mean absolute advantage: losses of tokens have both signs, and
-    cancel."""
+    """
+    How far the two losses are apart, over the mean absolute advantage: losses of tokens have both
+    signs, and cancel.
+    """
 
     gradient_difference: float
     """How far the logits' gradients are apart, over their norm."""
@@ -55,7 +57,8 @@ def plain_policy_loss(
     num_tokens: float,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """
-    Return the clipped policy loss of a batch as it is commonly written, knowing nothing of packing; token mean.
+    Return the clipped policy loss of a batch as it is commonly written, knowing nothing of packing;
+    token mean.
 
     Args:
         logits: Padded rows; shape (rows, length, vocabulary).
@@ -128,7 +131,9 @@ def measure_loss(vocabulary: int, *, num_sequences: int, length: int, repeat: in
 
 
 def _once(way: Loss, logits: torch.Tensor) -> tuple[float, torch.Tensor, int]:
-    """Return the loss, the logits' gradient, and the bytes that are kept between forward and backward."""
+    """
+    Return the loss, the logits' gradient, and the bytes that are kept between forward and backward.
+    """
     kept: dict[int, int] = {logits.untyped_storage().data_ptr(): 0}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:

@@ -56,7 +56,8 @@ def measure(
 
         repeat: Runs at most.
 
-        limit_s: Seconds for preparation and first run; beyond, the process and all that it started are ended.
+        limit_s: Seconds for preparation and first run; beyond, the process and all that it started
+        are ended.
     """
     process = OwnProcess(lambda _: _measure_here(prepare(), summarise, repeat))
     try:
@@ -82,7 +83,8 @@ def _measure_here(call: Callable[[], Any], summarise: Callable[[Any], Any], repe
     return {
         "seconds": statistics.median(seconds),
         "num_runs": len(seconds),
-        # A child starts with its parent's memory, shared until it writes; only what is beyond is new.
+        # A child starts with its parent's memory, shared until it writes; only what is beyond is
+        # new.
         "peak_bytes": peak + max(0, children - before),
         "result": summarise(returned),
     }
@@ -90,7 +92,8 @@ def _measure_here(call: Callable[[], Any], summarise: Callable[[Any], Any], repe
 
 def reset_peak() -> int:
     """Set the peak of this process to what it holds now, and return that, in bytes."""
-    # What was freed before and kept for later would be used again, unseen. Other C libraries than glibc keep less.
+    # What was freed before and kept for later would be used again, unseen. Other C libraries than
+    # glibc keep less.
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")

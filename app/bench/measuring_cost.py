@@ -62,7 +62,9 @@ NUM_IMAGES = 8
 """Different images of a kind; samples share them."""
 
 WARM_UP = 32
-"""Samples before the clock starts: worker processes take seconds to start, and get sixteen at a time."""
+"""
+Samples before the clock starts: worker processes take seconds to start, and get sixteen at a time.
+"""
 
 
 @attrs.frozen
@@ -93,16 +95,22 @@ class Costs:
 
     @property
     def photo_ratio(self) -> float:
-        """How many times the CPU time of its header a photograph's full encode takes, in the fewest processes."""
+        """
+        How many times the CPU time of its header a photograph's full encode takes, in the fewest
+        processes.
+        """
         workers = min(row.workers for row in self.rows)
         cpu = {row.way: row.cpu_ms for row in self.rows if (row.kind, row.workers) == ("photograph", workers)}
         return cpu["full"] / cpu["headers"]
 
 
 def measure_costs(workers: list[int], most: int | None = None) -> Costs:
-    """Measure all kinds of samples, *most* of each at most, with each number of worker processes."""
+    """
+    Measure all kinds of samples, *most* of each at most, with each number of worker processes.
+    """
     kinds = [attrs.evolve(kind, num_samples=min(kind.num_samples, most or kind.num_samples)) for kind in KINDS]
-    # One core a process, as in workers; and processes forked from one that has used more threads may hang in them.
+    # One core a process, as in workers; and processes forked from one that has used more threads
+    # may hang in them.
     torch.set_num_threads(1)
     with TemporaryDirectory() as name:
         folder = Path(name)
@@ -166,7 +174,10 @@ def _measure(kind: Kind, way: str, config: RunConfig) -> Row:
 
 
 def _seconds_of(outcomes: Iterator[Outcome], total: int) -> tuple[float, float]:
-    """Return the seconds, and the CPU seconds of all processes, that all samples but the first few take."""
+    """
+    Return the seconds, and the CPU seconds of all processes, that all samples but the first few
+    take.
+    """
     marks = []
     for done, _ in enumerate(outcomes, 1):
         if done in {WARM_UP, total}:
@@ -201,18 +212,21 @@ def _warm_start(stores: Stores) -> float:
     rows[:, COLUMNS.index("length")] = DISTRIBUTIONS["chat-8192"].lengths(STORED, seed=0)
     number = np.arange(STORED)
     images = np.column_stack([number, np.full(STORED, 28), np.full(STORED, 28), number])
-    with stores.lock.held(timeout_s=60, tell=lambda _: None):
+    with stores.lock.held(timeout_s=60, report=lambda _: None):
         stores.lengths.resume(Fingerprint({}), STORED, str)
         stores.lengths.append(rows, images, str(STORED), in_full=False, probe={})
     start = time.perf_counter()
     measure_lengths(
-        "train", cast("LengthSource", _StoredSamples()), stores.lengths, flush_every=None, tell=lambda _: None
+        "train", cast("LengthSource", _StoredSamples()), stores.lengths, flush_every=None, report=lambda _: None
     )
     return time.perf_counter() - start
 
 
 def _rank_memory(stores: Stores) -> int:
-    """Plan what is stored on rank 0 of two; return the bytes that this takes on rank 1, beyond what it held before."""
+    """
+    Plan what is stored on rank 0 of two; return the bytes that this takes on rank 1, beyond what it
+    held before.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])

@@ -1,9 +1,11 @@
 """
-Packing algorithms beside what else can be installed: time, packs above the lower bound, peak memory.
+Packing algorithms beside what else can be installed: time, packs above the lower bound, peak
+memory.
 
-Every planner runs in a process of its own, several times; the median counts. Times are also given as multiples of a
-stable argsort of the same lengths in the same run, and of the fastest peer, since machines differ. A planner that
-takes longer than the limit is ended, and not asked for more samples of that distribution.
+Every planner runs in a process of its own, several times; the median counts. Times are also given
+as multiples of a stable argsort of the same lengths in the same run, and of the fastest peer, since
+machines differ. A planner that takes longer than the limit is ended, and not asked for more samples
+of that distribution.
 """
 
 from __future__ import annotations

@@ -24,7 +24,10 @@ class OwnProcess:
     """A fork of this process that works, sends messages, and may wait for this one in between."""
 
     def __init__(self, work: Callable[[Turns], Message]) -> None:
-        """Start *work* in the process; what it returns is the last message, as is `{"error": …}` if it raises."""
+        """
+        Start *work* in the process; what it returns is the last message, as is `{"error": …}` if it
+        raises.
+        """
         context = multiprocessing.get_context("fork")
         self._connection, theirs = context.Pipe()
         # A child that may have children of its own is no daemon.
@@ -33,7 +36,10 @@ class OwnProcess:
         theirs.close()
 
     def next_message(self, limit_s: float) -> dict[str, Any]:
-        """Return the process's next message; `{"error": …}` if it sends none within *limit_s* seconds, or died."""
+        """
+        Return the process's next message; `{"error": …}` if it sends none within *limit_s* seconds,
+        or died.
+        """
         try:
             if not self._connection.poll(limit_s):
                 return {"error": f"over {limit_s:.0f} s"}

@@ -1,9 +1,9 @@
 """
-RL batches cut into microbatches: how long it takes, how evenly the workers work, and how much less is computed than by
-padding.
+RL batches cut into microbatches: how long it takes, how evenly the workers work, and how much less
+is computed than by padding.
 
-Balanced and round robin, dynamic batching and padding cut the same batches, of real lengths; time is beside one stable
-argsort of the lengths.
+Balanced and round robin, dynamic batching and padding cut the same batches, of real lengths; time
+is beside one stable argsort of the lengths.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from app.bench.distributions import DISTRIBUTIONS
 from app.bench.table import aligned
 from app.cli.command import positive_number
 from core.lengths import IntArray
-from core.shard import Sharding, chunk_metrics, pooled, shard_dynamic, shard_packed, shard_plain
+from core.shard import Sharding, batch_metrics, pooled, shard_dynamic, shard_packed, shard_plain
 
 
 @attrs.frozen
@@ -38,13 +38,16 @@ class Row:
 
     utilisation: float
     computed_share: float
-    """Share of what padding every sequence to the longest of its chunk would compute."""
+    """Share of what padding every sequence to the longest of its global batch would compute."""
 
     work_imbalance: float
     """The busiest worker's attention work over the mean."""
 
     excess: float
-    """The same over the mean or the longest sequence's own work, whichever is more: what no cut can go below."""
+    """
+    The same over the mean or the longest sequence's own work, whichever is more: what no cut can go
+    below.
+    """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--distribution", choices=list(DISTRIBUTIONS), default="chat-8192", metavar="NAME",
         help=f"of {', '.join(DISTRIBUTIONS)} (default: %(default)s)",
     )  # fmt: skip
-    numbers = {"sequences": (512, "of a batch"), "chunk": (512, "sequences of an optimizer step"), "workers": (8, ""),
+    numbers = {"sequences": (512, "of a batch"), "global-batch": (512, "sequences of an optimizer step"),
+     "workers": (8, ""),
                "budget": (16384, "tokens of a microbatch"), "batches": (20, "to cut")}  # fmt: skip
     for name, (default, what) in numbers.items():
         parser.add_argument(
@@ -66,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Measure, then print."""
-    workers = {"shards": options.workers, "batch_size": options.chunk}
+    workers = {"shards": options.workers, "batch_size": options.global_batch}
     budget = {"max_tokens_per_microbatch": options.budget}
     ways: dict[str, Callable[[IntArray], Sharding]] = {
         "packed, balanced": partial(shard_packed, **workers, **budget),
@@ -97,10 +101,12 @@ def _measured(way: str, cut: Callable[[IntArray], Sharding], batches: list[IntAr
         np.argsort(lengths, kind="stable")
         times.append(middle - start)
         sorts.append(time.perf_counter() - middle)
-        chunks = chunk_metrics(sharding)
-        metrics.append(pooled(chunks))
-        least = sum(max(float(chunk.works.sum(axis=1).mean()), _longest(sharding, n)) for n, chunk in enumerate(chunks))
-        excess.append(sum(int(chunk.works.sum(axis=1).max()) for chunk in chunks) / least)
+        global_batches = batch_metrics(sharding)
+        metrics.append(pooled(global_batches))
+        least = sum(
+            max(float(batch.works.sum(axis=1).mean()), _longest(sharding, n)) for n, batch in enumerate(global_batches)
+        )
+        excess.append(sum(int(batch.works.sum(axis=1).max()) for batch in global_batches) / least)
     return Row(
         way=way,
         milliseconds=1e3 * statistics.median(times),
@@ -113,6 +119,6 @@ def _measured(way: str, cut: Callable[[IntArray], Sharding], batches: list[IntAr
     )
 
 
-def _longest(sharding: Sharding, chunk: int) -> float:
-    """Return the attention work of a chunk's longest sequence."""
-    return float(max(int(sharding.lengths[worker[chunk].indices].max()) for worker in sharding) ** 2)
+def _longest(sharding: Sharding, batch: int) -> float:
+    """Return the attention work of a global batch's longest sequence."""
+    return float(max(int(sharding.lengths[worker[batch].indices].max()) for worker in sharding) ** 2)

@@ -1,9 +1,9 @@
 """
-Dynamic packing: lengths a second through the buffer, beside planning all of them at once, on the planner's
-distributions.
+Dynamic packing: lengths a second through the buffer, beside planning all of them at once, on the
+planner's distributions.
 
-What packing as samples come costs in packs is shown too: packs that were emitted against those of best fit over
-everything.
+What packing as samples come costs in packs is shown too: packs that were emitted against those of
+best fit over everything.
 """
 
 from __future__ import annotations

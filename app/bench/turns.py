@@ -1,4 +1,6 @@
-"""Several workloads measured in turn, so that what slows the machine for a while slows them all alike."""
+"""
+Several workloads measured in turn, so that what slows the machine for a while slows them all alike.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ from app.bench.process import WAITING, Message, OwnProcess, Turns
 from core.errors import DataSetError
 
 Workload = Callable[[], Callable[[Turns], Any]]
-"""Prepares, unmeasured; returns the call to measure, which waits for its turn before each of its parts."""
+"""
+Prepares, unmeasured; returns the call to measure, which waits for its turn before each of its
+parts.
+"""
 
 
 @attrs.frozen
@@ -35,7 +40,8 @@ def take_turns(
     Run workloads part by part: the first part of each, then the second of each, until all are done.
 
     Args:
-        workloads: What to run, by the name that an error gives it. Each runs in a process of its own, so that its peak
+        workloads: What to run, by the name that an error gives it. Each runs in a process of its
+        own, so that its peak
             of memory is its own; while one works, the others wait.
 
         limit_s: Seconds for a preparation or a part; beyond, all are ended.
@@ -62,8 +68,8 @@ def take_turns(
 
 def run_alone(name: str, call: Callable[[], Any], *, limit_s: float) -> Any:
     """
-    Return what a call returns in a process of its own, which leaves no threads and no GPU context in this one to be
-    forked.
+    Return what a call returns in a process of its own, which leaves no threads and no GPU context
+    in this one to be forked.
 
     Args:
         name: What an error calls it.

@@ -1,4 +1,7 @@
-"""What every command does around its work: logging, and errors turned into one message and an exit status."""
+"""
+What every command does around its work: logging, and errors turned into one message and an exit
+status.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,10 @@ RUN = "the run; see docs/configuration.md"
 """What the help says of a run's YAML."""
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""What the operating system says of a full disk, a quota that is used up, and a file that may not grow."""
+"""
+What the operating system says of a full disk, a quota that is used up, and a file that may not
+grow.
+"""
 
 BROKEN_PIPE, USER_ERROR, VERIFICATION_FAILED, INTERRUPTED = 1, 2, 3, 130
 
@@ -81,7 +87,8 @@ def parse_arguments(parser: argparse.ArgumentParser, arguments: list[str] | None
 
 def run_command(command: Callable[[], None], *, verbose: bool, quiet: bool = False, kept: str = KEPT) -> int:
     """
-    Run *command*; return 0, 2 for the user's fault or a full disk, 3 for a failed verification, 130 for Ctrl-C.
+    Run *command*; return 0, 2 for the user's fault or a full disk, 3 for a failed verification, 130
+    for Ctrl-C.
 
     Args:
         command: What to run.
@@ -119,7 +126,8 @@ def run_command(command: Callable[[], None], *, verbose: bool, quiet: bool = Fal
 
 def run_program(main: Callable[[], int]) -> int:
     """
-    Run a program's main, and what it prints last; return its exit status, also where argparse or Ctrl-C ends it.
+    Run a program's main, and what it prints last; return its exit status, also where argparse or
+    Ctrl-C ends it.
 
     Args:
         main: Reads the command line, and returns the exit status.
@@ -162,8 +170,8 @@ def _no_room(error: OSError) -> int:
 
 def _cannot_print(error: OSError) -> int:
     """
-    Give up standard output, and return the exit status; say why, unless its reader has seen enough, as
-    `| head` does.
+    Give up standard output, and return the exit status; say why, unless its reader has seen enough,
+    as `| head` does.
     """
     _give_up(sys.stdout)
     if isinstance(error, BrokenPipeError):
@@ -186,7 +194,10 @@ def _give_up(stream: TextIO) -> None:
 
 
 def program(name: str) -> str:
-    """Return what the help of the command *name* calls it: as it was started, by `packplan` or as a module."""
+    """
+    Return what the help of the command *name* calls it: as it was started, by `packplan` or as a
+    module.
+    """
     return f"packplan {name}" if Path(sys.argv[0]).stem == "packplan" else f"python -m app.{name}"
 
 
@@ -227,10 +238,11 @@ def world_sizes(text: str) -> list[int]:
 
 def _share_cores() -> None:
     """
-    Have threads wait asleep, and the ranks of this machine share its cores, unless the environment says otherwise.
+    Have threads wait asleep, and the ranks of this machine share its cores, unless the environment
+    says otherwise.
 
-    Read by OpenMP when torch is loaded. Threads that spin while they wait keep a core from those they wait for, where
-    other processes want it too.
+    Read by OpenMP when torch is loaded. Threads that spin while they wait keep a core from those
+    they wait for, where other processes want it too.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if (ranks := int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) > 1:
@@ -257,7 +269,10 @@ class _MarkWarnings(logging.Formatter):
 
 
 def _set_up_logging(*, verbose: bool, quiet: bool) -> None:
-    """Log to standard error: all of ours on rank 0, warnings of other ranks, of the libraries, and in quiet."""
+    """
+    Log to standard error: all of ours on rank 0, warnings of other ranks, of the libraries, and in
+    quiet.
+    """
     rank = int(os.environ.get("RANK", "0"))
     handler = logging.StreamHandler()
     handler.setFormatter(_MarkWarnings("packplan" if rank == 0 else f"packplan rank {rank}"))

@@ -1,7 +1,8 @@
 """
 Make the tiny models and the data set that the examples train on, then train on them.
 
-`python -m app.demo` does all and ends with one line that says how the loss fell; `python -m app.demo make` only makes.
+`python -m app.demo` does all and ends with one line that says how the loss fell; `python -m
+app.demo make` only makes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """
 The demo task: scenes of coloured shapes, to be described.
 
-Images of many sizes and captions of many lengths; some records have no image, some several, a few are longer than
-the budget. The same seed gives the same bytes.
+Images of many sizes and captions of many lengths; some records have no image, some several, a few
+are longer than the budget. The same seed gives the same bytes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class Shape:
 
 def write_data(folder: Path, *, seed: int, num_train: int, num_val: int) -> None:
     """
-    Write `train.jsonl` and `val.jsonl` (dense captions), `messages.jsonl`, and their images under *folder*.
+    Write `train.jsonl` and `val.jsonl` (dense captions), `messages.jsonl`, and their images under
+    *folder*.
 
     Args:
         folder: Made if missing.

@@ -1,4 +1,7 @@
-"""Models of well under a million parameters, with real patch sizes and random weights, made without a network."""
+"""
+Models of well under a million parameters, with real patch sizes and random weights, made without a
+network.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +90,8 @@ def write_model(folder: Path, model_type: str, text: Iterable[str], *, seed: int
     tokenizer = _tokenizer(text)
     size = len(tokenizer)
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
-    # The weights come from one generator, which is put back afterwards: a caller's draws do not change.
+    # The weights come from one generator, which is put back afterwards: a caller's draws do not
+    # change.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = _qwen2_5_vl_3b(ids) if shape == "3b" else _BUILDERS[model_type](size, ids)

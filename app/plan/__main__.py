@@ -1,7 +1,9 @@
 """
-Plan a run before it is paid for: `build` measures and plans as training would; the others look at what is stored.
+Plan a run before it is paid for: `build` measures and plans as training would; the others look at
+what is stored.
 
-Without a GPU, and without loading a model; all but build and verify load neither torch nor ms-swift.
+Without a GPU, and without loading a model; all but build and verify load neither torch nor
+ms-swift.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """
 Measure and plan a run before it; `app.sft run.yaml` then starts training at once.
 
-Under torchrun every rank measures a slice of the samples, into an output folder that all ranks see; the result is the
-same, byte for byte.
+Under torchrun every rank measures a slice of the samples, into an output folder that all ranks see;
+the result is the same, byte for byte.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Samples -> lengths and plans, as training would make them, by one process or by all ranks together."""
+"""
+Samples -> lengths and plans, as training would make them, by one process or by all ranks together.
+"""
 
 from __future__ import annotations
 

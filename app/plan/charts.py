@@ -1,8 +1,9 @@
 """
-Plots of a plan, as SVG that takes its colours and its font from the page, each with the numbers that it shows.
+Plots of a plan, as SVG that takes its colours and its font from the page, each with the numbers
+that it shows.
 
-A plot's colours are the placeholders below, which become variables of the page's style: one plot serves a light and a
-dark page.
+A plot's colours are the placeholders below, which become variables of the page's style: one plot
+serves a light and a dark page.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator, NullFormatter
 from numpy.typing import NDArray
 
-from app.plan.stored import Look
+from app.plan.stored import PlanView
 from core.errors import counted
 from core.inspection import fills, works_per_step
 from core.lengths import IntArray
@@ -75,18 +76,18 @@ class Chart:
     """The numbers, as a table."""
 
 
-def charts(seen: Look) -> Iterator[Chart]:
+def charts(view: PlanView) -> Iterator[Chart]:
     """Yield the plots of a split."""
-    yield _lengths(seen)
-    if seen.stored.packed:
-        yield _fill(seen)
-        yield _samples_per_pack(seen)
-        yield _gap(seen)
-    yield _work(seen)
+    yield _lengths(view)
+    if view.stored.packed:
+        yield _fill(view)
+        yield _samples_per_pack(view)
+        yield _gap(view)
+    yield _work(view)
 
 
-def _lengths(seen: Look) -> Chart:
-    lengths, plan = seen.stored.lengths.tokens, seen.plan_summary
+def _lengths(view: PlanView) -> Chart:
+    lengths, plan = view.stored.lengths.tokens, view.plan_summary
     counts, edges = _histogram(lengths, first=0)
 
     def draw(axes: Axes) -> None:
@@ -101,13 +102,13 @@ def _lengths(seen: Look) -> Chart:
         f"{plan.long_samples + plan.skipped_samples:,} have the budget of {plan.packing_length:,} or more."
     )
     return Chart(
-        f"{seen.stored.name}-lengths", "Length of samples", says, _svg(draw, f"{seen.stored.name}-lengths"),
+        f"{view.stored.name}-lengths", "Length of samples", says, _svg(draw, f"{view.stored.name}-lengths"),
         ("tokens from", "to below", "samples"), _rows(counts, edges, lambda edge: f"{edge:,.0f}"),
     )  # fmt: skip
 
 
-def _fill(seen: Look) -> Chart:
-    plan, shares = seen.plan_summary, fills(seen.stored.plan.plan, seen.stored.lengths.tokens)
+def _fill(view: PlanView) -> Chart:
+    plan, shares = view.plan_summary, fills(view.stored.plan.plan, view.stored.lengths.tokens)
     # Good plans are nearly full: an axis from 0 would show one bar.
     edges = np.linspace(min(np.floor(shares.min() * 20) / 20, 0.95), 1, 41)
     counts, _ = np.histogram(shares, edges)
@@ -123,13 +124,13 @@ def _fill(seen: Look) -> Chart:
         f"{plan.fill_worst:.4f}. A pack of a long sample counts as full."
     )
     return Chart(
-        f"{seen.stored.name}-fill", "Fill of packs", says, _svg(draw, f"{seen.stored.name}-fill"),
+        f"{view.stored.name}-fill", "Fill of packs", says, _svg(draw, f"{view.stored.name}-fill"),
         ("fill from", "to below", "packs"), _rows(counts, edges, lambda edge: f"{edge:.4f}"),
     )  # fmt: skip
 
 
-def _samples_per_pack(seen: Look) -> Chart:
-    sizes = seen.stored.plan.plan.packs.sizes()
+def _samples_per_pack(view: PlanView) -> Chart:
+    sizes = view.stored.plan.plan.packs.sizes()
     counts, edges = _histogram(sizes, first=1)
 
     def draw(axes: Axes) -> None:
@@ -138,14 +139,14 @@ def _samples_per_pack(seen: Look) -> Chart:
 
     says = f"A pack has {int(sizes.min()):,} to {counted(int(sizes.max()), 'sample')}, {sizes.mean():.2f} on average."
     return Chart(
-        f"{seen.stored.name}-sizes", "Samples per pack", says, _svg(draw, f"{seen.stored.name}-sizes"),
+        f"{view.stored.name}-sizes", "Samples per pack", says, _svg(draw, f"{view.stored.name}-sizes"),
         ("samples from", "to below", "packs"), _rows(counts, edges, lambda edge: f"{edge:,.0f}"),
     )  # fmt: skip
 
 
-def _gap(seen: Look) -> Chart:
-    plan, bound = seen.stored.plan.plan, seen.plan_summary.lower_bound
-    lengths = seen.stored.lengths.tokens
+def _gap(view: PlanView) -> Chart:
+    plan, bound = view.stored.plan.plan, view.plan_summary.lower_bound
+    lengths = view.stored.lengths.tokens
     short = lengths[lengths < plan.packing_length]
     numbers = {"this plan": len(plan.packs) + len(plan.dropped_packs)}
     for name, algorithm in (("best fit", "best_fit_decreasing"), ("next fit", "concatenative")):
@@ -161,17 +162,17 @@ def _gap(seen: Look) -> Chart:
 
     said = ", ".join(f"{name} {gap:.3%}" for name, gap in gaps.items())
     return Chart(
-        f"{seen.stored.name}-gap", "Packs above the lower bound",
+        f"{view.stored.name}-gap", "Packs above the lower bound",
         f"No plan of these samples has fewer than {counted(bound, 'pack')}, before any are dropped. Above it are: "
         f"{said}.",
-        _svg(draw, f"{seen.stored.name}-gap"), ("planner", "packs", "above the bound"),
+        _svg(draw, f"{view.stored.name}-gap"), ("planner", "packs", "above the bound"),
         tuple((name, f"{number:,}", f"{gaps[name]:.3%}") for name, number in numbers.items()),
     )  # fmt: skip
 
 
-def _work(seen: Look) -> Chart:
+def _work(view: PlanView) -> Chart:
     works = works_per_step(
-        seen.stored.plan.plan, seen.stored.lengths.tokens, seen.course, packed=seen.stored.packed
+        view.stored.plan.plan, view.stored.lengths.tokens, view.schedule, packed=view.stored.packed
     ).astype(np.float64)
     starts = np.unique(np.linspace(0, len(works), min(POINTS, len(works)) + 1).astype(int))[:-1]
     steps = np.diff([*starts, len(works)])
@@ -194,11 +195,11 @@ def _work(seen: Look) -> Chart:
         axes.yaxis.set_major_formatter(EngFormatter(sep=""))
         axes.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1))
 
-    course = seen.course_summary
+    schedule = view.schedule_summary
     says = (
-        f"Over {counted(course.world_size, 'rank')}, the busiest does {course.work_imbalance:.3f} times the mean "
+        f"Over {counted(schedule.world_size, 'rank')}, the busiest does {schedule.work_imbalance:.3f} times the mean "
         "rank's work in a step, "
-        f"{course.worst_work_imbalance:.3f} times in the worst step. Work is the sum of the squared lengths"
+        f"{schedule.worst_work_imbalance:.3f} times in the worst step. Work is the sum of the squared lengths"
         + (
             f"; each point is the mean of about {len(works) / len(starts):,.0f} steps."
             if len(works) > len(starts)
@@ -206,7 +207,7 @@ def _work(seen: Look) -> Chart:
         )
     )
     return Chart(
-        f"{seen.stored.name}-work", "Work per step over the ranks", says, _svg(draw, f"{seen.stored.name}-work"),
+        f"{view.stored.name}-work", "Work per step over the ranks", says, _svg(draw, f"{view.stored.name}-work"),
         ("from step", *(f"{name} rank" for name in lines)),
         tuple(
             (f"{start:,}", *(f"{value:,.0f}" for value in values))
@@ -216,7 +217,9 @@ def _work(seen: Look) -> Chart:
 
 
 def _histogram(values: IntArray, *, first: int) -> tuple[IntArray, NDArray[np.int64]]:
-    """Return counts, and whole edges of equal distance from *first* on, the last beyond every value."""
+    """
+    Return counts, and whole edges of equal distance from *first* on, the last beyond every value.
+    """
     width = -(-(int(values.max()) + 1 - first) // BARS)
     number = -(-(int(values.max()) + 1 - first) // width)
     edges = first + width * np.arange(number + 1)
@@ -237,7 +240,9 @@ def _rows(
 
 
 def _svg(draw: Callable[[Axes], None], name: str) -> str:
-    """Draw a plot; return its SVG element, scalable, its identifiers unlike those of other plots."""
+    """
+    Draw a plot; return its SVG element, scalable, its identifiers unlike those of other plots.
+    """
     text = io.StringIO()
     with mpl.rc_context({**STYLE, "svg.hashsalt": name}):
         figure = Figure(figsize=SIZE, layout="constrained")

@@ -1,8 +1,8 @@
 """
 Compare two runs: which inputs differ, which samples moved between packs, and which figures changed.
 
-Each is a run.yaml, or the output folder of a run; without a YAML there are no figures of training. Overrides are of
-each that is a YAML. Samples are compared by their place in the data.
+Each is a run.yaml, or the output folder of a run; without a YAML there are no figures of training.
+Overrides are of each that is a YAML. Samples are compared by their place in the data.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import attrs
 from rich.console import Console
 
 from app.cli.command import add_overrides, positive_number
-from app.plan.stored import StoredSplit, open_split, split_course
+from app.plan.stored import StoredSplit, open_split, split_schedule
 from app.planning.split import Alignment
 from app.wiring import stores
 from core.config import RunConfig
 from core.errors import ConfigError, Difference
-from core.inspection import PlanDifference, figure_differences, plan_difference, summarise_course
-from core.schedule import Course
+from core.inspection import PlanDifference, figure_differences, plan_difference, summarise_schedule
+from core.schedule import EpochSchedule
 
 SHOWN = 20
 """Samples of each kind that people see; programs see all."""
@@ -96,9 +96,9 @@ def _compare(first: Side, second: Side, split: str, world_size: int | None) -> d
     if first.config is not None and second.config is not None:
         figures += figure_differences(
             *(
-                summarise_course(
+                summarise_schedule(
                     stored.plan.plan, stored.lengths.tokens, packed=stored.packed,
-                    course=_course(config, stored, world_size),
+                    schedule=_schedule(config, stored, world_size),
                 )
                 for stored, config in ((one, first.config), (other, second.config))
             )
@@ -110,11 +110,13 @@ def _compare(first: Side, second: Side, split: str, world_size: int | None) -> d
     }
 
 
-def _course(config: RunConfig, stored: StoredSplit, world_size: int | None) -> Course:
-    """Return the course over a stored plan; by default on the most ranks that it was aligned for."""
+def _schedule(config: RunConfig, stored: StoredSplit, world_size: int | None) -> EpochSchedule:
+    """
+    Return the schedule over a stored plan; by default on the most ranks that it was aligned for.
+    """
     world_size = world_size or max(stored.plan.world_sizes, default=1)
     aligned = Alignment.of(config, stored.name).align(stored.plan.plan, world_size=world_size)
-    return split_course(config, stored.name, aligned)
+    return split_schedule(config, stored.name, aligned)
 
 
 def _input_differences(one: StoredSplit, other: StoredSplit) -> Iterable[Difference]:

@@ -1,4 +1,7 @@
-"""One pack or one sample of a plan: what it is made of, where it stands in the data, and when it is trained."""
+"""
+One pack or one sample of a plan: what it is made of, where it stands in the data, and when it is
+trained.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,11 @@ from typing import Any
 
 import attrs
 
-from app.plan.stored import Look
+from app.plan.stored import PlanView
 from app.wiring import stores
 from core.config import RunConfig
 from core.errors import DataSetError
-from core.inspection import place_of, turns_of
+from core.inspection import place_of, scheduled_steps
 from core.ports import Records
 from core.samples import from_tables
 
@@ -20,44 +23,52 @@ from core.samples import from_tables
 class Explainer:
     """Explains packs and samples of a split."""
 
-    seen: Look
+    view: PlanView
 
     records: Records | None
     """To say on which line a sample stands; None where the data are not here."""
 
     @classmethod
-    def of(cls, config: RunConfig, seen: Look) -> Explainer:
-        """Open the data of a split, where they are here and have as many records as were measured."""
-        paths = config.custom.train_jsonl if seen.stored.name == "train" else config.custom.val_jsonl
+    def of(cls, config: RunConfig, view: PlanView) -> Explainer:
+        """
+        Open the data of a split, where they are here and have as many records as were measured.
+        """
+        paths = config.custom.train_jsonl if view.stored.name == "train" else config.custom.val_jsonl
         try:
             records = stores.open_records(paths)
         except DataSetError:
-            return cls(seen, None)
-        return cls(seen, records if len(records) == seen.stored.lengths.origin.num_samples else None)
+            return cls(view, None)
+        return cls(view, records if len(records) == view.stored.lengths.origin.num_samples else None)
 
     def sample(self, sample: int) -> dict[str, Any]:
-        """Return where a sample is, and when it is trained; DataSetError if there is none of that number."""
+        """
+        Return where a sample is, and when it is trained; DataSetError if there is none of that
+        number.
+        """
         try:
-            place = place_of(self.seen.stored.plan.plan, sample)
+            place = place_of(self.view.stored.plan.plan, sample)
         except IndexError as error:
             raise DataSetError(str(error)) from None
-        document = {"split": self.seen.stored.name, **self._sample(sample), "place": place.kind}
+        document = {"split": self.view.stored.name, **self._sample(sample), "place": place.kind}
         if place.kind == "dropped":
-            document["dropped_with"] = [mate for mate in place.mates if mate != sample]
+            document["dropped_with"] = [member for member in place.pack_members if member != sample]
         elif place.pack is not None:
             document["pack"] = self._pack(place.pack)
         return document
 
     def pack(self, pack: int) -> dict[str, Any]:
-        """Return what is in a pack, and when it is trained; DataSetError if there is none of that number."""
-        number = len(self.seen.stored.plan.plan.packs)
+        """
+        Return what is in a pack, and when it is trained; DataSetError if there is none of that
+        number.
+        """
+        number = len(self.view.stored.plan.plan.packs)
         if pack >= number:
             message = f"the plan has no pack {pack}: it has {number:,}, from 0"
             raise DataSetError(message)
-        return {"split": self.seen.stored.name, **self._pack(pack)}
+        return {"split": self.view.stored.name, **self._pack(pack)}
 
     def _pack(self, pack: int) -> dict[str, Any]:
-        plan, course = self.seen.stored.plan.plan, self.seen.course
+        plan, schedule = self.view.stored.plan.plan, self.view.schedule
         samples = [self._sample(sample) for sample in plan.packs[pack]]
         tokens = sum(sample["length"] for sample in samples)
         return {
@@ -65,13 +76,13 @@ class Explainer:
             "tokens": tokens,
             "packing_length": plan.packing_length,
             "fill": min(tokens / plan.packing_length, 1.0),
-            "world_size": course.world_size,
-            "first_epoch": [attrs.asdict(turn) for turn in turns_of(course, pack)],
+            "world_size": schedule.world_size,
+            "first_epoch": [attrs.asdict(step) for step in scheduled_steps(schedule, pack)],
             "samples": samples,
         }
 
     def _sample(self, sample: int) -> dict[str, Any]:
-        rows = self.seen.stored.lengths.rows
+        rows = self.view.stored.lengths.rows
         (measured,) = from_tables(rows.table, rows.images, [sample])
         return {
             "sample": sample,
@@ -82,7 +93,7 @@ class Explainer:
 
 
 _PLACES = {
-    "packed": "in a pack with others, or alone for want of them",
+    "packed": "in a pack with others, or a pack by itself, as no other fits",
     "long": "a long sample, in a pack of its own",
     "dropped": "in no pack: the pack that it would be in is filled below the ratio (training.packing_min_fill_ratio)",
     "skipped": "in no pack: it is long (training.packing_allow_single_long: true gives it a pack of its own)",
@@ -103,8 +114,8 @@ def as_text(explanation: dict[str, Any]) -> Iterator[str]:
         f"pack {pack['pack']} of {explanation['split']}: {pack['tokens']:,} of {pack['packing_length']:,} tokens, fill "
         f"{pack['fill']:.4f}, {len(pack['samples'])} samples"
     )
-    turns = [f"step {turn['step']} on rank {turn['rank']}" for turn in pack["first_epoch"]]
-    yield f"  in the first epoch, counted from 0: {', '.join(turns) or 'not trained'} (of {pack['world_size']} ranks)"
+    steps = [f"step {step['step']} on rank {step['rank']}" for step in pack["first_epoch"]]
+    yield f"  in the first epoch, counted from 0: {', '.join(steps) or 'not trained'} (of {pack['world_size']} ranks)"
     yield from (f"  {_sample_line(sample)}" for sample in pack["samples"])
 
 

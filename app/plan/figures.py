@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from app.plan.stored import Look
+from app.plan.stored import PlanView
 from app.planning.log_lines import BOUNDS
 from core.errors import agree, counted
 
@@ -12,14 +12,14 @@ Row = tuple[str, str, str]
 """What, how much, and a remark."""
 
 
-def figures(seen: Look) -> list[list[Row]]:
-    """Return the figures of a look, in groups."""
-    groups = [_samples(seen), _packs(seen), _epoch(seen)]
+def figures(view: PlanView) -> list[list[Row]]:
+    """Return the figures of a plan, in groups."""
+    groups = [_samples(view), _packs(view), _epoch(view)]
     return [rows for group in groups if (rows := list(group))]
 
 
-def _samples(seen: Look) -> Iterator[Row]:
-    plan, packed = seen.plan_summary, seen.stored.packed
+def _samples(view: PlanView) -> Iterator[Row]:
+    plan, packed = view.plan_summary, view.stored.packed
     yield "samples", f"{plan.num_samples:,}", counted(plan.num_tokens, "token")
     yield (
         "  planned",
@@ -32,8 +32,8 @@ def _samples(seen: Look) -> Iterator[Row]:
     yield "  skipped, too long", f"{plan.skipped_samples:,}", counted(plan.skipped_tokens, "token")
 
 
-def _packs(seen: Look) -> Iterator[Row]:
-    plan = seen.plan_summary
+def _packs(view: PlanView) -> Iterator[Row]:
+    plan = view.plan_summary
     if plan.gap is None or plan.padding_saved is None:
         return
     yield (
@@ -41,10 +41,11 @@ def _packs(seen: Look) -> Iterator[Row]:
         f"{plan.num_packs:,}",
         f"of {counted(plan.packing_length, 'token')}, {plan.samples_per_pack:.2f} samples each",
     )
+    exceed = agree(plan.oversized_packs, "exceeds", "exceed")
     yield (
         "  longest",
         f"{plan.longest_pack:,}",
-        f"tokens; {plan.oversized_packs:,} {agree(plan.oversized_packs, 'exceeds', 'exceed')} 110 % of the packing length",
+        f"tokens; {plan.oversized_packs:,} {exceed} 110 % of the packing length",
     )
     yield "  dropped, underfilled", f"{plan.dropped_packs:,}", ""
     yield (
@@ -61,26 +62,26 @@ def _packs(seen: Look) -> Iterator[Row]:
     yield "saved against padding", f"{plan.padding_saved:.1%}", "of the positions, estimated"
 
 
-def _epoch(seen: Look) -> Iterator[Row]:
-    course, packed = seen.course_summary, seen.stored.packed
+def _epoch(view: PlanView) -> Iterator[Row]:
+    schedule, packed = view.schedule_summary, view.stored.packed
     unit = "packs" if packed else "samples"
-    if seen.attention is not None:
-        yield "attention", seen.attention.name, seen.attention.reason
-    step = "optimizer steps" if seen.stored.name == "train" else "forward passes"
-    yield "ranks", f"{course.world_size:,}", f"{course.packs_per_rank:,} {unit} each in an epoch"
-    yield f"  repeated {unit}", f"{course.repeated_packs:,}", "to fill the ranks"
-    yield f"  dropped {unit}", f"{course.unaligned_packs:,}", "that do not fill the ranks"
-    if seen.stored.name == "train":
+    if view.attention is not None:
+        yield "attention", view.attention.name, view.attention.reason
+    step = "optimizer steps" if view.stored.name == "train" else "forward passes"
+    yield "ranks", f"{schedule.world_size:,}", f"{schedule.packs_per_rank:,} {unit} each in an epoch"
+    yield f"  repeated {unit}", f"{schedule.repeated_packs:,}", "to fill the ranks"
+    yield f"  dropped {unit}", f"{schedule.unaligned_packs:,}", "that do not fill the ranks"
+    if view.stored.name == "train":
         yield (
-            "effective batch", f"{course.effective_batch_size:,}",
-            f"{unit} a step, {counted(course.gradient_accumulation_steps, 'batch')} of each rank",
+            "effective batch", f"{schedule.effective_batch_size:,}",
+            f"{unit} a step, {counted(schedule.gradient_accumulation_steps, 'batch')} of each rank",
         )  # fmt: skip
-    yield step, f"{course.steps_per_epoch:,}", f"an epoch, {course.total_steps:,} in total"
-    if course.last_step_batches < course.gradient_accumulation_steps:
-        yield "  ragged window", f"{course.last_step_batches:,}", "batches of each rank in an epoch's last step"
+    yield step, f"{schedule.steps_per_epoch:,}", f"an epoch, {schedule.total_steps:,} in total"
+    if schedule.last_step_batches < schedule.gradient_accumulation_steps:
+        yield "  ragged window", f"{schedule.last_step_batches:,}", "batches of each rank in an epoch's last step"
     squared = "squared lengths" if packed else "squared lengths, padded to the longest of a batch"
-    yield "attention work", f"{course.work_per_step:,.4g}", f"a step, all ranks: sum of the {squared}"
+    yield "attention work", f"{schedule.work_per_step:,.4g}", f"a step, all ranks: sum of the {squared}"
     yield (
-        "  imbalance", f"{course.work_imbalance:.3f}",
-        f"busiest rank over the mean; worst step {course.worst_work_imbalance:.3f}",
+        "  imbalance", f"{schedule.work_imbalance:.3f}",
+        f"busiest rank over the mean; worst step {schedule.worst_work_imbalance:.3f}",
     )  # fmt: skip

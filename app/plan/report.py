@@ -1,7 +1,9 @@
 """
-Write one page about a plan: warnings and coverage, figures, and plots, each with its numbers as a table.
+Write one page about a plan: warnings and coverage, figures, and plots, each with its numbers as a
+table.
 
-The page is one HTML file that loads nothing, for light and dark screens, phones, keyboards and screen readers.
+The page is one HTML file that loads nothing, for light and dark screens, phones, keyboards and
+screen readers.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import Any
 from adapters.progress import progress
 from app.cli.command import add_config_arguments, world_size
 from app.plan.figures import figures
-from app.plan.stored import Look, as_document, look, splits_of
+from app.plan.stored import PlanView, as_document, inspect_plan, splits_of
 from app.wiring import stores
 from core.errors import counted
 
@@ -33,10 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Look, draw, and write."""
+    """PlanView, draw, and write."""
     stores.page_target(options.output)  # before it takes seconds
     config = stores.read_config(options.config, options.overrides)
-    seen = [look(config, split, world_size=options.world_size) for split in splits_of(config, options.split)]
+    views = [inspect_plan(config, split, world_size=options.world_size) for split in splits_of(config, options.split)]
     # Seconds to load, which no other look at a plan needs.
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -47,28 +49,28 @@ def run(options: argparse.Namespace) -> None:
     page = environment.get_template("page.html").render(
         title=options.config,
         folder=str(stores.split_folder(config.training.output_dir, "").parent),
-        splits=[_as_variables(one) for one in progress(seen, desc="drawing", unit=" splits")],
+        splits=[_as_variables(one) for one in progress(views, desc="drawing", unit=" splits")],
     )
     stores.write_page(options.output, page)
     log.info("the page is in %s", options.output)
 
 
-def _as_variables(seen: Look) -> dict[str, Any]:
+def _as_variables(view: PlanView) -> dict[str, Any]:
     """Return what the page says of a split."""
     from app.plan.charts import charts
 
-    plan, course, document = seen.plan_summary, seen.course_summary, as_document(seen)
+    plan, schedule, document = view.plan_summary, view.schedule_summary, as_document(view)
     return {
-        "name": seen.stored.name,
+        "name": view.stored.name,
         "coverage": (
             f"Each epoch sees {plan.planned_samples:,} of {counted(plan.num_samples, 'sample')} "
             f"({plan.sample_coverage:.2%}) and "
             f"{plan.planned_tokens:,} of {counted(plan.num_tokens, 'token')} ({plan.token_coverage:.2%})."
         ),
-        "warnings": seen.warnings,
-        "ranks": counted(course.world_size, "rank"),
-        "figures": figures(seen),
-        "charts": list(charts(seen)),
+        "warnings": view.warnings,
+        "ranks": counted(schedule.world_size, "rank"),
+        "figures": figures(view),
+        "charts": list(charts(view)),
         "digests": [
             *document["checksums"].items(),
             *((f"fingerprint of the {name}", one["sha256"]) for name, one in document["fingerprints"].items()),

@@ -1,9 +1,9 @@
 """
-Show what is stored: what the plan takes in and leaves out, how full its packs are, and what training over it looks
-like.
+Show what is stored: what the plan takes in and leaves out, how full its packs are, and what
+training over it looks like.
 
-Reads the artefacts of build alone: no data, no model, neither torch nor ms-swift. Whether they still fit the data is
-what verify finds. With --pack or --sample, one pack or sample is explained.
+Reads the artefacts of build alone: no data, no model, neither torch nor ms-swift. Whether they
+still fit the data is what verify finds. With --pack or --sample, one pack or sample is explained.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rich.table import Table
 from app.cli.command import add_config_arguments, whole_number, world_size
 from app.plan.explain import Explainer, as_text
 from app.plan.figures import figures
-from app.plan.stored import Look, as_document, look, splits_of
+from app.plan.stored import PlanView, as_document, inspect_plan, splits_of
 from app.wiring import stores
 
 
@@ -36,37 +36,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Look, then print."""
+    """PlanView, then print."""
     config = stores.read_config(options.config, options.overrides)
     explained = options.pack is not None or options.sample is not None
     splits = splits_of(config, options.split or ("train" if explained else None))
-    seen = [look(config, split, world_size=options.world_size) for split in splits]
+    views = [inspect_plan(config, split, world_size=options.world_size) for split in splits]
     if explained:
-        explainer = Explainer.of(config, seen[0])
+        explainer = Explainer.of(config, views[0])
         document = explainer.sample(options.sample) if options.pack is None else explainer.pack(options.pack)
         print(json.dumps(document, indent=2) if options.json else "\n".join(as_text(document)))
     elif options.json:
-        print(json.dumps({"splits": {one.stored.name: as_document(one) for one in seen}}, indent=2))
+        print(json.dumps({"splits": {one.stored.name: as_document(one) for one in views}}, indent=2))
     else:
-        for one in seen:
+        for one in views:
             _print(one)
 
 
-def _print(seen: Look) -> None:
+def _print(view: PlanView) -> None:
     console = Console(width=None if Console().is_terminal else 100, highlight=False)
-    console.print(f"{seen.stored.name}: {seen.stored.folder}", style="bold", markup=False, soft_wrap=True)
-    for line in seen.warnings:
+    console.print(f"{view.stored.name}: {view.stored.folder}", style="bold", markup=False, soft_wrap=True)
+    for line in view.warnings:
         console.print(f"warning: {line}", style="yellow", markup=False, soft_wrap=True)
     table = Table(show_header=False)
     table.add_column()
     table.add_column(justify="right")
     table.add_column(overflow="fold")
-    for group in figures(seen):
+    for group in figures(view):
         for row in group:
             table.add_row(*row)
         table.add_section()
     console.print(table)
-    for name, digest in as_document(seen)["checksums"].items():
+    for name, digest in as_document(view)["checksums"].items():
         console.print(f"{name} {digest}", markup=False, soft_wrap=True)
-    for name, key in (("lengths", seen.stored.lengths.origin.key), ("plan", seen.stored.plan.key)):
+    for name, key in (("lengths", view.stored.lengths.origin.key), ("plan", view.stored.plan.key)):
         console.print(f"fingerprint of the {name} {key.digest}", markup=False, soft_wrap=True)

@@ -11,7 +11,7 @@ import attrs
 
 from app.planning.log_lines import describe
 from app.planning.split import Alignment, PlannedSplit
-from app.training.schedule import batch_of, course_of, evaluation_of, require_static
+from app.training.schedule import batch_of, evaluation_schedule_of, require_static, schedule_of
 from app.wiring import stores
 from core.align import AlignedPlan
 from core.batch import partial_window
@@ -28,11 +28,11 @@ from core.errors import (
     counted,
 )
 from core.fingerprint import Fingerprint, configured_inputs
-from core.inspection import CourseSummary, PlanSummary, summarise, summarise_course
+from core.inspection import PlanSummary, ScheduleSummary, summarise, summarise_schedule
 from core.plan import build_raw_plan, refuse_dropped, refuse_longer
 from core.policy import PlanPolicy
 from core.ports import StoredLengths, StoredPlan
-from core.schedule import Course
+from core.schedule import EpochSchedule
 
 
 @attrs.frozen(eq=False)
@@ -55,14 +55,14 @@ class StoredSplit:
 
 
 @attrs.frozen(eq=False)
-class Look:
+class PlanView:
     """A split of a run, at one world size."""
 
     stored: StoredSplit
     planned: PlannedSplit
-    course: Course
+    schedule: EpochSchedule
     plan_summary: PlanSummary
-    course_summary: CourseSummary
+    schedule_summary: ScheduleSummary
     attention: Attention | None
     """That training takes; None if that cannot be said, which `warnings` then do."""
 
@@ -70,7 +70,9 @@ class Look:
 
 
 def splits_of(config: RunConfig, split: str | None) -> list[str]:
-    """Return the splits of a run that are asked for, by default all; ConfigError if it lacks the one."""
+    """
+    Return the splits of a run that are asked for, by default all; ConfigError if it lacks the one.
+    """
     require_static(config)
     having = ["train", *(["eval"] if config.custom.val_jsonl else [])]
     if split is not None and split not in having:
@@ -118,7 +120,10 @@ def open_split(folder: Path) -> StoredSplit:
 
 
 def _open_planned(config: RunConfig, split: str) -> StoredSplit:
-    """Open a split; where its lengths give no plan, raise what building raises, for to build would not help."""
+    """
+    Open a split; where its lengths give no plan, raise what building raises, for to build would not
+    help.
+    """
     folder = stores.split_folder(config.training.output_dir, split)
     try:
         return open_split(folder)
@@ -129,7 +134,7 @@ def _open_planned(config: RunConfig, split: str) -> StoredSplit:
         raise
 
 
-def look(config: RunConfig, split: str, *, world_size: int | None) -> Look:
+def inspect_plan(config: RunConfig, split: str, *, world_size: int | None) -> PlanView:
     """
     Open a split of a run and put it in numbers.
 
@@ -151,8 +156,8 @@ def look(config: RunConfig, split: str, *, world_size: int | None) -> Look:
         split, stored.lengths.rows.table, raw, aligned, plan_checksum(raw.packs), plan_checksum(aligned.packs),
         stored.lengths.origin.data_digest,
     )  # fmt: skip
-    course = split_course(config, split, aligned)
-    warnings = list(_warnings(config, stored, planned, course))
+    schedule = split_schedule(config, split, aligned)
+    warnings = list(_warnings(config, stored, planned, schedule))
     attention = None
     try:
         attention = stores.attention_of(config)
@@ -162,20 +167,21 @@ def look(config: RunConfig, split: str, *, world_size: int | None) -> Look:
         warnings.append(f"{split}: training refuses the attention: {error}")
     except UserError as error:
         warnings.append(f"{split}: which attention training takes cannot be said: {error}")
-    return Look(
+    return PlanView(
         stored=stored,
         planned=planned,
-        course=course,
+        schedule=schedule,
         plan_summary=stored.summary(),
-        course_summary=summarise_course(raw, stored.lengths.tokens, course, packed=stored.packed),
+        schedule_summary=summarise_schedule(raw, stored.lengths.tokens, schedule, packed=stored.packed),
         attention=attention,
         warnings=tuple(warnings),
     )
 
 
-def split_course(config: RunConfig, split: str, aligned: AlignedPlan) -> Course:
+def split_schedule(config: RunConfig, split: str, aligned: AlignedPlan) -> EpochSchedule:
     """
-    Return the course of training, or of an evaluation; BatchSizeError if the ranks cannot realise the batch.
+    Return the schedule of training, or of an evaluation; BatchSizeError if the ranks cannot realise
+    the batch.
 
     Args:
         config: The run.
@@ -185,19 +191,22 @@ def split_course(config: RunConfig, split: str, aligned: AlignedPlan) -> Course:
         aligned: The plan of the split.
     """
     if split == "eval":
-        return evaluation_of(aligned)
-    return course_of(config, batch_of(config, world_size=aligned.world_size), aligned)
+        return evaluation_schedule_of(aligned)
+    return schedule_of(config, batch_of(config, world_size=aligned.world_size), aligned)
 
 
 def stale_inputs(config: RunConfig, lengths: StoredLengths) -> Iterator[str]:
-    """Yield what the configuration alone shows that the stored lengths do not fit; `verify` finds the rest."""
+    """
+    Yield what the configuration alone shows that the stored lengths do not fit; `verify` finds the
+    rest.
+    """
     inputs = lengths.origin.key.inputs
     asked = configured_inputs(config.template, config.custom, packing_length=config.packing_length)
     for difference in Fingerprint({key: inputs.get(key) for key in asked}).differences(Fingerprint(asked)):
         yield f"the stored lengths are of another configuration, and training refuses them: {difference}"
 
 
-def _warnings(config: RunConfig, stored: StoredSplit, planned: PlannedSplit, course: Course) -> Iterator[str]:
+def _warnings(config: RunConfig, stored: StoredSplit, planned: PlannedSplit, schedule: EpochSchedule) -> Iterator[str]:
     policy = PlanPolicy.of(config, planned.name)
     yield from (f"{planned.name}: {line}" for line in stale_inputs(config, stored.lengths))
     try:
@@ -222,21 +231,21 @@ def _warnings(config: RunConfig, stored: StoredSplit, planned: PlannedSplit, cou
     lines = describe(planned, shown_as)
     yield from (line for level, line in lines if level >= logging.WARNING)
     window = partial_window(
-        per_rank_batches=course.batches_per_epoch, gradient_accumulation_steps=course.gradient_accumulation_steps
+        per_rank_batches=schedule.batches_per_epoch, gradient_accumulation_steps=schedule.gradient_accumulation_steps
     )
     if window is not None and planned.name == "train":
         yield f"{planned.name}: {window}"
 
 
-def as_document(seen: Look) -> dict[str, Any]:
+def as_document(view: PlanView) -> dict[str, Any]:
     """Return a look for programs."""
-    stored, planned = seen.stored, seen.planned
+    stored, planned = view.stored, view.planned
     return {
         "folder": str(stored.folder),
-        "attention": None if seen.attention is None else attrs.asdict(seen.attention),
-        "warnings": list(seen.warnings),
-        "plan": attrs.asdict(seen.plan_summary),
-        "course": attrs.asdict(seen.course_summary),
+        "attention": None if view.attention is None else attrs.asdict(view.attention),
+        "warnings": list(view.warnings),
+        "plan": attrs.asdict(view.plan_summary),
+        "course": attrs.asdict(view.schedule_summary),
         "checksums": {
             "raw_plan": planned.raw_checksum,
             "aligned_plan": planned.checksum,

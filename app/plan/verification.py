@@ -183,7 +183,10 @@ def _check_images(name: str, lengths: StoredLengths, source: LengthSource, *, de
 
 
 def _measured(table: Table, images: ImageTable, indices: IntArray) -> Iterator[tuple[int, Measured]]:
-    """Yield some samples with what is stored of them, a few thousand at a time: all at once would take a gigabyte."""
+    """
+    Yield some samples with what is stored of them, a few thousand at a time: all at once would take
+    a gigabyte.
+    """
     for start in range(0, indices.size, 4096):
         part = indices[start : start + 4096].tolist()
         yield from zip(part, from_tables(table, images, part), strict=True)

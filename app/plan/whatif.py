@@ -1,9 +1,10 @@
 """
-What the plan would be with other packing lengths, on other numbers of ranks: from the stored lengths alone.
+What the plan would be with other packing lengths, on other numbers of ranks: from the stored
+lengths alone.
 
-For each number of ranks the best is marked: the highest coverage x fill / imbalance (tokens planned within the packing
-length, over all tokens; planned tokens over what the packs of all ranks hold; the busiest rank's attention work over
-the mean rank's).
+For each number of ranks the best is marked: the highest coverage x fill / imbalance (tokens planned
+within the packing length, over all tokens; planned tokens over what the packs of all ranks hold;
+the busiest rank's attention work over the mean rank's).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import attrs
 from rich.console import Console
@@ -20,7 +22,7 @@ from rich.table import Table
 
 from adapters.progress import progress
 from app.cli.command import add_config_arguments, positive_numbers, world_sizes
-from app.plan.stored import open_lengths, split_course, splits_of, stale_inputs
+from app.plan.stored import open_lengths, split_schedule, splits_of, stale_inputs
 from app.planning.split import Alignment, plan_with_progress
 from app.wiring import stores
 from core.config import RunConfig
@@ -29,7 +31,7 @@ from core.inspection import Alternative, best_of, what_if
 from core.plan import RawPlan, refuse_dropped, refuse_longer
 from core.policy import PlanPolicy
 from core.ports import StoredLengths
-from core.schedule import Course
+from core.schedule import EpochSchedule
 
 RULE = "coverage x fill / imbalance"
 
@@ -68,11 +70,17 @@ def run(options: argparse.Namespace) -> None:
     best = best_of(alternatives)
     if options.json:
         rows = [
-            {**attrs.asdict(one), "score": one.score, "best": best.get(one.world_size) is one} for one in alternatives
+            {**_as_document(one), "score": one.score, "best": best.get(one.world_size) is one} for one in alternatives
         ]
         print(json.dumps({"split": split, "rule": RULE, "alternatives": rows}, indent=2))
     else:
         _print(alternatives, best)
+
+
+def _as_document(one: Alternative) -> dict[str, Any]:
+    """Return an alternative for JSON, under the key that `show` has for a schedule's figures."""
+    document = attrs.asdict(one)
+    return {**document, "course": document.pop("schedule")}
 
 
 def _refuse_other_cuts(lengths: StoredLengths, packing_lengths: list[int]) -> None:
@@ -100,10 +108,10 @@ def _alternatives(
         refuse_dropped(raw, lengths, policy)
         return raw
 
-    def course(raw: RawPlan, world_size: int) -> Course:
-        return split_course(config, split, alignment.align(raw, world_size=world_size))
+    def schedule(raw: RawPlan, world_size: int) -> EpochSchedule:
+        return split_schedule(config, split, alignment.align(raw, world_size=world_size))
 
-    return what_if(lengths, packing_lengths=packing_lengths, world_sizes=world_sizes, plan=plan, course=course)
+    return what_if(lengths, packing_lengths=packing_lengths, world_sizes=world_sizes, plan=plan, schedule=schedule)
 
 
 def _print(alternatives: list[Alternative], best: dict[int, Alternative]) -> None:
@@ -145,12 +153,13 @@ def _print(alternatives: list[Alternative], best: dict[int, Alternative]) -> Non
 
 
 def _cells(one: Alternative) -> tuple[str, ...]:
-    if one.plan is None or one.course is None:
+    if one.plan is None or one.schedule is None:
         return f"{one.packing_length:,}", f"{one.world_size:,}", *["-"] * 10
-    plan, course = one.plan, one.course
+    plan, schedule = one.plan, one.schedule
     return (
         f"{one.packing_length:,}", f"{one.world_size:,}", f"{plan.num_packs:,}", f"{plan.fill_mean:.4f}",
         f"{plan.long_samples + plan.skipped_samples:,}", f"{plan.longest_pack:,}", f"{plan.oversized_packs:,}",
         f"{plan.dropped_tokens + plan.skipped_tokens:,}",
-        f"{course.total_steps:,}", f"{course.work_per_step:.3g}", f"{course.work_imbalance:.3f}", f"{one.score:.4f}",
+        f"{schedule.total_steps:,}", f"{schedule.work_per_step:.3g}", f"{schedule.work_imbalance:.3f}",
+        f"{one.score:.4f}",
     )  # fmt: skip

@@ -10,7 +10,10 @@ import attrs
 
 @attrs.frozen
 class Deadline:
-    """When a run stops waiting: for another job's lock, for rank 0, for the training and the evaluation data together."""
+    """
+    When a run stops waiting: for another job's lock, for rank 0, for the training and the
+    evaluation data together.
+    """
 
     timeout_s: float
     """Seconds from the start, in all; 0 means for ever."""
@@ -25,15 +28,24 @@ class Deadline:
         return self.clock()
 
     def left_s(self) -> float:
-        """Return the seconds that the next wait may take, as ports take them: 0 means for ever; after the deadline, almost none."""
+        """
+        Return the seconds that the next wait may take, as ports take them: 0 means for ever; after
+        the deadline, almost none.
+        """
         if not self.timeout_s:
             return 0.0
         return max(self.timeout_s - (self.clock() - self.started_s), _LATE_S)
 
     def wait(self) -> dict[str, float]:
-        """Return what ports take of a wait: the seconds that are left, and those in all, which an error names."""
+        """
+        Return what ports take of a wait: the seconds that are left, and those in all, which an
+        error names.
+        """
         return {"timeout_s": self.left_s(), "limit_s": self.timeout_s}
 
 
 _LATE_S = 1e-3
-"""What is left after the deadline: not 0, which would be for ever. What need not be waited for is still had."""
+"""
+What is left after the deadline: not 0, which would be for ever. What need not be waited for is
+still had.
+"""

@@ -15,7 +15,10 @@ from core.policy import PlanPolicy
 from core.samples import column
 
 WORTH_A_WARNING = Fraction(1, 100)
-"""Share of the tokens that may be dropped without a warning, where `training.packing_max_dropped_share` is no lower."""
+"""
+Share of the tokens that may be dropped without a warning, where
+`training.packing_max_dropped_share` is no lower.
+"""
 
 BOUNDS: Mapping[BoundKind, str] = MappingProxyType(
     {"quick": "quick bound", "relaxation": "linear relaxation", "reached": "a packing reaches it"}
@@ -32,20 +35,23 @@ def describe(planned: PlannedSplit, policy: PlanPolicy) -> Iterator[tuple[int, s
         long = " (a long pack counts as full)" if raw.single_long else ""
         counts = f", {len(raw.dropped_packs):,} dropped ones counted" if raw.dropped_packs else ""
         held = (
-            f"{counted(len(raw.packs), 'pack')}, fill {raw.fill:.4f}{long}, no plan has fewer than {counted(raw.lower_bound, 'pack')}{counts} "
+            f"{counted(len(raw.packs), 'pack')}, fill {raw.fill:.4f}{long}, no plan has fewer than "
+            f"{counted(raw.lower_bound, 'pack')}{counts} "
             f"({BOUNDS[raw.bound_kind]})"
         )
     yield (
         info,
         (
-            f"{name}: {counted(raw.num_samples, 'sample')}, {counted(raw.num_tokens, 'token')}; packing_length {raw.packing_length:,}; "
+            f"{name}: {counted(raw.num_samples, 'sample')}, {counted(raw.num_tokens, 'token')}; packing_length "
+            f"{raw.packing_length:,}; "
             f"{counted(raw.planned_samples, 'sample')} in {held}"
         ),
     )
     yield (
         info,
         (
-            f"{name}: N_raw_packs {len(raw.packs):,}, N_aligned_packs {len(aligned.packs):,}, world_size {aligned.world_size}, "
+            f"{name}: N_raw_packs {len(raw.packs):,}, N_aligned_packs {len(aligned.packs):,}, world_size "
+            f"{aligned.world_size}, "
             f"dataloader_drop_last {str(aligned.dataloader_drop_last).lower()}"
         ),
     )
@@ -57,7 +63,8 @@ def describe(planned: PlannedSplit, policy: PlanPolicy) -> Iterator[tuple[int, s
         yield (
             warning,
             (
-                f"{name}: the last {counted(aligned.num_dropped, 'pack')} (from {first:,}) {agree(aligned.num_dropped)} not trained, in no epoch; "
+                f"{name}: the last {counted(aligned.num_dropped, 'pack')} (from {first:,}) "
+                f"{agree(aligned.num_dropped)} not trained, in no epoch; "
                 f"training.dataloader_drop_last: false trains {agree(aligned.num_dropped, 'it', 'them')}"
             ),
         )
@@ -92,12 +99,14 @@ def _reason(low: LowFill, policy: PlanPolicy) -> str:
     if low.reason == "algorithm":
         way = "no other finds fewer" if policy.algorithm == "certified" else "certified finds the fewest"
         return (
-            f"training.packing_algorithm {policy.algorithm} makes {counted(low.num_packs, 'pack')} of samples for which "
+            f"training.packing_algorithm {policy.algorithm} makes {counted(low.num_packs, 'pack')} of samples for "
+            "which "
             f"{low.lower_bound:,} may be enough; {way}"
         )
     if low.reason == "partners":
         return (
-            f"{counted(low.num_alone, 'sample')} of more than half the packing length {agree(low.num_alone, 'is a pack by itself', 'are packs by themselves')}: no other sample is "
+            f"{counted(low.num_alone, 'sample')} of more than half the packing length "
+            f"{agree(low.num_alone, 'is a pack by itself', 'are packs by themselves')}: no other sample is "
             f"left that fits beside them; {longer}"
         )
     return (
@@ -114,7 +123,8 @@ def _describe_exceptions(planned: PlannedSplit, policy: PlanPolicy) -> Iterator[
         yield (
             warning,
             (
-                f"{name}: {counted(cut, 'sample')} {agree(cut)} cut to {counted(raw.packing_length, 'token')} (template.truncation_strategy); "
+                f"{name}: {counted(cut, 'sample')} {agree(cut)} cut to {counted(raw.packing_length, 'token')} "
+                "(template.truncation_strategy); "
                 "cut samples are long samples"
             ),
         )
@@ -122,7 +132,8 @@ def _describe_exceptions(planned: PlannedSplit, policy: PlanPolicy) -> Iterator[
         yield (
             info,
             (
-                f"{name}: {counted(len(raw.single_long), 'sample')} {agree(len(raw.single_long), 'has', 'have')} {counted(raw.packing_length, 'token')} or "
+                f"{name}: {counted(len(raw.single_long), 'sample')} {agree(len(raw.single_long), 'has', 'have')} "
+                f"{counted(raw.packing_length, 'token')} or "
                 f"more and {agree(len(raw.single_long), 'is a pack of its own', 'are packs of their own')}, "
                 f"{len(raw.single_long) - cut:,} uncut: {_shown(raw.single_long)}"
             ),
@@ -131,8 +142,10 @@ def _describe_exceptions(planned: PlannedSplit, policy: PlanPolicy) -> Iterator[
         yield (
             warning,
             (
-                f"{name}: {counted(len(raw.skipped_long), 'sample')} ({counted(raw.skipped_tokens, 'token')}) {agree(len(raw.skipped_long), 'has', 'have')} {raw.packing_length:,} "
-                f"tokens or more and {agree(len(raw.skipped_long))} skipped: {_shown(raw.skipped_long)}; raise template.max_length, lower "
+                f"{name}: {counted(len(raw.skipped_long), 'sample')} ({counted(raw.skipped_tokens, 'token')}) "
+                f"{agree(len(raw.skipped_long), 'has', 'have')} {raw.packing_length:,} "
+                f"tokens or more and {agree(len(raw.skipped_long))} skipped: {_shown(raw.skipped_long)}; raise "
+                "template.max_length, lower "
                 "template.max_pixels, or set training.packing_allow_single_long: true"
             ),
         )

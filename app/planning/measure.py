@@ -1,4 +1,6 @@
-"""Samples -> measurements: what a store lacks is measured, audited, probed, and only then complete."""
+"""
+Samples -> measurements: what a store lacks is measured, audited, probed, and only then complete.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import numpy as np
 
 from adapters.progress import progress
 from core.errors import ChangedImageError, DataSetError, RecordError, agree, counted
-from core.ports import LengthSource, LengthStore, Measurable, Stored, Tell
+from core.ports import LengthSource, LengthStore, Measurable, ReportProgress, Stored
 from core.samples import (
     COLUMNS,
     IMAGE_COLUMNS,
@@ -29,20 +31,29 @@ from core.samples import (
 log = logging.getLogger(__name__)
 
 PROBED_SAMPLES = 8
-"""Samples that are encoded again, in other orders, processes and epochs, before and after the others are measured."""
+"""
+Samples that are encoded again, in other orders, processes and epochs, before and after the others
+are measured.
+"""
 
 PROBED_EPOCH = 1
 """The epoch under which they are encoded again; measuring is in epoch 0."""
 
 PROBED_FIRST_ABOVE = 64
-"""More samples than this are measured only after some of them have been encoded again; fewer are measured at once."""
+"""
+More samples than this are measured only after some of them have been encoded again; fewer are
+measured at once.
+"""
 
 
-def measure(name: str, source: LengthSource, store: LengthStore, *, flush_every: int | None, tell: Tell) -> Table:
+def measure(
+    name: str, source: LengthSource, store: LengthStore, *, flush_every: int | None, report: ReportProgress
+) -> Table:
     """
     Return the measurements of all samples, measuring those that the store does not have.
 
-    The source's shortcut is audited: where an encoded sample measures otherwise, all are encoded in full.
+    The source's shortcut is audited: where an encoded sample measures otherwise, all are encoded in
+    full.
 
     Args:
         name: Of the split, for messages.
@@ -53,12 +64,13 @@ def measure(name: str, source: LengthSource, store: LengthStore, *, flush_every:
 
         flush_every: Samples between two flushes; None adapts to the number of samples.
 
-        tell: Hears how many are measured.
+        report: Hears how many are measured.
 
     Raises:
         RecordError: A record cannot become a sample; what was measured before it is kept.
 
-        DataSetError: Encoding a sample twice gives two results; where many are to be measured, this is found before.
+        DataSetError: Encoding a sample twice gives two results; where many are to be measured, this
+        is found before.
 
         ChangedImageError: An image is not the one that was measured.
     """
@@ -69,18 +81,18 @@ def measure(name: str, source: LengthSource, store: LengthStore, *, flush_every:
         log.info("%s: the lengths of all %s are stored", name, counted(total, "sample"))
         return stored.table
     known = len(stored.table)
-    probe_first(source, known, tell=tell)
+    probe_first(source, known, report=report)
     if known < total:
         log.info("%s: measuring %s, %s %s stored", name, counted(total - known, "sample"), f"{known:,}", agree(known))
     else:
         log.info("%s: the lengths of all %s are stored, and not yet probed", name, counted(total, "sample"))
     try:
-        return _measure_and_probe(name, source, store, stored, flush_every=flush_every, tell=tell)
+        return _measure_and_probe(name, source, store, stored, flush_every=flush_every, report=report)
     except _ShortcutError as error:
         log.warning("%s: %s: encoding every sample in full instead", name, error)
         store.discard()
         nothing = Stored(stored.table[:0], stored.images[:0], in_full=True)
-        return _measure_and_probe(name, source, store, nothing, flush_every=flush_every, tell=tell)
+        return _measure_and_probe(name, source, store, nothing, flush_every=flush_every, report=report)
 
 
 def _measure_and_probe(
@@ -90,12 +102,13 @@ def _measure_and_probe(
     stored: Stored,
     *,
     flush_every: int | None,
-    tell: Tell,
+    report: ReportProgress,
 ) -> Table:
-    done = measure_rows(name, source, store, stored, flush_every=flush_every, tell=tell)
-    tell(f"the {name} samples are encoded again, some of them")
+    done = measure_rows(name, source, store, stored, flush_every=flush_every, report=report)
+    report(f"the {name} samples are encoded again, some of them")
     probe = _probe(source, done)
-    # Complete only now that the samples have proved steady: otherwise the next run would trust them.
+    # Complete only now that the samples have proved steady: otherwise the next run would trust
+    # them.
     rows, images = to_tables([])
     store.append(rows, images, source.data_digest(len(done.table)), in_full=done.in_full, probe=probe)
     return done.table
@@ -108,7 +121,7 @@ def measure_rows(
     stored: Stored,
     *,
     flush_every: int | None,
-    tell: Tell,
+    report: ReportProgress,
 ) -> Stored:
     """
     Measure the samples that a store does not have, and append them, flush by flush.
@@ -124,7 +137,7 @@ def measure_rows(
 
         flush_every: Samples between two flushes; None adapts to their number.
 
-        tell: Hears how many are measured.
+        report: Hears how many are measured.
 
     Raises:
         RecordError: A record cannot become a sample; what was measured before it is kept.
@@ -142,7 +155,8 @@ def measure_rows(
         waiting.clear()
         store.append(rows, theirs, source.data_digest(sum(map(len, tables))), in_full=stored.in_full)
 
-    # Closed by name: an error that is on its way would keep the processes that measure alive, and their work.
+    # Closed by name: an error that is on its way would keep the processes that measure alive, and
+    # their work.
     with (
         closing(source.measure_many(range(first, total), in_full=stored.in_full)) as outcomes,
         progress(total=total, initial=first, desc=f"measuring {name}", unit=" samples") as bar,
@@ -153,7 +167,7 @@ def measure_rows(
                     raise outcome
                 waiting.append(outcome)
                 bar.update()
-                tell(f"{bar.n:,} of {total:,} {name} samples are measured")
+                report(f"{bar.n:,} of {total:,} {name} samples are measured")
                 if len(waiting) == every:
                     flush()
         finally:
@@ -176,7 +190,8 @@ class _ShortcutError(Exception):
 
 def _probe(source: LengthSource, stored: Stored) -> dict[str, Any]:
     """
-    Encode some samples again, and compare: backwards here, and in another process and epoch, in a third order.
+    Encode some samples again, and compare: backwards here, and in another process and epoch, in a
+    third order.
 
     Returns:
         What was compared, for the manifest.
@@ -203,9 +218,10 @@ def _probe(source: LengthSource, stored: Stored) -> dict[str, Any]:
     return {"samples": indices, "orders": 3, "processes": 2, "epochs": [0, PROBED_EPOCH]}
 
 
-def probe_first(source: LengthSource, known: int, *, tell: Tell) -> None:
+def probe_first(source: LengthSource, known: int, *, report: ReportProgress) -> None:
     """
-    Encode a few of the samples that are to be measured, if those are many, and compare: before hours of measuring.
+    Encode a few of the samples that are to be measured, if those are many, and compare: before
+    hours of measuring.
 
     Forwards, then backwards, then in another process and epoch, in a third order.
 
@@ -214,7 +230,7 @@ def probe_first(source: LengthSource, known: int, *, tell: Tell) -> None:
 
         known: How many of them, from the first, are measured already.
 
-        tell: Hears that this is done.
+        report: Hears that this is done.
 
     Raises:
         RecordError: One of them cannot become a sample.
@@ -224,7 +240,7 @@ def probe_first(source: LengthSource, known: int, *, tell: Tell) -> None:
     left = len(source) - known
     if left <= PROBED_FIRST_ABOVE:
         return
-    tell("a few samples are encoded more than once, before all are measured")
+    report("a few samples are encoded more than once, before all are measured")
     first = {known + place: source.measure(known + place) for place in _spread(left)}
     for index in reversed(first):
         if (encoded := source.measure(index)) != first[index]:
@@ -233,7 +249,10 @@ def probe_first(source: LengthSource, known: int, *, tell: Tell) -> None:
 
 
 def _compare_elsewhere(source: LengthSource, measured: Mapping[int, Measurement]) -> None:
-    """Encode samples in another process and epoch, in an order of their own; DataSetError if one differs."""
+    """
+    Encode samples in another process and epoch, in an order of their own; DataSetError if one
+    differs.
+    """
     indices = [*measured]
     elsewhere = indices[::2] + indices[1::2]
     for index, outcome in zip(elsewhere, source.measure_elsewhere(elsewhere, epoch=PROBED_EPOCH), strict=True):
@@ -258,7 +277,10 @@ def _spread(total: int) -> Iterator[int]:
 
 
 def _shape_classes(table: Table, images: ImageTable) -> list[int]:
-    """Return the first sample with so many images, and the first with an image of each width and height, to powers of two."""
+    """
+    Return the first sample with so many images, and the first with an image of each width and
+    height, to powers of two.
+    """
     per_sample = column(table, "images")
     _, by_number = np.unique(per_sample, return_index=True)
     owner = np.repeat(np.arange(len(table)), per_sample)
@@ -268,7 +290,10 @@ def _shape_classes(table: Table, images: ImageTable) -> list[int]:
 
 
 def _check_images(source: LengthSource, stored: Stored) -> None:
-    """Compare the images of some stored samples: a folder of other images is found before training meets them."""
+    """
+    Compare the images of some stored samples: a folder of other images is found before training
+    meets them.
+    """
     with_images = np.flatnonzero(column(stored.table, "images"))
     indices = [int(with_images[position]) for position in _spread(len(with_images))]
     for index, measured in zip(indices, from_tables(stored.table, stored.images, indices), strict=True):

@@ -1,5 +1,6 @@
 """
-Measuring by all ranks: each measures a slice of the samples into a store of its own, on a disk that all see.
+Measuring by all ranks: each measures a slice of the samples into a store of its own, on a disk that
+all see.
 
 Rank 0 then appends the slices to the store of all: it holds what one process would have measured.
 """
@@ -17,7 +18,7 @@ import numpy as np
 from app.planning.deadline import Deadline
 from app.planning.measure import measure_rows, probe_first
 from core.errors import DataSetError, PackplanError, agree, counted
-from core.ports import Arrays, LengthSource, LengthStore, Lock, RankGroup, Stored, Tell
+from core.ports import Arrays, LengthSource, LengthStore, Lock, RankGroup, ReportProgress, Stored
 from core.samples import Outcome
 
 log = logging.getLogger(__name__)
@@ -64,10 +65,10 @@ def measure_slices(
     """
     key, total = source.fingerprint(), len(source)
 
-    def count(tell: Tell) -> Arrays:
-        with lock.held(**deadline.wait(), tell=tell):
+    def count(report: ReportProgress) -> Arrays:
+        with lock.held(**deadline.wait(), report=report):
             stored = store.resume(key, total, source.data_digest)
-            probe_first(source, len(stored.table), tell=tell)
+            probe_first(source, len(stored.table), report=report)
         return {"known": np.array([len(stored.table), stored.in_full])}
 
     first, in_full = group.from_rank_zero(count, **deadline.wait())["known"].tolist()
@@ -99,8 +100,8 @@ def measure_slices(
             message = f"rank {rank} cannot measure its slice of {name}: {digest.removeprefix(_FAILED)}"
             raise DataSetError(message)
 
-    def put_together(tell: Tell) -> Arrays:
-        with lock.held(**deadline.wait(), tell=tell):
+    def put_together(report: ReportProgress) -> Arrays:
+        with lock.held(**deadline.wait(), report=report):
             if len(store.resume(key, total, source.data_digest).table) != first:
                 message = f"another job measured {name} at the same time: run this again, to use what it measured"
                 raise DataSetError(message)
@@ -108,7 +109,8 @@ def measure_slices(
                 _read(part, rank, digest, open_slice)
                 for rank, (part, digest) in enumerate(zip(slices, digests, strict=True))
             ]
-            # At once, since slices of another number of stored samples would be others, and measured again.
+            # At once, since slices of another number of stored samples would be others, and
+            # measured again.
             table, images = np.concatenate([one.table for one in rows]), np.concatenate([one.images for one in rows])
             store.append(table, images, source.data_digest(total), in_full=bool(in_full))
         return {}
@@ -121,13 +123,13 @@ def _measure_slice(
 ) -> str:
     """Measure a slice into its store; return the digest of its rows."""
     store, lock = open_slice(part.start, part.stop)
-    with lock.held(**deadline.wait(), tell=_no_one):
+    with lock.held(**deadline.wait(), report=_no_one):
         stored = store.resume(part.source.fingerprint(), len(part), part.data_digest)
         if stored.in_full != in_full:
             store.discard()
             stored = Stored(stored.table[:0], stored.images[:0], in_full)
         name = f"samples {part.start:,} to {part.stop:,}"
-        measure_rows(name, part, store, stored, flush_every=flush_every, tell=_no_one)
+        measure_rows(name, part, store, stored, flush_every=flush_every, report=_no_one)
         return store.digest()
 
 
@@ -137,7 +139,8 @@ def _read(part: _Slice, rank: int, digest: str, open_slice: OpenSlice) -> Stored
     stored = store.read(part.source.fingerprint(), len(part), part.data_digest)
     if store.digest() != digest:
         message = (
-            f"rank {rank} measured samples {part.start:,} to {part.stop:,}, but rank 0 does not see them: ranks can measure "
+            f"rank {rank} measured samples {part.start:,} to {part.stop:,}, but rank 0 does not see them: ranks can "
+            "measure "
             "together only where training.output_dir is on a disk that all of them share"
         )
         raise DataSetError(message)
@@ -148,7 +151,10 @@ _FAILED = "failed: "
 
 
 def _or_reason(call: Callable[[], str]) -> str:
-    """Return what *call* returns, or why it failed: the other ranks are still measuring, and keep what they measure."""
+    """
+    Return what *call* returns, or why it failed: the other ranks are still measuring, and keep what
+    they measure.
+    """
     try:
         return call()
     except PackplanError as error:

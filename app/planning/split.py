@@ -1,4 +1,7 @@
-"""Lengths -> raw plan -> aligned plan of one split: measured and planned on rank 0, verified on all ranks."""
+"""
+Lengths -> raw plan -> aligned plan of one split: measured and planned on rank 0, verified on all
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +32,9 @@ from core.plan import (
     refuse_longer,
 )
 from core.policy import PlanPolicy
-from core.ports import Arrays, LengthSource, LengthStore, Lock, PlanStore, RankGroup, Tell
+from core.ports import Arrays, LengthSource, LengthStore, Lock, PlanStore, RankGroup, ReportProgress
 from core.samples import Table, column
-from core.schedule import ORDER_VERSION, Bookmark, Course
+from core.schedule import ORDER_VERSION, EpochSchedule, ResumeState
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +80,9 @@ class Alignment:
         return cls(training.dataloader_drop_last, 1 if training.packing else training.per_device_train_batch_size)
 
     def align(self, raw: RawPlan, *, world_size: int) -> AlignedPlan:
-        """Return what so many ranks consume of a plan; PlanTooShortError if they would get no batch."""
+        """
+        Return what so many ranks consume of a plan; PlanTooShortError if they would get no batch.
+        """
         return align_plan(
             raw, world_size=world_size, dataloader_drop_last=self.dataloader_drop_last, batch_size=self.batch_size
         )
@@ -118,13 +123,15 @@ def plan_split(
         world_size: Ranks to align for, if not those of the group.
 
     Raises:
-        PackplanError: Whatever rank 0 finds wrong, on every rank; RanksDisagreeError if ranks hold different plans;
-            DataSetError if the source mixes its samples anew each epoch; EmptyPlanError, before anything is stored, if it
-            has none.
+        PackplanError: Whatever rank 0 finds wrong, on every rank; RanksDisagreeError if ranks hold
+        different plans;
+            DataSetError if the source mixes its samples again in each epoch; EmptyPlanError, before
+            anything is stored, if it has none.
     """
     if source.mixes:
         message = (
-            f"the {name} data are mixed anew each epoch, which a static plan cannot follow: write an epoch's mix to one "
+            f"the {name} data are mixed again in each epoch, which a static plan cannot follow: write an epoch's mix "
+            "to one "
             "JSONL (python -m app.plan materialise mix.yaml -o mix.jsonl), or set custom.trainer_variant: rollout"
         )
         raise DataSetError(message)
@@ -132,14 +139,14 @@ def plan_split(
         raise EmptyPlanError(0, 0, policy.packing_length)
     world_size = world_size or group.world_size
 
-    def build(tell: Tell) -> Arrays:
-        with stores.lock.held(**deadline.wait(), tell=tell):
-            table = measure(name, source, stores.lengths, flush_every=flush_every, tell=tell)
+    def build(report: ReportProgress) -> Arrays:
+        with stores.lock.held(**deadline.wait(), report=report):
+            table = measure(name, source, stores.lengths, flush_every=flush_every, report=report)
             measured = column(table, "length").astype(np.int64)
             refuse_longer(measured, policy)
-            tell(f"planning {name}")
+            report(f"planning {name}")
             key = policy.fingerprint(stores.lengths.digest())
-            raw = _plan(name, policy, measured, key, stores.plans, tell=tell)
+            raw = _plan(name, policy, measured, key, stores.plans, report=report)
             refuse_dropped(raw, measured, policy)
             stores.plans.save_aligned(key, alignment.align(raw, world_size=world_size))
         return {"table": table, **plan_to_arrays(raw)}
@@ -159,36 +166,36 @@ def plan_split(
     return planned
 
 
-def bookmark_of(planned: PlannedSplit, course: Course, config: RunConfig) -> Bookmark:
+def resume_state_of(planned: PlannedSplit, schedule: EpochSchedule, config: RunConfig) -> ResumeState:
     """
-    Return what a checkpoint says of a plan, at the start of a course over it.
+    Return what a checkpoint says of a plan, at the start of a schedule over it.
 
     Args:
         planned: The plan of `train`.
 
-        course: What is trained when.
+        schedule: What is trained when.
 
         config: The run.
     """
     tuner = config.training.tuner_type
-    return Bookmark(
-        planned.raw_checksum, planned.data_digest, course.seed, course.shuffle, tuner, ORDER_VERSION, course.start
+    return ResumeState(
+        planned.raw_checksum, planned.data_digest, schedule.seed, schedule.shuffle, tuner, ORDER_VERSION, schedule.start
     )
 
 
 def _plan(
-    name: str, policy: PlanPolicy, lengths: IntArray, key: Fingerprint, plans: PlanStore, *, tell: Tell
+    name: str, policy: PlanPolicy, lengths: IntArray, key: Fingerprint, plans: PlanStore, *, report: ReportProgress
 ) -> RawPlan:
     raw = plans.load(key)
     if raw is not None:
         log.info("%s: the stored plan fits and is used again", name)
         return raw
-    log.info("%s: planning %s anew", name, counted(lengths.size, "sample"))
+    log.info("%s: planning %s", name, counted(lengths.size, "sample"))
     takes_long = policy.packing and policy.algorithm == "certified"
     if takes_long:
         log.info("%s: %s looks for the fewest packs, which may take minutes", name, policy.algorithm)
     started = time.monotonic()
-    raw = plan_with_progress(name, policy, lengths, tell=tell)
+    raw = plan_with_progress(name, policy, lengths, report=report)
     if takes_long:
         log.info("%s: %s took %.1f s", name, policy.algorithm, time.monotonic() - started)
     plans.save(key, raw)
@@ -196,7 +203,12 @@ def _plan(
 
 
 def plan_with_progress(
-    name: str, policy: PlanPolicy, lengths: IntArray, *, quick_bound: bool = False, tell: Tell = lambda _: None
+    name: str,
+    policy: PlanPolicy,
+    lengths: IntArray,
+    *,
+    quick_bound: bool = False,
+    report: ReportProgress = lambda _: None,
 ) -> RawPlan:
     """
     Plan a split, and show how far it is.
@@ -210,18 +222,18 @@ def plan_with_progress(
 
         quick_bound: Take a bound that is found at once, where plans are only compared.
 
-        tell: Hears how far it is, too.
+        report: Hears how far it is, too.
     """
     look = "{desc}{postfix} [{elapsed}]"
     delay = 0 if policy.algorithm == "certified" else BRIEF_S
     with progress(desc=f"planning {name}", bar_format=look, miniters=1, delay=delay, leave=not delay) as bar:
 
         def say(words: str) -> None:
-            tell(f"planning {name}: {words}")
+            report(f"planning {name}: {words}")
             bar.set_postfix_str(words, refresh=False)
             bar.update()
 
-        return build_raw_plan(lengths, policy, quick_bound=quick_bound, tell=say)
+        return build_raw_plan(lengths, policy, quick_bound=quick_bound, report=say)
 
 
 def _agree(group: RankGroup, what: str, value: str) -> None:

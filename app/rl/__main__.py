@@ -1,9 +1,10 @@
 """
 Reinforcement learning with verifiable rewards (GRPO), each phase computed in sharded microbatches.
 
-Each step draws prompts, answers each several times, scores the answers, and trains the policy towards those that beat
-the others to their prompt. Answers differ in length: `policy.sequence_packing` or `policy.dynamic_batching` say how
-they become microbatches. Workers are the ranks of torchrun, this process, or Ray actors (--ray-workers).
+Each step draws prompts, answers each several times, scores the answers, and trains the policy
+towards those that beat the others to their prompt. Answers differ in length:
+`policy.sequence_packing` or `policy.dynamic_batching` say how they become microbatches. Workers are
+the ranks of torchrun, this process, or Ray actors (--ray-workers).
 """
 
 from __future__ import annotations

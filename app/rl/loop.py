@@ -1,8 +1,9 @@
 """
-Reinforcement learning step by step: rollouts, rewards, advantages, log-probabilities, update; each in sharded
-microbatches.
+Reinforcement learning step by step: rollouts, rewards, advantages, log-probabilities, update; each
+in sharded microbatches.
 
-Every rank of torchrun runs this, or one driver of Ray actors: `core.ports.Workers` is all it knows of them (ADR 0024).
+Every rank of torchrun runs this, or one driver of Ray actors: `core.ports.Workers` is all it knows
+of them (ADR 0024).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from core.config import RunConfig
 from core.errors import ConfigError, RecordError, counted
 from core.ports import Arrays, Workers
 from core.rl import group_advantages
-from core.shard import Sharding, chunk_metrics, pooled, shard_dynamic, shard_packed, shard_plain
+from core.shard import Sharding, batch_metrics, pooled, shard_dynamic, shard_packed, shard_plain
 from core.shuffling import shuffled
 
 if TYPE_CHECKING:
@@ -42,7 +43,9 @@ log = logging.getLogger(__name__)
 
 
 LOG, POLICY = "rl.jsonl", "policy"
-"""In the output folder: a line for each step, and the policy at the end; before it, `policy-<step>`."""
+"""
+In the output folder: a line for each step, and the policy at the end; before it, `policy-<step>`.
+"""
 
 _OVER_CHUNKS: Mapping[str, Callable[[list[float]], float]] = {"_min": min, "_max": max}
 """How metrics of these endings combine over a step's updates; others are their mean."""
@@ -65,7 +68,10 @@ def is_first_rank() -> bool:
 
 
 def require_runnable(config: RunConfig) -> None:
-    """Refuse what this command's own engine does not run, and a packed attention that might mix sequences."""
+    """
+    Refuse what this command's own engine does not run, and a packed attention that might mix
+    sequences.
+    """
     policy = config.policy
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         if getattr(policy, name) > 1:
@@ -178,7 +184,8 @@ def cut(
 
 def run_on_all(workers: Workers, method: str, shards: list[Any], config: RunConfig, **options: Any) -> list[Arrays]:
     """
-    Call a method on all workers, those that share rows with the same shard; return one result for each shard.
+    Call a method on all workers, those that share rows with the same shard; return one result for
+    each shard.
 
     Args:
         workers: They hold the policy.
@@ -255,8 +262,8 @@ def _encoded_prompts(config: RunConfig, samples: SwiftSamples, *, shown: bool) -
 
 def _drawn(config: RunConfig, num_prompts: int) -> Iterator[NDArray[np.int64]]:
     """
-    Yield the prompts of each step, in another order each epoch; what an epoch leaves over comes first
-    in the next.
+    Yield the prompts of each step, in another order each epoch; what an epoch leaves over comes
+    first in the next.
     """
     size, epoch = config.grpo.num_prompts_per_step, 0
     waiting = np.zeros(0, dtype=np.int64)
@@ -315,20 +322,23 @@ def _log_probabilities(
 
 
 def _figures(sharding: Sharding) -> dict[str, Any]:
-    """Return what a phase computed: pooled over its chunks, chunk by chunk, and microbatch by microbatch."""
-    chunks = chunk_metrics(sharding)
-    together = pooled(chunks)
+    """
+    Return what a phase computed: pooled over its global batches, by global batch, and by
+    microbatch.
+    """
+    global_batches = batch_metrics(sharding)
+    together = pooled(global_batches)
     return {
         **together.logs(),
         "microbatch_imbalance": together.step_imbalance,
-        "chunks": [dict(chunk.logs()) for chunk in chunks],
+        "chunks": [dict(batch.logs()) for batch in global_batches],
     }
 
 
 def _log(entry: Mapping[str, Any], file: Path, *, num_steps: int, left_s: float) -> None:
     """
-    Write a step's figures to a file, those that are no number as null; log the most telling ones, and
-    the time left.
+    Write a step's figures to a file, those that are no number as null; log the most telling ones,
+    and the time left.
     """
     said = {
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in entry.items()

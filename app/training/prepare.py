@@ -1,6 +1,6 @@
 """
-Configuration -> plans, course and trainer: everything before the first step, the same for each command
-that trains.
+Configuration -> plans, schedule and trainer: everything before the first step, the same for each
+command that trains.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from adapters.trainer.checkpoints import find_checkpoint, read_attention, read_bookmark
+from adapters.trainer.checkpoints import find_checkpoint, read_attention, read_resume_state
 from app.planning.deadline import Deadline
 from app.planning.log_lines import describe
-from app.planning.split import Alignment, PlannedSplit, bookmark_of, plan_split, usable_folders
-from app.training.schedule import Batch, batch_of, course_of, forced_batches, require_static, warn_of_ignored
+from app.planning.split import Alignment, PlannedSplit, plan_split, resume_state_of, usable_folders
+from app.training.schedule import Batch, batch_of, forced_batches, require_static, schedule_of, warn_of_ignored
 from app.wiring import stores
 from app.wiring import training as wiring
 from core.batch import partial_window
@@ -24,7 +24,7 @@ from core.config import RunConfig
 from core.errors import PlanChangedError, agree, counted
 from core.policy import PlanPolicy
 from core.ports import RankGroup
-from core.schedule import Bookmark, Course, Progress
+from core.schedule import EpochSchedule, Progress, ResumeState
 
 if TYPE_CHECKING:
     from adapters.samples.encoder import SwiftSamples
@@ -39,7 +39,7 @@ class Prepared:
 
     samples: Mapping[str, SwiftSamples]
     planned: Mapping[str, PlannedSplit]
-    course: Course
+    schedule: EpochSchedule
     trainer: PackTrainer
     checkpoint: Path | None
     """To resume from."""
@@ -79,31 +79,33 @@ def prepare(config: RunConfig, group: RankGroup) -> Prepared:
             deadline=deadline,
         )
     group.settle()
-    course = course_of(config, batch, planned["train"].aligned)
+    schedule = schedule_of(config, batch, planned["train"].aligned)
     if checkpoint is not None:
-        course = attrs.evolve(course, start=_progress_of(checkpoint, bookmark_of(planned["train"], course, config)))
+        schedule = attrs.evolve(
+            schedule, start=_progress_of(checkpoint, resume_state_of(planned["train"], schedule, config))
+        )
     if group.rank == 0:
         warn_of_ignored(config)
         for split, plan in planned.items():
             for level, line in describe(plan, policies[split]):
                 log.log(level, line)
-        _log_course(config, batch, course)
+        _log_schedule(config, batch, schedule)
         if checkpoint is not None:
             _log_attention(config, checkpoint)
 
-    trainer = wiring.build_trainer(config, arguments, course, group=group, samples=samples, planned=planned)
-    return Prepared(samples, planned, course, trainer, checkpoint)
+    trainer = wiring.build_trainer(config, arguments, schedule, group=group, samples=samples, planned=planned)
+    return Prepared(samples, planned, schedule, trainer, checkpoint)
 
 
-def _progress_of(checkpoint: Path, now: Bookmark) -> Progress:
+def _progress_of(checkpoint: Path, now: ResumeState) -> Progress:
     """Return how far a checkpoint's run came; PlanChangedError if it came there on another plan."""
-    then = read_bookmark(checkpoint)
+    then = read_resume_state(checkpoint)
     if differences := then.differences(now):
         raise PlanChangedError(str(checkpoint), differences)
     return then.progress
 
 
-def _log_course(config: RunConfig, batch: Batch, course: Course) -> None:
+def _log_schedule(config: RunConfig, batch: Batch, schedule: EpochSchedule) -> None:
     training, accumulation = config.training, batch.accumulation
     unit = "pack" if training.packing else "sample"
     for forced in forced_batches(config):
@@ -112,23 +114,23 @@ def _log_course(config: RunConfig, batch: Batch, course: Course) -> None:
         "effective batch: requested %s per optimizer step, realised %d = %s x %d per device x %d accumulation",
         counted(accumulation.requested, unit),
         accumulation.realised,
-        counted(course.world_size, "rank"),
+        counted(schedule.world_size, "rank"),
         batch.size,
         accumulation.gradient_accumulation_steps,
     )
     window = partial_window(
-        per_rank_batches=course.batches_per_epoch, gradient_accumulation_steps=course.gradient_accumulation_steps
+        per_rank_batches=schedule.batches_per_epoch, gradient_accumulation_steps=schedule.gradient_accumulation_steps
     )
     if window is not None:
         log.warning("%s", window)
     log.info(
         "optimizer steps: %d per epoch, %d in total (%s per rank and epoch)",
-        course.steps_per_epoch,
-        course.total_steps,
-        counted(course.batches_per_epoch, "batch"),
+        schedule.steps_per_epoch,
+        schedule.total_steps,
+        counted(schedule.batches_per_epoch, "batch"),
     )
-    if course.start.step:
-        _log_resume(course, unit)
+    if schedule.start.step:
+        _log_resume(schedule, unit)
 
 
 def _log_attention(config: RunConfig, checkpoint: Path) -> None:
@@ -137,30 +139,30 @@ def _log_attention(config: RunConfig, checkpoint: Path) -> None:
         log.info("the checkpoint was trained by the attention %s; the run goes on by %s", then, now)
 
 
-def _log_resume(course: Course, unit: str) -> None:
-    start = course.start
-    if start.step >= course.total_steps:
+def _log_resume(schedule: EpochSchedule, unit: str) -> None:
+    start = schedule.start
+    if start.step >= schedule.total_steps:
         log.warning(
             "the checkpoint is at optimizer step %d, and the run ends at %d: nothing is left to train; raise "
             "training.num_train_epochs or training.max_steps",
             start.step,
-            course.total_steps,
+            schedule.total_steps,
         )
         return
     log.info(
         "resuming after optimizer step %d, in epoch %d: %s of it %s consumed; the rest takes %s per rank and %s",
         start.step,
         start.epoch,
-        counted(consumed := course.consumed(start.epoch).size, unit),
+        counted(consumed := schedule.consumed(start.epoch).size, unit),
         agree(consumed),
-        counted(course.num_batches(start.epoch), "batch"),
-        counted(course.num_steps(start.epoch), "step"),
+        counted(schedule.num_batches(start.epoch), "batch"),
+        counted(schedule.num_steps(start.epoch), "step"),
     )
-    before = start.stretches[-1].world_size if start.stretches else course.world_size
-    if before != course.world_size:
+    before = start.segments[-1].world_size if start.segments else schedule.world_size
+    if before != schedule.world_size:
         log.info(
             "the epoch began on %s and goes on with %d: what it has not consumed is trained once, cut or "
             "filled for these ranks",
             counted(before, "rank"),
-            course.world_size,
+            schedule.world_size,
         )

@@ -11,7 +11,7 @@ from core.align import AlignedPlan
 from core.batch import Accumulation, resolve_accumulation
 from core.config import RunConfig
 from core.errors import ConfigError
-from core.schedule import Course
+from core.schedule import EpochSchedule
 
 log = logging.getLogger(__name__)
 
@@ -65,9 +65,9 @@ def forced_batches(config: RunConfig) -> Iterator[str]:
         yield f"packing forces training.per_device_eval_batch_size from {training.per_device_eval_batch_size:,} to 1"
 
 
-def course_of(config: RunConfig, batch: Batch, aligned: AlignedPlan) -> Course:
+def schedule_of(config: RunConfig, batch: Batch, aligned: AlignedPlan) -> EpochSchedule:
     """
-    Return the course of a run from its beginning.
+    Return the schedule of a run from its beginning.
 
     Args:
         config: The run.
@@ -77,7 +77,7 @@ def course_of(config: RunConfig, batch: Batch, aligned: AlignedPlan) -> Course:
         aligned: The plan of its training data.
     """
     training = config.training
-    return Course.of(
+    return EpochSchedule.of(
         aligned,
         gradient_accumulation_steps=batch.accumulation.gradient_accumulation_steps,
         num_train_epochs=training.num_train_epochs,
@@ -87,6 +87,9 @@ def course_of(config: RunConfig, batch: Batch, aligned: AlignedPlan) -> Course:
     )
 
 
-def evaluation_of(aligned: AlignedPlan) -> Course:
-    """Return an evaluation as the course of one epoch, whose steps are the forward passes of each rank."""
-    return Course.of(aligned, gradient_accumulation_steps=1, num_train_epochs=1, shuffle=False)
+def evaluation_schedule_of(aligned: AlignedPlan) -> EpochSchedule:
+    """
+    Return an evaluation as the schedule of one epoch, whose steps are the forward passes of each
+    rank.
+    """
+    return EpochSchedule.of(aligned, gradient_accumulation_steps=1, num_train_epochs=1, shuffle=False)

@@ -1,6 +1,6 @@
 """
-The rollout variant: packs that come as samples come, from data mixed again each epoch, or answered by
-the model itself.
+The rollout variant: packs that come as samples come, from data mixed again each epoch, or answered
+by the model itself.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def run(config: RunConfig, group: RankGroup) -> tuple[int, bool, list[dict[str, 
     if "eval" in samples:
         policy = PlanPolicy.of(config, "eval")
         planned = plan_split(
-            "eval", policy, alignment=Alignment.of(config, "eval"), source=samples["eval"], stores=stores.open_stores(config, "eval"), group=group,
+            "eval", policy, alignment=Alignment.of(config, "eval"), source=samples["eval"],
+            stores=stores.open_stores(config, "eval"), group=group,
             flush_every=training.packing_length_cache_persist_every, deadline=deadline,
         )  # fmt: skip
         if group.rank == 0:
@@ -92,7 +93,9 @@ def run(config: RunConfig, group: RankGroup) -> tuple[int, bool, list[dict[str, 
 
 
 def _order(config: RunConfig) -> tuple[Order, tuple[str, ...]]:
-    """Return the order of samples in an epoch, and the data files that its indices count through."""
+    """
+    Return the order of samples in an epoch, and the data files that its indices count through.
+    """
     custom, seed = config.custom, config.training.seed
     if custom.fusion_config is None:
         total = len(stores.open_records(custom.train_jsonl))
@@ -110,7 +113,9 @@ def _order(config: RunConfig) -> tuple[Order, tuple[str, ...]]:
 
 
 def _rollout(config: RunConfig) -> tuple[Reward, Sampling] | None:
-    """Return how prompts are answered and answers scored, or None if the data are trained as they are."""
+    """
+    Return how prompts are answered and answers scored, or None if the data are trained as they are.
+    """
     custom = config.custom
     if custom.rollout_reward is None:
         return None

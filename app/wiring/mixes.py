@@ -20,7 +20,10 @@ log = logging.getLogger(__name__)
 
 
 def open_mix(path: str, overrides: Sequence[str] = ()) -> tuple[Mix, list[JsonlRecords]]:
-    """Read a mix, some of its keys overridden, and its sources; ConfigError with all that is wrong with them."""
+    """
+    Read a mix, some of its keys overridden, and its sources; ConfigError with all that is wrong
+    with them.
+    """
     mix = load_mix(path, overrides)
     records = [JsonlRecords((source.jsonl,)) for source in mix.sources]
     sizes = [len(one) for one in records]
@@ -46,7 +49,8 @@ def materialise(path: str, output: Path, *, overrides: Sequence[str] = (), seed:
         epoch: From 0.
 
     Raises:
-        PackplanError: Something is wrong with the mix or its records, or the file cannot be written.
+        PackplanError: Something is wrong with the mix or its records, or the file cannot be
+        written.
     """
     mix, records = open_mix(path, overrides)
     if output.is_dir() or any(output.resolve() == Path(source.jsonl).resolve() for source in mix.sources):

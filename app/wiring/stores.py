@@ -1,6 +1,6 @@
 """
-The only place that constructs adapters that need neither torch nor ms-swift; `app.wiring.training` constructs the
-others.
+The only place that constructs adapters that need neither torch nor ms-swift; `app.wiring.training`
+constructs the others.
 
 What looks at plans imports this one alone, and answers at once.
 """
@@ -53,8 +53,8 @@ def read_config(path: str | Path, overrides: Sequence[str] = (), *, rl: bool = F
 
 def require_present(config: RunConfig) -> None:
     """
-    Refuse settings of the trainer whose packages or files this machine does not have; ConfigError with
-    all of them.
+    Refuse settings of the trainer whose packages or files this machine does not have; ConfigError
+    with all of them.
     """
     if found := tuple(lacking(config.training.trainer)):
         raise ConfigError("the configuration", found)
@@ -78,7 +78,8 @@ def attention_of(config: RunConfig) -> Attention:
 
 def refuse_leaks(config: RunConfig, *, on_cpu: bool | None = None) -> None:
     """
-    Refuse an attention under which samples of a pack might see each other, or that does not run here.
+    Refuse an attention under which samples of a pack might see each other, or that does not run
+    here.
 
     Args:
         config: The run.
@@ -86,7 +87,8 @@ def refuse_leaks(config: RunConfig, *, on_cpu: bool | None = None) -> None:
         on_cpu: Whether it trains on a CPU; None if only its settings are known.
 
     Raises:
-        PackplanError: The attention is refused, and what to do; IsolationError where packed samples might see each
+        PackplanError: The attention is refused, and what to do; IsolationError where packed samples
+        might see each
             other.
     """
     name = attention_of(config).name
@@ -113,20 +115,26 @@ def open_stores(config: RunConfig, split: str) -> Stores:
 
 def stored_origin(folder: Path) -> Origin | None:
     """
-    Return what the lengths in a split's folder are of, as their manifest says; CorruptArtefactError if
-    it is damaged.
+    Return what the lengths in a split's folder are of, as their manifest says; CorruptArtefactError
+    if it is damaged.
     """
     return DiskLengthStore(folder).origin()
 
 
 def stored_lengths(folder: Path) -> StoredLengths | None:
-    """Return the lengths in a split's folder, whatever they were measured from; CorruptArtefactError if damaged."""
-    return DiskLengthStore(folder).look()
+    """
+    Return the lengths in a split's folder, whatever they were measured from; CorruptArtefactError
+    if damaged.
+    """
+    return DiskLengthStore(folder).inspect()
 
 
 def stored_plan(folder: Path) -> StoredPlan | None:
-    """Return the plan in a split's folder, whatever it was planned from; CorruptArtefactError if damaged."""
-    return DiskPlanStore(folder).look()
+    """
+    Return the plan in a split's folder, whatever it was planned from; CorruptArtefactError if
+    damaged.
+    """
+    return DiskPlanStore(folder).inspect()
 
 
 def damage(folder: Path) -> Iterator[CorruptArtefactError]:
@@ -141,7 +149,10 @@ def open_records(paths: tuple[str, ...]) -> JsonlRecords:
 
 
 def page_target(path: Path) -> Path:
-    """Return where a page is written, where a link points to if it is one; ConfigError if it replaced something else."""
+    """
+    Return where a page is written, where a link points to if it is one; ConfigError if it replaced
+    something else.
+    """
     target = path.resolve()
     if target.suffix.lower() not in {".html", ".htm"} or (target.exists() and not target.is_file()):
         raise ConfigError.of("--output", f"is {path}, but has to be a file that ends in .html: name one")

@@ -1,4 +1,7 @@
-"""The only place that constructs adapters that need ms-swift or torch; `app.wiring.stores` constructs the others."""
+"""
+The only place that constructs adapters that need ms-swift or torch; `app.wiring.stores` constructs
+the others.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ from adapters.trainer.static import PackTrainer
 from adapters.trainer.stream import StreamTrainer
 from adapters.workers.policy import PolicySettings, PolicyWorker
 from adapters.workers.ranks import RankWorkers
-from app.planning.split import PlannedSplit, bookmark_of
+from app.planning.split import PlannedSplit, resume_state_of
 from app.wiring.functions import named_function
 from app.wiring.stores import attention_of, read_config, refuse_leaks
 from core.batch import Accumulation
@@ -42,7 +45,7 @@ from core.errors import ConfigError, Fault, agree, counted
 from core.ports import RankGroup, Workers
 from core.rl import REWARDS, Reward, Sampling
 from core.samples import column
-from core.schedule import Course, PackFacts
+from core.schedule import EpochSchedule, PackStats
 from core.stream import CarryOptions, Order
 
 log = logging.getLogger(__name__)
@@ -57,20 +60,24 @@ def without_progress(config: RunConfig) -> RunConfig:
 
 @contextlib.contextmanager
 def joined_ranks(settings: Mapping[str, Any]) -> Iterator[RankGroup]:
-    """Join the ranks that torchrun's environment describes, or be the only one, and leave them at the end."""
+    """
+    Join the ranks that torchrun's environment describes, or be the only one, and leave them at the
+    end.
+    """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield OneRank()
         return
     group = TorchGroup(use_cpu=bool(settings.get("use_cpu")), timeout_s=float(settings.get("ddp_timeout", 1800)))
     yield group
-    # Not after an error: the other ranks may wait for this one in a collective, and leaving would wait for them.
+    # Not after an error: the other ranks may wait for this one in a collective, and leaving would
+    # wait for them.
     group.leave()
 
 
 def require_isolation(config: RunConfig, *, packed: bool) -> None:
     """
-    Refuse an attention backend that does not run, or, where samples are packed, under which they might
-    see each other.
+    Refuse an attention backend that does not run, or, where samples are packed, under which they
+    might see each other.
     """
     attention_of(config)
     if packed:
@@ -133,7 +140,8 @@ def open_samples(
 
 def open_arguments(config: RunConfig, batch_size: int, accumulation: Accumulation) -> TrainingArguments:
     """
-    Build the trainer's arguments; ConfigError if ms-swift refuses them, or the trainer could not use them later.
+    Build the trainer's arguments; ConfigError if ms-swift refuses them, or the trainer could not
+    use them later.
 
     Args:
         config: The run.
@@ -248,7 +256,7 @@ def open_comparison(trainer: PackTrainer, samples: SwiftSamples) -> PackComparis
 def build_trainer(
     config: RunConfig,
     arguments: TrainingArguments,
-    course: Course,
+    schedule: EpochSchedule,
     *,
     group: RankGroup,
     samples: Mapping[str, SwiftSamples],
@@ -262,7 +270,7 @@ def build_trainer(
 
         arguments: The trainer's settings.
 
-        course: What is trained when.
+        schedule: What is trained when.
 
         group: The ranks.
 
@@ -279,10 +287,12 @@ def build_trainer(
     train = planned["train"]
     return PackTrainer(
         group=group,
-        course=course,
-        facts=PackFacts.of(train.raw, column(train.table, "length").astype(np.int64), packed=config.training.packing),
+        schedule=schedule,
+        pack_stats=PackStats.of(
+            train.raw, column(train.table, "length").astype(np.int64), packed=config.training.packing
+        ),
         attn_impl=attention_of(config).name,
-        bookmark=lambda progress: attrs.evolve(bookmark_of(train, course, config), progress=progress),
+        resume_state=lambda progress: attrs.evolve(resume_state_of(train, schedule, config), progress=progress),
         reduction=config.training.loss_reduction,
         model=model,
         args=arguments,
@@ -294,7 +304,8 @@ def build_trainer(
 
 def open_policy(config: RunConfig, group: RankGroup, samples: SwiftSamples) -> PolicyWorker:
     """
-    Load the policy of a run of reinforcement learning, for one worker; ConfigError if the workers cannot share rows.
+    Load the policy of a run of reinforcement learning, for one worker; ConfigError if the workers
+    cannot share rows.
 
     Args:
         config: The run.
@@ -374,7 +385,8 @@ def open_workers(
 
         overrides: Of the command line, over the YAML.
 
-        ray_workers: Ray actors to start; 0: the ranks that torchrun's environment describes, or this process.
+        ray_workers: Ray actors to start; 0: the ranks that torchrun's environment describes, or
+        this process.
     """
     if ray_workers:
         if find_spec("ray") is None:

@@ -1,4 +1,7 @@
-"""The keys of a run's YAML as classes, the faults that keys have together, and advice on keys that are none."""
+"""
+The keys of a run's YAML as classes, the faults that keys have together, and advice on keys that are
+none.
+"""
 
 from __future__ import annotations
 

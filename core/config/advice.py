@@ -1,9 +1,11 @@
 """
-Advice on a key that is not known: where it belongs, or which key it misspells; never a key of another meaning.
+Advice on a key that is not known: where it belongs, or which key it misspells; never a key of
+another meaning.
 
-A misspelling keeps the words of a key and their order. Each word of at least three letters may be off by one letter
-(one too many, too few, another one, or two swapped), at most two words are, and numbers stay. So `packing_lenght` is
-`packing_length`, and `min_pixels` is not `max_pixels`. Failing that, a key may lack one word, or have one too many.
+A misspelling keeps the words of a key and their order. Each word of at least three letters may be
+off by one letter (one too many, too few, another one, or two swapped), at most two words are, and
+numbers stay. So `packing_lenght` is `packing_length`, and `min_pixels` is not `max_pixels`. Failing
+that, a key may lack one word, or have one too many.
 """
 
 from __future__ import annotations
@@ -24,11 +26,13 @@ def unknown_key(name: str, level: str, known: Iterable[str], *, refused: Mapping
     Args:
         name: The key, as it is written.
 
-        level: The section that it stands in, `training` or `policy.sequence_packing`; empty at the top.
+        level: The section that it stands in, `training` or `policy.sequence_packing`; empty at the
+        top.
 
         known: All keys that there are, each with its section: `training.learning_rate`.
 
-        refused: Keys, with their sections, that are known and always refused -> why, and what to do.
+        refused: Keys, with their sections, that are known and always refused -> why, and what to
+        do.
 
     >>> unknown_key("learning_rate", "", ["training.learning_rate"], refused={})
     'is no key of the top level: write training.learning_rate'
@@ -80,7 +84,9 @@ def _words(key: str) -> list[str]:
 
 
 def _rank(words: list[str], meant: list[str]) -> int | None:
-    """Return by how much *words* differ from those that are meant; None if they mean something else."""
+    """
+    Return by how much *words* differ from those that are meant; None if they mean something else.
+    """
     if _digits(words) != _digits(meant):
         return None
     if "".join(words) == "".join(meant):

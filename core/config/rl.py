@@ -35,7 +35,10 @@ class SequencePackingConfig:
 
 @attrs.frozen(kw_only=True)
 class DynamicBatchingConfig:
-    """`policy.dynamic_batching`: microbatches of an RL batch as padded batches of sequences of like length."""
+    """
+    `policy.dynamic_batching`: microbatches of an RL batch as padded batches of sequences of like
+    length.
+    """
 
     enabled: bool = False
     """Whether microbatches are made so."""
@@ -106,8 +109,10 @@ class GrpoConfig:
     """Scores an answer against the record's own: one of `core.rl.REWARDS`, or `module:function`."""
 
     loss: str = "clipped"
-    """`clipped`, the policy-gradient loss of PPO and GRPO, or `module:function`: a loss over the logits of a sequence
-    (see `adapters.sequence_loss.SequenceLoss`)."""
+    """
+    `clipped`, the policy-gradient loss of PPO and GRPO, or `module:function`: a loss over the
+    logits of a sequence (see `adapters.sequence_loss.SequenceLoss`).
+    """
 
     normalisation: Literal["token", "sequence"] = "token"
     """What weighs the same in the clipped loss: every token of an answer, or every answer."""
@@ -119,7 +124,10 @@ class GrpoConfig:
     """How far above 1."""
 
     save_every: int | None = None
-    """Steps between two writes of the policy, to `policy-<step>/`; unset: at the end alone, to `policy/`."""
+    """
+    Steps between two writes of the policy, to `policy-<step>/`; unset: at the end alone, to
+    `policy/`.
+    """
 
     kl_coefficient: float = 0.0
     """Weight of the divergence from the model that training started with; 0 keeps no copy of it."""

@@ -1,6 +1,6 @@
 """
-What is wrong with a run of reinforcement learning that its types cannot say, and which settings exclude
-each other.
+What is wrong with a run of reinforcement learning that its types cannot say, and which settings
+exclude each other.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """
 What a run is: frozen, validated once, every field with its unit and default.
 
-`RunConfig` mirrors the YAML, section by section. Keys of `training.` that are ms-swift's or transformers' own are in
-`TrainingConfig.trainer`, unchanged.
+`RunConfig` mirrors the YAML, section by section. Keys of `training.` that are ms-swift's or
+transformers' own are in `TrainingConfig.trainer`, unchanged.
 """
 
 from __future__ import annotations
@@ -44,9 +44,12 @@ class ModelConfig:
     """ms-swift's name of the architecture; unset, the model's config.json says it."""
 
     attn_impl: str = "auto"
-    """Attention backend: `varlen` attends to each sample of a pack by itself, without a mask; sdpa, eager,
-    flex_attention and flash_attention_2 are transformers' own. `auto` takes varlen where it is established for the
-    model, else sdpa. Packing refuses a backend that is not established to keep samples apart."""
+    """
+    Attention backend: `varlen` attends to each sample of a pack by itself, without a mask; sdpa,
+    eager, flex_attention and flash_attention_2 are transformers' own. `auto` takes varlen where it
+    is established for the model, else sdpa. Packing refuses a backend that is not established to
+    keep samples apart.
+    """
 
     torch_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Type of the weights; unset, the model's own."""
@@ -66,8 +69,10 @@ class TemplateConfig:
     """ms-swift's name of the chat template; unset, the model type's."""
 
     max_length: int | None = None
-    """Tokens of a pack: the packing length; unset, `global_max_length`, else `model.max_model_len`. There is no
-    `packing_length` key."""
+    """
+    Tokens of a pack: the packing length; unset, `global_max_length`, else `model.max_model_len`.
+    There is no `packing_length` key.
+    """
 
     max_pixels: int | None = None
     """Pixels an image is scaled down to; unset, the processor's own limit."""
@@ -76,8 +81,10 @@ class TemplateConfig:
     """System prompt of records that bring none; unset, the template's."""
 
     truncation_strategy: Literal["left", "right", "raise"] | None = None
-    """Cut samples above the limit at that end (cut samples are long samples, and counted), or refuse them; unset, they
-    are never cut: they are long samples."""
+    """
+    Cut samples above the limit at that end (cut samples are long samples, and counted), or refuse
+    them; unset, they are never cut: they are long samples.
+    """
 
 
 @attrs.frozen(kw_only=True)
@@ -85,15 +92,19 @@ class CustomConfig:
     """`custom.`: the data, and which trainer."""
 
     train_jsonl: tuple[PathText, ...] = ()
-    """Data files, one record a line; relative image paths start at the folder of their file. Needed, unless
-    `fusion_config` names the data."""
+    """
+    Data files, one record a line; relative image paths start at the folder of their file. Needed,
+    unless `fusion_config` names the data.
+    """
 
     val_jsonl: tuple[PathText, ...] = ()
     """Data files of the evaluation; unset, there is none."""
 
     fusion_config: PathText | None = None
-    """A mix of data sets, another one each epoch (a YAML); of the rollout variant. A static plan takes what `app.plan
-    materialise` writes."""
+    """
+    A mix of data sets, another one each epoch (a YAML); of the rollout variant. A static plan takes
+    what `app.plan materialise` writes.
+    """
 
     trainer_variant: Literal["sft", "rollout"] = "sft"
     """`sft` is Stage-1, from static plans; `rollout` packs while it trains."""
@@ -105,8 +116,10 @@ class CustomConfig:
     """Answer dense captions with their summary."""
 
     max_line_bytes: int = MAX_LINE_BYTES
-    """Bytes of a data file's longest line; a longer one is refused before it is read. Encoding a line takes 2 to 8 s a
-    MiB, and up to 370 times its size in memory."""
+    """
+    Bytes of a data file's longest line; a longer one is refused before it is read. Encoding a line
+    takes 2 to 8 s a MiB, and up to 370 times its size in memory.
+    """
 
     max_messages: int = MAX_MESSAGES
     """Messages of a record; more are refused."""
@@ -142,52 +155,80 @@ class TrainingConfig:
     """Stage-1 is static, the rollout variant dynamic."""
 
     packing_algorithm: str = "constant_volume"
-    """How samples are put into packs: one of `core.packers.ALGORITHMS`. `certified` finds the fewest."""
+    """
+    How samples are put into packs: one of `core.packers.ALGORITHMS`. `certified` finds the fewest.
+    """
 
     packing_buffer: int = PACKING_BUFFER
-    """Samples that are packed together; of dynamic packing: another value is refused in static mode."""
+    """
+    Samples that are packed together; of dynamic packing: another value is refused in static mode.
+    """
 
     packing_min_fill_ratio: Decimal = Decimal("0.65")
-    """Packs filled below this share of the packing length are dropped; compared as the decimal it is."""
+    """
+    Packs filled below this share of the packing length are dropped; compared as the decimal it is.
+    """
 
     packing_drop_last: bool = True
     """Whether packs filled below `packing_min_fill_ratio` are dropped."""
 
     packing_max_dropped_share: Decimal = Decimal("0.01")
-    """Share of all tokens that may be in dropped packs: where more than one pack is dropped and they have more,
-    planning ends with an error. 1 allows any."""
+    """
+    Share of all tokens that may be in dropped packs: where more than one pack is dropped and they
+    have more, planning ends with an error. 1 allows any.
+    """
 
     packing_allow_single_long: bool = True
     """Give a sample of the packing length or more a pack of its own; `false` skips it."""
 
     eval_packing: bool | None = None
-    """Whether evaluation is packed; unset, in Stage-1 and not in the rollout variant. Never without `packing`. The
-    metric is the same either way."""
+    """
+    Whether evaluation is packed; unset, in Stage-1 and not in the rollout variant. Never without
+    `packing`. The metric is the same either way.
+    """
 
     packing_wait_timeout_s: float = 7200.0
-    """Seconds in all, for training and evaluation data together, that other ranks wait for rank 0 to measure and plan,
-    and rank 0 for other jobs that write the same folders; 0 means for ever."""
+    """
+    Seconds in all, for training and evaluation data together, that other ranks wait for rank 0 to
+    measure and plan, and rank 0 for other jobs that write the same folders; 0 means for ever.
+    """
 
     packing_lengths_from: PathText | None = None
-    """The `output_dir` of another run, whose lengths are taken over where this run has none: a series of compared runs
-    measures once. It is only read, and has to have been measured from the same inputs."""
+    """
+    The `output_dir` of another run, whose lengths are taken over where this run has none: a series
+    of compared runs measures once. It is only read, and has to have been measured from the same
+    inputs.
+    """
 
     packing_length_cache_persist_every: int | None = None
-    """Samples between two flushes of the measured lengths; unset, it adapts to the size of the data set."""
+    """
+    Samples between two flushes of the measured lengths; unset, it adapts to the size of the data
+    set.
+    """
 
     packing_length_precompute_workers: int = 8
-    """Processes that measure, at most one a core; a short rest is measured in one. 1 measures in the main process."""
+    """
+    Processes that measure, at most one a core; a short rest is measured in one. 1 measures in the
+    main process.
+    """
 
     effective_batch_size: int | None = None
-    """Packs of one optimizer step over all ranks (samples, if not packing), which the ranks have to divide; unset, what
-    the next two imply."""
+    """
+    Packs of one optimizer step over all ranks (samples, if not packing), which the ranks have to
+    divide; unset, what the next two imply.
+    """
 
     per_device_train_batch_size: int = 1
-    """Batch of a rank. Packing forces it to 1, with a warning, and keeps the packs of a step by accumulation."""
+    """
+    Batch of a rank. Packing forces it to 1, with a warning, and keeps the packs of a step by
+    accumulation.
+    """
 
     gradient_accumulation_steps: int | None = None
-    """Batches of a rank in one optimizer step; unset, 1. Overridden where `effective_batch_size` is set, or packing
-    forces the batch to 1."""
+    """
+    Batches of a rank in one optimizer step; unset, 1. Overridden where `effective_batch_size` is
+    set, or packing forces the batch to 1.
+    """
 
     per_device_eval_batch_size: int = 1
     """Samples of a padded evaluation batch; packed evaluation forces it to 1."""
@@ -202,8 +243,10 @@ class TrainingConfig:
     """Optimizer steps in total, if positive; overrides the epochs."""
 
     loss_reduction: Literal["token", "sample", "sqrt"] = "token"
-    """What weighs the same in a step's loss, over all ranks: every token, every sample, or in between (`sqrt`: a token
-    of a sample of n supervised tokens weighs n ** -0.5)."""
+    """
+    What weighs the same in a step's loss, over all ranks: every token, every sample, or in between
+    (`sqrt`: a token of a sample of n supervised tokens weighs n ** -0.5).
+    """
 
     seed: int = 42
     """Seed of weights, dropout and the order of packs, which is drawn again each epoch."""
@@ -236,8 +279,10 @@ class TrainingConfig:
     """Keep the weights between the two."""
 
     trainer: Mapping[str, Any] = attrs.field(factory=dict, converter=_read_only)
-    """Every other key of ms-swift's `Seq2SeqTrainingArguments`, and so of transformers, as it is, checked against its
-    type."""
+    """
+    Every other key of ms-swift's `Seq2SeqTrainingArguments`, and so of transformers, as it is,
+    checked against its type.
+    """
 
 
 @attrs.frozen(kw_only=True)
@@ -256,7 +301,10 @@ class RunConfig:
 
     @property
     def packing_length(self) -> int:
-        """Tokens a pack may hold: `template.max_length`, else `model.max_model_len`, each else `global_max_length`."""
+        """
+        Tokens a pack may hold: `template.max_length`, else `model.max_model_len`, each else
+        `global_max_length`.
+        """
         length = self.template.max_length or self.global_max_length or self.model.max_model_len
         assert length is not None  # noqa: S101  # `faults` refuses a run without one
         return length

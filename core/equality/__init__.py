@@ -1,4 +1,7 @@
-"""Whether packed samples train as they do alone: the check's verdict, and the attentions it is established for."""
+"""
+Whether packed samples train as they do alone: the check's verdict, and the attentions it is
+established for.
+"""
 
 from __future__ import annotations
 

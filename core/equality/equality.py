@@ -1,11 +1,11 @@
 """
-Whether packed training is the same training: which packs to look at, what may differ, and the verdict.
+Whether packed training is the same training: which packs to look at, what may differ, and the
+verdict.
 
-Rounding differs between a pack and its samples alone, since sums are taken in another order; so numbers are compared
-relative to their scale, with limits that follow the precision. The scale is that of what is added, not of what is left
-of
-it: a loss is a difference of a log-sum-exp and a logit, and gradients of samples cancel. What is a whole number has to
-be equal.
+Rounding differs between a pack and its samples alone, since sums are taken in another order; so
+numbers are compared relative to their scale, with limits that follow the precision. The scale is
+that of what is added, not of what is left of it: a loss is a difference of a log-sum-exp and a
+logit, and gradients of samples cancel. What is a whole number has to be equal.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ CHECKS = MappingProxyType(
 )
 """What is compared -> the number that is reported."""
 
-# A leak was measured to move logits by their own scale; rounding, by the precision times some hundred.
+# A leak was measured to move logits by their own scale; rounding, by the precision times some
+# hundred.
 _LIMITS: Mapping[str, Mapping[Precision, float]] = MappingProxyType(
     {
         "positions": {"float32": 0, "float16": 0, "bfloat16": 0},
@@ -53,8 +54,10 @@ _LIMITS: Mapping[str, Mapping[Precision, float]] = MappingProxyType(
 )
 
 _LOSS_SHARE = 0.1
-"""A loss below this share of what it is a difference of is compared with that share: rounding is of the logits'
-size."""
+"""
+A loss below this share of what it is a difference of is compared with that share: rounding is of
+the logits' size.
+"""
 
 PROBE_FACTOR = 100
 """A changed sample's own logits have to move so many times the limit of what others may move."""
@@ -91,18 +94,20 @@ class Verdict:
 
 def loss_difference(found: float, expected: float, *, terms: float) -> float:
     """
-    Return how far a mean loss is from the expected one, on the scale that rounding of logits allows.
+    Return how far a mean loss is from the expected one, on the scale that rounding of logits
+    allows.
 
     Args:
         found: Of the pack.
 
         expected: Of the samples alone, >= 0.
 
-        terms: Mean size of what a token's loss is the difference of: its log-sum-exp, and the target's logit, absolute;
+        terms: Mean size of what a token's loss is the difference of: its log-sum-exp, and the
+        target's logit, absolute;
             not below *expected*.
 
-    >>> loss_difference(2.5, 2.0, terms=4.0), loss_difference(0.5, 0.0, terms=20.0), loss_difference(0.0, 0.0, terms=0.0)
-    (0.25, 0.25, 0.0)
+    >>> loss_difference(2.5, 2.0, terms=4.0), loss_difference(0.5, 0.0, terms=20.0)
+    (0.25, 0.25)
     """
     if found == expected:
         return 0.0
@@ -114,7 +119,8 @@ def judge(findings: Iterable[Finding], *, precision: Precision) -> tuple[Verdict
     """
     Return the verdict on each check that has a finding, in the order of `CHECKS`.
 
-    >>> judge([Finding("logits", 3e-6, 0, 1), Finding("logits", 2.0, 0, 4)], precision="float32")[0].worst.sample
+    >>> findings = [Finding("logits", 3e-6, 0, 1), Finding("logits", 2.0, 0, 4)]
+    >>> judge(findings, precision="float32")[0].worst.sample
     4
     """
     found: dict[str, list[Finding]] = {}

@@ -1,9 +1,10 @@
 """
-Which attention a run takes, and which attention backends keep the samples of a pack apart, by measurement.
+Which attention a run takes, and which attention backends keep the samples of a pack apart, by
+measurement.
 
-Without a mask, samples of one pack attend to each other, silently. Established here means: packed logits equal
-unpacked logits within float error, in a test of this project, with the fourth position row and the cache off.
-Flash attention separates by cu_seqlens, which is its own contract.
+Without a mask, samples of one pack attend to each other, silently. Established here means: packed
+logits equal unpacked logits within float error, in a test of this project, with the fourth position
+row and the cache off. Flash attention separates by cu_seqlens, which is its own contract.
 """
 
 from __future__ import annotations
@@ -21,15 +22,19 @@ NATIVE = "sdpa"
 """What transformers attends by on its own, and what references are computed by."""
 
 SHARED_ROWS = "context_parallel"
-"""The attention of ranks that share a row; outside of shared rows, the model attends by `NATIVE`."""
+"""
+The attention of ranks that share a row; outside of shared rows, the model attends by `NATIVE`.
+"""
 
 _FLASH = ("flash_attention_2", "flash_attention_3", "flash_attn")
 
 _FLEX = "flex_attention"
 
 BACKENDS = (AUTO, VARLEN, NATIVE, "eager", _FLEX, *_FLASH)
-"""Names that `model.attn_impl` takes; transformers has others, of kernels from a hub (with a slash) and paged ones
-(with a bar)."""
+"""
+Names that `model.attn_impl` takes; transformers has others, of kernels from a hub (with a slash)
+and paged ones (with a bar).
+"""
 
 ESTABLISHED = {
     "qwen2_5_vl": (VARLEN, "sdpa", "eager", *_FLASH),
@@ -68,8 +73,8 @@ def choose_attention(attn_impl: str, *, model_type: str, context_parallel_size: 
     Raises:
         AttentionError: `varlen` is asked for by name, and does not run here.
 
-    >>> choose_attention("auto", model_type="qwen3").name, choose_attention("auto", model_type="gemma2").name
-    ('varlen', 'sdpa')
+    >>> [choose_attention("auto", model_type=name).name for name in ("qwen3", "gemma2")]
+    ['varlen', 'sdpa']
     """
     if attn_impl not in (AUTO, VARLEN):
         return Attention(attn_impl, "model.attn_impl names it")
@@ -101,7 +106,8 @@ def check_isolation(model_type: str, attn_impl: str, *, flash_installed: bool, o
         on_cpu: Whether the model trains on a CPU.
 
     Raises:
-        IsolationError: The pair is not established, flash attention is not installed, or flex attention is to train on
+        IsolationError: The pair is not established, flash attention is not installed, or flex
+        attention is to train on
             a CPU, where it has no backward pass.
     """
     established = ESTABLISHED.get(model_type, ())

@@ -1,21 +1,23 @@
-"""Looking at plans: figures, invariants, differences, alternatives, and where a sample is trained."""
+"""
+Looking at plans: figures, invariants, differences, alternatives, and where a sample is trained.
+"""
 
 from __future__ import annotations
 
 from core.inspection.diff import PlanDifference, figure_differences, plan_difference
 from core.inspection.invariants import plan_faults
-from core.inspection.lookup import place_of, turns_of
+from core.inspection.lookup import place_of, scheduled_steps
 from core.inspection.review import MIN_PACKS, LowFill, longest_pack, low_fill
-from core.inspection.summary import CourseSummary, PlanSummary, fills, summarise, summarise_course, works_per_step
+from core.inspection.summary import PlanSummary, ScheduleSummary, fills, summarise, summarise_schedule, works_per_step
 from core.inspection.whatif import Alternative, best_of, what_if
 
 __all__ = [
     "MIN_PACKS",
     "Alternative",
-    "CourseSummary",
     "LowFill",
     "PlanDifference",
     "PlanSummary",
+    "ScheduleSummary",
     "best_of",
     "figure_differences",
     "fills",
@@ -24,9 +26,9 @@ __all__ = [
     "place_of",
     "plan_difference",
     "plan_faults",
+    "scheduled_steps",
     "summarise",
-    "summarise_course",
-    "turns_of",
+    "summarise_schedule",
     "what_if",
     "works_per_step",
 ]

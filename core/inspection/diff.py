@@ -14,7 +14,10 @@ from core.plan import RawPlan
 
 @attrs.frozen(eq=False)
 class PlanDifference:
-    """Samples that two plans treat otherwise, by their place in the data; arrays of sample indices, ascending."""
+    """
+    Samples that two plans treat otherwise, by their place in the data; arrays of sample indices,
+    ascending.
+    """
 
     moved: IntArray
     """In a pack of both plans, but with other samples."""
@@ -71,7 +74,10 @@ def _pack_of(packs: Packs, num_samples: int) -> IntArray:
 
 
 def _unchanged(packs: Packs, others: Packs, other_pack_of: IntArray) -> NDArray[np.bool_]:
-    """Return which packs with a sample in one of the others are one of them, sample by sample; shape (num_packs,)."""
+    """
+    Return which packs with a sample in one of the others are one of them, sample by sample; shape
+    (num_packs,).
+    """
     theirs = other_pack_of[packs.indices]
     lowest = np.minimum.reduceat(theirs, packs.offsets[:-1])
     highest = np.maximum.reduceat(theirs, packs.offsets[:-1])

@@ -1,4 +1,7 @@
-"""Whether a plan keeps its laws: what has to be true of every plan of samples of these lengths, whoever made it."""
+"""
+Whether a plan keeps its laws: what has to be true of every plan of samples of these lengths,
+whoever made it.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,9 @@ def plan_faults(
     """
     Yield every law that a plan breaks, with the first place where.
 
-    Each sample is in one pack, dropped, or skipped, and only once. Packs are in canonical order and within the budget;
-    a long sample is alone. What the fill filter keeps and drops lies on its sides of the ratio. Counts are those of the
-    packs.
+    Each sample is in one pack, dropped, or skipped, and only once. Packs are in canonical order and
+    within the budget; a long sample is alone. What the fill filter keeps and drops lies on its
+    sides of the ratio. Counts are those of the packs.
 
     Args:
         plan: To be checked.
@@ -60,7 +63,9 @@ def plan_faults(
 
 
 def _order_faults(packs: Packs, what: str) -> Iterator[str]:
-    """Yield what is not in canonical order: samples ascend in a pack, packs by their first sample."""
+    """
+    Yield what is not in canonical order: samples ascend in a pack, packs by their first sample.
+    """
     ascending = np.diff(packs.indices) > 0
     ascending[packs.offsets[1:-1] - 1] = True
     if not ascending.all():

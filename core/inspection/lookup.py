@@ -8,7 +8,7 @@ import attrs
 import numpy as np
 
 from core.plan import RawPlan
-from core.schedule import Course
+from core.schedule import EpochSchedule
 
 
 @attrs.frozen
@@ -16,18 +16,22 @@ class Place:
     """Where a sample is."""
 
     kind: Literal["packed", "long", "dropped", "skipped"]
-    """In a pack with others or alone; alone since it is long; in a pack that the fill filter drops; in none, since it
-    is long."""
+    """
+    In a pack with others or alone; alone since it is long; in a pack that the fill filter drops; in
+    none, since it is long.
+    """
 
     pack: int | None
-    """Position of the pack among the plan's packs, or its dropped ones; None for a skipped sample."""
+    """
+    Position of the pack among the plan's packs, or its dropped ones; None for a skipped sample.
+    """
 
-    mates: tuple[int, ...]
+    pack_members: tuple[int, ...]
     """All samples of that pack."""
 
 
 @attrs.frozen
-class Turn:
+class ScheduledStep:
     """When a pack is trained."""
 
     step: int
@@ -44,7 +48,7 @@ def place_of(plan: RawPlan, sample: int) -> Place:
         IndexError: The plan has no such sample.
 
     >>> from core.plan import build_raw_plan
-    >>> place_of(build_raw_plan([60, 20, 90], packing_length=80), 1).mates
+    >>> place_of(build_raw_plan([60, 20, 90], packing_length=80), 1).pack_members
     (0, 1)
     """
     for packs, kind in ((plan.packs, "packed"), (plan.dropped_packs, "dropped")):
@@ -59,18 +63,19 @@ def place_of(plan: RawPlan, sample: int) -> Place:
     raise IndexError(message)
 
 
-def turns_of(course: Course, pack: int, *, epoch: int = 0) -> tuple[Turn, ...]:
+def scheduled_steps(schedule: EpochSchedule, pack: int, *, epoch: int = 0) -> tuple[ScheduledStep, ...]:
     """
-    Return when a pack is trained in an epoch: not at all, once, or more than once where packs repeat to fill the ranks.
+    Return when a pack is trained in an epoch: not at all, once, or more than once where packs
+    repeat to fill the ranks.
 
     Args:
-        course: What is trained when.
+        schedule: What is trained when.
 
         pack: Its position in the raw plan.
 
         epoch: Which epoch, from 0.
     """
-    batches = course.num_batches(epoch) * course.batch_size * course.world_size
-    places = np.flatnonzero(course.order(epoch)[:batches] == pack)
-    per_step = course.world_size * course.batch_size * course.gradient_accumulation_steps
-    return tuple(Turn(place // per_step, place % course.world_size) for place in places.tolist())
+    batches = schedule.num_batches(epoch) * schedule.batch_size * schedule.world_size
+    places = np.flatnonzero(schedule.order(epoch)[:batches] == pack)
+    per_step = schedule.world_size * schedule.batch_size * schedule.gradient_accumulation_steps
+    return tuple(ScheduledStep(place // per_step, place % schedule.world_size) for place in places.tolist())

@@ -1,4 +1,7 @@
-"""What in a plan asks for attention: packs far over the packing length, and room that packs leave unused."""
+"""
+What in a plan asks for attention: packs far over the packing length, and room that packs leave
+unused.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,9 @@ from core.plan import RawPlan
 
 MAX_FILL = 0.8
 MIN_PACKS = 100
-"""A plan of more packs than these that is filled below `MAX_FILL` has a reason that is worth naming."""
+"""
+A plan of more packs than these that is filled below `MAX_FILL` has a reason that is worth naming.
+"""
 
 
 @attrs.frozen
@@ -49,8 +54,9 @@ class LowFill:
 
     reason: Literal["algorithm", "partners", "lengths"]
     """
-    `algorithm`: at least half of the unused room is that of packs beyond the lower bound. `partners`: of the rest, at
-    least half is in packs of one sample of more than half the packing length. `lengths`: otherwise.
+    `algorithm`: at least half of the unused room is that of packs beyond the lower bound.
+    `partners`: of the rest, at least half is in packs of one sample of more than half the packing
+    length. `lengths`: otherwise.
     """
 
     num_packs: int

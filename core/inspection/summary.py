@@ -1,11 +1,12 @@
 """
-A plan in numbers: what it takes in and leaves out, how full its packs are, and what training over it looks like.
+A plan in numbers: what it takes in and leaves out, how full its packs are, and what training over
+it looks like.
 
 The commands show these values, and a script gets the same ones from a plain list of lengths:
 
     plan = build_raw_plan(lengths, packing_length=8192)
     summarise(plan, lengths)
-    summarise_course(plan, lengths, Course.of(aligned, …))
+    summarise_schedule(plan, lengths, EpochSchedule.of(aligned, …))
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from core.lengths import IntArray, Lengths, as_lengths
 from core.metrics import padded_positions
 from core.patterns.certificate import BoundKind
 from core.plan import RawPlan
-from core.schedule import Course, EpochLedger, PackFacts
+from core.schedule import EpochSchedule, EpochStats, PackStats
 
 
 @attrs.frozen
@@ -38,7 +39,10 @@ class PlanSummary:
     """How the bound was found."""
 
     gap: float | None
-    """Packs beyond the bound, over the bound; the packs that the fill filter drops count. None without packing."""
+    """
+    Packs beyond the bound, over the bound; the packs that the fill filter drops count. None without
+    packing.
+    """
 
     num_samples: int
     """Samples of the data set: those planned, dropped and skipped together."""
@@ -79,7 +83,9 @@ class PlanSummary:
     """Mean number of samples in a pack."""
 
     fill_mean: float | None
-    """Mean share of its budget that a pack fills, a long pack counting as full; None without packing."""
+    """
+    Mean share of its budget that a pack fills, a long pack counting as full; None without packing.
+    """
 
     fill_p5: float | None
     """The fill that 95 % of the packs reach."""
@@ -88,14 +94,17 @@ class PlanSummary:
 
     padding_saved: float | None
     """
-    Estimated share of positions that packing saves: beside padded batches of as many samples as a pack has on average,
-    drawn at random, each padded to its longest. None without packing.
+    Estimated share of positions that packing saves: beside padded batches of as many samples as a
+    pack has on average, drawn at random, each padded to its longest. None without packing.
     """
 
 
 @attrs.frozen
-class CourseSummary:
-    """An epoch over a plan, and the run, at one world size; of an evaluation, a step is a forward pass of each rank."""
+class ScheduleSummary:
+    """
+    An epoch over a plan, and the run, at one world size; of an evaluation, a step is a forward pass
+    of each rank.
+    """
 
     world_size: int
 
@@ -121,15 +130,21 @@ class CourseSummary:
     total_steps: int
 
     last_step_batches: int
-    """Batches of a rank in an epoch's last step; fewer than `gradient_accumulation_steps` where its window is
-    ragged."""
+    """
+    Batches of a rank in an epoch's last step; fewer than `gradient_accumulation_steps` where its
+    window is ragged.
+    """
 
     work_per_step: float
-    """Attention work of a step, all ranks together: the sum of the squares of the samples' lengths (without packing, of
-    their padded ones); mean over the first epoch."""
+    """
+    Attention work of a step, all ranks together: the sum of the squares of the samples' lengths
+    (without packing, of their padded ones); mean over the first epoch.
+    """
 
     work_imbalance: float
-    """The busiest rank's work over the mean rank's; mean over the steps of the first epoch. 1 is even."""
+    """
+    The busiest rank's work over the mean rank's; mean over the steps of the first epoch. 1 is even.
+    """
 
     worst_work_imbalance: float
     """The same ratio in the step where it is highest."""
@@ -191,12 +206,17 @@ def summarise(plan: RawPlan, lengths: Lengths, *, packed: bool = True) -> PlanSu
 
 
 def fills(plan: RawPlan, lengths: IntArray) -> NDArray[np.float64]:
-    """Return the share of its budget that each pack fills, 1 for a pack of a long sample; shape (num_packs,)."""
+    """
+    Return the share of its budget that each pack fills, 1 for a pack of a long sample; shape
+    (num_packs,).
+    """
     shares: NDArray[np.float64] = np.minimum(plan.packs.loads(lengths) / plan.packing_length, 1)
     return shares
 
 
-def summarise_course(plan: RawPlan, lengths: Lengths, course: Course, *, packed: bool = True) -> CourseSummary:
+def summarise_schedule(
+    plan: RawPlan, lengths: Lengths, schedule: EpochSchedule, *, packed: bool = True
+) -> ScheduleSummary:
     """
     Return in numbers what training over a plan looks like.
 
@@ -205,43 +225,44 @@ def summarise_course(plan: RawPlan, lengths: Lengths, course: Course, *, packed:
 
         lengths: Tokens of each sample, >= 1.
 
-        course: Over the plan's packs, from the beginning.
+        schedule: Over the plan's packs, from the beginning.
 
         packed: Whether samples share packs; if not, they are padded to the longest of their batch.
     """
-    aligned = course.packs_per_epoch
-    works = works_per_step(plan, as_lengths(lengths), course, packed=packed)
+    aligned = schedule.packs_per_epoch
+    works = works_per_step(plan, as_lengths(lengths), schedule, packed=packed)
     imbalances = works.max(axis=1) / works.mean(axis=1)
-    accumulation = course.gradient_accumulation_steps
-    return CourseSummary(
-        world_size=course.world_size,
-        packs_per_rank=aligned // course.world_size,
+    accumulation = schedule.gradient_accumulation_steps
+    return ScheduleSummary(
+        world_size=schedule.world_size,
+        packs_per_rank=aligned // schedule.world_size,
         repeated_packs=max(0, aligned - len(plan.packs)),
         unaligned_packs=max(0, len(plan.packs) - aligned),
-        batches_per_rank=course.batches_per_epoch,
+        batches_per_rank=schedule.batches_per_epoch,
         gradient_accumulation_steps=accumulation,
-        effective_batch_size=course.world_size * course.batch_size * accumulation,
-        steps_per_epoch=course.steps_per_epoch,
-        total_steps=course.total_steps,
-        last_step_batches=course.batches_per_epoch % accumulation or accumulation,
+        effective_batch_size=schedule.world_size * schedule.batch_size * accumulation,
+        steps_per_epoch=schedule.steps_per_epoch,
+        total_steps=schedule.total_steps,
+        last_step_batches=schedule.batches_per_epoch % accumulation or accumulation,
         work_per_step=float(works.sum(axis=1).mean()),
         work_imbalance=float(imbalances.mean()),
         worst_work_imbalance=float(imbalances.max()),
     )
 
 
-def works_per_step(plan: RawPlan, lengths: IntArray, course: Course, *, packed: bool = True) -> IntArray:
+def works_per_step(plan: RawPlan, lengths: IntArray, schedule: EpochSchedule, *, packed: bool = True) -> IntArray:
     """
-    Return the attention work of each step of the first epoch, on each rank; shape (steps, world_size).
+    Return the attention work of each step of the first epoch, on each rank; shape (steps,
+    world_size).
 
     Args:
         plan: The raw plan.
 
         lengths: Tokens of each sample; int64, shape (num_samples,).
 
-        course: Over the plan's packs, from the beginning.
+        schedule: Over the plan's packs, from the beginning.
 
         packed: Whether samples share packs; if not, they are padded to the longest of their batch.
     """
-    ledger = EpochLedger.of(PackFacts.of(plan, lengths, packed=packed), course, 0)
-    return ledger.works(0, course.steps_per_epoch)
+    stats = EpochStats.of(PackStats.of(plan, lengths, packed=packed), schedule, 0)
+    return stats.works(0, schedule.steps_per_epoch)

@@ -1,4 +1,6 @@
-"""What a plan would be with another packing length, on other numbers of ranks, from lengths alone."""
+"""
+What a plan would be with another packing length, on other numbers of ranks, from lengths alone.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import attrs
 
 from core.errors import UserError
-from core.inspection.summary import CourseSummary, PlanSummary, summarise, summarise_course
+from core.inspection.summary import PlanSummary, ScheduleSummary, summarise, summarise_schedule
 from core.lengths import Lengths, as_lengths
 from core.plan import RawPlan
-from core.schedule import Course
+from core.schedule import EpochSchedule
 
 
 @attrs.frozen
@@ -23,7 +25,7 @@ class Alternative:
     plan: PlanSummary | None = None
     """Its bound is one that is found at once; None if there is no such plan."""
 
-    course: CourseSummary | None = None
+    schedule: ScheduleSummary | None = None
 
     problem: str | None = None
     """Why there are no figures."""
@@ -31,20 +33,22 @@ class Alternative:
     @property
     def score(self) -> float:
         """
-        Coverage x fill / imbalance: what share of the ranks' room and time goes into the data, 0 without a plan.
+        Coverage x fill / imbalance: what share of the ranks' room and time goes into the data, 0
+        without a plan.
 
-        Coverage is the tokens planned within the packing length over all tokens, less the share of packs that do not
-        fill the ranks and are dropped: a long sample breaks the length that is asked about. Fill is the planned tokens
-        over what the packs that all ranks run can hold: a pack that repeats counts as empty, one of a long sample holds
-        just that. Imbalance is the busiest rank's attention work over the mean rank's.
+        Coverage is the tokens planned within the packing length over all tokens, less the share of
+        packs that do not fill the ranks and are dropped: a long sample breaks the length that is
+        asked about. Fill is the planned tokens over what the packs that all ranks run can hold: a
+        pack that repeats counts as empty, one of a long sample holds just that. Imbalance is the
+        busiest rank's attention work over the mean rank's.
         """
-        if self.plan is None or self.course is None:
+        if self.plan is None or self.schedule is None:
             return 0.0
-        plan, course = self.plan, self.course
+        plan, schedule = self.plan, self.schedule
         within = (plan.planned_tokens - plan.long_tokens) / plan.num_tokens
-        coverage = within * (1 - course.unaligned_packs / plan.num_packs)
-        room = (plan.num_packs + course.repeated_packs - plan.long_samples) * plan.packing_length + plan.long_tokens
-        return coverage * plan.planned_tokens / room / course.work_imbalance
+        coverage = within * (1 - schedule.unaligned_packs / plan.num_packs)
+        room = (plan.num_packs + schedule.repeated_packs - plan.long_samples) * plan.packing_length + plan.long_tokens
+        return coverage * plan.planned_tokens / room / schedule.work_imbalance
 
 
 def what_if(
@@ -53,7 +57,7 @@ def what_if(
     packing_lengths: Sequence[int],
     world_sizes: Sequence[int],
     plan: Callable[[int], RawPlan],
-    course: Callable[[RawPlan, int], Course],
+    schedule: Callable[[RawPlan, int], EpochSchedule],
 ) -> Iterator[Alternative]:
     """
     Yield every combination, as it is planned.
@@ -67,7 +71,7 @@ def what_if(
 
         plan: Plans the samples for a packing length; may raise UserError.
 
-        course: Gives the course over a plan at a world size; may raise UserError.
+        schedule: Gives the schedule over a plan at a world size; may raise UserError.
     """
     array = as_lengths(lengths)
     for packing_length in packing_lengths:
@@ -79,7 +83,7 @@ def what_if(
         summary = summarise(planned, array)
         for world_size in world_sizes:
             try:
-                over = summarise_course(planned, array, course(planned, world_size))
+                over = summarise_schedule(planned, array, schedule(planned, world_size))
             except UserError as error:
                 yield Alternative(packing_length, world_size, problem=str(error))
             else:

@@ -20,7 +20,7 @@ from core.packers.first_fit_decreasing import first_fit_decreasing
 from core.packers.first_fit_shuffle import first_fit_shuffle
 from core.packers.modified_first_fit_decreasing import modified_first_fit_decreasing
 from core.packs import Packs
-from core.runs import Ledger, Runs
+from core.runs import PackingTrace, Runs
 
 __all__ = ["ALGORITHMS", "Algorithm", "Packer", "algorithm_named", "checked_seed", "pack", "with_bin_count"]
 
@@ -28,8 +28,11 @@ __all__ = ["ALGORITHMS", "Algorithm", "Packer", "algorithm_named", "checked_seed
 class Packer(Protocol):
     """Puts samples into packs."""
 
-    def __call__(self, lengths: IntArray, /, *, capacity: int, seed: int, tell: Callable[[str], None]) -> Packs:
-        """Return packs in canonical order; *lengths* are from 1 to *capacity*. What takes long says how far it is."""
+    def __call__(self, lengths: IntArray, /, *, capacity: int, seed: int, report: Callable[[str], None]) -> Packs:
+        """
+        Return packs in canonical order; *lengths* are from 1 to *capacity*. What takes long says
+        how far it is.
+        """
 
 
 @attrs.frozen
@@ -39,13 +42,16 @@ class Algorithm:
     packer: Packer
 
     version: str
-    """Another one whenever the algorithm gives other packs for some input; part of a plan's fingerprint."""
+    """
+    Another one whenever the algorithm gives other packs for some input; part of a plan's
+    fingerprint.
+    """
 
     draws: bool = False
     """Whether the packs depend on the seed."""
 
 
-def _over_runs(plan: Callable[..., Ledger]) -> Packer:
+def _over_runs(plan: Callable[..., PackingTrace]) -> Packer:
     """Turn an algorithm over runs of equal length into one over samples."""
 
     def packer(lengths: IntArray, /, *, capacity: int, **_: Any) -> Packs:
@@ -101,13 +107,14 @@ def pack(
     seed: int = 0,
     min_bin_count: int = 1,
     bin_count_multiple: int = 1,
-    tell: Callable[[str], None] = lambda _: None,
+    report: Callable[[str], None] = lambda _: None,
 ) -> Packs:
     """
     Group samples into packs of at most *capacity* tokens, in canonical order.
 
     Args:
-        lengths: Tokens of each sample, each from 1 to *capacity*; a numpy array of integers is the fastest.
+        lengths: Tokens of each sample, each from 1 to *capacity*; a numpy array of integers is the
+        fastest.
 
         capacity: Tokens a pack may hold, >= 1.
 
@@ -119,7 +126,7 @@ def pack(
 
         bin_count_multiple: The number of packs is made a multiple of this, likewise.
 
-        tell: Hears how far `certified` is; the others are done at once.
+        report: Hears how far `certified` is; the others are done at once.
 
     Raises:
         InvalidLengthError: A length is not a whole number from 1 to *capacity*.
@@ -139,5 +146,5 @@ def pack(
     if array.size:
         # No pack holds more than all tokens, and their sum fits 64 bits where the capacity may not.
         capacity = min(capacity, int(array.sum()))
-        packs = chosen.packer(array, capacity=capacity, seed=seed, tell=tell)
+        packs = chosen.packer(array, capacity=capacity, seed=seed, report=report)
     return with_bin_count(packs, array, minimum=min_bin_count, multiple=bin_count_multiple)

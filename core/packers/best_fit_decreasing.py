@@ -1,11 +1,14 @@
-"""Best-fit decreasing: the fullest bin that fits, of equals the one opened first; longest samples first."""
+"""
+Best-fit decreasing: the fullest bin that fits, of equals the one opened first; longest samples
+first.
+"""
 
 from __future__ import annotations
 
 from core.any_fit import fit_decreasing
-from core.runs import Ledger, Runs
+from core.runs import PackingTrace, Runs
 
 
-def best_fit_decreasing(runs: Runs, *, capacity: int) -> Ledger:
+def best_fit_decreasing(runs: Runs, *, capacity: int) -> PackingTrace:
     """Put each sample into the fullest bin that it fits."""
     return fit_decreasing(runs, capacity=capacity, fullest=True)

@@ -15,8 +15,8 @@ def with_bin_count(packs: Packs, lengths: IntArray, *, minimum: int, multiple: i
     """
     Split packs until there are at least *minimum*, and a multiple of *multiple*.
 
-    The fullest pack that has several samples is split next, into halves of about equal load: its samples go, longest
-    first, to the emptier half.
+    The fullest pack that has several samples is split next, into halves of about equal load: its
+    samples go, longest first, to the emptier half.
 
     Args:
         packs: In canonical order.

@@ -1,9 +1,10 @@
 """
 Certified: the fewest packs that can be found, beside the bound that proves how few there can be.
 
-Best fit, then exact filling, then whole bins out of the linear relaxation over patterns, until packs and bound meet.
-Everything is bounded by iterations, so the result does not depend on the machine's speed. The plan is never worse than
-that of any other algorithm: where a gap stays, they are all tried.
+Best fit, then exact filling, then whole bins out of the linear relaxation over patterns, until
+packs and bound meet. Everything is bounded by iterations, so the result does not depend on the
+machine's speed. The plan is never worse than that of any other algorithm: where a gap stays, they
+are all tried.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from core.patterns import Filling, num_packs
 from core.patterns.certificate import certify, reduced
 from core.patterns.effort import ToldEffort
 from core.patterns.rounding import dives, restarts
-from core.runs import Ledger, Runs
+from core.runs import PackingTrace, Runs
 
 
-def certified(lengths: IntArray, *, capacity: int, seed: int, tell: Callable[[str], None]) -> Packs:
+def certified(lengths: IntArray, *, capacity: int, seed: int, report: Callable[[str], None]) -> Packs:
     """
     Return the fewest packs found.
 
@@ -38,14 +39,14 @@ def certified(lengths: IntArray, *, capacity: int, seed: int, tell: Callable[[st
 
         seed: Of first-fit-shuffle, which is tried last.
 
-        tell: Hears what is looked for, and how many packs are found.
+        report: Hears what is looked for, and how many packs are found.
     """
     runs = Runs.of(lengths)
-    best, bound = _fewest(runs, capacity=capacity, tell=tell)
+    best, bound = _fewest(runs, capacity=capacity, report=report)
     if best.num_bins > bound:
-        tell(f"{counted(best.num_bins, 'pack')}, the bound is {bound:,}: trying the other algorithms")
+        report(f"{counted(best.num_bins, 'pack')}, the bound is {bound:,}: trying the other algorithms")
         for algorithm in (constant_volume, first_fit_decreasing, modified_first_fit_decreasing):
-            best = min(best, algorithm(runs, capacity=capacity), key=lambda ledger: ledger.num_bins)
+            best = min(best, algorithm(runs, capacity=capacity), key=lambda trace: trace.num_bins)
     packs = best.packs(lengths, runs)
     if len(packs) > bound:
         in_order = concatenative(lengths, capacity=capacity)
@@ -54,13 +55,13 @@ def certified(lengths: IntArray, *, capacity: int, seed: int, tell: Callable[[st
     return packs
 
 
-def _fewest(runs: Runs, *, capacity: int, tell: Callable[[str], None]) -> tuple[Ledger, int]:
+def _fewest(runs: Runs, *, capacity: int, report: Callable[[str], None]) -> tuple[PackingTrace, int]:
     """Return the best packing over runs, and the bound that it was compared with."""
     best_fit = best_fit_decreasing(runs, capacity=capacity)
     runs, capacity = reduced(runs, capacity=capacity)
     bounding = f"{counted(best_fit.num_bins, 'pack')}, looking for the bound"
-    tell(bounding)
-    effort = ToldEffort(lambda steps: tell(f"{bounding}: {counted(steps, 'step')}"))
+    report(bounding)
+    effort = ToldEffort(lambda steps: report(f"{bounding}: {counted(steps, 'step')}"))
     certificate = certify(runs, capacity=capacity, known=best_fit.num_bins, effort=effort)
     bound, best = certificate.bound, certificate.filling
     if best is None or best_fit.num_bins == bound:
@@ -68,16 +69,16 @@ def _fewest(runs: Runs, *, capacity: int, tell: Callable[[str], None]) -> tuple[
     searches = chain(dives(runs, capacity=capacity, patterns=certificate.patterns), restarts(runs, capacity=capacity))
     while num_packs(best) > bound and (found := next(searches, None)) is not None:
         best = min(best, found, key=num_packs)
-        tell(f"{counted(min(num_packs(best), best_fit.num_bins), 'pack')}, the bound is {bound:,}: looking for fewer")
-    return min(best_fit, _ledger_of(best), key=lambda ledger: ledger.num_bins), bound
+        report(f"{counted(min(num_packs(best), best_fit.num_bins), 'pack')}, the bound is {bound:,}: looking for fewer")
+    return min(best_fit, _trace_of(best), key=lambda trace: trace.num_bins), bound
 
 
-def _ledger_of(filling: Filling) -> Ledger:
+def _trace_of(filling: Filling) -> PackingTrace:
     """Write down which bins each pattern has."""
-    ledger = Ledger()
+    trace = PackingTrace()
     first = 0
     for pattern, num in filling:
         for run, per_bin in pattern.items():
-            ledger.write((run, first, num, per_bin))
+            trace.write((run, first, num, per_bin))
         first += num
-    return ledger
+    return trace

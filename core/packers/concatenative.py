@@ -1,4 +1,7 @@
-"""Concatenative: samples in input order, a new pack where the next does not fit. Next fit in the literature."""
+"""
+Concatenative: samples in input order, a new pack where the next does not fit. Next fit in the
+literature.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +34,7 @@ def concatenative(lengths: IntArray, *, capacity: int) -> Packs:
         if start + inside.size == lengths.size:
             offsets.append(lengths.size)
             return Packs(np.array(offsets, dtype=np.int64), np.arange(lengths.size))
-        # The last pack may go on behind the block: it starts the next one, which grows if a single pack fills it.
+        # The last pack may go on behind the block: it starts the next one, which grows if a single
+        # pack fills it.
         block = block if at else 2 * block
         start += at

@@ -1,41 +1,45 @@
 """
 Constant volume: the emptiest bin that fits, longest samples first.
 
-The packs of `binpacking.to_constant_volume` 2.x (with `weight_pos`), ties included, without its quadratic search: the
-emptiest bin fits if any bin fits. Worst-fit decreasing in the literature (Johnson, "Near-optimal bin packing
-algorithms", 1973). Bins are handled as stretches of neighbours with equal room; when no bin fits, a new one is the
-emptiest until it is full, so new bins take all they hold at once.
+The packs of `binpacking.to_constant_volume` 2.x (with `weight_pos`), ties included, without its
+quadratic search: the emptiest bin fits if any bin fits. Worst-fit decreasing in the literature
+(Johnson, "Near-optimal bin packing algorithms", 1973). Bins are handled as ranges of neighbours
+with equal room; when no bin fits, a new one is the emptiest until it is full, so new bins take all
+they hold at once.
 """
 
 from __future__ import annotations
 
 from heapq import heappop, heappush
 
-from core.runs import Ledger, Runs
+from core.runs import PackingTrace, Runs
 
 
-def constant_volume(runs: Runs, *, capacity: int) -> Ledger:
-    """Put each sample into the emptiest bin, of equals the one opened first; into a new one where it does not fit."""
-    ledger = Ledger()
+def constant_volume(runs: Runs, *, capacity: int) -> PackingTrace:
+    """
+    Put each sample into the emptiest bin, of equals the one opened first; into a new one where it
+    does not fit.
+    """
+    trace = PackingTrace()
     num_bins = 0
-    stretches: list[tuple[int, int, int]] = []  # (-room, first, number)
+    ranges: list[tuple[int, int, int]] = []  # (-room, first, number)
     for run, (size, count) in enumerate(zip(runs.sizes, runs.counts, strict=True)):
         left = count
-        while left and stretches and -stretches[0][0] >= size:
-            room, first, number = heappop(stretches)
+        while left and ranges and -ranges[0][0] >= size:
+            room, first, number = heappop(ranges)
             taken = min(number, left)
-            ledger.write((run, first, taken, 1))
+            trace.write((run, first, taken, 1))
             left -= taken
-            heappush(stretches, (room + size, first, taken))
+            heappush(ranges, (room + size, first, taken))
             if taken < number:
-                heappush(stretches, (room, first + taken, number - taken))
+                heappush(ranges, (room, first + taken, number - taken))
         per_bin = capacity // size
         full, rest = divmod(left, per_bin)
         if full:
-            ledger.write((run, num_bins, full, per_bin))
-            heappush(stretches, (per_bin * size - capacity, num_bins, full))
+            trace.write((run, num_bins, full, per_bin))
+            heappush(ranges, (per_bin * size - capacity, num_bins, full))
         if rest:
-            ledger.write((run, num_bins + full, 1, rest))
-            heappush(stretches, (rest * size - capacity, num_bins + full, 1))
+            trace.write((run, num_bins + full, 1, rest))
+            heappush(ranges, (rest * size - capacity, num_bins + full, 1))
         num_bins += full + (rest > 0)
-    return ledger
+    return trace

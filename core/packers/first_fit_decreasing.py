@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from core.any_fit import fit_decreasing
-from core.runs import Ledger, Runs
+from core.runs import PackingTrace, Runs
 
 
-def first_fit_decreasing(runs: Runs, *, capacity: int) -> Ledger:
+def first_fit_decreasing(runs: Runs, *, capacity: int) -> PackingTrace:
     """Put each sample into the first bin that it fits."""
     return fit_decreasing(runs, capacity=capacity, fullest=False)

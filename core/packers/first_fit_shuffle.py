@@ -27,7 +27,10 @@ def first_fit_shuffle(lengths: IntArray, *, capacity: int, seed: int) -> Packs:
 
 
 def _first_fit(lengths: list[int], capacity: int) -> list[int]:
-    """Return the bin of each length, searched in a tree of the most room below each node; all bins are leaves."""
+    """
+    Return the bin of each length, searched in a tree of the most room below each node; all bins are
+    leaves.
+    """
     leaves = 1
     room = [0, capacity]
     bins = []

@@ -1,8 +1,8 @@
 """
 Patterns: what a bin takes of which runs, with the number of bins that look so.
 
-`fill` finds patterns that use every token; `relaxation` says, by a linear program over patterns, how few packs any
-packing needs.
+`fill` finds patterns that use every token; `relaxation` says, by a linear program over patterns,
+how few packs any packing needs.
 """
 
 from __future__ import annotations

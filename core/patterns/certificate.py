@@ -1,4 +1,7 @@
-"""How few packs there can be, and how few were found: heuristics and bounds, cheapest first, until they meet."""
+"""
+How few packs there can be, and how few were found: heuristics and bounds, cheapest first, until
+they meet.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,9 @@ from core.runs import Runs
 
 BoundKind = Literal["quick", "relaxation", "reached"]
 """
-What a lower bound is: the better of L2 and dual-feasible functions, beyond which nothing was found, or not looked for;
-that of the linear relaxation over patterns; or one that a packing reaches, which proves both.
+What a lower bound is: the better of L2 and dual-feasible functions, beyond which nothing was found,
+or not looked for; that of the linear relaxation over patterns; or one that a packing reaches, which
+proves both.
 """
 
 
@@ -63,8 +67,8 @@ def certify(runs: Runs, *, capacity: int, known: int, effort: Effort) -> Certifi
 
 def _search(runs: Runs, *, capacity: int, known: int, effort: Effort, bound: int) -> Certificate:
     """
-    Bound a packing problem by more than the quick *bound*; SpentError if the effort does not reach the
-    relaxation.
+    Bound a packing problem by more than the quick *bound*; SpentError if the effort does not reach
+    the relaxation.
     """
     drawn = fill_exactly(runs, capacity=capacity, effort=effort, seed=0)
     drawn = refill(drawn, runs, capacity=capacity, enough=bound, effort=effort)

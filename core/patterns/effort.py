@@ -1,8 +1,9 @@
 """
-How much a search may cost: counted in steps, never by the clock, so that its result is the same on every machine.
+How much a search may cost: counted in steps, never by the clock, so that its result is the same on
+every machine.
 
-A step is what a completion of exact filling does for one run, about a third of a microsecond; the constants of the
-other searches are such that their steps take about as long.
+A step is what a completion of exact filling does for one run, about a third of a microsecond; the
+constants of the other searches are such that their steps take about as long.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ class Effort:
 class ToldEffort(Effort):
     """Effort without a limit, which says how much of it is spent."""
 
-    def __init__(self, tell: Callable[[int], None]) -> None:
-        """Call *tell* with the steps so far, every `TOLD_EVERY` steps at most."""
+    def __init__(self, report: Callable[[int], None]) -> None:
+        """Call *report* with the steps so far, every `TOLD_EVERY` steps at most."""
         super().__init__()
-        self._tell, self._spent, self._told = tell, 0, 0
+        self._tell, self._spent, self._told = report, 0, 0
 
     def spend(self, steps: int) -> None:
         """Count *steps*, and say how many they are by now."""

@@ -1,10 +1,11 @@
 """
 Exact filling: bins whose samples sum to the capacity, found by subset sums over runs.
 
-A bin starts with one sample and is completed to exactly its capacity where that is possible, else as far as possible.
-Reachable sums are the bits of one integer (Pisinger, "Dynamic programming on the word RAM", 2003). The pattern found
-is used for as many bins as its scarcest run allows, so the work grows with the distinct lengths. A minimum-bin-slack
-heuristic in the literature (Gupta and Ho, 1999; Fleszar and Hindi, 2002).
+A bin starts with one sample and is completed to exactly its capacity where that is possible, else
+as far as possible. Reachable sums are the bits of one integer (Pisinger, "Dynamic programming on
+the word RAM", 2003). The pattern found is used for as many bins as its scarcest run allows, so the
+work grows with the distinct lengths. A minimum-bin-slack heuristic in the literature (Gupta and Ho,
+1999; Fleszar and Hindi, 2002).
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def fill_exactly(
 
         largest_first: Start each bin with the longest sample left, else with a drawn one.
 
-        seed: Complete bins from drawn runs, so that what is left stays a fair sample of the whole; None: from the
+        seed: Complete bins from drawn runs, so that what is left stays a fair sample of the whole;
+        None: from the
             longest that fit, which leaves short ones for the end.
     """
     sizes, left = runs.sizes, list(runs.counts)
@@ -111,7 +113,10 @@ def refill(filling: Filling, runs: Runs, *, capacity: int, enough: int, effort: 
 
 
 def _take_apart(filling: Filling, runs: Runs, capacity: int, seed: int) -> tuple[Filling, list[int]]:
-    """Return the bins to keep, and the samples of the others: all that are not full, and half as many full ones."""
+    """
+    Return the bins to keep, and the samples of the others: all that are not full, and half as many
+    full ones.
+    """
     is_full = [sum(runs.sizes[run] * per_bin for run, per_bin in p.items()) == capacity for p, _ in filling]
     num_full = np.cumsum([num * full for (_, num), full in zip(filling, is_full, strict=True)])
     num_open = num_packs(filling) - int(num_full[-1])
@@ -133,7 +138,10 @@ def _take_apart(filling: Filling, runs: Runs, capacity: int, seed: int) -> tuple
 def _complete(
     room: int, candidates: Iterable[int], sizes: list[int], left: list[int], effort: Effort
 ) -> tuple[int, Pattern]:
-    """Return the largest sum up to *room* that the candidates reach, and a pattern for it; early if it is *room*."""
+    """
+    Return the largest sum up to *room* that the candidates reach, and a pattern for it; early if it
+    is *room*.
+    """
     within = (1 << (room + 1)) - 1
     reached = [1]  # bit n of the last: n tokens are reachable
     used: list[tuple[int, int]] = []
@@ -162,7 +170,10 @@ def _complete(
 
 
 def _draws(left: list[int], seed: int) -> Iterator[int]:
-    """Yield runs for ever, each as often as samples of it are left; the raw stream is the same in every numpy."""
+    """
+    Yield runs for ever, each as often as samples of it are left; the raw stream is the same in
+    every numpy.
+    """
     stream = np.random.PCG64(seed)
     while True:
         ends = np.cumsum(left)

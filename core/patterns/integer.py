@@ -13,7 +13,8 @@ MAX_NODES = 200
 
 def fewest_patterns(patterns: list[Pattern], runs: Runs) -> Filling | None:
     """
-    Choose whole patterns, as few bins as possible, that have a place for every sample; None if none is found.
+    Choose whole patterns, as few bins as possible, that have a place for every sample; None if none
+    is found.
 
     Args:
         patterns: Over *runs*; each run has to be in one.

@@ -15,17 +15,19 @@ def quick_bound(runs: Runs, *, capacity: int) -> int:
     """
     Return the better of L2 and dual-feasible functions.
 
-    L2 (Martello and Toth, "Lower bounds and reduction procedures for the bin packing problem", 1990): for every
-    threshold K up to half the capacity, samples above `capacity - K` need a pack each, samples above half need one
-    each and leave room, and what of the samples from K up exceeds that room needs more. The functions u(k) of Fekete
-    and Schepers ("New classes of fast lower bounds for bin packing problems", 2001) round lengths to k-ths of the
-    capacity such that no pack holds more than k of them.
+    L2 (Martello and Toth, "Lower bounds and reduction procedures for the bin packing problem",
+    1990): for every threshold K up to half the capacity, samples above `capacity - K` need a pack
+    each, samples above half need one each and leave room, and what of the samples from K up exceeds
+    that room needs more. The functions u(k) of Fekete and Schepers ("New classes of fast lower
+    bounds for bin packing problems", 2001) round lengths to k-ths of the capacity such that no pack
+    holds more than k of them.
     """
     if not runs.sizes:
         return 0
     sizes = np.array(runs.sizes[::-1], dtype=np.int64)
     counts = np.array(runs.counts[::-1], dtype=np.int64)
-    # Products reach number of samples * capacity * parts: beyond 64 bits Python's own integers take over.
+    # Products reach number of samples * capacity * parts: beyond 64 bits Python's own integers take
+    # over.
     if sum(runs.counts) * capacity * (MAX_PARTS + 1) >= 2**63:
         sizes, counts = sizes.astype(object), counts.astype(object)
     return max(_l2(sizes, counts, capacity), _dual_feasible(sizes, counts, capacity))
@@ -37,7 +39,8 @@ def _l2(sizes: IntArray, counts: IntArray, capacity: int) -> int:
     tokens = np.concatenate([[0], np.cumsum(counts * sizes)])
     halves = int(np.searchsorted(sizes, capacity // 2, side="right"))
     thresholds = np.concatenate([[0], sizes[:halves]])
-    # Runs below `small` are below K, up to `halves` at most half, up to `large` leave room for K; the rest do not.
+    # Runs below `small` are below K, up to `halves` at most half, up to `large` leave room for K;
+    # the rest do not.
     small = np.searchsorted(sizes, thresholds, side="left")
     large = np.maximum(np.searchsorted(sizes, capacity - thresholds, side="right"), halves)
     room = (samples[large] - samples[halves]) * capacity - (tokens[large] - tokens[halves])
@@ -51,7 +54,8 @@ def _dual_feasible(sizes: IntArray, counts: IntArray, capacity: int) -> int:
     for parts in range(1, MAX_PARTS + 1):
         scaled = sizes * (parts + 1)
         whole = scaled // capacity
-        # A length on the boundary keeps its share of the capacity; the others are rounded down to whole parts.
+        # A length on the boundary keeps its share of the capacity; the others are rounded down to
+        # whole parts.
         value = np.where(scaled == whole * capacity, sizes * parts, whole * capacity)
         best = max(best, -(-int((value * counts).sum()) // (capacity * parts)))
     return best

@@ -1,14 +1,15 @@
 """
 The linear relaxation of packing over patterns, by column generation.
 
-Gilmore and Gomory, "A linear programming approach to the cutting-stock problem" (1961, 1963): how many packs are
-needed if patterns may be used in fractions. The master program is solved by HiGHS through scipy; new patterns come
-from a knapsack over the dual values. Slow convergence is met by two known means: a sample may take the place of a
-longer one (the dual cuts of Valério de Carvalho, 2005), and knapsacks are solved between the best dual values so far
-and the current ones (the smoothing of Wentges, 1997), which start at each length's share of the capacity.
+Gilmore and Gomory, "A linear programming approach to the cutting-stock problem" (1961, 1963): how
+many packs are needed if patterns may be used in fractions. The master program is solved by HiGHS
+through scipy; new patterns come from a knapsack over the dual values. Slow convergence is met by
+two known means: a sample may take the place of a longer one (the dual cuts of Valério de Carvalho,
+2005), and knapsacks are solved between the best dual values so far and the current ones (the
+smoothing of Wentges, 1997), which start at each length's share of the capacity.
 
-The bound never rests on floating point: dual values are rounded to integers, the knapsack is solved exactly over
-them, and Farley's bound (1990) is then a quotient of integers.
+The bound never rests on floating point: dual values are rounded to integers, the knapsack is solved
+exactly over them, and Farley's bound (1990) is then a quotient of integers.
 """
 
 from __future__ import annotations
@@ -104,13 +105,19 @@ def relax(runs: Runs, *, capacity: int, fillings: list[Filling], bound: int, eno
 
 
 def _steps_of_a_master(pool: dict[PatternKey, Pattern]) -> int:
-    """Return about what a master program costs: some milliseconds, and the product of its runs and its entries."""
+    """
+    Return about what a master program costs: some milliseconds, and the product of its runs and its
+    entries.
+    """
     num_runs = len({run for pattern in pool.values() for run in pattern})
     return 15_000 + num_runs * sum(map(len, pool.values())) // 4
 
 
 def _steps_of_a_knapsack(num_runs: int, capacity: int) -> int:
-    """Return about what a knapsack costs: a pass over the runs for each capacity up to the one that is asked for."""
+    """
+    Return about what a knapsack costs: a pass over the runs for each capacity up to the one that is
+    asked for.
+    """
     return capacity * (12 + num_runs // 150)
 
 
@@ -174,7 +181,9 @@ class Knapsack:
     """The highest price of a pattern of at most n tokens; shape (capacity + 1,)."""
 
     first: IntArray
-    """A run that such a pattern has, -1 where it leaves the n-th token unused; shape (capacity + 1,)."""
+    """
+    A run that such a pattern has, -1 where it leaves the n-th token unused; shape (capacity + 1,).
+    """
 
     @property
     def best(self) -> int:
@@ -182,7 +191,9 @@ class Knapsack:
         return int(self.worth[-1])
 
     def worth_with_each_run(self) -> IntArray:
-        """Return the highest price of a pattern that has a sample of each run; shape (num_runs,)."""
+        """
+        Return the highest price of a pattern that has a sample of each run; shape (num_runs,).
+        """
         worth: IntArray = self.prices + self.worth[self.worth.size - 1 - self.sizes]
         return worth
 
@@ -227,7 +238,10 @@ def solve_knapsack(sizes: IntArray, prices: IntArray, capacity: int) -> Knapsack
 
 
 def _add_patterns(pool: dict[PatternKey, Pattern], knapsack: Knapsack, duals: FloatArray) -> int:
-    """Add the best pattern with each run, where it would lower the master program; return how many were new."""
+    """
+    Add the best pattern with each run, where it would lower the master program; return how many
+    were new.
+    """
     before = len(pool)
     dual = duals.tolist()
     dearest = np.argsort(-knapsack.worth_with_each_run(), kind="stable").tolist()

@@ -1,8 +1,9 @@
 """
-Whole bins out of the linear relaxation: by diving, and for few samples by restarts and an integer program.
+Whole bins out of the linear relaxation: by diving, and for few samples by restarts and an integer
+program.
 
-A dive takes the patterns that the program uses whole, and the best of the others until enough bins are fixed; then what
-is left is packed exactly, and the program is solved again for it.
+A dive takes the patterns that the program uses whole, and the best of the others until enough bins
+are fixed; then what is left is packed exactly, and the program is solved again for it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ MIN_SHARE_OF_A_DIVE = 0.5
 
 FEW_SAMPLES = 60
 MAX_RESTARTS = 100
-"""Where so few samples leave a gap, so many packings are tried, and an integer program over their patterns."""
+"""
+Where so few samples leave a gap, so many packings are tried, and an integer program over their
+patterns.
+"""
 
 _TINY = 1e-6
 """What a solver's zero may be."""
@@ -65,7 +69,10 @@ def dives(runs: Runs, *, capacity: int, patterns: list[Pattern]) -> Iterator[Fil
 
 
 def restarts(runs: Runs, *, capacity: int) -> Iterator[Filling]:
-    """Yield packings of other draws, and at last the best one of all their patterns, where there are few samples."""
+    """
+    Yield packings of other draws, and at last the best one of all their patterns, where there are
+    few samples.
+    """
     if sum(runs.counts) > FEW_SAMPLES:
         return
     pool: dict[PatternKey, Pattern] = {}
@@ -99,7 +106,8 @@ def _fix(patterns: list[Pattern], uses: FloatArray, left: list[int], *, at_least
         pattern, used = patterns[place], float(uses[place])
         if used < 1 - _TINY and fixed and (num_packs(fixed) >= at_least or used < _TINY):
             break
-        # The program lets a sample take the place of a longer one: not every bin that it uses can be filled as it says.
+        # The program lets a sample take the place of a longer one: not every bin that it uses can
+        # be filled as it says.
         num = min(max(int(used + _TINY), 1), *(left[run] // per_bin for run, per_bin in pattern.items()))
         if num:
             fixed.append((pattern, num))

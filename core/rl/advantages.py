@@ -16,7 +16,8 @@ def group_advantages(rewards: NDArray[np.float64], *, group_size: int) -> NDArra
     Group-relative advantages of GRPO (Shao et al., "DeepSeekMath", 2024).
 
     Args:
-        rewards: Of all answers, those to the same prompt next to each other; shape (num_groups * group_size,).
+        rewards: Of all answers, those to the same prompt next to each other; shape (num_groups *
+        group_size,).
 
         group_size: Answers to each prompt.
 

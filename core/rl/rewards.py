@@ -17,7 +17,8 @@ class Reward(Protocol):
 
 def word_overlap(completion: str, answer: str) -> float:
     """
-    Return the F1 measure of the words that both have, from 0 to 1, as in question answering (SQuAD, 2016).
+    Return the F1 measure of the words that both have, from 0 to 1, as in question answering (SQuAD,
+    2016).
 
     >>> word_overlap("a red dot", "a small red dot")
     0.8571428571428571

@@ -60,7 +60,10 @@ def column(table: Table, name: str) -> NDArray[np.int32]:
 
 @attrs.frozen
 class ImageFacts:
-    """An image file as it was when its sample was measured: enough to see, without decoding, that it is another."""
+    """
+    An image file as it was when its sample was measured: enough to see, without decoding, that it
+    is another.
+    """
 
     num_bytes: int
 
@@ -113,7 +116,8 @@ def from_tables(table: Table, images: ImageTable, indices: Iterable[int]) -> lis
     Args:
         table: Measurements of all samples; int32, shape (num_samples, num_columns).
 
-        images: What is stored of their images, in the order of the samples; int64, shape (num_images,
+        images: What is stored of their images, in the order of the samples; int64, shape
+        (num_images,
             num_image_columns).
 
         indices: Samples to read, each from 0.

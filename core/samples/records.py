@@ -1,8 +1,9 @@
 """
 Records -> chat messages, by pure rules.
 
-A record is either one of ms-swift's (`messages`, `images`, …) or a dense caption (`images`, `objects` with a `desc`
-and a `bbox_2d` or `poly`, `width`, `height`, optionally `summary`), which is turned into messages here.
+A record is either one of ms-swift's (`messages`, `images`, …) or a dense caption (`images`,
+`objects` with a `desc` and a `bbox_2d` or `poly`, `width`, `height`, optionally `summary`), which
+is turned into messages here.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ REFUSED = {
     "system_prompt": "call it 'system'",
 }
 """
-Keys of a record -> what to do about them: what ms-swift, or another program that reads such data, gives a meaning which
-packing here does not. All other keys are ignored.
+Keys of a record -> what to do about them: what ms-swift, or another program that reads such data,
+gives a meaning which packing here does not. All other keys are ignored.
 """
 
 _READ_OF_MESSAGES = ("role", "content", "loss", "loss_scale")
@@ -86,7 +87,10 @@ _OTHERWISE = "write what it says into 'content', or remove it"
 _SCHEME = re.compile(r"(?P<name>[A-Za-z][A-Za-z0-9+.-]+)://")
 
 _BASE64_IMAGE = re.compile(r"(?:/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk[0-3])[A-Za-z0-9+/_\s-]{60,}={0,2}\Z")
-"""A JPEG, PNG, GIF, WebP or BMP in base64, by the bytes that it starts with; a path has a dot before its extension."""
+"""
+A JPEG, PNG, GIF, WebP or BMP in base64, by the bytes that it starts with; a path has a dot before
+its extension.
+"""
 
 _LONGEST_PATH = 4096
 """Characters of a path that Linux opens."""
@@ -117,8 +121,9 @@ def to_messages(
     Raises:
         ValueError: What is wrong with the record, in words for its author.
 
-    >>> to_messages({"images": ["a.png"], "width": 8, "height": 8,
-    ...              "objects": [{"desc": "red dot", "bbox_2d": [1, 2, 3, 4]}]})["messages"][1]["content"]
+    >>> dots = [{"desc": "red dot", "bbox_2d": [1, 2, 3, 4]}]
+    >>> record = {"images": ["a.png"], "width": 8, "height": 8, "objects": dots}
+    >>> to_messages(record)["messages"][1]["content"]
     '[{"desc": "red dot", "bbox_2d": [1, 2, 3, 4]}]'
     """
     if not isinstance(record, Mapping):
@@ -159,7 +164,10 @@ def _is_empty(value: object) -> bool:
 
 
 def _refuse_keys(record: Mapping[str, Any]) -> None:
-    """Refuse keys of a record that would be ignored although they mean something; ms-swift reads some in any case."""
+    """
+    Refuse keys of a record that would be ignored although they mean something; ms-swift reads some
+    in any case.
+    """
     for name, value in record.items():
         plain = name.lower()
         if _is_empty(value):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from core.schedule.schedule import ORDER_VERSION, Bookmark, Course, Progress
-from core.schedule.telemetry import EpochLedger, PackFacts
+from core.schedule.schedule import ORDER_VERSION, EpochSchedule, Progress, ResumeState
+from core.schedule.telemetry import EpochStats, PackStats
 
-__all__ = ["ORDER_VERSION", "Bookmark", "Course", "EpochLedger", "PackFacts", "Progress"]
+__all__ = ["ORDER_VERSION", "EpochSchedule", "EpochStats", "PackStats", "Progress", "ResumeState"]

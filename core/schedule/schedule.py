@@ -1,9 +1,11 @@
 """
-Which packs training consumes, in which order, epoch after epoch, also after a resume on another number of ranks.
+Which packs training consumes, in which order, epoch after epoch, also after a resume on another
+number of ranks.
 
-A pack is named by its position in the raw plan. In an order, rank r of W takes the positions r, r + W, r + 2W, …, so
-whatever all ranks have consumed together is a prefix of it. Orders follow from the seed and the epoch alone,
-and never change under one `ORDER_VERSION`, since a resumed run counts on them.
+A pack is named by its position in the raw plan. In an order, rank r of W takes the positions r, r +
+W, r + 2W, …, so whatever all ranks have consumed together is a prefix of it. Orders follow from the
+seed and the epoch alone, and never change under one `ORDER_VERSION`, since a resumed run counts on
+them.
 """
 
 from __future__ import annotations
@@ -20,17 +22,20 @@ from core.lengths import IntArray, positive
 from core.shuffling import shuffled
 
 ORDER_VERSION = 1
-"""Another one whenever a schedule gives a rank other packs in some step than before; a golden order guards it."""
+"""
+Another one whenever a schedule gives a rank other packs in some step than before; a golden order
+guards it.
+"""
 
 
 @attrs.frozen
-class Stretch:
+class EpochSegment:
     """A part of an epoch that one number of ranks trained."""
 
     world_size: int
     dataloader_drop_last: bool
     pack_offset: int
-    """Packs of this stretch's order that all ranks together have consumed."""
+    """Packs of this segment's order that all ranks together have consumed."""
 
 
 @attrs.frozen
@@ -46,17 +51,18 @@ class Progress:
     epoch_step: int = 0
     """Optimizer steps done in that epoch."""
 
-    stretches: tuple[Stretch, ...] = ()
-    """How that epoch was trained so far; the last stretch is going on."""
+    segments: tuple[EpochSegment, ...] = ()
+    """How that epoch was trained so far; the last segment is going on."""
 
 
 @attrs.frozen
-class Course:
+class EpochSchedule:
     """
     What is to be trained, from a certain progress on.
 
-    Every whole epoch gives each rank a batch, so that no count of steps is 0: PlanTooShortError if it would not. What an
-    epoch has left after a resume on other ranks may give none: then it takes no further step.
+    Every whole epoch gives each rank a batch, so that no count of steps is 0: PlanTooShortError if
+    it would not. What an epoch has left after a resume on other ranks may give none: then it takes
+    no further step.
     """
 
     num_packs: int
@@ -120,7 +126,8 @@ class Course:
         >>> from core.plan import build_raw_plan
         >>> plan = build_raw_plan([5, 5, 5], packing_length=5)
         >>> aligned = align_plan(plan, world_size=2, dataloader_drop_last=False)
-        >>> Course.of(aligned, gradient_accumulation_steps=1, num_train_epochs=1, shuffle=False).order(0).tolist()
+        >>> options = {"gradient_accumulation_steps": 1, "num_train_epochs": 1, "shuffle": False}
+        >>> EpochSchedule.of(aligned, **options).order(0).tolist()
         [0, 1, 2, 0]
         """
         return cls(
@@ -144,7 +151,9 @@ class Course:
 
     @property
     def packs_per_epoch(self) -> int:
-        """Packs of the aligned plan: what all ranks together take of an epoch, repeated ones included."""
+        """
+        Packs of the aligned plan: what all ranks together take of an epoch, repeated ones included.
+        """
         return aligned_size(self.num_packs, self.world_size, self.dataloader_drop_last)
 
     @property
@@ -179,7 +188,9 @@ class Course:
 
     @property
     def num_epochs(self) -> int:
-        """Epochs at the end of training, the last perhaps in part, those before `start` included."""
+        """
+        Epochs at the end of training, the last perhaps in part, those before `start` included.
+        """
         left = self.total_steps - self.start.step
         if left <= 0:
             return self.start.epoch
@@ -187,15 +198,17 @@ class Course:
         return self.start.epoch + 1 + max(0, -(-beyond // self.steps_per_epoch))
 
     def order(self, epoch: int) -> IntArray:
-        """Return the packs still to be consumed in *epoch*, those of all ranks; shape (num_consumed,)."""
-        return self._orders(epoch)[-1][self._stretches(epoch)[-1].pack_offset :]
+        """
+        Return the packs still to be consumed in *epoch*, those of all ranks; shape (num_consumed,).
+        """
+        return self._orders(epoch)[-1][self._segments(epoch)[-1].pack_offset :]
 
     def consumed(self, epoch: int) -> IntArray:
         """Return the packs that were consumed in *epoch* before `start`; shape (num_consumed,)."""
-        stretches = self._stretches(epoch)
-        if not any(stretch.pack_offset for stretch in stretches):
+        segments = self._segments(epoch)
+        if not any(segment.pack_offset for segment in segments):
             return np.zeros(0, dtype=np.int64)
-        return np.concatenate([o[: s.pack_offset] for o, s in zip(self._orders(epoch), stretches, strict=True)])
+        return np.concatenate([o[: s.pack_offset] for o, s in zip(self._orders(epoch), segments, strict=True)])
 
     def batches(self, epoch: int, *, rank: int) -> list[list[int]]:
         """Return the batches that *rank* has still to consume in *epoch*, each a list of packs."""
@@ -225,36 +238,41 @@ class Course:
         before = self.steps_before(epoch)
         if not done and not before:
             return Progress(step=step, epoch=epoch)
-        *earlier, last = self._stretches(epoch)
+        *earlier, last = self._segments(epoch)
         packs = done * self.gradient_accumulation_steps * self.batch_size * self.world_size
         now = attrs.evolve(last, pack_offset=last.pack_offset + packs)
-        return Progress(step=step, epoch=epoch, epoch_step=before + done, stretches=(*earlier, now))
+        return Progress(step=step, epoch=epoch, epoch_step=before + done, segments=(*earlier, now))
 
-    def _stretches(self, epoch: int) -> tuple[Stretch, ...]:
-        """Return the stretches of *epoch* at `start`; these ranks go on with the last one, or begin it."""
-        earlier = self.start.stretches if epoch == self.start.epoch else ()
-        mine = Stretch(self.world_size, self.dataloader_drop_last, 0)
+    def _segments(self, epoch: int) -> tuple[EpochSegment, ...]:
+        """
+        Return the segments of *epoch* at `start`; these ranks go on with the last one, or begin it.
+        """
+        earlier = self.start.segments if epoch == self.start.epoch else ()
+        mine = EpochSegment(self.world_size, self.dataloader_drop_last, 0)
         if earlier and attrs.evolve(earlier[-1], pack_offset=0) == mine:
             return earlier
         return (*earlier, mine)
 
     def _orders(self, epoch: int) -> list[IntArray]:
-        """Return the order of each stretch of *epoch*."""
-        first, *later = stretches = self._stretches(epoch)
+        """Return the order of each segment of *epoch*."""
+        first, *later = segments = self._segments(epoch)
         orders = [self._whole_order(epoch, first)]
-        for stretch in later:
-            consumed = [order[: before.pack_offset] for order, before in zip(orders, stretches, strict=False)]
+        for segment in later:
+            consumed = [order[: before.pack_offset] for order, before in zip(orders, segments, strict=False)]
             left = _not_yet(orders[-1], consumed)
-            orders.append(left[aligned_positions(left.size, stretch.world_size, stretch.dataloader_drop_last)])
+            orders.append(left[aligned_positions(left.size, segment.world_size, segment.dataloader_drop_last)])
         return orders
 
-    def _whole_order(self, epoch: int, stretch: Stretch) -> IntArray:
-        """Return the order of an epoch that the ranks of *stretch* train from its beginning."""
-        positions = aligned_positions(self.num_packs, stretch.world_size, stretch.dataloader_drop_last)
+    def _whole_order(self, epoch: int, segment: EpochSegment) -> IntArray:
+        """Return the order of an epoch that the ranks of *segment* train from its beginning."""
+        positions = aligned_positions(self.num_packs, segment.world_size, segment.dataloader_drop_last)
         return positions[shuffled(positions.size, seed=(self.seed, epoch))] if self.shuffle else positions
 
     def batches_of(self, num_packs: int) -> int:
-        """Return how many batches a rank forms of its share of so many packs; the last may be smaller, or dropped."""
+        """
+        Return how many batches a rank forms of its share of so many packs; the last may be smaller,
+        or dropped.
+        """
         return batches_of(num_packs // self.world_size, batch_size=self.batch_size, drop_last=self.dataloader_drop_last)
 
 
@@ -266,8 +284,10 @@ def _not_yet(order: IntArray, consumed: list[IntArray]) -> IntArray:
 
 
 @attrs.frozen
-class Bookmark:
-    """What a checkpoint says of the plan, so that a resume can go on where it stopped, or refuse to."""
+class ResumeState:
+    """
+    What a checkpoint says of the plan, so that a resume can go on where it stopped, or refuse to.
+    """
 
     plan: str
     """Checksum of the raw plan."""
@@ -288,7 +308,7 @@ class Bookmark:
 
     progress: Progress
 
-    def differences(self, now: Bookmark) -> tuple[Difference, ...]:
+    def differences(self, now: ResumeState) -> tuple[Difference, ...]:
         """Return in what the plan to be trained now differs from this, the one that was trained."""
         names = ("plan", "data", "seed", "shuffle", "tuner", "order_version")
         pairs = [(name, getattr(self, name), getattr(now, name)) for name in names]

@@ -1,8 +1,9 @@
 """
-What a course trains, in numbers: fill, tokens, attention work and its balance, coverage.
+What a schedule trains, in numbers: fill, tokens, attention work and its balance, coverage.
 
-All of it follows from the plan and the course, for all ranks together; nothing is measured or gathered. It is true of
-what ran because every fetched sample is compared with the plan, and every rank with its batches.
+All of it follows from the plan and the schedule, for all ranks together; nothing is measured or
+gathered. It is true of what ran because every fetched sample is compared with the plan, and every
+rank with its batches.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from numpy.typing import NDArray
 
 from core.lengths import IntArray
 from core.plan import RawPlan
-from core.schedule.schedule import Course
+from core.schedule.schedule import EpochSchedule
 
 
 @attrs.frozen(eq=False)
-class PackFacts:
+class PackStats:
     """Numbers of each pack of a raw plan; arrays of shape (num_packs,)."""
 
     samples: IntArray
@@ -43,16 +44,18 @@ class PackFacts:
     """If not, every pack is one sample, and samples are padded to the longest of their batch."""
 
     @classmethod
-    def of(cls, plan: RawPlan, lengths: IntArray, *, packed: bool = True) -> PackFacts:
+    def of(cls, plan: RawPlan, lengths: IntArray, *, packed: bool = True) -> PackStats:
         """
-        Return the facts of a plan over samples of these *lengths*; tokens, shape (num_samples,).
+        Return the pack_stats of a plan over samples of these *lengths*; tokens, shape
+        (num_samples,).
 
         Args:
             plan: The raw plan.
 
             lengths: Tokens of each sample; int64, shape (num_samples,).
 
-            packed: Whether samples share packs; if not, they are padded to the longest of their batch.
+            packed: Whether samples share packs; if not, they are padded to the longest of their
+            batch.
         """
         is_long = np.zeros(lengths.size, dtype=np.int64)
         is_long[list(plan.single_long)] = 1
@@ -77,14 +80,20 @@ class Tokens:
     """Positions that the forward passes computed, padding included."""
 
     useful: int
-    """Tokens of samples, each sample once an epoch: without padding and without packs that repeat to fill ranks."""
+    """
+    Tokens of samples, each sample once an epoch: without padding and without packs that repeat to
+    fill ranks.
+    """
 
 
 @attrs.frozen(eq=False)
-class EpochLedger:
-    """One epoch of a course, step by step; steps count from the first one that this run trains of it."""
+class EpochStats:
+    """
+    One epoch of a schedule, step by step; steps count from the first one that this run trains of
+    it.
+    """
 
-    facts: PackFacts
+    pack_stats: PackStats
     world_size: int
     batch_size: int
 
@@ -101,28 +110,28 @@ class EpochLedger:
     """Different packs that the epoch consumed before this run."""
 
     @classmethod
-    def of(cls, facts: PackFacts, course: Course, epoch: int) -> EpochLedger:
+    def of(cls, pack_stats: PackStats, schedule: EpochSchedule, epoch: int) -> EpochStats:
         """
-        Open the ledger of *epoch*.
+        Open the stats of *epoch*.
 
         Args:
-            facts: Numbers of each pack.
+            pack_stats: Numbers of each pack.
 
-            course: What is trained when.
+            schedule: What is trained when.
 
             epoch: Which epoch, from 0.
         """
-        before = course.consumed(epoch)
-        order = course.order(epoch)
-        order = order[: course.batches_of(order.size) * course.batch_size * course.world_size]
+        before = schedule.consumed(epoch)
+        order = schedule.order(epoch)
+        order = order[: schedule.batches_of(order.size) * schedule.batch_size * schedule.world_size]
         _, places = np.unique(np.concatenate([before, order]), return_index=True)
         first = np.zeros(before.size + order.size, dtype=np.int64)
         first[places] = 1
         return cls(
-            facts=facts,
-            world_size=course.world_size,
-            batch_size=course.batch_size,
-            packs_per_step=course.world_size * course.batch_size * course.gradient_accumulation_steps,
+            pack_stats=pack_stats,
+            world_size=schedule.world_size,
+            batch_size=schedule.batch_size,
+            packs_per_step=schedule.world_size * schedule.batch_size * schedule.gradient_accumulation_steps,
             order=order,
             first=first[before.size :],
             before=np.unique(before),
@@ -131,14 +140,17 @@ class EpochLedger:
     def tokens(self, start: int, stop: int) -> Tokens:
         """Return the tokens of the steps from *start* to before *stop*."""
         packs, first = self._packs(start, stop)
-        useful = int((self.facts.tokens[packs] * first).sum())
+        useful = int((self.pack_stats.tokens[packs] * first).sum())
         return Tokens(int(self._widths(self._rows(packs)).sum()), useful)
 
     def works(self, start: int, stop: int) -> IntArray:
-        """Return the attention work of each step from *start* to before *stop*, on each rank; shape (steps, world_size)."""
+        """
+        Return the attention work of each step from *start* to before *stop*, on each rank; shape
+        (steps, world_size).
+        """
         packs, _ = self._packs(start, stop)
         rows = self._rows(packs)
-        works = self.facts.work[rows] if self.facts.packed else self._widths(rows) ** 2
+        works = self.pack_stats.work[rows] if self.pack_stats.packed else self._widths(rows) ** 2
         per_step = self.packs_per_step // self.world_size
         total: IntArray = np.add.reduceat(works, np.arange(0, len(rows), per_step), axis=0)
         return total
@@ -147,18 +159,19 @@ class EpochLedger:
         """
         Return what the steps from *start* to before *stop*, at least one, look like.
 
-        `fill` (of packs of several samples at most: long samples exceed it), `samples_per_pack`, `long_share` of the
-        samples, `attention_work` of a step over all ranks, `attention_imbalance` (the busiest rank's work over the mean
-        rank's, a mean over steps), and `coverage`: the share of the data set that the epoch has consumed by then.
+        `fill` (of packs of several samples at most: long samples exceed it), `samples_per_pack`,
+        `long_share` of the samples, `attention_work` of a step over all ranks,
+        `attention_imbalance` (the busiest rank's work over the mean rank's, a mean over steps), and
+        `coverage`: the share of the data set that the epoch has consumed by then.
         """
-        facts, (packs, _) = self.facts, self._packs(start, stop)
+        pack_stats, (packs, _) = self.pack_stats, self._packs(start, stop)
         works = self.works(start, stop)
-        samples = int(facts.samples[packs].sum())
+        samples = int(pack_stats.samples[packs].sum())
         fills = self._fills(packs)
         return {
             **({"fill": float(fills.mean())} if fills.size else {}),
-            **({"samples_per_pack": samples / packs.size} if facts.packed else {}),
-            "long_share": int(facts.long[packs].sum()) / samples,
+            **({"samples_per_pack": samples / packs.size} if pack_stats.packed else {}),
+            "long_share": int(pack_stats.long[packs].sum()) / samples,
             "attention_work": float(works.sum(axis=1).mean()),
             "attention_imbalance": float((works.max(axis=1) / works.mean(axis=1)).mean()),
             "coverage": self._coverage(stop),
@@ -166,21 +179,22 @@ class EpochLedger:
 
     def epoch_statistics(self, stop: int) -> Mapping[str, float]:
         """
-        Return what the whole epoch looks like up to before step *stop*: of each pack once, those before this run included.
+        Return what the whole epoch looks like up to before step *stop*: of each pack once, those
+        before this run included.
 
         At least one pack has to be consumed.
         """
-        facts, packs = self.facts, self._different(stop)
+        pack_stats, packs = self.pack_stats, self._different(stop)
         fills = self._fills(packs)
         spread = {"mean": fills.mean(), "min": fills.min(), "p5": np.percentile(fills, 5)} if fills.size else {}
-        num_long = int(facts.long[packs].sum())
+        num_long = int(pack_stats.long[packs].sum())
         return {
             **{f"epoch_fill_{name}": float(value) for name, value in spread.items()},
-            "epoch_long_share": num_long / int(facts.samples[packs].sum()),
+            "epoch_long_share": num_long / int(pack_stats.samples[packs].sum()),
             "epoch_long_samples": num_long,
             "epoch_long_pack_share": num_long / packs.size,
-            "epoch_skipped_share": facts.skipped_samples / facts.all_samples,
-            "epoch_skipped_samples": facts.skipped_samples,
+            "epoch_skipped_share": pack_stats.skipped_samples / pack_stats.all_samples,
+            "epoch_skipped_samples": pack_stats.skipped_samples,
             "epoch_coverage": self._coverage(stop),
         }
 
@@ -189,22 +203,30 @@ class EpochLedger:
         return self.order[chosen], self.first[chosen]
 
     def _rows(self, packs: IntArray) -> IntArray:
-        """Return packs in the order of whole steps as one row for each that a rank takes; shape (rows, world_size)."""
+        """
+        Return packs in the order of whole steps as one row for each that a rank takes; shape (rows,
+        world_size).
+        """
         return packs.reshape(-1, self.world_size)
 
     def _widths(self, rows: IntArray) -> IntArray:
-        """Return the positions that each pack of some rows takes in its batch, of the rows' shape."""
-        tokens = self.facts.tokens[rows]
-        if self.facts.packed:
+        """
+        Return the positions that each pack of some rows takes in its batch, of the rows' shape.
+        """
+        tokens = self.pack_stats.tokens[rows]
+        if self.pack_stats.packed:
             return tokens
         batches = np.arange(0, len(rows), self.batch_size)
         widest = np.maximum.reduceat(tokens, batches, axis=0)
         return np.repeat(widest, np.diff([*batches, len(rows)]), axis=0)
 
     def _fills(self, packs: IntArray) -> NDArray[np.float64]:
-        """Return the fill of those packs that hold no long sample; of no pack where samples are padded."""
-        short = packs[self.facts.long[packs] == 0] if self.facts.packed else packs[:0]
-        return np.divide(self.facts.tokens[short], self.facts.packing_length)
+        """
+        Return the fill of those packs that hold no long sample; of no pack where samples are
+        padded.
+        """
+        short = packs[self.pack_stats.long[packs] == 0] if self.pack_stats.packed else packs[:0]
+        return np.divide(self.pack_stats.tokens[short], self.pack_stats.packing_length)
 
     def _different(self, stop: int) -> IntArray:
         """Return the packs that the epoch has consumed before step *stop*, each once."""
@@ -212,4 +234,4 @@ class EpochLedger:
         return np.concatenate([self.before, packs[first > 0]])
 
     def _coverage(self, stop: int) -> float:
-        return int(self.facts.samples[self._different(stop)].sum()) / self.facts.all_samples
+        return int(self.pack_stats.samples[self._different(stop)].sum()) / self.pack_stats.all_samples

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from core.shard.metrics import chunk_metrics, pooled
-from core.shard.modes import Mode, ShardChunk, Sharding, shard_dynamic, shard_packed, shard_plain
+from core.shard.metrics import batch_metrics, pooled
+from core.shard.modes import Mode, ShardBatch, Sharding, shard_dynamic, shard_packed, shard_plain
 
-__all__ = ["Mode", "ShardChunk", "Sharding", "chunk_metrics", "pooled", "shard_dynamic", "shard_packed", "shard_plain"]
+__all__ = ["Mode", "ShardBatch", "Sharding", "batch_metrics", "pooled", "shard_dynamic", "shard_packed", "shard_plain"]

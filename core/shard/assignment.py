@@ -16,7 +16,10 @@ from core.packers import pack
 from core.packs import Packs
 
 MAX_CERTIFIED = 1024
-"""Sequences of a chunk up to which the certified packer is asked; beyond, its linear programs take seconds."""
+"""
+Sequences of a global batch up to which the certified packer is asked; beyond, its linear programs
+take seconds.
+"""
 
 
 def round_up(number: int, multiple: int) -> int:
@@ -52,7 +55,8 @@ def with_filler(packs: Packs, num_items: int) -> Packs:
 
 def balanced(costs: IntArray, shards: int, per_shard: int, capacity: int) -> IntArray | None:
     """
-    Assign items, the longest first, each to the worker with the least work that has room; None if one fits nowhere.
+    Assign items, the longest first, each to the worker with the least work that has room; None if
+    one fits nowhere.
 
     Args:
         costs: Positions of each item; at least `shards * per_shard`.
@@ -66,7 +70,8 @@ def balanced(costs: IntArray, shards: int, per_shard: int, capacity: int) -> Int
     sizes = costs.tolist()
     held: list[list[int]] = [[] for _ in range(shards)]
     labels = [0] * len(sizes)
-    # Room and place of each microbatch of a worker in one number, ascending: the first with room is the fullest.
+    # Room and place of each microbatch of a worker in one number, ascending: the first with room is
+    # the fullest.
     rooms = [[capacity * per_shard + place for place in range(per_shard)] for _ in range(shards)]
     needed, left = shards * per_shard, len(sizes)
     heap = list(range(shards))  # work and worker in one number
@@ -77,13 +82,15 @@ def balanced(costs: IntArray, shards: int, per_shard: int, capacity: int) -> Int
         while heap:
             shard = heap[0] % shards
             free = rooms[shard]
-            # The last items are for workers whose microbatches outnumber what they hold: none stays empty.
+            # The last items are for workers whose microbatches outnumber what they hold: none stays
+            # empty.
             if free[-1] >= wanted and (left > needed or len(held[shard]) < per_shard):
                 break
             passed.append(heappop(heap))
         else:
             return None
-        # The first ones have a microbatch each, so that none stays empty; then the fullest that has room.
+        # The first ones have a microbatch each, so that none stays empty; then the fullest that has
+        # room.
         room = free.pop() if len(held[shard]) < per_shard else free.pop(bisect_left(free, wanted))
         insort(free, room - wanted)
         labels[item] = room % per_shard
@@ -101,7 +108,10 @@ def balanced(costs: IntArray, shards: int, per_shard: int, capacity: int) -> Int
 
 
 def _level(sizes: list[int], num: int, capacity: int) -> list[int] | None:
-    """Return a microbatch for each size, largest first, of about as many positions each; None if one is too full."""
+    """
+    Return a microbatch for each size, largest first, of about as many positions each; None if one
+    is too full.
+    """
     heap = list(range(num))  # load and place in one number
     places = []
     for size in sizes:
@@ -112,7 +122,8 @@ def _level(sizes: list[int], num: int, capacity: int) -> list[int] | None:
 
 def assign_packs(packs: Packs, costs: IntArray, shards: int, *, balance: bool) -> IntArray:
     """
-    Assign whole packs, the same number to each worker: in turn, or by falling work to the one with the least.
+    Assign whole packs, the same number to each worker: in turn, or by falling work to the one with
+    the least.
 
     Args:
         packs: Microbatches, a multiple of *shards*.
@@ -146,14 +157,15 @@ def rotate_to_least_loaded(
     labels: IntArray, costs: IntArray, done: IntArray, per_shard: int
 ) -> tuple[IntArray, IntArray]:
     """
-    Give most work of this chunk to the worker that did least in those before; return labels, and the work done now.
+    Give most work of this global batch to the worker that did least in those before; return labels,
+    and the work done now.
 
     Args:
         labels: Microbatch of each item, worker by worker; shape (num_items,).
 
         costs: Positions of each item; shape (num_items,).
 
-        done: Work of each worker in the chunks before; shape (num_workers,).
+        done: Work of each worker in the global batches before; shape (num_workers,).
 
         per_shard: Microbatches of each worker.
     """

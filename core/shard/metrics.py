@@ -1,6 +1,6 @@
 """
-What sharding an RL batch costs: use of the budget, padding, and how evenly the workers work; per chunk
-and pooled.
+What sharding an RL batch costs: use of the budget, padding, and how evenly the workers work; per
+global batch and pooled.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from core.shard.modes import Sharding
 
 @attrs.frozen(eq=False)
 class ShardMetrics:
-    """What the microbatches of one chunk, or of several together, cost."""
+    """What the microbatches of one global batch, or of several together, cost."""
 
     packing: PackingMetrics
-    """How full the microbatches of all workers together are; the bound is that of the tokens alone."""
+    """
+    How full the microbatches of all workers together are; the bound is that of the tokens alone.
+    """
 
     num_filler: int
     """Sequences that are computed with weight 0."""
@@ -29,13 +31,15 @@ class ShardMetrics:
     """Positions that the microbatches compute, padding and filler included."""
 
     padded_tokens: int
-    """Positions if every sequence were padded to the longest of its chunk."""
+    """Positions if every sequence were padded to the longest of its global batch."""
 
     works: IntArray
-    """Attention work of each worker in each microbatch; shape (num_shards, microbatches of a worker)."""
+    """
+    Attention work of each worker in each microbatch; shape (num_shards, microbatches of a worker).
+    """
 
-    chunks: tuple[IntArray, ...]
-    """The works again, chunk by chunk."""
+    global_batches: tuple[IntArray, ...]
+    """The works again, an array for each global batch."""
 
     @property
     def useful_share(self) -> float:
@@ -44,21 +48,25 @@ class ShardMetrics:
 
     @property
     def computed_share(self) -> float:
-        """Positions computed over those of padding every sequence to the longest of its chunk."""
+        """
+        Positions computed over those of padding every sequence to the longest of its global batch.
+        """
         return self.computed_tokens / self.padded_tokens
 
     @property
     def step_imbalance(self) -> tuple[float, ...]:
-        """The busiest worker's work over the workers' mean, for each microbatch in turn; 1 is even."""
+        """
+        The busiest worker's work over the workers' mean, for each microbatch in turn; 1 is even.
+        """
         return tuple((self.works.max(axis=0) / self.works.mean(axis=0)).tolist())
 
     @property
     def work_imbalance(self) -> float:
         """
-        The busiest worker's work over the mean, of whole chunks: workers wait for each other at their
-        ends; 1 is even.
+        The busiest worker's work over the mean, of whole global batches: workers wait for each
+        other at their ends; 1 is even.
         """
-        busiest = sum(int(works.sum(axis=1).max()) for works in self.chunks)
+        busiest = sum(int(works.sum(axis=1).max()) for works in self.global_batches)
         return busiest / (int(self.works.sum()) / len(self.works))
 
     def logs(self) -> Mapping[str, float]:
@@ -78,13 +86,13 @@ class ShardMetrics:
         }
 
 
-def chunk_metrics(sharding: Sharding) -> tuple[ShardMetrics, ...]:
+def batch_metrics(sharding: Sharding) -> tuple[ShardMetrics, ...]:
     """
-    Measure each chunk of a batch.
+    Measure each global batch of a batch.
 
     >>> from core.shard import shard_packed
     >>> sharding = shard_packed([3, 5, 4, 4], shards=2, batch_size=2, max_tokens_per_microbatch=5)
-    >>> [(chunk.packing.utilisation, chunk.work_imbalance) for chunk in chunk_metrics(sharding)]
+    >>> [(batch.packing.utilisation, batch.work_imbalance) for batch in batch_metrics(sharding)]
     [(0.8, 1.4705882352941178), (0.8, 1.0)]
     """
     slots = sharding.slots
@@ -109,19 +117,21 @@ def chunk_metrics(sharding: Sharding) -> tuple[ShardMetrics, ...]:
                 padded_tokens=int(sharding.by_worker(sequences)[:, end - num : end].sum())
                 * int(sharding.by_worker(longest)[:, end - num : end].max()),
                 works=works,
-                chunks=(works,),
+                global_batches=(works,),
             )
         )
     return tuple(measured)
 
 
-def pooled(chunks: Sequence[ShardMetrics]) -> ShardMetrics:
-    """Return the metrics of several chunks together, at least one, of as many workers each."""
+def pooled(global_batches: Sequence[ShardMetrics]) -> ShardMetrics:
+    """
+    Return the metrics of several global batches together, at least one, of as many workers each.
+    """
     return ShardMetrics(
-        packing=aggregate(chunk.packing for chunk in chunks),
-        num_filler=sum(chunk.num_filler for chunk in chunks),
-        computed_tokens=sum(chunk.computed_tokens for chunk in chunks),
-        padded_tokens=sum(chunk.padded_tokens for chunk in chunks),
-        works=np.concatenate([chunk.works for chunk in chunks], axis=1),
-        chunks=tuple(works for chunk in chunks for works in chunk.chunks),
+        packing=aggregate(batch.packing for batch in global_batches),
+        num_filler=sum(batch.num_filler for batch in global_batches),
+        computed_tokens=sum(batch.computed_tokens for batch in global_batches),
+        padded_tokens=sum(batch.padded_tokens for batch in global_batches),
+        works=np.concatenate([batch.works for batch in global_batches], axis=1),
+        global_batches=tuple(works for batch in global_batches for works in batch.global_batches),
     )

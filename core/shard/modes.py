@@ -1,10 +1,10 @@
 """
 An RL batch -> microbatches of each data-parallel worker: by packing, by dynamic batching, or plain.
 
-Rules that every `Sharding` keeps: chunks of the batch stay apart and in order; in a chunk every worker has the same
-number of microbatches, none of them empty; every sequence is in exactly one microbatch with weight 1; what fills a
-worker up beyond that is the chunk's shortest sequence with weight 0; no microbatch computes more positions than the
-budget.
+Rules that every `Sharding` keeps: global batches of the batch stay apart and in order; in a global
+batch every worker has the same number of microbatches, none of them empty; every sequence is in
+exactly one microbatch with weight 1; what fills a worker up beyond that is the global batch's
+shortest sequence with weight 0; no microbatch computes more positions than the budget.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Mode = Literal["packed", "dynamic", "plain"]
 
 
 @attrs.frozen(eq=False)
-class ShardChunk:
-    """What one worker computes of one chunk, microbatch after microbatch."""
+class ShardBatch:
+    """What one worker computes of one global batch, microbatch after microbatch."""
 
     indices: IntArray
     """Sequences of the batch; shape (num_slots,)."""
@@ -36,10 +36,16 @@ class ShardChunk:
     """1, or 0 for filler; of the shape of `indices`."""
 
     offsets: IntArray
-    """Where each microbatch starts in `indices`, and the end of the last; shape (num_microbatches + 1,)."""
+    """
+    Where each microbatch starts in `indices`, and the end of the last; shape (num_microbatches +
+    1,).
+    """
 
     widths: IntArray
-    """Positions: of the row of a packed microbatch, else of every row of a padded one; shape (num_microbatches,)."""
+    """
+    Positions: of the row of a packed microbatch, else of every row of a padded one; shape
+    (num_microbatches,).
+    """
 
     @property
     def boundaries(self) -> list[list[int]]:
@@ -57,8 +63,8 @@ class Sharding:
     """
     A batch cut up for its workers.
 
-    Results that workers return slot by slot, one worker's after the other's, are back in the batch's order as
-    `results[sharding.restore]`; `order[restore]` counts up from 0.
+    Results that workers return slot by slot, one worker's after the other's, are back in the
+    batch's order as `results[sharding.restore]`; `order[restore]` counts up from 0.
     """
 
     mode: Mode
@@ -67,26 +73,33 @@ class Sharding:
     """Data-parallel workers."""
 
     num_microbatches: tuple[int, ...]
-    """Microbatches of every worker, in each chunk."""
+    """Microbatches of every worker, in each global batch."""
 
     lengths: IntArray
     """Tokens of each sequence; shape (num_sequences,)."""
 
     slots: Packs
-    """Microbatches: all of worker 0, chunk after chunk, then all of worker 1, and so on."""
+    """
+    Microbatches: all of worker 0, global batch after global batch, then all of worker 1, and so on.
+    """
 
     weights: IntArray
     """Weight of each slot: 1, or 0 for filler; shape (num_slots,)."""
 
     widths: IntArray
-    """Positions: of the row of a packed microbatch, else of every row of a padded one; as many as microbatches."""
+    """
+    Positions: of the row of a packed microbatch, else of every row of a padded one; as many as
+    microbatches.
+    """
 
     positions: IntArray
     """Positions that each microbatch computes."""
 
     works: IntArray
-    """Attention work of each microbatch: the sum of the squares of its rows' widths, of a packed one of its
-    sequences'."""
+    """
+    Attention work of each microbatch: the sum of the squares of its rows' widths, of a packed one
+    of its sequences'.
+    """
 
     capacity: int
     """Positions that a microbatch may compute."""
@@ -96,7 +109,10 @@ class Sharding:
 
     @property
     def order(self) -> IntArray:
-        """Sequence in each slot: `batch[order]` is what the workers hold, one after the other; shape (num_slots,)."""
+        """
+        Sequence in each slot: `batch[order]` is what the workers hold, one after the other; shape
+        (num_slots,).
+        """
         return self.slots.indices
 
     @cached_property
@@ -113,23 +129,26 @@ class Sharding:
         return int(self.weights.size - self.lengths.size)
 
     def by_worker(self, values: IntArray) -> IntArray:
-        """Return a value of each microbatch as (num_shards, microbatches of a worker in all chunks)."""
+        """
+        Return a value of each microbatch as (num_shards, microbatches of a worker in all global
+        batches).
+        """
         return values.reshape(self.num_shards, -1)
 
-    def shard(self, rank: int) -> tuple[ShardChunk, ...]:
-        """Return what a worker computes, chunk by chunk."""
+    def shard(self, rank: int) -> tuple[ShardBatch, ...]:
+        """Return what a worker computes, a value for each global batch."""
         ends = np.cumsum(self.num_microbatches) + range(self.num_shards)[rank] * sum(self.num_microbatches)
         return tuple(self._part(int(end) - num, int(end)) for num, end in zip(self.num_microbatches, ends, strict=True))
 
-    def _part(self, start: int, stop: int) -> ShardChunk:
+    def _part(self, start: int, stop: int) -> ShardBatch:
         offsets = self.slots.offsets[start : stop + 1]
         held = slice(offsets[0], offsets[-1])
-        return ShardChunk(self.slots.indices[held], self.weights[held], offsets - offsets[0], self.widths[start:stop])
+        return ShardBatch(self.slots.indices[held], self.weights[held], offsets - offsets[0], self.widths[start:stop])
 
     def __len__(self) -> int:
         return self.num_shards
 
-    def __iter__(self) -> Iterator[tuple[ShardChunk, ...]]:
+    def __iter__(self) -> Iterator[tuple[ShardBatch, ...]]:
         return map(self.shard, range(self.num_shards))
 
 
@@ -155,7 +174,7 @@ def shard_packed(
 
         shards: Data-parallel workers, >= 1.
 
-        batch_size: Sequences of a chunk, over all workers (a global batch); the last chunk may have fewer.
+        batch_size: Sequences of a global batch, over all workers; the last one may have fewer.
 
         max_tokens_per_microbatch: Tokens of a row, padding included.
 
@@ -163,13 +182,17 @@ def shard_packed(
 
         algorithm: A name in `core.packers.ALGORITHMS`; it decides how many microbatches there are.
 
-        assignment: `balanced`: no worker has much more attention work than another (longest processing time first,
-            Graham, 1969, under the budget). `round_robin`: the algorithm's packs are assigned in turn.
+        assignment: `balanced`: no worker has much more attention work than another (longest
+        processing time first,
+            Graham, 1969, under the budget). `round_robin`: the algorithm's packs are assigned in
+            turn.
 
-        microbatch_order: Of a worker in a chunk: by first sequence, or by falling number of tokens, so that what takes
+        microbatch_order: Of a worker in a global batch: by first sequence, or by falling number of
+        tokens, so that what takes
             most memory comes first.
 
-        microbatch_multiple: A worker's microbatches in a chunk are a multiple of it, as virtual pipeline stages need.
+        microbatch_multiple: A worker's microbatches in a global batch are a multiple of it, as
+        virtual pipeline stages need.
 
         when_short: With fewer sequences than microbatches, fill up with weight 0, or raise.
 
@@ -180,8 +203,9 @@ def shard_packed(
 
         BatchError: There is no sequence, or there are too few and `when_short` is `error`.
 
-    >>> sharding = shard_packed([900, 850, 1000, 950], shards=2, batch_size=4, max_tokens_per_microbatch=1024)
-    >>> [chunk.microbatches for worker in sharding for chunk in worker]
+    >>> lengths = [900, 850, 1000, 950]
+    >>> sharding = shard_packed(lengths, shards=2, batch_size=4, max_tokens_per_microbatch=1024)
+    >>> [batch.microbatches for worker in sharding for batch in worker]
     [[[1], [2]], [[0], [3]]]
     """
     capacity = positive("max_tokens_per_microbatch", max_tokens_per_microbatch)
@@ -192,8 +216,8 @@ def shard_packed(
     array, padded = _padded(lengths, sequence_length_pad_multiple, capacity)
     done = np.zeros(shards, dtype=np.int64)
     parts = []
-    for chunk in _chunks(array.size, batch_size):
-        costs = padded[chunk.start : chunk.stop]
+    for batch in _global_batches(array.size, batch_size):
+        costs = padded[batch.start : batch.stop]
         packs = pack(costs, capacity=capacity, algorithm=algorithm, seed=seed)
         if assignment == "balanced":
             packs = fewer_rounds(packs, costs, capacity=capacity, rounds_of=rounds_of)
@@ -206,7 +230,7 @@ def shard_packed(
         if assignment == "balanced":
             labels, done = rotate_to_least_loaded(labels, costs[items], done, num // shards)
         ordered = _ordered(labels, items, costs, num // shards, by_size=microbatch_order == "largest_first")
-        parts.append(_Part(items + chunk.start, ordered, num // shards))
+        parts.append(_Part(items + batch.start, ordered, num // shards))
     return _sharding(
         "packed", array, padded, parts, shards=shards, capacity=capacity, multiple=int(sequence_length_pad_multiple)
     )
@@ -224,46 +248,48 @@ def shard_dynamic(
     """
     Cut a batch into microbatches of sequences of like length, as many as the padded widths allow.
 
-    Sequences of a chunk are sorted by length and assigned to the workers one by one, so that all workers share the
-    boundaries and widths of their microbatches. A width is the longest sequence of any worker, rounded up.
+    Sequences of a global batch are sorted by length and assigned to the workers one by one, so that
+    all workers share the boundaries and widths of their microbatches. A width is the longest
+    sequence of any worker, rounded up.
 
     Args:
         lengths: Tokens of each sequence of the batch, >= 1; at least one sequence.
 
         shards: Data-parallel workers, >= 1.
 
-        batch_size: Sequences of a chunk, over all workers (a global batch); the last chunk may have fewer.
+        batch_size: Sequences of a global batch, over all workers; the last one may have fewer.
 
         max_tokens_per_microbatch: Sequences times width, at most.
 
         sequence_length_round: Widths are multiples of it.
 
-        when_short: Where the workers do not divide a chunk, fill up with weight 0, or raise.
+        when_short: Where the workers do not divide a global batch, fill up with weight 0, or raise.
 
     Raises:
         OverBudgetError: A sequence alone is wider than the budget.
 
-        BatchError: There is no sequence, or the workers do not divide them and `when_short` is `error`.
+        BatchError: There is no sequence, or the workers do not divide them and `when_short` is
+        `error`.
 
-    >>> sharding = shard_dynamic([2, 8, 4, 16, 28, 32, 2, 32], shards=2, batch_size=8, max_tokens_per_microbatch=32,
-    ...     sequence_length_round=4)
-    >>> [(chunk.boundaries, chunk.widths.tolist()) for worker in sharding for chunk in worker]
+    >>> sharding = shard_dynamic([2, 8, 4, 16, 28, 32, 2, 32], shards=2, batch_size=8,
+    ...     max_tokens_per_microbatch=32, sequence_length_round=4)
+    >>> [(batch.boundaries, batch.widths.tolist()) for worker in sharding for batch in worker]
     [([[0, 2], [2, 3], [3, 4]], [8, 28, 32]), ([[0, 2], [2, 3], [3, 4]], [8, 28, 32])]
     """
     capacity = positive("max_tokens_per_microbatch", max_tokens_per_microbatch)
     shards = positive("shards", shards)
     array, padded = _padded(lengths, sequence_length_round, capacity)
     parts = []
-    for chunk in _chunks(array.size, batch_size):
-        costs = padded[chunk.start : chunk.stop]
+    for batch in _global_batches(array.size, batch_size):
+        costs = padded[batch.start : batch.stop]
         items = _filled(costs, round_up(costs.size, shards), when_short)
-        ascending = items[np.argsort(array[chunk.start : chunk.stop][items], kind="stable")]
+        ascending = items[np.argsort(array[batch.start : batch.stop][items], kind="stable")]
         # Of each row, as wide as the longest of the workers', the number of its microbatch.
         rows = costs[ascending[shards - 1 :: shards]]
         numbers = _numbers(rows.tolist(), capacity)
         widths = rows[np.flatnonzero(np.diff(numbers, append=numbers[-1] + 1))]
         labels = np.tile(np.arange(shards) * widths.size, rows.size) + np.repeat(numbers, shards)
-        parts.append(_Part(ascending + chunk.start, labels, widths.size, widths))
+        parts.append(_Part(ascending + batch.start, labels, widths.size, widths))
     return _sharding(
         "dynamic", array, padded, parts, shards=shards, capacity=capacity, multiple=int(sequence_length_round)
     )
@@ -279,35 +305,38 @@ def shard_plain(
     allow_uneven: bool = False,
 ) -> Sharding:
     """
-    Cut a batch into equal runs of neighbours, padded to the longest sequence of their chunk.
+    Cut a batch into equal runs of neighbours, padded to the longest sequence of their global batch.
 
     Args:
         lengths: Tokens of each sequence of the batch, >= 1; at least one sequence.
 
         shards: Data-parallel workers, >= 1.
 
-        batch_size: Sequences of a chunk, over all workers (a global batch); the last chunk may have fewer.
+        batch_size: Sequences of a global batch, over all workers; the last one may have fewer.
 
-        micro_batch_size: Sequences of a microbatch at most; None: all that a worker has of a chunk.
+        micro_batch_size: Sequences of a microbatch at most; None: all that a worker has of a global
+        batch.
 
         sequence_length_round: Widths are multiples of it.
 
-        allow_uneven: Where the workers do not divide a chunk, some have one sequence more; one that would have none
+        allow_uneven: Where the workers do not divide a global batch, some have one sequence more;
+        one that would have none
             gets the shortest with weight 0.
 
     Raises:
-        UnevenShardsError: The workers do not divide a chunk, and that is not allowed.
+        UnevenShardsError: The workers do not divide a global batch, and that is not allowed.
 
         BatchError: There is no sequence.
 
-    >>> [chunk.microbatches for worker in shard_plain([5, 5, 5, 5], shards=2, batch_size=4) for chunk in worker]
+    >>> sharding = shard_plain([5, 5, 5, 5], shards=2, batch_size=4)
+    >>> [batch.microbatches for worker in sharding for batch in worker]
     [[[0, 1]], [[2, 3]]]
     """
     shards = positive("shards", shards)
     array, padded = _padded(lengths, sequence_length_round, None)
     parts = []
-    for chunk in _chunks(array.size, batch_size):
-        costs = padded[chunk.start : chunk.stop]
+    for batch in _global_batches(array.size, batch_size):
+        costs = padded[batch.start : batch.stop]
         if costs.size % shards and not allow_uneven:
             raise UnevenShardsError(costs.size, shards)
         most = -(-costs.size // shards)
@@ -319,13 +348,13 @@ def shard_plain(
             items.append(np.concatenate([held, filler]))
             labels.append(rank * num + np.arange(items[-1].size) * num // items[-1].size)
         widths = np.full(num, costs.max())
-        parts.append(_Part(np.concatenate(items) + chunk.start, np.concatenate(labels), num, widths))
+        parts.append(_Part(np.concatenate(items) + batch.start, np.concatenate(labels), num, widths))
     return _sharding("plain", array, padded, parts, shards=shards, capacity=None, multiple=int(sequence_length_round))
 
 
 @attrs.frozen(eq=False)
 class _Part:
-    """A chunk, cut up."""
+    """A global batch, cut into microbatches."""
 
     sequences: IntArray
     """Sequences of the batch, in order inside each microbatch; shape (num_slots,)."""
@@ -362,7 +391,7 @@ def _padded(lengths: Lengths, multiple: int, capacity: int | None) -> tuple[IntA
     return array, padded
 
 
-def _chunks(num: int, batch_size: int) -> Iterator[range]:
+def _global_batches(num: int, batch_size: int) -> Iterator[range]:
     batch_size = positive("batch_size", batch_size)
     if not num:
         message = "the batch has no sequence, so there is nothing to cut: give at least one"
@@ -371,7 +400,10 @@ def _chunks(num: int, batch_size: int) -> Iterator[range]:
 
 
 def _filled(costs: IntArray, wanted: int, when_short: Literal["fill", "error"]) -> IntArray:
-    """Return the sequences of a chunk, and the shortest again until there are *wanted*; shape (>= wanted,)."""
+    """
+    Return the sequences of a global batch, and the shortest again until there are *wanted*; shape
+    (>= wanted,).
+    """
     short = max(0, wanted - costs.size)
     _one_of("when_short", when_short, ("fill", "error"))
     if short and when_short == "error":
@@ -396,7 +428,10 @@ def _ordered(labels: IntArray, items: IntArray, costs: IntArray, per_shard: int,
 
 
 def _numbers(rows: Sequence[int], capacity: int) -> IntArray:
-    """Return the microbatch of each row: as many rows each as the budget holds at the width of the last."""
+    """
+    Return the microbatch of each row: as many rows each as the budget holds at the width of the
+    last.
+    """
     numbers = []
     number = start = 0
     for row, width in enumerate(rows):
@@ -416,7 +451,7 @@ def _sharding(
     capacity: int | None,
     multiple: int,
 ) -> Sharding:
-    """Put the chunks together, worker by worker."""
+    """Put the global batches together, worker by worker."""
     total = sum(part.num for part in parts)
     first = np.cumsum([0, *(part.num for part in parts[:-1])])
     places = np.concatenate(

@@ -1,4 +1,6 @@
-"""Packs while training runs: a mix of data sets drawn again each epoch, and the buffer that packs it."""
+"""
+Packs while training runs: a mix of data sets drawn again each epoch, and the buffer that packs it.
+"""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
 """
 Dynamic packing: samples come as they come, packs go as soon as they are full enough.
 
-A buffer of samples is packed whenever it is full. Packs at or above the fill ratio are emitted; the samples of the
-others stay in the buffer, and are packed again with what comes next. Rules:
+A buffer of samples is packed whenever it is full. Packs at or above the fill ratio are emitted; the
+samples of the others stay in the buffer, and are packed again with what comes next. Rules:
 
 - Every sample that came is, once, in a pack, skipped as too long, evicted, or still in the buffer.
 - The packs depend on the samples' order alone, not on how many come at a time.
-- At most half of the buffer is carried, so each packing takes in at least half a buffer of new samples: the work is
-  linear and the buffer bounded whatever the lengths. Packs beyond that half are evicted, those first that were carried
-  the
-  longest: samples that have found no company for so long are likely to find none.
+- At most half of the buffer is carried, so each packing takes in at least half a buffer of new
+  samples: the work is linear and the buffer bounded whatever the lengths. Packs beyond that half
+  are evicted, those first that were carried the longest: samples that could not be packed for so
+  long are likely to stay so.
 - Indices ascend in a pack.
 """
 
@@ -43,13 +43,18 @@ class CarryOptions:
     """How a stream is packed."""
 
     packing_length: int
-    """Tokens of a pack; longer samples, and those of exactly so many, are long: packs of their own, or skipped."""
+    """
+    Tokens of a pack; longer samples, and those of exactly so many, are long: packs of their own, or
+    skipped.
+    """
 
     packing_buffer: int = 512
     """Samples that are packed together."""
 
     min_fill_ratio: Fraction = attrs.field(default=Fraction(65, 100), converter=_ratio)
-    """Share of the packing length at which a pack is emitted; read as the decimal it is written as."""
+    """
+    Share of the packing length at which a pack is emitted; read as the decimal it is written as.
+    """
 
     drop_last: bool = True
     """Whether underfilled packs are dropped when they leave the buffer; else they are emitted."""
@@ -95,7 +100,9 @@ class Emitted:
     """Long samples that are in no pack."""
 
     underfilled: Packs
-    """Packs below the fill ratio that left the buffer; among `packs` too, unless they are dropped."""
+    """
+    Packs below the fill ratio that left the buffer; among `packs` too, unless they are dropped.
+    """
 
     dropped: bool
     """Whether they are."""
@@ -158,7 +165,8 @@ def finish(carry: Carry, *, options: CarryOptions) -> Emitted:
     """
     Empty the buffer at the end of the stream.
 
-    >>> finish(Carry([0, 1], [20, 15], [0, 0]), options=CarryOptions(packing_length=80)).packs.tolist()
+    >>> left = Carry([0, 1], [20, 15], [0, 0])
+    >>> finish(left, options=CarryOptions(packing_length=80)).packs.tolist()
     []
     """
     packs = pack(carry.lengths, capacity=options.packing_length)
@@ -189,7 +197,10 @@ def _fills(packs: Packs, lengths: IntArray, options: CarryOptions) -> NDArray[np
 
 
 def _pack(carry: Carry, options: CarryOptions) -> tuple[Carry, Packs, Packs]:
-    """Pack a full buffer; return what is carried, the packs that are full enough, and those that are evicted."""
+    """
+    Pack a full buffer; return what is carried, the packs that are full enough, and those that are
+    evicted.
+    """
     packs = pack(carry.lengths, capacity=options.packing_length)
     is_full = _fills(packs, carry.lengths, options)
     named = Packs(packs.offsets, carry.indices[packs.indices])

@@ -1,7 +1,8 @@
 """
 Mixing several data sets for one epoch: which samples of which source, in which order.
 
-A schedule follows from the sources, the seed and the epoch alone. Ratios are exact to within one sample.
+A schedule follows from the sources, the seed and the epoch alone. Ratios are exact to within one
+sample.
 """
 
 from __future__ import annotations
@@ -47,8 +48,10 @@ class Mix:
     """The data sets; at least one."""
 
     samples_per_epoch: int | None = None
-    """Samples of all sources together in an epoch; unset, as many as the first source to run out allows, or, if all are
-    drawn with replacement, as their samples together."""
+    """
+    Samples of all sources together in an epoch; unset, as many as the first source to run out
+    allows, or, if all are drawn with replacement, as their samples together.
+    """
 
 
 @attrs.frozen(eq=False)
@@ -90,7 +93,10 @@ def mix_faults(mix: Mix, sizes: Sequence[int]) -> Iterator[Fault]:
 
 
 def share_faults(mix: Mix, sizes: Sequence[int]) -> Iterator[Fault]:
-    """Yield what is wrong with the shares of a mix that has no other faults: no source may fall out, or run out."""
+    """
+    Yield what is wrong with the shares of a mix that has no other faults: no source may fall out,
+    or run out.
+    """
     fixed, wanted = sum(source.count or 0 for source in mix.sources), mix.samples_per_epoch
     if wanted is not None and wanted < fixed:
         yield Fault("samples_per_epoch", f"is {wanted}, but the counts alone are {fixed}: raise it")
@@ -114,17 +120,18 @@ def quotas(mix: Mix, sizes: Sequence[int]) -> list[int]:
     """
     Return how many samples of each source an epoch has.
 
-    Sources with a count have that. Those with a ratio share what `samples_per_epoch` leaves, each to within one sample
-    of its exact share (largest remainders first, of equals the first source); without `samples_per_epoch` there are as
-    many as the first source to run out allows, or, if all of them are drawn with replacement, as their samples
-    together.
+    Sources with a count have that. Those with a ratio share what `samples_per_epoch` leaves, each
+    to within one sample of its exact share (largest remainders first, of equals the first source);
+    without `samples_per_epoch` there are as many as the first source to run out allows, or, if all
+    of them are drawn with replacement, as their samples together.
 
     Args:
         mix: Without `mix_faults`.
 
         sizes: Samples of each source.
 
-    >>> quotas(Mix(sources=(Source(jsonl="a", ratio=Decimal(3)), Source(jsonl="b", ratio=Decimal(1)))), [300, 70])
+    >>> sources = (Source(jsonl="a", ratio=Decimal(3)), Source(jsonl="b", ratio=Decimal(1)))
+    >>> quotas(Mix(sources=sources), [300, 70])
     [210, 70]
     """
     sources = mix.sources

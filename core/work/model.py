@@ -1,14 +1,18 @@
 """
-What a sample or a pack costs to train, in floating-point operations (FLOPs), from the layer sizes of the model.
+What a sample or a pack costs to train, in floating-point operations (FLOPs), from the layer sizes
+of the model.
 
-Counted are the multiplications and additions of matrix products in one forward pass; a backward pass over all weights
-takes twice as many. Norms, activations and rotations are not counted: they are linear in the positions and far below
-one percent of a model of usual width. Three parts make up the work:
+Counted are the multiplications and additions of matrix products in one forward pass; a backward
+pass over all weights takes twice as many. Norms, activations and rotations are not counted: they
+are linear in the positions and far below one percent of a model of usual width. Three parts make up
+the work:
 
 - every position passes all weights, those of the output head included;
-- attention compares each token with those that it sees, so causal attention over a sample of n tokens counts n (n + 1)
-  / 2 pairs, and an implementation that computes the whole square, as eager attention does, n * n;
-- each image's patches pass the vision tower, whose layers attend within the image, or within windows of it.
+- attention compares each token with those that it sees, so causal attention over a sample of n
+  tokens counts n (n + 1) / 2 pairs, and an implementation that computes the whole square, as eager
+  attention does, n * n;
+- each image's patches pass the vision tower, whose layers attend within the image, or within
+  windows of it.
 
 Work is additive: attention by sample makes the work of a pack the sum over its samples.
 """
@@ -29,7 +33,10 @@ FLOPs = NDArray[np.float64]
 """Floating-point operations; float64, because those of a large data set pass 64-bit integers."""
 
 Grid = Sequence[int]
-"""Patches of one image before merging: frames, rows, columns, as `image_grid_thw` of ms-swift's samples gives them."""
+"""
+Patches of one image before merging: frames, rows, columns, as `image_grid_thw` of ms-swift's
+samples gives them.
+"""
 
 Sizes = Mapping[str, Any]
 
@@ -48,15 +55,22 @@ class VisionWork:
     """FLOPs of the matrix products that one patch passes in all layers and in the projectors."""
 
     per_image_pair: int
-    """FLOPs of attention per pair of patches of one image frame, over the layers that attend within the frame."""
+    """
+    FLOPs of attention per pair of patches of one image frame, over the layers that attend within
+    the frame.
+    """
 
     per_window_pair: int
-    """FLOPs of attention per pair of patches of one window, over the layers that attend within windows; 0 without such
-    layers."""
+    """
+    FLOPs of attention per pair of patches of one window, over the layers that attend within
+    windows; 0 without such layers.
+    """
 
     window: int
-    """Patches on the side of a window; those at the right and lower edges of an image are smaller. 0 without
-    windows."""
+    """
+    Patches on the side of a window; those at the right and lower edges of an image are smaller. 0
+    without windows.
+    """
 
     def of(self, grids: Iterable[Grid]) -> FLOPs:
         """
@@ -94,7 +108,8 @@ class WorkModel:
         Return the work of a model from the content of its config.json.
 
         Raises:
-            ConfigError: The architecture is not one of `ARCHITECTURES`, has attention layers that are not full, or
+            ConfigError: The architecture is not one of `ARCHITECTURES`, has attention layers that
+            are not full, or
                 lacks a size.
         """
         kind = config.get("model_type")
@@ -125,7 +140,8 @@ class WorkModel:
         Args:
             lengths: Tokens of each sample, image tokens included; each >= 1.
 
-            grids: The images of each sample, one list a sample, for a model that sees images; none if empty.
+            grids: The images of each sample, one list a sample, for a model that sees images; none
+            if empty.
 
         Raises:
             InvalidLengthError: A length that is not a positive whole number.
@@ -149,7 +165,8 @@ class WorkModel:
 
     def of_positions(self, positions: Any, pairs: Any) -> FLOPs:
         """
-        Return the forward FLOPs of text by the number of positions computed, padding included, and of pairs compared.
+        Return the forward FLOPs of text by the number of positions computed, padding included, and
+        of pairs compared.
 
         Both are numbers or arrays of one shape, which the result has.
         """
@@ -175,8 +192,8 @@ class WorkModel:
 
 def causal_pairs(lengths: Any) -> Any:
     """
-    Return the pairs of tokens that causal attention compares in rows of these *lengths*; a number or an array, as
-    given.
+    Return the pairs of tokens that causal attention compares in rows of these *lengths*; a number
+    or an array, as given.
 
     >>> causal_pairs(3)
     6.0
@@ -185,7 +202,10 @@ def causal_pairs(lengths: Any) -> Any:
 
 
 def _squares(side: FLOPs, window: int) -> FLOPs:
-    """Return the sum of the squares of the parts that windows cut each *side* into; zeros without windows."""
+    """
+    Return the sum of the squares of the parts that windows cut each *side* into; zeros without
+    windows.
+    """
     if not window:
         return np.zeros_like(side)
     rest = side % window
@@ -194,7 +214,9 @@ def _squares(side: FLOPs, window: int) -> FLOPs:
 
 
 def _qwen2_5_vl(vision: Sizes) -> VisionWork:
-    """Return the work of Qwen2.5-VL's tower: gated MLPs, windows but for some layers, one projector."""
+    """
+    Return the work of Qwen2.5-VL's tower: gated MLPs, windows but for some layers, one projector.
+    """
     full = len(_mapping(vision, "fullatt_block_indexes"))
     merged = _size(vision, "patch_size") * vision.get("spatial_merge_size", 2)
     return attrs.evolve(
@@ -208,8 +230,8 @@ def _qwen2_5_vl(vision: Sizes) -> VisionWork:
 
 def _qwen3_vl(vision: Sizes) -> VisionWork:
     """
-    Return the work of Qwen3-VL's tower: plain MLPs, whole frames, a projector more for each layer that feeds the
-    text's.
+    Return the work of Qwen3-VL's tower: plain MLPs, whole frames, a projector more for each layer
+    that feeds the text's.
     """
     return _tower(vision, mlp_products=2, num_projectors=1 + len(_mapping(vision, "deepstack_visual_indexes")))
 
@@ -221,14 +243,16 @@ def _tower(vision: Sizes, *, mlp_products: int, num_projectors: int) -> VisionWo
     Args:
         vision: The `vision_config` of a config.json.
 
-        mlp_products: Matrix products of a layer's MLP, each as large as width times its inner width.
+        mlp_products: Matrix products of a layer's MLP, each as large as width times its inner
+        width.
 
         num_projectors: Pairs of matrices that merge patches and bring them to the text's width.
     """
     width, depth, patch = (_size(vision, key) for key in ("hidden_size", "depth", "patch_size"))
     embedding = vision.get("in_channels", 3) * vision.get("temporal_patch_size", 2) * patch**2 * width
     layer = width * (4 * width + mlp_products * _size(vision, "intermediate_size"))
-    # A projector takes merge² patches at once, merge² times as wide, so a patch has its share of the product.
+    # A projector takes merge² patches at once, merge² times as wide, so a patch has its share of
+    # the product.
     merged = vision.get("spatial_merge_size", 2) ** 2 * width
     projector = width * (merged + _size(vision, "out_hidden_size"))
     return VisionWork(

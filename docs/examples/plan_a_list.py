@@ -1,8 +1,9 @@
 """
-Plan a list of lengths, a numpy array and a column of a data set: `python docs/examples/plan_a_list.py`.
+Plan a list of lengths, a numpy array and a column of a data set: `python
+docs/examples/plan_a_list.py`.
 
-Given the folder of a planned run (`runs/demo/run/static_packing/train`), the lengths are those that are stored there,
-and the plan is the stored one: the same packs, the same checksum.
+Given the folder of a planned run (`runs/demo/run/static_packing/train`), the lengths are those that
+are stored there, and the plan is the stored one: the same packs, the same checksum.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from core.batch import resolve_accumulation
 from core.checksum import plan_checksum
 from core.lengths import Lengths
 from core.plan import build_raw_plan
-from core.schedule import Course
+from core.schedule import EpochSchedule
 
 WORLD_SIZE, PACKS_PER_STEP, EPOCHS = 2, 8, 3
 
@@ -34,11 +35,13 @@ def describe(lengths: Lengths, *, packing_length: int) -> str:
         gradient_accumulation_steps=None,
         world_size=WORLD_SIZE,
     ).gradient_accumulation_steps
-    course = Course.of(aligned, gradient_accumulation_steps=accumulation, num_train_epochs=EPOCHS)
+    schedule = EpochSchedule.of(aligned, gradient_accumulation_steps=accumulation, num_train_epochs=EPOCHS)
     return (
         f"{plan.planned_samples:,} of {plan.num_samples:,} samples in {len(plan.packs):,} packs "
-        f"(no plan has fewer than {plan.lower_bound:,}), fill {plan.fill:.4f}; on {WORLD_SIZE} ranks {course.steps_per_epoch} steps "
-        f"per epoch, {course.total_steps} in total, {aligned.pad_needed} packs repeated; checksum {plan_checksum(plan.packs)[:12]}"
+        f"(no plan has fewer than {plan.lower_bound:,}), fill {plan.fill:.4f}; on {WORLD_SIZE} ranks "
+        f"{schedule.steps_per_epoch} steps "
+        f"per epoch, {schedule.total_steps} in total, {aligned.pad_needed} packs repeated; checksum "
+        f"{plan_checksum(plan.packs)[:12]}"
     )
 
 

@@ -17,7 +17,8 @@ MANY = 3
 """Arguments from which on each is documented."""
 
 CALLED_BY_TRANSFORMERS = {
-    "attend_to_patches", "evaluation_loop", "get_batch_samples", "log", "on_epoch_end", "on_step_end", "row_mask", "training_step",
+    "attend_to_patches", "evaluation_loop", "get_batch_samples", "log", "on_epoch_end", "on_step_end", "row_mask",
+    "training_step",
 }  # fmt: skip
 """Their arguments are the library's, which documents them."""
 
@@ -25,7 +26,9 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def documented(body: list[ast.stmt]) -> Iterator[tuple[ast.stmt, str]]:
-    """Yield what is public with its docstring: functions, classes, and values with a string below."""
+    """
+    Yield what is public with its docstring: functions, classes, and values with a string below.
+    """
     for node, below in zip(body, [*body[1:], ast.Pass()], strict=True):
         if isinstance(node, Function | ast.ClassDef):
             if not node.name.startswith("_"):
@@ -38,21 +41,27 @@ def documented(body: list[ast.stmt]) -> Iterator[tuple[ast.stmt, str]]:
 
 
 def fragments(source: str) -> list[int]:
-    """Return the lines of what is public and whose docstring begins with "Of", so that it cannot stand by itself."""
+    """
+    Return the lines of what is public and whose docstring begins with "Of", so that it cannot stand
+    by itself.
+    """
     tree = ast.parse(source)
     own = [1] * (ast.get_docstring(tree) or "").startswith("Of ")
     return own + [node.lineno for node, said in documented(tree.body) if said.startswith("Of ")]
 
 
 def undocumented(source: str) -> list[str]:
-    """Return the public functions of three or more arguments that neither document each nor say where they are."""
+    """
+    Return the public functions of three or more arguments that neither document each nor say where
+    they are.
+    """
     found = []
     for node, said in documented(ast.parse(source).body):
         if not isinstance(node, Function) or node.name in CALLED_BY_TRANSFORMERS:
             continue
         arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
         names = [one.arg for one in arguments if one.arg not in {"self", "cls"}]
-        refers = re.search(r"see `[\w.]+`", said)
+        refers = re.search(r"see\s`[\w.]+`", said)
         if (
             len(names) >= MANY
             and not refers
@@ -72,7 +81,9 @@ def test_docstrings_stand_by_themselves(path):
 
 
 def test_what_breaks_the_rules_is_found():
-    """Fragments of modules, classes, methods and values; a missing argument; private names are free."""
+    """
+    Fragments of modules, classes, methods and values; a missing argument; private names are free.
+    """
     source = '''"""Of a module."""
 value: int
 """Of a value."""

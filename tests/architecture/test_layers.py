@@ -13,7 +13,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 CORE_MAY_IMPORT = {
-    "__future__", "attrs", "bisect", "collections", "contextlib", "core", "decimal", "fractions", "functools", "hashlib", "heapq", "itertools", "json",
+    "__future__", "attrs", "bisect", "collections", "contextlib", "core", "decimal", "fractions", "functools",
+    "hashlib", "heapq", "itertools", "json",
     "math", "numbers", "numpy", "re", "scipy", "types", "typing",
 }  # fmt: skip
 """Pure arithmetic and values; of scipy, its linear programming alone."""
@@ -58,7 +59,10 @@ FACELESS = {"core.patterns"}
 
 
 def test_rooms_of_core_are_imported_through_their_faces():
-    """What another room or layer may use of a room stands in its `__init__`; a room's own modules import each other."""
+    """
+    What another room or layer may use of a room stands in its `__init__`; a room's own modules
+    import each other.
+    """
     rooms = {f"core.{path.parent.name}" for path in (ROOT / "core").glob("*/__init__.py")} - FACELESS
     past = []
     for layer in ("core", "adapters", "app"):
@@ -75,7 +79,10 @@ def test_rooms_of_core_are_imported_through_their_faces():
 
 @pytest.mark.slow
 def test_core_loads_neither_torch_nor_a_clock_of_its_own():
-    """Importing every module of core, in a fresh process, leaves torch, swift and transformers unloaded."""
+    """
+    Importing every module of core, in a fresh process, leaves torch, swift and transformers
+    unloaded.
+    """
     script = (
         f"import sys, {', '.join(MODULES)}; print([n for n in ('torch', 'swift', 'transformers') if n in sys.modules])"
     )
@@ -140,11 +147,15 @@ print(json.dumps(loaded))
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["yaml", "command line"])
 def test_a_typo_is_refused_without_torch_and_without_swift(tmp_path, where):
-    """By every command that reads a YAML: in a key of ours, of ms-swift, or in an override; in a fresh process."""
+    """
+    By every command that reads a YAML: in a key of ours, of ms-swift, or in an override; in a fresh
+    process.
+    """
     key, override = ("lerning_rate", []) if where == "yaml" else ("learning_rate", ["training.packing_bufer=1"])
     run, mix = tmp_path / "run.yaml", tmp_path / "mix.yaml"
     run.write_text(
-        f"model: {{model: m}}\ntemplate: {{max_length: 8}}\ncustom: {{train_jsonl: t}}\ntraining: {{output_dir: o, {key}: 1}}\n"
+        f"model: {{model: m}}\ntemplate: {{max_length: 8}}\ncustom: {{train_jsonl: t}}\ntraining: "
+        f"{{output_dir: o, {key}: 1}}\n"
     )
     mix.write_text("sources: [{jsnl: a}]\n" if where == "yaml" else "sources: [{jsonl: a}]\n")
     plan = [["app.plan.__main__", command, run] for command in ("build", "show", "whatif", "verify")]

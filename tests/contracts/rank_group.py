@@ -21,8 +21,8 @@ def main(scene: str, out: str) -> None:
         part.write_text(json.dumps({"at": time.monotonic(), **said}))
         part.replace(part.with_suffix(".json"))
 
-    def build(tell):
-        tell("3 of 4 are measured")
+    def build(report):
+        report("3 of 4 are measured")
         note(building=True)
         if scene == "fails":
             raise PlanTooShortError(3, 8)

@@ -1,4 +1,7 @@
-"""A checkpoint's files are digested by all ranks together, each file once; what differs later is named by whoever reads it."""
+"""
+A checkpoint's files are digested by all ranks together, each file once; what differs later is named
+by whoever reads it.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adapters.trainer import checkpoints
-from adapters.trainer.checkpoints import find_checkpoint, read_bookmark, remove_digests, to_state, write_digests
+from adapters.trainer.checkpoints import find_checkpoint, read_resume_state, remove_digests, to_state, write_digests
 from core.errors import ConfigError
-from core.schedule import Bookmark, Progress
+from core.schedule import Progress, ResumeState
 
 names = st.sampled_from(
     ["model.safetensors", "optimizer.pt", "rng_state_0.pth", "global_step7/zero_0.pt", "config.json"]
@@ -22,7 +25,9 @@ names = st.sampled_from(
 
 @given(st.dictionaries(names, st.binary(max_size=99), min_size=1), st.integers(1, 4))
 def test_every_file_is_digested_by_one_rank(tmp_path_factory, contents, world_size):
-    """Those in folders too; those of an earlier checkpoint of the same name and more ranks are gone."""
+    """
+    Those in folders too; those of an earlier checkpoint of the same name and more ranks are gone.
+    """
     folder = tmp_path_factory.mktemp("checkpoint")
     for name, content in contents.items():
         (folder / name).parent.mkdir(exist_ok=True)
@@ -71,13 +76,13 @@ def test_ranks_take_the_same_checkpoint(tmp_path: Path, monkeypatch, rank, says)
 
 def test_a_checkpoint_says_in_which_order_it_was_trained(tmp_path: Path):
     """What it says comes back; one that was written before orders had versions is of the first."""
-    bookmark = Bookmark("a1", "d", 1, True, "full", 2, Progress(step=3))  # noqa: FBT003
-    state = to_state(bookmark, attn_impl="varlen")
+    resume_state = ResumeState("a1", "d", 1, True, "full", 2, Progress(step=3))  # noqa: FBT003
+    state = to_state(resume_state, attn_impl="varlen")
     file = tmp_path / "trainer_state.json"
 
     file.write_text(json.dumps({"stateful_callbacks": state}))
-    assert bookmark == read_bookmark(tmp_path)
+    assert resume_state == read_resume_state(tmp_path)
 
     del state["packplan"]["order_version"]
     file.write_text(json.dumps({"stateful_callbacks": state}))
-    assert 1 == read_bookmark(tmp_path).order_version
+    assert 1 == read_resume_state(tmp_path).order_version

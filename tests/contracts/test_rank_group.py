@@ -1,4 +1,7 @@
-"""Ranks over torch.distributed: what rank 0 builds reaches all, and so does its failure; nobody waits for ever."""
+"""
+Ranks over torch.distributed: what rank 0 builds reaches all, and so does its failure; nobody waits
+for ever.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,9 @@ def said(folder: Path) -> list[dict]:
 
 @pytest.fixture
 def agent():
-    """Keep a store as torchrun's agent does, outside of all ranks; what ranks have to know of it."""
+    """
+    Keep a store as torchrun's agent does, outside of all ranks; what ranks have to know of it.
+    """
     from torch.distributed import TCPStore
 
     port = free_port()
@@ -123,7 +128,9 @@ def test_a_rank_zero_that_is_killed_is_noticed_within_seconds(play, agent, hoste
 
 
 def test_waiting_has_one_deadline(play):
-    """After which the key that moves it is named, with all its seconds, and what rank 0 was doing."""
+    """
+    After which the key that moves it is named, with all its seconds, and what rank 0 was doing.
+    """
     _, second = play("slow")
 
     assert "rank 1 waited 7,200 s for rank 0" in second["error"]
@@ -139,7 +146,10 @@ def test_a_rank_that_is_killed_is_missed(play, agent):
 
 
 def test_a_node_that_falls_silent_is_given_up(start_on_hosts, tmp_path):
-    """Its cable is cut: no packet says that anything ended. The limit is shortened here; the real one is below a minute."""
+    """
+    Its cable is cut: no packet says that anything ended. The limit is shortened here; the real one
+    is below a minute.
+    """
     with two_hosts() as (one, two):
         ranks = start_on_hosts("silent", (one, two))
         while not said(tmp_path)[0]:

@@ -121,7 +121,10 @@ def test_lengths_of_other_inputs_are_refused_key_by_key(reopen_lengths):
 
 
 def test_lengths_stay_valid_while_the_data_they_were_measured_from_does(reopen_lengths):
-    """Appended rows, and changes behind what was measured, are fine; a change before, or fewer rows, are not."""
+    """
+    Appended rows, and changes behind what was measured, are fine; a change before, or fewer rows,
+    are not.
+    """
     store = reopen_lengths()
     taken(store)
     put(store, 0, 5)
@@ -170,7 +173,10 @@ def test_the_disk_holds_small_readable_manifests_and_nothing_else(tmp_path: Path
 
 @pytest.mark.slow
 def test_one_changed_byte_anywhere_is_found(tmp_path: Path):
-    """Bytes all over each file of lengths and plan in turn, inverted, and with one bit changed, which may stay JSON."""
+    """
+    Bytes all over each file of lengths and plan in turn, inverted, and with one bit changed, which
+    may stay JSON.
+    """
     lengths, plans = DiskLengthStore(tmp_path), DiskPlanStore(tmp_path)
     taken(lengths)
     put(lengths, 0, 10, probe={})
@@ -242,7 +248,10 @@ def test_a_store_that_is_only_read_writes_nothing(tmp_path: Path):
 
 
 def test_a_run_that_maps_lengths_survives_their_being_measured_anew(tmp_path: Path):
-    """Another job discards and writes the same files; a mapped file whose end moves would kill its reader."""
+    """
+    Another job discards and writes the same files; a mapped file whose end moves would kill its
+    reader.
+    """
     store = DiskLengthStore(tmp_path)
     taken(store)
     put(store, 0, 10)
@@ -273,7 +282,10 @@ def test_another_runs_lengths_are_taken_over_once(tmp_path: Path):
 
 
 def test_another_runs_lengths_have_to_fit(tmp_path: Path):
-    """Other inputs are refused with both values, and a folder where no run was; one that has no lengths yet is not."""
+    """
+    Other inputs are refused with both values, and a folder where no run was; one that has no
+    lengths yet is not.
+    """
     one, two = tmp_path / "one" / "train", tmp_path / "two" / "train"
     one.mkdir(parents=True)
     two.mkdir(parents=True)
@@ -337,7 +349,7 @@ def test_a_look_needs_no_key(whole):
     """What is stored comes back with what it was made from, whoever asks; nothing is written."""
     before = {path.name: path.read_bytes() for path in whole.iterdir()}
 
-    lengths, plan = DiskLengthStore(whole).look(), DiskPlanStore(whole).look()
+    lengths, plan = DiskLengthStore(whole).inspect(), DiskPlanStore(whole).inspect()
 
     assert (KEY, 10, 10, DATA(10)) == (
         lengths.origin.key, lengths.origin.num_samples, lengths.origin.num_measured, lengths.origin.data_digest
@@ -353,7 +365,10 @@ def test_a_look_needs_no_key(whole):
 def test_nothing_is_stored_in_an_empty_folder(tmp_path):
     """And nothing is damaged."""
     assert (
-        DiskLengthStore(tmp_path).look() is DiskLengthStore(tmp_path).origin() is DiskPlanStore(tmp_path).look() is None
+        DiskLengthStore(tmp_path).inspect()
+        is DiskLengthStore(tmp_path).origin()
+        is DiskPlanStore(tmp_path).inspect()
+        is None
     )
     assert [] == damage(tmp_path)
 
@@ -397,7 +412,10 @@ def test_all_that_is_damaged_is_named_at_once(whole):
 
 
 def test_an_alignment_that_says_something_else_than_its_plan_gives_is_found(whole):
-    """Though its digest is right: of another count, for a world size that leaves nothing, or under another name."""
+    """
+    Though its digest is right: of another count, for a world size that leaves nothing, or under
+    another name.
+    """
     from adapters import files as artefacts
 
     content = artefacts.read_manifest(whole / "plan_ws2.json", "packplan aligned plan 1")
@@ -418,7 +436,7 @@ def test_the_alignment_of_an_earlier_plan_is_no_damage(whole):
     DiskPlanStore(whole).save(Fingerprint({"a": 2}), PLAN)
 
     assert [] == damage(whole)
-    assert () == DiskPlanStore(whole).look().world_sizes
+    assert () == DiskPlanStore(whole).inspect().world_sizes
 
 
 def test_a_manifest_whose_counts_are_not_its_plans_is_found(whole):

@@ -42,7 +42,9 @@ def ray_workers(monkeypatch):
 
 
 def each_fails_with_its_reason(workers, shards):
-    """State what holds for all workers: results come by worker, errors of ours pass, others are named."""
+    """
+    State what holds for all workers: results come by worker, errors of ours pass, others are named.
+    """
     results = workers.run_all_workers_sharded_data("add", shards, more=1)
     assert shards == [result["own"].tolist() for result in results]
     assert {float(sum(map(sum, shards)) + len(shards))} == {float(result["sum"]) for result in results}

@@ -1,4 +1,7 @@
-"""What pages say can be found: links, anchors, commands, options, tests, keys; their Python runs, their tables are current."""
+"""
+What pages say can be found: links, anchors, commands, options, tests, keys; their Python runs,
+their tables are current.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +95,10 @@ def trees_of(module: str) -> list[ast.Module]:
 
 @cache
 def words_of(module: str) -> set[str]:
-    """Return the words that a command knows, its subcommands and options among them: its own, and its helpers'."""
+    """
+    Return the words that a command knows, its subcommands and options among them: its own, and its
+    helpers'.
+    """
     own = trees_of(module)
     imports = [node for tree in own for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     helpers = {f"{node.module}.{alias.name}" for node in imports if node.module == "app" for alias in node.names}
@@ -134,7 +140,8 @@ def test_a_wrong_command_is_found(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(
         "`packplan trian`, `python -m app.plan build run.yaml --list-failures`, `python -m app.plan biuld run.yaml`\n"
-        "```bash\ntorchrun --nproc-per-node 4 -m app.sft run.yaml\npython -m app.gone\npackplan check x.yaml --jsn\n```\n"
+        "```bash\ntorchrun --nproc-per-node 4 -m app.sft run.yaml\npython -m app.gone\npackplan check x.yaml "
+        "--jsn\n```\n"
     )
 
     assert [
@@ -146,7 +153,10 @@ def test_a_wrong_command_is_found(tmp_path):
 
 
 def lost_names(page: Path) -> list[str]:
-    """Return the paths, dotted names and test functions that a page writes as code, and that do not exist."""
+    """
+    Return the paths, dotted names and test functions that a page writes as code, and that do not
+    exist.
+    """
     defined = {
         name
         for path in ROOT.glob("tests/**/*.py")
@@ -165,7 +175,10 @@ def lost_names(page: Path) -> list[str]:
 
 
 def is_defined(name: str) -> bool:
-    """Return whether a dotted name is a module, or a name that the module's source has; nothing is imported."""
+    """
+    Return whether a dotted name is a module, or a name that the module's source has; nothing is
+    imported.
+    """
     path, names = ROOT, name.split(".")
     while names and (path / names[0]).is_dir():
         path /= names.pop(0)
@@ -247,7 +260,9 @@ def test_every_key_is_on_the_page():
 
 @pytest.mark.parametrize("page", [page for page in PAGES if fences(page, "yaml")], ids=lambda page: page.stem)
 def test_yaml_that_is_shown_is_a_run(page):
-    """Every key is one, every value has its type; what a file that it extends brings may be missing."""
+    """
+    Every key is one, every value has its type; what a file that it extends brings may be missing.
+    """
     from adapters.config.run import RL_SECTIONS, parse_config
     from adapters.config.trainer_keys import stored_keys
 
@@ -262,7 +277,10 @@ def test_yaml_that_is_shown_is_a_run(page):
 
 @pytest.fixture
 def planned(tmp_path, monkeypatch) -> str:
-    """Store a plan where the demo stores its own, in a scratch folder that becomes the working directory; return its checksum."""
+    """
+    Store a plan where the demo stores its own, in a scratch folder that becomes the working
+    directory; return its checksum.
+    """
     folder = tmp_path / "runs" / "demo" / "run" / "static_packing" / "train"
     folder.mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
@@ -345,7 +363,9 @@ def test_what_is_compared_was_measured():
 
 
 def test_every_field_of_a_policy_is_in_its_table():
-    """What decides a plan can be looked up, with its key in the YAML; the table has no other rows."""
+    """
+    What decides a plan can be looked up, with its key in the YAML; the table has no other rows.
+    """
     page = (ROOT / "docs" / "planner.md").read_text(encoding="utf-8")
     table = page.split("| field | YAML key | meaning |")[1].split("\n\n")[0]
 

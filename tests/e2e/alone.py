@@ -1,4 +1,7 @@
-"""The reference that packed training is held against: transformers' own forward pass and attention, one sample at a time."""
+"""
+The reference that packed training is held against: transformers' own forward pass and attention,
+one sample at a time.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ POWERS = {"token": 0.0, "sample": -1.0, "sqrt": -0.5}
 
 
 def token_losses(model: Any, encoded: dict[str, Any]) -> torch.Tensor:
-    """Return the loss of each supervised token of a sample; float64, with gradients. The model is not to checkpoint layers."""
+    """
+    Return the loss of each supervised token of a sample; float64, with gradients. The model is not
+    to checkpoint layers.
+    """
     inputs = {"input_ids": torch.tensor(encoded["input_ids"])[None]}
     for key in ("pixel_values", "image_grid_thw"):
         if encoded.get(key) is not None:
@@ -72,7 +78,10 @@ def step_alone(model: Any, samples: list[dict[str, Any]], reduction: str = "toke
 
 
 def silence(setattr_: Callable[[Any, str, Any], None] = setattr) -> None:
-    """Let records whose first message is `silent` have no supervised token, when they are measured and later."""
+    """
+    Let records whose first message is `silent` have no supervised token, when they are measured and
+    later.
+    """
     from adapters.samples.encoder import SwiftSamples
 
     encode = SwiftSamples._encode

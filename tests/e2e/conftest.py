@@ -17,7 +17,10 @@ Sections = dict[str, dict[str, Any]]
 
 @pytest.fixture(scope="session", autouse=True)
 def _stack():
-    """Import the libraries before the first test of training, and keep them out of what the garbage collector looks at."""
+    """
+    Import the libraries before the first test of training, and keep them out of what the garbage
+    collector looks at.
+    """
     import tests.stack  # noqa: F401
 
 
@@ -100,7 +103,10 @@ def fetched(monkeypatch) -> list[int]:
 
 @pytest.fixture
 def start_ranks(server):
-    """Return a function that starts the ranks of `rank_main` on a YAML, an output folder and perhaps a fault."""
+    """
+    Return a function that starts the ranks of `rank_main` on a YAML, an output folder and perhaps a
+    fault.
+    """
     from tests.e2e import rank_main
 
     def start(world_size: int, path: Path, out: Path, fault: str = "") -> list[Started]:

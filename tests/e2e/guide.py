@@ -1,7 +1,9 @@
 """
-Runs the code of `docs/transformers-trainer.md` as it stands there, and writes down what each rank saw.
+Runs the code of `docs/transformers-trainer.md` as it stands there, and writes down what each rank
+saw.
 
-`python -m tests.e2e.guide cases.json`; in a process of its own, since ms-swift changes transformers where it is imported.
+`python -m tests.e2e.guide cases.json`; in a process of its own, since ms-swift changes transformers
+where it is imported.
 """
 
 from __future__ import annotations

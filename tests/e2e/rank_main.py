@@ -1,8 +1,10 @@
 """
-Runs `app.sft` as one rank, and writes down what the rank saw: `rank_main.py run.yaml out_folder [fault]`.
+Runs `app.sft` as one rank, and writes down what the rank saw: `rank_main.py run.yaml out_folder
+[fault]`.
 
-A fault, on one rank alone: `measure` fails measuring on rank 0. `gradients` writes each step's gradients down,
-and silences the records that say so. `infinite` adds infinity to the loss of rank 1's second step.
+A fault, on one rank alone: `measure` fails measuring on rank 0. `gradients` writes each step's
+gradients down, and silences the records that say so. `infinite` adds infinity to the loss of rank
+1's second step.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ def main(config: str, out: str, fault: str = "") -> int:
             result = sft.run(run, group)
         plan = result.planned["train"]
         seen = {
-            "rank": group.rank, "fetched": fetched, "steps": result.num_steps, "planned_steps": result.course.total_steps,
+            "rank": group.rank, "fetched": fetched, "steps": result.num_steps,
+            "planned_steps": result.schedule.total_steps,
             "raw": plan.raw_checksum, "aligned": plan.checksum, "num_aligned": len(plan.aligned.packs),
             "num_raw": len(plan.raw.packs), "raw_packs": plan.raw.packs.tolist(), "repeated": plan.aligned.repeated,
             "history": result.history, "terminated": result.terminated,

@@ -1,5 +1,6 @@
 """
-Runs reinforcement learning as one rank: `app.rl`'s own phases on rollouts that are given, or the whole command.
+Runs reinforcement learning as one rank: `app.rl`'s own phases on rollouts that are given, or the
+whole command.
 
 It is imported once by a process that ranks fork from.
 """
@@ -19,11 +20,17 @@ from app.rl import loop
 from app.wiring import training
 
 LENGTHS = [9, 41, 5, 30, 2, 17, 61, 8, 12, 25, 33]
-"""Tokens of the rollouts; neither ranks nor microbatches divide their number, nor the rounding of widths the longest."""
+"""
+Tokens of the rollouts; neither ranks nor microbatches divide their number, nor the rounding of
+widths the longest.
+"""
 
 
 def rollouts(vocabulary: int) -> BatchedData:
-    """Return sequences with answers, advantages, and log-probabilities that the policy has moved away from."""
+    """
+    Return sequences with answers, advantages, and log-probabilities that the policy has moved away
+    from.
+    """
     drawn = torch.Generator().manual_seed(3)
     width = max(LENGTHS)
     inside = torch.arange(width) < torch.tensor(LENGTHS)[:, None]
@@ -71,7 +78,10 @@ def phases(path: str) -> dict:
 
 
 def main(cases: dict[str, tuple[str, int]], out: str) -> None:
-    """Run the phases of several YAMLs, each on a port of its own; rank 0 keeps what came out, by the names of the cases."""
+    """
+    Run the phases of several YAMLs, each on a port of its own; rank 0 keeps what came out, by the
+    names of the cases.
+    """
     for name, (path, port) in cases.items():
         os.environ["MASTER_PORT"] = str(port)
         found = phases(path)

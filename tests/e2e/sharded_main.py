@@ -1,4 +1,6 @@
-"""One rank whose weights are sharded by FSDP: `rank` 0 has a pack without images, the other one with."""
+"""
+One rank whose weights are sharded by FSDP: `rank` 0 has a pack without images, the other one with.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a user gets wrong: one message that names the place and the remedy, exit status 2, no traceback, nothing trained."""
+"""
+What a user gets wrong: one message that names the place and the remedy, exit status 2, no
+traceback, nothing trained.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,9 @@ def huge_png(path: Path) -> None:
 
 @pytest.fixture
 def outcome(write_run, tmp_path, capfd, monkeypatch):
-    """Return a function that writes seven records, the last given, runs, and gives status and message."""
+    """
+    Return a function that writes seven records, the last given, runs, and gives status and message.
+    """
     Image.effect_noise((200, 200), 60).save(tmp_path / "a.png")
     monkeypatch.setattr(PackTrainer, "train", lambda *_, **__: pytest.fail("training started"))
 
@@ -128,7 +133,9 @@ def test_tags_of_media_that_a_record_has_not_stay_text(write_run, tmp_path, capl
 
 
 def test_the_path_of_an_image_in_a_text_stays_text(write_run, tmp_path):
-    """ms-swift alone would read the file as an image, and put an image in the place of any other word."""
+    """
+    ms-swift alone would read the file as an image, and put an image in the place of any other word.
+    """
     from app.wiring import training as wiring
 
     Image.new("RGB", (56, 56)).save(tmp_path / "a.png")
@@ -218,7 +225,10 @@ def test_a_bad_setting_is_named_by_its_key(outcome, overlay, says):
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_varlen_on_a_model_that_it_is_not_shown_equal_for(outcome, tmp_path, packing):
-    """Refused by its key, before anything is measured, with what to use; packed or not, for caps and sinks would be lost."""
+    """
+    Refused by its key, before anything is measured, with what to use; packed or not, for caps and
+    sinks would be lost.
+    """
     (tmp_path / "config.json").write_text('{"model_type": "gemma2"}')
 
     status, message = outcome(

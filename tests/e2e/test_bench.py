@@ -27,13 +27,16 @@ from core.errors import DataSetError
 from core.packers import ALGORITHMS, pack
 from core.packs import Packs
 from core.plan import build_raw_plan
-from core.schedule import Course, EpochLedger, PackFacts
+from core.schedule import EpochSchedule, EpochStats, PackStats
 
 ROOT = Path(__file__).parents[2]
 
 
 def has_ended(pid: str) -> bool:
-    """Whether a process that was killed is gone, or waits for whoever adopted it; a busy machine may take a moment."""
+    """
+    Whether a process that was killed is gone, or waits for whoever adopted it; a busy machine may
+    take a moment.
+    """
     status, deadline = Path(f"/proc/{pid}/status"), time.monotonic() + 20
     while time.monotonic() < deadline:
         try:
@@ -122,7 +125,10 @@ def test_a_call_is_measured_in_seconds_and_bytes():
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "capacity"), [("chat", 2048), ("sft", 2048), ("detcap", 12288), ("detcap", 8192)])
 def test_certified_meets_the_bound_on_real_lengths(name, capacity):
-    """Proven to be the fewest packs; no other algorithm has fewer, and modified first fit no more than first fit."""
+    """
+    Proven to be the fewest packs; no other algorithm has fewer, and modified first fit no more than
+    first fit.
+    """
     lengths = trace(name)
     lengths = lengths[lengths <= capacity]
     packs = {algorithm: len(pack(lengths, capacity=capacity, algorithm=algorithm)) for algorithm in ALGORITHMS}
@@ -143,7 +149,10 @@ def test_distributions_are_drawn_from_their_seed():
 
 @pytest.mark.slow
 def test_measuring_is_measured_on_made_data(server, tmp_path):
-    """One document: every kind both ways; a photograph's header far cheaper than its pixels; memory and warm start bounded."""
+    """
+    One document: every kind both ways; a photograph's header far cheaper than its pixels; memory
+    and warm start bounded.
+    """
     run = server.packplan("bench", "lengths", "--workers", "1", "--samples", "36", "--json", env={"TMPDIR": tmp_path})
 
     document = json.loads(run.printed)
@@ -166,7 +175,10 @@ def test_too_few_workers_and_samples_are_refused(wrong, capsys):
 
 @pytest.mark.slow
 def test_training_is_measured_in_every_way(server):
-    """The same samples in each way, round by round; packs of growing length; what our parts add is a ratio near 1."""
+    """
+    The same samples in each way, round by round; packs of growing length; what our parts add is a
+    ratio near 1.
+    """
     document, scaling, overhead = (
         json.loads(server.packplan("bench", "train", "--samples", 12, "--json", *words.split()).printed)
         for words in ("--kinds images --packs 600 --repeat 2", "--kinds text --packs 600 1200 --repeat 1 --scaling",
@@ -201,7 +213,10 @@ def test_training_is_measured_in_every_way(server):
 
 
 def test_workloads_take_turns(tmp_path):
-    """Part by part in turn until each is done; memory is each one's own; the result is what it returned."""
+    """
+    Part by part in turn until each is done; memory is each one's own; the result is what it
+    returned.
+    """
     log, ticks = tmp_path / "log", []
 
     def workload(name, num_parts, num_bytes):
@@ -225,7 +240,9 @@ def test_workloads_take_turns(tmp_path):
 
 
 def test_a_workload_that_fails_is_named_and_the_others_end(tmp_path):
-    """In its second turn, while another waits for one: an error by its name, and no process is left."""
+    """
+    In its second turn, while another waits for one: an error by its name, and no process is left.
+    """
 
     def waiting():
         (tmp_path / "pid").write_text(str(os.getpid()))
@@ -244,15 +261,21 @@ def test_a_workload_that_fails_is_named_and_the_others_end(tmp_path):
 
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=40), st.integers(1, 7), st.integers(0, 3))
 def test_batches_of_like_length_pad_least(lengths, batch_size, epoch):
-    """Each sample once, in as many batches; no order of batches of these sizes has less padding; another epoch, another order."""
-    options = {"num_packs": len(lengths), "world_size": 1, "dataloader_drop_last": False, "gradient_accumulation_steps": 1,
+    """
+    Each sample once, in as many batches; no order of batches of these sizes has less padding;
+    another epoch, another order.
+    """
+    options = {"num_packs": len(lengths), "world_size": 1, "dataloader_drop_last": False,
+     "gradient_accumulation_steps": 1,
                "num_train_epochs": 4, "batch_size": batch_size}  # fmt: skip
-    course = LikeLengths(**options, lengths=np.array(lengths))
+    schedule = LikeLengths(**options, lengths=np.array(lengths))
 
-    batches = course.batches(epoch, rank=0)
+    batches = schedule.batches(epoch, rank=0)
 
     assert sorted(range(len(lengths))) == sorted(index for batch in batches for index in batch)
-    assert [len(batch) for batch in Course(**options).batches(epoch, rank=0)] == [len(batch) for batch in batches]
+    assert [len(batch) for batch in EpochSchedule(**options).batches(epoch, rank=0)] == [
+        len(batch) for batch in batches
+    ]
     # Every batch but the first needs a longest sample, and none can do with less than this.
     longest_first = sorted(lengths, reverse=True)
     least = sum(longest_first[start] * len(longest_first[start : start + batch_size])
@@ -262,15 +285,18 @@ def test_batches_of_like_length_pad_least(lengths, batch_size, epoch):
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=30), st.integers(1, 5))
 def test_pairs_are_counted_in_every_forward_pass(lengths, batch_size):
-    """Of whole rows as a mask needs them, packed or padded; of each sample as far as its diagonal, packed or alone."""
+    """
+    Of whole rows as a mask needs them, packed or padded; of each sample as far as its diagonal,
+    packed or alone.
+    """
     plan = build_raw_plan(lengths, packing_length=60, drop_last=False)
     options = {"world_size": 1, "dataloader_drop_last": False, "gradient_accumulation_steps": 1, "num_train_epochs": 1}
-    packs = Course(num_packs=len(plan.packs), **options)
-    batches = Course(num_packs=len(lengths), batch_size=batch_size, **options)
+    packs = EpochSchedule(num_packs=len(plan.packs), **options)
+    batches = EpochSchedule(num_packs=len(lengths), batch_size=batch_size, **options)
     array = np.array(lengths)
-    packed = EpochLedger.of(PackFacts.of(plan, array), packs, 0)
+    packed = EpochStats.of(PackStats.of(plan, array), packs, 0)
     singles = attrs.evolve(plan, packs=Packs.from_lists([[index] for index in range(len(lengths))]))
-    padded = EpochLedger.of(PackFacts.of(singles, array, packed=False), batches, 0)
+    padded = EpochStats.of(PackStats.of(singles, array, packed=False), batches, 0)
     rows = [[lengths[index] for index in batch] for batch in batches.batches(0, rank=0)]
 
     causal = sum(sum(range(1, length + 1)) for length in lengths)
@@ -282,7 +308,10 @@ def test_pairs_are_counted_in_every_forward_pass(lengths, batch_size):
 
 
 def test_rows_are_compared_round_by_round():
-    """A machine that is twice as slow in one round changes no ratio; what is not there is not compared with."""
+    """
+    A machine that is twice as slow in one round changes no ratio; what is not there is not compared
+    with.
+    """
     row = Row(kind="text", budget=512, way="packed", attention="varlen", batch_size=1, num_steps=9, padding_share=0.0,
               flops=2e9, speeds=(30.0, 15.0, 30.0), peak_mb=46.0, encode_ms=0.3)  # fmt: skip
     padded = attrs.evolve(row, way="padded", batch_size=4, flops=3e9, speeds=(20.0, 10.0, 15.0))
@@ -325,7 +354,10 @@ def test_streams_are_measured(capsys):
 
 
 def test_losses_are_measured_both_ways(capsys):
-    """In a loop and fused, on the same row: near each other, the fused one keeps no copy of the logits."""
+    """
+    In a loop and fused, on the same row: near each other, the fused one keeps no copy of the
+    logits.
+    """
     wanted = ["loss", "--vocabulary", "64", "96", "--sequences", "5", "--length", "7", "--repeat", "2"]
 
     assert 0 == main([*wanted, "--json"])
@@ -343,8 +375,23 @@ def test_losses_are_measured_both_ways(capsys):
 
 
 def test_sharding_is_measured_in_every_mode(capsys):
-    """Packing computes less than dynamic batching, and that less than padding; balancing is even, and needs no more rows."""
-    wanted = ["shard", "--sequences", "256", "--chunk", "128", "--workers", "4", "--budget", "12000", "--batches", "3"]
+    """
+    Packing computes less than dynamic batching, and that less than padding; balancing is even, and
+    needs no more rows.
+    """
+    wanted = [
+        "shard",
+        "--sequences",
+        "256",
+        "--global-batch",
+        "128",
+        "--workers",
+        "4",
+        "--budget",
+        "12000",
+        "--batches",
+        "3",
+    ]
 
     assert 0 == main([*wanted, "--json"])
 

@@ -49,7 +49,10 @@ def scenes(tmp_path_factory):
 
 @pytest.fixture
 def compared(write_run, scenes):
-    """Return a function that compares the packs of a run, perhaps after planting a fault in its trainer."""
+    """
+    Return a function that compares the packs of a run, perhaps after planting a fault in its
+    trainer.
+    """
     from app.check import compare
     from app.training.prepare import prepare
     from app.wiring import training as wiring
@@ -72,7 +75,9 @@ def compared(write_run, scenes):
 @pytest.mark.parametrize("attn_impl", ["varlen", "sdpa", "eager"])
 @pytest.mark.parametrize("model", MODELS)
 def test_every_shipped_model_passes(compared, model, attn_impl):
-    """On packs of every kind; whole numbers are equal, and the probe moves no other sample at all."""
+    """
+    On packs of every kind; whole numbers are equal, and the probe moves no other sample at all.
+    """
     report, failed = compared(model, model={"attn_impl": attn_impl})
 
     assert set() == failed
@@ -96,7 +101,10 @@ def test_packs_of_images_alone_pass(compared, model):
 
 @pytest.mark.parametrize("model", ["qwen2", "qwen3"])
 def test_flex_attention_passes_for_text(compared, model):
-    """By its block mask; a CPU has no backward pass for it, and that is said. Not compiled, which takes a minute."""
+    """
+    By its block mask; a CPU has no backward pass for it, and that is said. Not compiled, which
+    takes a minute.
+    """
     with torch.compiler.set_stance("force_eager"):
         report, failed = compared(model, num_packs=1, model={"attn_impl": "flex_attention"})
 
@@ -247,7 +255,9 @@ def of_the_row_before(found, before):
 
 @pytest.mark.parametrize("fault", [second_begins_late, first_two_joined, of_the_row_before])
 def test_a_wrong_layout_is_found(compared, monkeypatch, fault):
-    """Samples that see others, or less than themselves: the reference attends by transformers' own."""
+    """
+    Samples that see others, or less than themselves: the reference attends by transformers' own.
+    """
     rows = []
 
     def read(*arguments, **options):
@@ -298,7 +308,10 @@ def test_samples_known_by_heart_are_equal_too(compared):
 
 
 def test_losses_of_large_logits_are_equal_up_to_the_rounding_of_those(compared):
-    """A loss does not change with what all logits have in common, but its rounding, here of one in a million, does."""
+    """
+    A loss does not change with what all logits have in common, but its rounding, here of one in a
+    million, does.
+    """
     drawn = torch.Generator().manual_seed(0)
 
     def shift(_, __, logits):

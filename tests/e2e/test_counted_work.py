@@ -37,8 +37,8 @@ def test_torch_counts_the_same_operations(demo, model_type):
     """
     Exactly, in one forward pass, with images and without.
 
-    Under eager attention, whose products torch's counter sees: it computes whole squares, where causal attention needs
-    the pairs up to the diagonal.
+    Under eager attention, whose products torch's counter sees: it computes whole squares, where
+    causal attention needs the pairs up to the diagonal.
     """
     import torch
     from torch.utils.flop_counter import FlopCounterMode

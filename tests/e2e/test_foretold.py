@@ -29,8 +29,8 @@ def test_training_does_what_show_foretold(write_run, execute, capfd, model, sett
     assert shown["course"]["total_steps"] == result.num_steps
     assert shown["checksums"]["raw_plan"] == result.planned["train"].raw_checksum
     assert shown["checksums"]["aligned_plan"] == result.planned["train"].checksum
-    assert settings.get("data_seed", 42) == result.course.seed
-    assert settings.get("train_dataloader_shuffle", True) == result.course.shuffle
+    assert settings.get("data_seed", 42) == result.schedule.seed
+    assert settings.get("train_dataloader_shuffle", True) == result.schedule.shuffle
     logged = [entry for entry in result.history if "attention_work" in entry][: shown["course"]["steps_per_epoch"]]
     works = [entry["attention_work"] for entry in logged]
     assert shown["course"]["work_per_step"] == pytest.approx(sum(works) / len(works))
@@ -39,14 +39,14 @@ def test_training_does_what_show_foretold(write_run, execute, capfd, model, sett
 
 def test_the_course_is_ordered_as_the_trainers_arguments_say(write_run):
     """ms-swift's defaults are those that looking without it assumes."""
-    from app.training.schedule import batch_of, course_of
+    from app.training.schedule import batch_of, schedule_of
     from app.wiring import training
 
     aligned = align_plan(build_raw_plan([8] * 5, packing_length=8), world_size=1, dataloader_drop_last=False)
     for settings in ({}, {"data_seed": 7, "train_dataloader_shuffle": False}):
         config = training.read_config(write_run(training=settings))
         batch = batch_of(config, world_size=1)
-        course = course_of(config, batch, aligned)
+        schedule = schedule_of(config, batch, aligned)
         arguments = training.open_arguments(config, batch.size, batch.accumulation)
 
-        assert (arguments.data_seed, arguments.train_dataloader_shuffle) == (course.seed, course.shuffle)
+        assert (arguments.data_seed, arguments.train_dataloader_shuffle) == (schedule.seed, schedule.shuffle)

@@ -1,4 +1,7 @@
-"""A disk that is full when a checkpoint or a policy is to be saved: the fact, the folder and a remedy, and no traceback."""
+"""
+A disk that is full when a checkpoint or a policy is to be saved: the fact, the folder and a remedy,
+and no traceback.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,9 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize(("of", "size"), [("weights", 600_000), ("optimizer", 2_000_000)])
 def test_a_checkpoint_that_does_not_fit_ends_the_run_with_its_folder(small_disk, write_run, capfd, of, size):
-    """Weights, which safetensors writes, or the optimizer's state, which torch does; the plan stays."""
+    """
+    Weights, which safetensors writes, or the optimizer's state, which torch does; the plan stays.
+    """
     disk = small_disk(size)
     keys = {"output_dir": str(disk / "run"), "max_steps": 1, "save_strategy": "steps", "save_steps": 1}
     path = write_run(training=keys)

@@ -50,7 +50,10 @@ def pictures(tmp_path_factory) -> list[Path]:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", list(product(["qwen2_5_vl", "qwen3_vl"], [None, 2_000, 50_000, 1_000_000])), ids=str)
 def test_headers_give_the_lengths_of_full_encodes(case, pictures, write_run, tmp_path):
-    """Every kind of image, one or several in a record, with and without a limit on pixels: zero tolerance."""
+    """
+    Every kind of image, one or several in a record, with and without a limit on pixels: zero
+    tolerance.
+    """
     from app.wiring import training
 
     model_type, max_pixels = case

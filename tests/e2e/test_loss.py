@@ -1,4 +1,7 @@
-"""The loss of a step, its gradients and an evaluation are those of the samples alone, whatever packs and ranks."""
+"""
+The loss of a step, its gradients and an evaluation are those of the samples alone, whatever packs
+and ranks.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,17 @@ pytestmark = pytest.mark.slow
 MODELS = ["qwen2_5_vl", "qwen3_vl", "qwen2", "qwen3"]
 
 QUIET = {"learning_rate": 0.0, "max_grad_norm": 0, "lora_dropout": 0.0, "packing_drop_last": False}
-"""Weights that stay, and gradients as they are: every step can be held against the first weights."""
+"""
+Weights that stay, and gradients as they are: every step can be held against the first weights.
+"""
 
 
 @pytest.fixture
 def data(demo, tmp_path, monkeypatch):
-    """Return a function that writes records for a model; those that say `silent` have no supervised token."""
+    """
+    Return a function that writes records for a model; those that say `silent` have no supervised
+    token.
+    """
     silence(monkeypatch.setattr)
 
     def write(of: str, name: str = "train.jsonl") -> str:
@@ -55,25 +63,25 @@ def prepared(write_run, data, tmp_path):
     return build
 
 
-def step_samples(course, step: int, encode, packs) -> list[dict]:
+def step_samples(schedule, step: int, encode, packs) -> list[dict]:
     """Return the encoded samples of a step of the first epoch, those of all ranks."""
-    size = course.gradient_accumulation_steps
+    size = schedule.gradient_accumulation_steps
     batches = [
         batch
-        for rank in range(course.world_size)
-        for batch in course.batches(0, rank=rank)[step * size : (step + 1) * size]
+        for rank in range(schedule.world_size)
+        for batch in schedule.batches(0, rank=rank)[step * size : (step + 1) * size]
     ]
     return [encode(index) for batch in batches for pack in batch for index in packs[pack]]
 
 
-def check_steps(run, course, losses, gradients, reduction) -> None:
+def check_steps(run, schedule, losses, gradients, reduction) -> None:
     """Hold each step's logged loss and gradients against its samples alone."""
     model = run.trainer.model.eval()
     packs, encode = run.planned["train"].raw.packs, run.samples["train"].encode
     assert "varlen" == run.trainer.attn_impl
-    assert course.steps_per_epoch == len(losses) == len(gradients)
+    assert schedule.steps_per_epoch == len(losses) == len(gradients)
     for step, (loss, found) in enumerate(zip(losses, gradients, strict=True)):
-        expected = step_alone(model, step_samples(course, step, encode, packs), reduction)
+        expected = step_alone(model, step_samples(schedule, step, encode, packs), reduction)
         assert expected.loss == pytest.approx(loss, rel=FLOAT32)
         if expected.scale:
             assert apart(found, expected.gradients, scale=expected.scale) < FLOAT32
@@ -91,19 +99,22 @@ def check_steps(run, course, losses, gradients, reduction) -> None:
     ],
 )
 def test_a_step_is_the_mean_over_its_samples(prepared, model, tuner, accumulation, reduction):
-    """Loss and gradients, each step of an epoch with a ragged last window and a sample without supervised tokens."""
+    """
+    Loss and gradients, each step of an epoch with a ragged last window and a sample without
+    supervised tokens.
+    """
     keys = {"tuner_type": tuner, "effective_batch_size": accumulation, "loss_reduction": reduction, **QUIET}
     run = prepared(model, training=keys, template={"max_length": 420 if model == "qwen3_vl" else 400})
-    course, gradients = run.course, Gradients()
+    schedule, gradients = run.schedule, Gradients()
     run.trainer.add_callback(gradients)
-    assert 1 == accumulation or course.batches_per_epoch % accumulation, "no ragged window to try"
+    assert 1 == accumulation or schedule.batches_per_epoch % accumulation, "no ragged window to try"
     table = run.planned["train"].table
     assert any(len(pack) > 1 and 0 in table[pack, 1] for pack in run.planned["train"].raw.packs), "no masked sample"
 
     run.trainer.train()
 
     losses = [entry["loss"] for entry in run.trainer.state.log_history if "loss" in entry]
-    check_steps(run, course, losses, gradients.steps, reduction)
+    check_steps(run, schedule, losses, gradients.steps, reduction)
 
 
 def test_padded_batches_weigh_samples_the_same(prepared):
@@ -117,7 +128,7 @@ def test_padded_batches_weigh_samples_the_same(prepared):
     run.trainer.train()
 
     losses = [entry["loss"] for entry in run.trainer.state.log_history if "loss" in entry]
-    check_steps(run, run.course, losses, gradients.steps, "sqrt")
+    check_steps(run, run.schedule, losses, gradients.steps, "sqrt")
 
 
 def test_a_step_without_a_supervised_token_changes_nothing(write_run, execute, tmp_path):
@@ -152,7 +163,10 @@ def test_a_step_without_a_supervised_token_changes_nothing(write_run, execute, t
 def test_a_step_over_several_ranks_is_the_mean_over_all_of_them(  # noqa: PLR0917  # fixtures
     start_ranks, write_run, data, prepared, tmp_path, world_size, accumulation
 ):
-    """Loss and gradients equal those of one process that sees each sample alone, also where packs repeat."""
+    """
+    Loss and gradients equal those of one process that sees each sample alone, also where packs
+    repeat.
+    """
     import attrs
 
     of, reduction = ("qwen2_5_vl", "sqrt") if world_size == 2 else ("qwen2", "token")
@@ -165,9 +179,9 @@ def test_a_step_over_several_ranks_is_the_mean_over_all_of_them(  # noqa: PLR091
     gradients = torch.load(out / "gradients0.pt", weights_only=True)
 
     run = prepared(of, training={**keys, "effective_batch_size": accumulation})
-    course = attrs.evolve(run.course, world_size=world_size)
-    assert course.batches_per_epoch % accumulation or course.num_packs % world_size, "nothing is ragged"
-    check_steps(run, course, [entry["loss"] for entry in history if "loss" in entry], gradients, reduction)
+    schedule = attrs.evolve(run.schedule, world_size=world_size)
+    assert schedule.batches_per_epoch % accumulation or schedule.num_packs % world_size, "nothing is ragged"
+    check_steps(run, schedule, [entry["loss"] for entry in history if "loss" in entry], gradients, reduction)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -206,7 +220,9 @@ def test_a_sample_that_evaluation_leaves_out_is_found(prepared, monkeypatch):
 
 
 def test_a_pack_that_training_leaves_out_is_found(prepared, monkeypatch):
-    """A loader that serves another pack than the course says stops the run at the end of the epoch."""
+    """
+    A loader that serves another pack than the schedule says stops the run at the end of the epoch.
+    """
     from adapters.trainer.loader import TrainBatches
 
     run = prepared("qwen2")

@@ -33,9 +33,9 @@ def batch_of(lengths):
     )
 
 
-def cut(mode, lengths, shards, chunk, multiple):
+def cut(mode, lengths, shards, global_batch, multiple):
     """Shard lengths in a mode."""
-    workers = {"shards": shards, "batch_size": chunk}
+    workers = {"shards": shards, "batch_size": global_batch}
     budget = {"max_tokens_per_microbatch": 3 * (max(lengths) + multiple)}
     if mode == "packed":
         return shard_packed(lengths, **workers, **budget, sequence_length_pad_multiple=multiple)
@@ -48,22 +48,25 @@ cases = {
     "mode": st.sampled_from(MODES),
     "lengths": st.lists(st.integers(1, 20), min_size=1, max_size=20),
     "shards": st.integers(1, 3),
-    "chunk": st.integers(1, 24),
+    "global_batch": st.integers(1, 24),
     "multiple": st.sampled_from([1, 4]),
 }
 
 
 @settings(max_examples=60)
 @given(**cases)
-def test_microbatches_hold_every_token_where_it_belongs(mode, lengths, shards, chunk, multiple):
-    """In place and position; what a forward pass computes per token comes back sequence by sequence, and in order."""
+def test_microbatches_hold_every_token_where_it_belongs(mode, lengths, shards, global_batch, multiple):
+    """
+    In place and position; what a forward pass computes per token comes back sequence by sequence,
+    and in order.
+    """
     batch = batch_of(lengths)
-    sharding = cut(mode, lengths, shards, chunk, multiple)
+    sharding = cut(mode, lengths, shards, global_batch, multiple)
 
     returned = []
     for worker in batch.shard(sharding):
-        for number in range(len(worker.chunks)):
-            widths = worker.chunks[number].widths.tolist()
+        for number in range(len(worker.global_batches)):
+            widths = worker.global_batches[number].widths.tolist()
             for microbatch, width in zip(worker.microbatches(number), widths, strict=True):
                 assert (1 if mode == "packed" else len(microbatch.data), width) == tuple(microbatch.input_ids.shape)
                 flat, positions = microbatch.input_ids.reshape(-1), microbatch.position_ids.reshape(-1)
@@ -88,7 +91,10 @@ def test_microbatches_hold_every_token_where_it_belongs(mode, lengths, shards, c
 @settings(max_examples=40)
 @given(lengths=cases["lengths"], start=st.integers(0, 19), size=st.integers(0, 20), width=st.integers(1, 25))
 def test_slicing_and_truncating_are_what_they_say(lengths, start, size, width):
-    """A slice is those sequences; truncation cuts or fills every field that runs along the sequence, and no other."""
+    """
+    A slice is those sequences; truncation cuts or fills every field that runs along the sequence,
+    and no other.
+    """
     batch = batch_of(lengths)
 
     part = batch.slice(start, start + size)
@@ -106,7 +112,10 @@ def test_slicing_and_truncating_are_what_they_say(lengths, start, size, width):
 
 
 def test_a_field_of_another_dimension_is_declared():
-    """Position ids of four rows run along their third dimension; a field that only happens to be as wide is left alone."""
+    """
+    Position ids of four rows run along their third dimension; a field that only happens to be as
+    wide is left alone.
+    """
     fields = {
         "input_ids": torch.ones((2, 4), dtype=torch.int64),
         "mrope": torch.arange(2 * 3 * 4).view(2, 3, 4),
@@ -138,7 +147,9 @@ def test_rows_of_one_length_are_padded_behind_the_last_sequence(lengths, more):
 
 
 def test_a_batch_that_is_none_is_refused():
-    """Fields of other sizes; sequences longer than the batch is wide; a list where a tensor is needed."""
+    """
+    Fields of other sizes; sequences longer than the batch is wide; a list where a tensor is needed.
+    """
     ids = torch.ones((2, 4), dtype=torch.int64)
     with pytest.raises(BatchError, match="field rewards has 3 entries, but the batch has 2 sequences"):
         BatchedData.of({"input_ids": ids, "rewards": torch.ones(3)}, lengths=[1, 2])

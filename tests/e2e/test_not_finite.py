@@ -1,4 +1,7 @@
-"""A number that stopped being one, or weights that are ruined, end the run on every rank, before anything is saved."""
+"""
+A number that stopped being one, or weights that are ruined, end the run on every rank, before
+anything is saved.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,10 @@ def prepared(write_run, text_jsonl):
 
 @pytest.mark.parametrize("filtered", [False, True])
 def test_a_learning_rate_that_breaks_the_weights_ends_the_run(prepared, filtered):
-    """Although ms-swift skips an update of nan, and transformers may log another loss in its place; also where nothing is saved."""
+    """
+    Although ms-swift skips an update of nan, and transformers may log another loss in its place;
+    also where nothing is saved.
+    """
     run = prepared(
         learning_rate=1e30,
         logging_nan_inf_filter=filtered,
@@ -65,12 +71,16 @@ def test_a_loss_is_found_although_its_gradient_is_finite(prepared, tmp_path, mon
     [("qwen2", 1e39, "(nan|inf)"), ("qwen2", 1e30, r"\de\+(29|30)"), ("qwen3", 1e3, r"\d\d\d\.\d+")],
 )
 def test_weights_that_the_last_step_ruined_are_not_saved(prepared, tmp_path, model, learning_rate, size):
-    """Also where they are finite, and no later loss would show it; what is to do is true for a run that resumes."""
+    """
+    Also where they are finite, and no later loss would show it; what is to do is true for a run
+    that resumes.
+    """
     run = prepared(of=model, learning_rate=learning_rate, max_steps=1, packing_drop_last=False)
 
     with pytest.raises(
         NotFiniteError,
-        match=rf"the root mean square of the trained weights after optimizer step 1 \(0\.\d+ before the first\) is .*{size}.*, "
+        match=r"the root mean square of the trained weights after optimizer step 1 "
+        rf"\(0\.\d+ before the first\) is .*{size}.*, "
         r"so the run ended before .* set model\.model to it and remove training\.resume_from_checkpoint",
     ):
         run.trainer.train()
@@ -91,7 +101,10 @@ def test_a_hundred_times_too_high_a_learning_rate_is_the_users(prepared, tmp_pat
 # accelerate wraps the step that the scheduler has counted.
 @pytest.mark.filterwarnings("ignore:Seems like `optimizer.step:UserWarning")
 def test_steps_that_a_loss_scaler_skips_are_none(prepared):
-    """A gradient that overflows under the scale lowers it, and training goes on; a loss that is none ends it all the same."""
+    """
+    A gradient that overflows under the scale lowers it, and training goes on; a loss that is none
+    ends it all the same.
+    """
     run = prepared(max_steps=3, save_strategy="no")
     accelerator = run.trainer.accelerator
     accelerator.state._mixed_precision, accelerator.native_amp = "fp16", True  # fp16 needs a GPU
@@ -121,7 +134,10 @@ def test_an_evaluation_that_is_none_ends_the_run(prepared, tmp_path):
 
 
 def test_all_ranks_end_together(server, write_run, text_jsonl, tmp_path):
-    """Where the loss of one rank alone is none, and the gradients of all are finite: the same reason everywhere."""
+    """
+    Where the loss of one rank alone is none, and the gradients of all are finite: the same reason
+    everywhere.
+    """
     path = write_run(
         "qwen2", custom={"train_jsonl": str(text_jsonl)}, template={"max_length": 128},
         training={**KEYS, "effective_batch_size": 2, "packing_drop_last": False},

@@ -1,4 +1,7 @@
-"""The report's page in a real browser: accessible, light and dark, wide and narrow, by keyboard, without a network."""
+"""
+The report's page in a real browser: accessible, light and dark, wide and narrow, by keyboard,
+without a network.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,9 @@ def contrast(one: str, other: str) -> float:
 
 
 def test_the_page_is_for_everyone(views):
-    """Four views, each without a violation, without a sideways scroll, with text that can be read."""
+    """
+    Four views, each without a violation, without a sideways scroll, with text that can be read.
+    """
     assert [("light", 1300), ("light", 390), ("dark", 1300), ("dark", 390)] == [
         (v["scheme"], v["width"]) for v in views
     ]

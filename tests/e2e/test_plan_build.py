@@ -1,4 +1,7 @@
-"""Measuring and planning before a run: by one process or several, taken over by other runs, and found stale."""
+"""
+Measuring and planning before a run: by one process or several, taken over by other runs, and found
+stale.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,9 @@ def refuse_to_measure(monkeypatch) -> None:
 
 
 def test_ranks_measure_the_same_bytes_together_as_one_process_alone(server, write_run, demo, tmp_path, monkeypatch):
-    """Slices of two ranks, put together; nothing of them stays. A warm start then measures nothing."""
+    """
+    Slices of two ranks, put together; nothing of them stays. A warm start then measures nothing.
+    """
     val = {"val_jsonl": str(demo / "data" / "val.jsonl")}
     alone, together = write_run(name="alone", custom=val), write_run(name="together", custom=val)
     assert 0 == plan.main(["build", str(alone), "--world-size", "4"])
@@ -86,7 +91,7 @@ def test_all_bad_records_are_listed_in_one_go(write_run, demo, tmp_path, capfd):
 
 
 def test_an_image_replaced_after_measuring_is_found_at_the_next_start(write_run, tmp_path, capfd):
-    """Of the same width and height, so that no length would tell."""
+    """Of the same width and height, so that no length would report."""
     records = []
     for number in range(5):
         Image.fromarray(np.full((60, 80, 3), number, dtype=np.uint8)).save(tmp_path / f"{number}.png")

@@ -1,4 +1,7 @@
-"""Several ranks: one plan, the same number of steps, every aligned pack once an epoch, and no hang when one fails."""
+"""
+Several ranks: one plan, the same number of steps, every aligned pack once an epoch, and no hang
+when one fails.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,10 @@ KEYS = {"num_train_epochs": 2, "effective_batch_size": 4, "packing_max_dropped_s
 
 
 def test_four_ranks_consume_every_aligned_pack_once_an_epoch(start_ranks, write_run, execute, demo, tmp_path):
-    """With a ragged window, padding, evaluation, and packs without images beside packs with some; one rank plans alike."""
+    """
+    With a ragged window, padding, evaluation, and packs without images beside packs with some; one
+    rank plans alike.
+    """
     custom = {"val_jsonl": str(demo / "data" / "val.jsonl")}
     keys = {**KEYS, "effective_batch_size": 8, "eval_strategy": "epoch", "gradient_checkpointing": True}
     path = write_run("qwen3_vl", name="four", custom=custom, training=keys, template={"max_length": 300})
@@ -61,7 +67,10 @@ def test_four_ranks_consume_every_aligned_pack_once_an_epoch(start_ranks, write_
 def test_the_loss_of_a_step_and_of_an_evaluation_do_not_depend_on_the_ranks(
     start_ranks, write_run, execute, demo, tmp_path
 ):
-    """One step over the same four packs, whoever holds which; then an evaluation whose repeated packs weigh nothing."""
+    """
+    One step over the same four packs, whoever holds which; then an evaluation whose repeated packs
+    weigh nothing.
+    """
     custom = {"val_jsonl": str(demo / "data" / "val.jsonl")}
     keys = {"learning_rate": 0.0, "max_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "effective_batch_size": 4,
             "train_dataloader_shuffle": False, "packing_max_dropped_share": 1}  # fmt: skip
@@ -101,7 +110,10 @@ def test_torchrun_starts_two_ranks(write_run, tmp_path):
 
 
 def test_a_failure_of_rank_zero_reaches_the_others_with_its_reason(start_ranks, write_run, tmp_path):
-    """A fault of ours keeps its traceback on rank 0; the other rank ends within seconds, saying what rank 0 said."""
+    """
+    A fault of ours keeps its traceback on rank 0; the other rank ends within seconds, saying what
+    rank 0 said.
+    """
     out = tmp_path / "out"
     statuses = finished(start_ranks(2, write_run(), out, "measure"))
 
@@ -157,7 +169,7 @@ def test_one_rank_alone_needs_no_group():
     """The contract of a group, on one rank."""
     group = OneRank()
 
-    assert {"a": 1} == group.from_rank_zero(lambda tell: tell("") or {"a": 1}, timeout_s=0)
+    assert {"a": 1} == group.from_rank_zero(lambda report: report("") or {"a": 1}, timeout_s=0)
     assert ("x",) == group.gather("x")
     assert group.any(True)  # noqa: FBT003
     assert not group.any(False)  # noqa: FBT003

@@ -1,4 +1,6 @@
-"""A resumed run is the run that was not interrupted; on other ranks it trains what the epoch has left."""
+"""
+A resumed run is the run that was not interrupted; on other ranks it trains what the epoch has left.
+"""
 
 from __future__ import annotations
 
@@ -84,11 +86,13 @@ def few(demo, text_jsonl, tmp_path):
 def test_a_resume_ends_bit_for_bit_as_one_run_does(  # noqa: PLR0917  # fixtures
     write_run, execute, few, tmp_path, model, stops, workers, more
 ):  # fixtures
-    """From the middle of an epoch and from its end: the same losses, telemetry and final weights."""
+    """
+    From the middle of an epoch and from its end: the same losses, telemetry and final weights.
+    """
     overlay = few(model)
     keys = {**KEYS, **more, "dataloader_num_workers": workers}
     whole = execute(write_run(model, name="whole", training=keys, **overlay))
-    last, per_epoch = whole.num_steps, whole.course.steps_per_epoch
+    last, per_epoch = whole.num_steps, whole.schedule.steps_per_epoch
     assert per_epoch > 2
 
     for stop in stops:
@@ -103,7 +107,10 @@ def test_a_resume_ends_bit_for_bit_as_one_run_does(  # noqa: PLR0917  # fixtures
 
 
 def test_a_resumed_run_says_which_settings_are_its_checkpoints(write_run, execute, few, tmp_path, caplog):
-    """Its optimizer brings learning rate and the like along, whatever the YAML says now: both numbers are in the log."""
+    """
+    Its optimizer brings learning rate and the like along, whatever the YAML says now: both numbers
+    are in the log.
+    """
     keys = {**KEYS, "weight_decay": 0.1, "lr_scheduler_type": "constant"}
     execute(write_run("qwen2", name="first", training={**keys, "max_steps": 1}, **few("qwen2")))
     resumed = {**keys, "resume_from_checkpoint": str(tmp_path / "first" / "checkpoint-1"), "max_steps": 2}
@@ -125,7 +132,7 @@ def test_a_resumed_run_says_which_settings_are_its_checkpoints(write_run, execut
 def test_what_is_skipped_is_not_loaded(write_run, execute, few, fetched, tmp_path):
     """Only the packs that are left are fetched, each once."""
     whole = execute(write_run("qwen3_vl", name="whole", training=KEYS, **few("qwen3_vl")))
-    course, before = whole.course, len(fetched)
+    schedule, before = whole.schedule, len(fetched)
 
     execute(
         write_run(
@@ -135,7 +142,7 @@ def test_what_is_skipped_is_not_loaded(write_run, execute, few, fetched, tmp_pat
         )
     )
 
-    left = [*course.order(0)[2 * 2 :].tolist(), *course.order(1).tolist()]
+    left = [*schedule.order(0)[2 * 2 :].tolist(), *schedule.order(1).tolist()]
     assert left == fetched[before:]
 
 
@@ -196,7 +203,7 @@ def tear(folder: Path, part: str) -> None:
     state = folder / "trainer_state.json"
     if part == "state":
         state.write_text(state.read_text()[:40])
-    elif part == "bookmark":
+    elif part == "resume state":
         content = json.loads(state.read_text())
         del content["stateful_callbacks"]["packplan"]
         state.write_text(json.dumps(content))
@@ -216,7 +223,7 @@ def tear(folder: Path, part: str) -> None:
     ("part", "reason"),
     [
         ("state", "is damaged"),
-        ("bookmark", "was not written by this program"),
+        ("resume state", "was not written by this program"),
         ("optimizer.pt", "its optimizer.pt is missing or torn"),
         ("model.safetensors", "its model.safetensors is missing or torn"),
         ("rng_state.pth", "its rng_state.pth is missing or torn"),
@@ -243,7 +250,7 @@ def test_a_torn_or_foreign_checkpoint_is_no_checkpoint(  # noqa: PLR0917  # fixt
         execute(write_run(training={**keys, "resume_from_checkpoint": str(folder / "checkpoint-3")}, **sections))
     resumed = execute(write_run(training={**keys, "resume_from_checkpoint": "last"}, **sections))
 
-    assert 2 == resumed.course.start.step
+    assert 2 == resumed.schedule.start.step
     assert "nothing is left to train" in caplog.text
 
 
@@ -281,7 +288,7 @@ def test_a_checkpoint_without_digests_is_taken_by_its_sizes(trained, write_run, 
 
     resumed = execute(write_run(training={**KEYS, "max_steps": 2, "resume_from_checkpoint": str(old)}, **sections))
 
-    assert 2 == resumed.course.start.step
+    assert 2 == resumed.schedule.start.step
     assert "checkpoint-4 has no digests" in caplog.text
     shutil.rmtree(old)
 
@@ -296,7 +303,10 @@ def test_weights_alone_are_nothing_to_resume_from(write_run, execute, tmp_path):
 
 
 def test_where_what_is_left_fills_no_batch_the_next_epoch_goes_on(write_run, execute, text_jsonl, tmp_path):
-    """With larger padded batches, and the remainder dropped: neither a step of it nor a crash; at the last epoch, no step."""
+    """
+    With larger padded batches, and the remainder dropped: neither a step of it nor a crash; at the
+    last epoch, no step.
+    """
     num = len(text_jsonl.read_text().splitlines())
     keys = {"packing": False, "dataloader_drop_last": True, "num_train_epochs": 2, "save_strategy": "steps",
             "save_steps": num - 1, "per_device_train_batch_size": 1}  # fmt: skip
@@ -309,7 +319,7 @@ def test_where_what_is_left_fills_no_batch_the_next_epoch_goes_on(write_run, exe
 
     resumed = execute(write_run(**run, training=keys))
 
-    assert (0, num // 2) == (resumed.course.num_batches(0), resumed.num_steps - (num - 1))
+    assert (0, num // 2) == (resumed.schedule.num_batches(0), resumed.num_steps - (num - 1))
     assert all(entry["epoch"] > 1 for entry in resumed.history if "loss" in entry and entry["step"] >= num)
     assert num - 1 == execute(write_run(**run, training={**keys, "num_train_epochs": 1})).num_steps
 
@@ -339,7 +349,7 @@ def test_a_finished_run_has_nothing_left(write_run, execute, tmp_path):
 
     again = execute(write_run("qwen3", training={**KEYS, "max_steps": 2, "resume_from_checkpoint": "last"}))
 
-    assert whole.num_steps == again.num_steps == again.course.start.step == 2
+    assert whole.num_steps == again.num_steps == again.schedule.start.step == 2
     assert steps(whole.history) == steps(again.history)
 
 
@@ -347,7 +357,10 @@ def test_a_finished_run_has_nothing_left(write_run, execute, tmp_path):
 def test_other_ranks_finish_the_epoch_with_what_it_has_left(  # noqa: PLR0917  # fixtures
     start_ranks, write_run, few, tmp_path, then, now
 ):
-    """Each pack that was not consumed is trained once, fillers aside; the next epoch is whole; steps are as announced."""
+    """
+    Each pack that was not consumed is trained once, fillers aside; the next epoch is whole; steps
+    are as announced.
+    """
     keys = {**KEYS, "effective_batch_size": then, "per_device_train_batch_size": 1}
     first, second = tmp_path / "first", tmp_path / "second"
     path = write_run("qwen3", name="run", training=keys, **few("qwen3"))

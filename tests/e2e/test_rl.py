@@ -1,4 +1,7 @@
-"""Reinforcement learning gives the same in every mode, on any ranks and any engine; and the reward rises."""
+"""
+Reinforcement learning gives the same in every mode, on any ranks and any engine; and the reward
+rises.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,10 @@ def write_rl(demo, tmp_path):
 
 @pytest.fixture
 def write_phases(write_rl):
-    """Return a function that writes a run of one update on rollouts that are given, which leaves the weights."""
+    """
+    Return a function that writes a run of one update on rollouts that are given, which leaves the
+    weights.
+    """
 
     def write(name, policy, **grpo):
         keys = {"kl_coefficient": 0.1, "ratio_clip_max": 0.3, "temperature": 0.7, "normalisation": "sequence", **grpo}
@@ -70,7 +76,10 @@ def logged(folder: Path) -> list[dict]:
 
 
 def one_by_one(demo) -> dict:
-    """Compute the update sequence by sequence, with the plain model and the loss as its papers write it."""
+    """
+    Compute the update sequence by sequence, with the plain model and the loss as its papers write
+    it.
+    """
     from transformers import AutoModelForCausalLM
 
     from tests.e2e.rl_rank import LENGTHS, rollouts
@@ -108,14 +117,20 @@ def one_by_one(demo) -> dict:
 
 
 def far(found, expected) -> float:
-    """Return the largest difference of log-probabilities, loss and gradients, on the scale of what each sequence adds."""
+    """
+    Return the largest difference of log-probabilities, loss and gradients, on the scale of what
+    each sequence adds.
+    """
     loss = float((found["trained"]["loss"] - expected["loss"]).abs().max()) / expected["scale"]
     gradients = apart(found["gradients"], expected["gradients"], scale=expected["gradient_scale"])
     return max(loss, apart({"": found["old"]}, {"": expected["old"]}), gradients)
 
 
 def test_all_modes_give_what_the_sequences_give_one_by_one(write_phases, demo):
-    """Log-probabilities, loss and gradients of the same rollouts, up to rounding; packing computes least."""
+    """
+    Log-probabilities, loss and gradients of the same rollouts, up to rounding; packing computes
+    least.
+    """
     from tests.e2e.rl_rank import phases
 
     expected = one_by_one(demo)
@@ -151,7 +166,10 @@ def test_ranks_together_give_what_one_gives(write_phases, demo, server, tmp_path
 
 
 class Answering:
-    """Workers that answer prompts by a rule: answer g to a prompt of n tokens is n + g tokens of 100 n + g."""
+    """
+    Workers that answer prompts by a rule: answer g to a prompt of n tokens is n + g tokens of 100 n
+    + g.
+    """
 
     num_workers = 2
 
@@ -165,7 +183,8 @@ class Answering:
             own = shard.data.lengths.numpy()[:, None] + np.array([[0, 1]])
             tokens = shard.data.lengths.numpy()[:, None] * 100 + np.array([[0, 1]])
             results.append({
-                "completions": np.repeat(tokens[..., None], 20, axis=2), "completion_lengths": own, "rewards": tokens / 2,
+                "completions": np.repeat(tokens[..., None], 20, axis=2), "completion_lengths": own,
+                "rewards": tokens / 2,
             })  # fmt: skip
         return results
 
@@ -197,7 +216,10 @@ def test_answers_are_put_to_their_prompts_and_they_alone_are_trained(write_rl):
 
 
 def test_prompts_are_answered_from_their_end_and_answers_end_with_their_token(write_rl, monkeypatch):
-    """Padding comes before prompts of unequal length; the token that ends an answer belongs to it, what follows does not."""
+    """
+    Padding comes before prompts of unequal length; the token that ends an answer belongs to it,
+    what follows does not.
+    """
     from adapters.microbatches import BatchedData
     from adapters.ranks.torch_group import OneRank
     from app.wiring import training as wiring
@@ -258,7 +280,10 @@ def test_the_reward_rises(write_rl, tmp_path, capsys):
 
 
 def test_a_step_of_several_updates_says_what_all_of_them_did(write_rl, tmp_path, monkeypatch):
-    """One for each `train_global_batch_size` answers; ratios leave 1 after the first, and extremes are those of all."""
+    """
+    One for each `train_global_batch_size` answers; ratios leave 1 after the first, and extremes are
+    those of all.
+    """
     from app.rl import __main__ as rl
     from app.rl import loop
 
@@ -323,7 +348,10 @@ def nothing(logits, data, *, num_sequences, num_tokens):
 
 
 def test_a_loss_of_ones_own_runs_unchanged(write_phases, tmp_path, monkeypatch):
-    """It knows one sequence at a time; each mode gives the same loss, gradients and greatest metric; DPO is refused by name."""
+    """
+    It knows one sequence at a time; each mode gives the same loss, gradients and greatest metric;
+    DPO is refused by name.
+    """
     from app.rl import __main__ as rl
     from tests.e2e.rl_rank import phases
 
@@ -373,7 +401,8 @@ def test_a_learning_rate_that_ruins_the_policy_ends_the_run(write_rl, tmp_path, 
     [
         ({"tensor_parallel_size": 2}, {}, "policy.tensor_parallel_size: is for engines of your own"),
         ({"compile": True}, {}, "policy.compile: is for engines of your own"),
-        ({"sequence_packing": {"enabled": True, "sequence_length_round": 4}, "context_parallel_size": 2}, {}, "does not divide 1 workers"),
+        ({"sequence_packing": {"enabled": True, "sequence_length_round": 4}, "context_parallel_size": 2}, {},
+         "does not divide 1 workers"),
         ({}, {"reward": "kindness"}, "grpo.reward: is kindness: neither one of"),
         ({}, {"max_new_tokens": 120}, "repeat.jsonl, line 1: the prompt has .* tokens, and an answer may have 120"),
     ],

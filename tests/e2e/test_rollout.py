@@ -1,4 +1,7 @@
-"""Dynamic packing in training: every sample to one rank and worker, ranks that end together, rewards that rise."""
+"""
+Dynamic packing in training: every sample to one rank and worker, ranks that end together, rewards
+that rise.
+"""
 
 from __future__ import annotations
 
@@ -154,7 +157,10 @@ COUNTS = (
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stream_is_trained_epoch_after_epoch(write_rollout, text_jsonl, monkeypatch, workers):
-    """Packs of the data as they are, in an order of each epoch; evaluation unpacked; epochs say what became of samples."""
+    """
+    Packs of the data as they are, in an order of each epoch; evaluation unpacked; epochs say what
+    became of samples.
+    """
     from adapters.trainer.stream import StreamTrainer
 
     trained: dict[float, list] = {}
@@ -207,7 +213,10 @@ def test_long_samples_are_logged_one_by_one(write_rollout, text_jsonl, caplog, a
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stream_that_its_steps_end_says_what_it_lost(write_rollout, caplog, workers):
-    """With every loss, and at the end, although no epoch ended: each sample that came is in one of the numbers. A warning, once."""
+    """
+    With every loss, and at the end, although no epoch ended: each sample that came is in one of the
+    numbers. A warning, once.
+    """
     logging.getLogger("app").propagate = logging.getLogger("adapters").propagate = True
     keys = {"max_steps": 5, "packing_allow_single_long": False, "packing_min_fill_ratio": "0.97", "packing_buffer": 4,
             "dataloader_num_workers": workers, "per_device_train_batch_size": 2,
@@ -352,7 +361,9 @@ def test_a_model_that_sees_answers_too(write_run, demo):
 
 
 def test_two_ranks_with_unequal_data_end_together(server, write_rollout, tmp_path):
-    """One rank's samples are short, the other's long: it has more packs; both run the same steps."""
+    """
+    One rank's samples are short, the other's long: it has more packs; both run the same steps.
+    """
     path = tmp_path / "unequal.jsonl"
     records = [
         {

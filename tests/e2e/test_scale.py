@@ -1,4 +1,7 @@
-"""Settings for many devices reach ms-swift or are refused; ranks with and without images never wait for each other."""
+"""
+Settings for many devices reach ms-swift or are refused; ranks with and without images never wait
+for each other.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +105,9 @@ def test_tensor_parallelism_in_a_file_is_found_too(arguments, tmp_path):
 
 @pytest.mark.parametrize("model", SEEING)
 def test_a_batch_without_images_uses_every_weight(write_run, model):
-    """So that no rank waits; the loss is the same. Without it, Qwen3-VL leaves its vision tower out."""
+    """
+    So that no rank waits; the loss is the same. Without it, Qwen3-VL leaves its vision tower out.
+    """
     from adapters.trainer.dummy_image import ensure_vision_forward
     from adapters.trainer.packed_dataset import EncodedPack
     from app.training.prepare import prepare
@@ -133,7 +138,10 @@ def test_a_batch_without_images_uses_every_weight(write_run, model):
 
 @pytest.mark.parametrize("model", SEEING)
 def test_sharded_ranks_with_and_without_images_stay_in_step(server, write_run, execute, tmp_path, model):
-    """Real FSDP over gloo: each rank needs the other's part of the vision tower, whether its pack has images or not."""
+    """
+    Real FSDP over gloo: each rank needs the other's part of the vision tower, whether its pack has
+    images or not.
+    """
     from tests.e2e import sharded_main
 
     path = str(write_run(model, training={"max_steps": 1}))
@@ -147,7 +155,10 @@ def test_sharded_ranks_with_and_without_images_stay_in_step(server, write_run, e
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("model", SEEING)
 def test_deepspeed_trains_the_same(write_run, execute, demo, tmp_path, model, stage):  # noqa: PLR0917  # fixtures
-    """ZeRO over two ranks on a CPU, packs with and without images: the losses of one process on the same packs."""
+    """
+    ZeRO over two ranks on a CPU, packs with and without images: the losses of one process on the
+    same packs.
+    """
     keys = {"effective_batch_size": 2, "max_steps": 4, "learning_rate": 0.0, "train_dataloader_shuffle": False,
             "eval_strategy": "steps", "eval_steps": 4, "packing_drop_last": False}  # fmt: skip
     overlay = {
@@ -156,7 +167,7 @@ def test_deepspeed_trains_the_same(write_run, execute, demo, tmp_path, model, st
     }  # packs of one
     alone = execute(write_run(model, name="alone", training=keys, **overlay))
     packs, table = alone.planned["train"].raw.packs, alone.planned["train"].table
-    assert {False, True} == {bool(table[packs[p], 2].sum()) for p in alone.course.order(0)[:8].tolist()}
+    assert {False, True} == {bool(table[packs[p], 2].sum()) for p in alone.schedule.order(0)[:8].tolist()}
     zero = {"zero_optimization": {"stage": stage}, "train_micro_batch_size_per_gpu": "auto"}
     path = write_run(model, name="ranks", training={**keys, "deepspeed": zero, "use_cpu": True}, **overlay)
 

@@ -37,7 +37,10 @@ LOSSES = [
 
 @st.composite
 def batches(draw) -> tuple[torch.Tensor, dict, PackedLayout]:
-    """Logits and fields of a padded batch, and a layout of its sequences; what padding holds is not a number."""
+    """
+    Logits and fields of a padded batch, and a layout of its sequences; what padding holds is not a
+    number.
+    """
     lengths = draw(st.lists(st.integers(1, 9), min_size=1, max_size=5))
     layout = PackedLayout.of(lengths, cp_size=draw(st.integers(1, 3)), tp_size=draw(st.integers(1, 2)))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
@@ -92,7 +95,10 @@ def test_losses_are_opened_by_name_with_the_settings_of_a_run():
 
 
 def reference(logits, fields, loss: ClippedPolicyLoss) -> tuple[torch.Tensor, float]:
-    """Return the loss in float64, token by token, from its definition; and the sum of its absolute terms."""
+    """
+    Return the loss in float64, token by token, from its definition; and the sum of its absolute
+    terms.
+    """
     rows, sizes = [], []
     for b, mask in enumerate(fields["token_mask"].tolist()):
         tokens, terms = [], []
@@ -121,14 +127,18 @@ def near_metrics(expected: dict[str, float]) -> object:
     """
     Return what equals metrics up to rounding.
 
-    A divergence of v is a difference, expm1(a) - a, whose terms are below 3 (v + 1); the others are sums of one sign.
+    A divergence of v is a difference, expm1(a) - a, whose terms are below 3 (v + 1); the others are
+    sums of one sign.
     """
     return pytest.approx(expected, rel=FLOAT32, abs=FLOAT32)
 
 
 @given(batches(), st.sampled_from(LOSSES))
 def test_every_way_gives_the_loss_of_the_sequences_alone(batch, loss):
-    """Fused, in a loop, padded, and over the parts of ranks: value, metrics and gradients; padding has no gradient."""
+    """
+    Fused, in a loop, padded, and over the parts of ranks: value, metrics and gradients; padding has
+    no gradient.
+    """
     logits, fields, layout = batch
     num_sequences, num_tokens = normalisers(fields["token_mask"])
     given = {"num_sequences": num_sequences, "num_tokens": num_tokens}
@@ -161,7 +171,10 @@ def test_every_way_gives_the_loss_of_the_sequences_alone(batch, loss):
 
 @given(batches(), st.sampled_from(LOSSES))
 def test_padding_never_counts(batch, loss):
-    """Whatever a mask says of positions beyond a sequence's end, and of a first token, which nothing predicts."""
+    """
+    Whatever a mask says of positions beyond a sequence's end, and of a first token, which nothing
+    predicts.
+    """
     logits, fields, layout = batch
     layout = PackedLayout(layout.cu_seqlens, layout.cu_seqlens_padded)
     row = pack(logits, layout, padding=100.0)
@@ -179,7 +192,10 @@ def test_padding_never_counts(batch, loss):
 
 @given(batches())
 def test_an_ordinary_loss_runs_unchanged(batch):
-    """One that knows nothing of packing, one sequence at a time, without its padding; other fields are cut to it."""
+    """
+    One that knows nothing of packing, one sequence at a time, without its padding; other fields are
+    cut to it.
+    """
     logits, fields, layout = batch
     num_sequences, num_tokens = normalisers(fields["token_mask"])
     given = {"num_sequences": num_sequences, "num_tokens": max(1, num_tokens)}
@@ -257,7 +273,10 @@ def test_without_a_token_that_counts_there_is_no_loss():
 
 @pytest.mark.parametrize(("dtype", "near"), [(torch.float32, FLOAT32), (torch.bfloat16, 4e-3)])
 def test_log_probabilities_are_computed_block_by_block(monkeypatch, dtype, near):
-    """As log-softmax gives them, also in a last block that is not full; rows without a target have none."""
+    """
+    As log-softmax gives them, also in a last block that is not full; rows without a target have
+    none.
+    """
     monkeypatch.setattr(sequence_loss, "_CPU_BLOCK", 3 * 50)
     generator = torch.Generator().manual_seed(0)
     logits = (5 * torch.randn(10, 50, generator=generator)).to(dtype).requires_grad_()
@@ -288,7 +307,10 @@ def test_no_second_copy_of_the_logits_is_kept():
 
 
 def test_a_ratio_beyond_its_limit_is_not_pushed_further():
-    """By hand: what is good is not made more likely above 1 + clip_high, what is bad not less likely below 1 - clip_low."""
+    """
+    By hand: what is good is not made more likely above 1 + clip_high, what is bad not less likely
+    below 1 - clip_low.
+    """
     loss = ClippedPolicyLoss(clip_low=0.1, clip_high=0.3)
     ratios = torch.tensor([1.2, 1.4, 0.85, 1.4, 0.95])
     log_probabilities = ratios.log().requires_grad_()

@@ -1,4 +1,7 @@
-"""Settings that are the trainer's own: the table that checks them is the installed one's, and a bad value is never a traceback."""
+"""
+Settings that are the trainer's own: the table that checks them is the installed one's, and a bad
+value is never a traceback.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,10 @@ def arguments_of(config):
 
 
 def test_the_table_is_that_of_the_installed_library():
-    """`make reference` writes it; where other versions are installed than the table's, they are asked themselves."""
+    """
+    `make reference` writes it; where other versions are installed than the table's, they are asked
+    themselves.
+    """
     assert TABLE.read_text(encoding="utf-8") == trainer_table()
     assert KEYS == stored_keys()
     assert len(KEYS) > 150
@@ -58,7 +64,10 @@ def test_another_version_is_asked_itself(tmp_path: Path, monkeypatch):
 
 @pytest.mark.slow
 def test_no_value_of_any_setting_ends_in_a_traceback():
-    """Not a number, negative, a text, a list, a section, switched on: a setting is refused by its key, or taken."""
+    """
+    Not a number, negative, a text, a list, a section, switched on: a setting is refused by its key,
+    or taken.
+    """
     taken, refused, faults = 0, 0, []
     for key in KEYS:
         for value in (math.nan, -1, "zigzag", ["zigzag"], {"a": 1}, True):
@@ -77,11 +86,15 @@ def test_no_value_of_any_setting_ends_in_a_traceback():
 @pytest.mark.parametrize(
     ("training", "says"),
     [
-        ({"optim": "adamw_torch_npu_fused"}, r"training.optim: cannot be used: .*torch_npu.*; change training.optim or training.optim_args, or"),
+        ({"optim": "adamw_torch_npu_fused"},
+         r"training.optim: cannot be used: .*torch_npu.*; change training.optim or training.optim_args, or"),
         ({"optim_args": "zigzag"}, r"change training.optim or training.optim_args"),
-        ({"lr_scheduler_type": "cosine_with_min_lr"}, "training.lr_scheduler_type: cannot be used: .*min_lr.*training.lr_scheduler_kwargs"),
-        ({"lr_scheduler_kwargs": {"zigzag": 1}}, "training.lr_scheduler_type: cannot be used: .*unexpected keyword argument 'zigzag'"),
-        ({"torch_compile_backend": "zigzag"}, "training.torch_compile: cannot be used: 'ZIGZAG' is not a valid DynamoBackend"),
+        ({"lr_scheduler_type": "cosine_with_min_lr"},
+         "training.lr_scheduler_type: cannot be used: .*min_lr.*training.lr_scheduler_kwargs"),
+        ({"lr_scheduler_kwargs": {"zigzag": 1}},
+         "training.lr_scheduler_type: cannot be used: .*unexpected keyword argument 'zigzag'"),
+        ({"torch_compile_backend": "zigzag"},
+         "training.torch_compile: cannot be used: 'ZIGZAG' is not a valid DynamoBackend"),
         ({"max_shard_size": "zigzag"}, "training.max_shard_size: cannot be used: 'zigzag' is no size, as 5GB is"),
         ({"report_to": ["kubeflow"]}, "training.report_to: cannot be used: Kubeflow"),
         ({"accelerator_config": "gone.json"}, "No such file or directory: 'gone.json'"),
@@ -94,7 +107,10 @@ def test_what_the_trainer_uses_late_is_tried_before_measuring(training, says):
 
 
 def test_what_can_be_used_is_taken():
-    """Schedules with their options, optimizers, sizes; an optimizer of modules that only the model has."""
+    """
+    Schedules with their options, optimizers, sizes; an optimizer of modules that only the model
+    has.
+    """
     for training in (
         {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 0.1}}, {"optim": "sgd"},
         {"max_shard_size": "1.5 gb"}, {"lr_scheduler_kwargs": '{"num_cycles": 0.25}'}, {"learning_rate": 0},
@@ -106,10 +122,14 @@ def test_what_can_be_used_is_taken():
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["training.learning_rate=.nan"], "training.learning_rate (command line: training.learning_rate=.nan): is nan, but has to be a number of at least 0"),
+        (["training.learning_rate=.nan"],
+         ("training.learning_rate (command line: training.learning_rate=.nan): is nan, but has to be a number of at "
+          "least 0")),
         (["training.learning_rate=-1"], "is -1, but has to be a number of at least 0"),
-        (["training.report_to=wandb"], "training.report_to: has wandb, whose package wandb is not installed: install it, or remove wandb"),
-        (["training.deepspeed=zero2"], "training.deepspeed: needs the package deepspeed, which is not installed: install it, or remove the key"),
+        (["training.report_to=wandb"],
+         "training.report_to: has wandb, whose package wandb is not installed: install it, or remove wandb"),
+        (["training.deepspeed=zero2"],
+         "training.deepspeed: needs the package deepspeed, which is not installed: install it, or remove the key"),
         (["training.deepspeed=zero2"], "training.deepspeed: is zero2, which is no file: name a JSON file"),
     ],
 )  # fmt: skip
@@ -129,7 +149,10 @@ def test_a_value_that_cannot_be_is_refused_with_its_remedy(write_run, capfd, mon
 
 @pytest.fixture
 def run_text(write_run, text_jsonl, monkeypatch):
-    """Return a function that trains on texts, with some settings and without a network, and gives the exit status."""
+    """
+    Return a function that trains on texts, with some settings and without a network, and gives the
+    exit status.
+    """
 
     def unreachable(*_, **__):
         raise ConnectionError("no network")
@@ -143,14 +166,19 @@ def run_text(write_run, text_jsonl, monkeypatch):
 @pytest.mark.parametrize(
     ("training", "says"),
     [
-        ({"save_strategy": "best"}, "training: is refused by the trainer: `args.metric_for_best_model` must be provided"),
+        ({"save_strategy": "best"},
+         "training: is refused by the trainer: `args.metric_for_best_model` must be provided"),
         ({"optimizer": "multimodal"}, "training.optimizer: cannot be made for this model"),
-        ({"metric_for_best_model": "zigzag", "load_best_model_at_end": True, "save_strategy": "epoch"}, "training.metric_for_best_model: is zigzag, but an evaluation gives "),
+        ({"metric_for_best_model": "zigzag", "load_best_model_at_end": True, "save_strategy": "epoch"},
+         "training.metric_for_best_model: is zigzag, but an evaluation gives "),
         ({"push_to_hub": True}, "training.push_to_hub: cannot make its repository"),
     ],
 )  # fmt: skip
 def test_what_only_training_finds_is_refused_too(run_text, capfd, training, says):
-    """An optimizer for another kind of model, a metric that no evaluation gives, a hub that cannot be reached."""
+    """
+    An optimizer for another kind of model, a metric that no evaluation gives, a hub that cannot be
+    reached.
+    """
     assert 2 == run_text(**training)
 
     assert says in capfd.readouterr().err

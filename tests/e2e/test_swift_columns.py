@@ -1,18 +1,28 @@
-"""ms-swift's columns: those that a record may have, and those that are refused because they would be ignored."""
+"""
+ms-swift's columns: those that a record may have, and those that are refused because they would be
+ignored.
+"""
 
 from __future__ import annotations
 
 from core.samples import REFUSED, SUPPORTED
 
 OWN = {
-    "add_eos", "query", "response", "history", "reasoning_content", "reasoning", "thinking", "thinking_content", "functions",
+    "add_eos", "query", "response", "history", "reasoning_content", "reasoning", "thinking", "thinking_content",
+    "functions",
     "loss_scale",
 }  # fmt: skip
-"""Refused, though not a column of ms-swift's data sets of messages: read from a record by hand, or by other programs."""
+"""
+Refused, though not a column of ms-swift's data sets of messages: read from a record by hand, or by
+other programs.
+"""
 
 
 def test_every_column_of_ms_swift_is_supported_or_refused():
-    """Those that it keeps, those that it takes for one of them, and the fields of what its templates read; and no others."""
+    """
+    Those that it keeps, those that it takes for one of them, and the fields of what its templates
+    read; and no others.
+    """
     from dataclasses import fields
 
     from swift.dataset.preprocessor.core import MessagesPreprocessor, RowPreprocessor

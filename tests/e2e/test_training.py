@@ -35,8 +35,8 @@ def test_a_run_trains_every_pack_once_an_epoch_and_counts_its_steps(write_run, e
 
     assert all(list(range(num_packs)) == sorted(epoch) for epoch in epochs)
     assert epochs[0] != epochs[1]
-    assert 2 * math.ceil(num_packs / 3) == result.course.total_steps == result.num_steps == len(losses(result))
-    assert f"{result.course.steps_per_epoch} per epoch, {result.num_steps} in total" in caplog.text
+    assert 2 * math.ceil(num_packs / 3) == result.schedule.total_steps == result.num_steps == len(losses(result))
+    assert f"{result.schedule.steps_per_epoch} per epoch, {result.num_steps} in total" in caplog.text
     for said in ("N_raw_packs", "N_aligned_packs", "world_size 1", "dataloader_drop_last false", "raw_plan checksum",
                  "aligned_plan checksum", "requested 3 packs", "is a pack of its own"):  # fmt: skip
         assert said in caplog.text
@@ -95,7 +95,10 @@ def test_without_packing_padded_batches_train_through_the_same_trainer(write_run
 
 
 def test_tokens_per_second_leave_out_the_time_of_evaluating(write_run, execute, demo, monkeypatch):
-    """With a clock that ticks only while an evaluation runs, no time passes between steps but a step's own tick."""
+    """
+    With a clock that ticks only while an evaluation runs, no time passes between steps but a step's
+    own tick.
+    """
     from adapters.trainer import static
 
     now = [0.0]
@@ -122,7 +125,7 @@ def test_tokens_per_second_leave_out_the_time_of_evaluating(write_run, execute, 
 def test_fractional_epochs_and_max_steps_end_where_announced(write_run, execute):
     """1.5 epochs round up; max_steps overrides."""
     result = execute(write_run("qwen2", training={"num_train_epochs": 1.5, "effective_batch_size": 2}))
-    assert result.num_steps == math.ceil(1.5 * result.course.steps_per_epoch)
+    assert result.num_steps == math.ceil(1.5 * result.schedule.steps_per_epoch)
 
     assert 2 == execute(write_run("qwen2", training={"max_steps": 2, "effective_batch_size": 2})).num_steps
 
@@ -137,7 +140,7 @@ def test_text_models_train_the_same_way(write_run, execute, text_jsonl, model):
 
     result = execute(path)
 
-    assert result.num_steps == result.course.total_steps
+    assert result.num_steps == result.schedule.total_steps
     assert losses(result)[-1] < losses(result)[0]
 
 
@@ -151,14 +154,18 @@ def test_a_text_model_refuses_records_with_images(write_run, execute, demo):
 
 @pytest.mark.parametrize("model", ["qwen2_5_vl", "qwen3"])
 def test_the_best_model_is_loaded_whole(model, write_run, execute, demo, text_jsonl, tmp_path, monkeypatch):  # noqa: PLR0917  # fixtures
-    """Here the worst on purpose, which is the first: the weights at the end are those of its checkpoint."""
+    """
+    Here the worst on purpose, which is the first: the weights at the end are those of its
+    checkpoint.
+    """
     from app.wiring import training
 
     trainers = []
     build = training.build_trainer
     monkeypatch.setattr(training, "build_trainer", lambda *a, **k: trainers.append(build(*a, **k)) or trainers[-1])
     keys = {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps", "eval_steps": 3, "max_steps": 6,
-            "load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}  # fmt: skip
+            "load_best_model_at_end": True, "metric_for_best_model": "eval_loss",
+            "greater_is_better": True}  # fmt: skip
 
     custom = {"val_jsonl": str(demo / "data" / "val.jsonl")}
     if not model.endswith("vl"):
@@ -174,7 +181,10 @@ def test_the_best_model_is_loaded_whole(model, write_run, execute, demo, text_js
 
 
 def test_sigterm_saves_a_checkpoint_that_the_next_run_goes_on_from(write_run, execute, monkeypatch, tmp_path):
-    """The running step ends, everything is saved, the run says where it stopped; the handler is put back."""
+    """
+    The running step ends, everything is saved, the run says where it stopped; the handler is put
+    back.
+    """
     from adapters.trainer.static import PackTrainer
 
     keys = {"num_train_epochs": 2, "effective_batch_size": 2}
@@ -275,7 +285,9 @@ def test_a_sample_that_changed_after_planning_stops_the_run_and_is_named(write_r
 
 
 def test_cut_samples_are_counted_apart_from_those_that_fit(write_run, execute, text_jsonl, caplog):
-    """With truncation, what is cut has exactly the limit; it is a long sample and reported as cut."""
+    """
+    With truncation, what is cut has exactly the limit; it is a long sample and reported as cut.
+    """
     logging.getLogger("app").propagate = True
     path = write_run(
         "qwen2", custom={"train_jsonl": str(text_jsonl)}, template={"max_length": 50, "truncation_strategy": "right"}
@@ -315,7 +327,9 @@ def test_several_processes_measure_the_same(demo, write_run, monkeypatch):
 
 @pytest.mark.covers
 def test_channels_are_collated_with_their_packs(write_run, tmp_path):
-    """A channel on each record reaches the batch; a loss per channel is refused, since packs mix them."""
+    """
+    A channel on each record reaches the batch; a loss per channel is refused, since packs mix them.
+    """
     from adapters.ranks.torch_group import OneRank
     from app.training.prepare import prepare
     from app.wiring import training
@@ -351,7 +365,8 @@ def test_held_out_loss_falls_below_half(write_run, execute, demo):
     data = demo / "data"
     path = write_run(
         "qwen3_vl",
-        custom={"train_jsonl": [str(data / "train.jsonl"), str(data / "messages.jsonl")], "val_jsonl": str(data / "val.jsonl")},
+        custom={"train_jsonl": [str(data / "train.jsonl"), str(data / "messages.jsonl")],
+         "val_jsonl": str(data / "val.jsonl")},
         training={"num_train_epochs": 4, "effective_batch_size": 2, "learning_rate": "1e-2", "eval_on_start": True,
                   "warmup_steps": 3, "adam_beta2": 0.98},
     )  # fmt: skip

@@ -74,7 +74,10 @@ def seen_by(folder: Path, name: str) -> list[dict]:
 
 
 def worst_loss(folder: Path, name: str, rows, model_folder: str) -> float:
-    """Return the largest relative difference of a step's loss from the token mean of its samples, each alone."""
+    """
+    Return the largest relative difference of a step's loss from the token mean of its samples, each
+    alone.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -1,4 +1,7 @@
-"""Two hosts that share nothing but a cable: each with its own output folder, and a rank in the environment that torchrun gives."""
+"""
+Two hosts that share nothing but a cable: each with its own output folder, and a rank in the
+environment that torchrun gives.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Attention of variable length: what it computes is what each sample of a row gives alone, under transformers' sdpa."""
+"""
+Attention of variable length: what it computes is what each sample of a row gives alone, under
+transformers' sdpa.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +69,10 @@ def opened(demo):
 
 
 def row(lengths, *, rows=1, seed=0):
-    """Return tokens and positions of a packed row; with images' three rows of positions too, if there are four."""
+    """
+    Return tokens and positions of a packed row; with images' three rows of positions too, if there
+    are four.
+    """
     ids = torch.randint(0, 200, (1, sum(lengths)), generator=torch.Generator().manual_seed(seed))
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     return {"input_ids": ids, "position_ids": positions if rows == 1 else positions.expand(rows, 1, -1)}
@@ -92,7 +98,9 @@ def packed(model, inputs, lengths):
 
 
 def alone(model, inputs, lengths):
-    """Return the same of its samples, each in a forward pass of its own, under transformers' sdpa."""
+    """
+    Return the same of its samples, each in a forward pass of its own, under transformers' sdpa.
+    """
     logits, losses, summed = [], [], 0.0
     with attention.native_attention(model):
         for ids in inputs["input_ids"][0].split(lengths):
@@ -137,7 +145,10 @@ def test_only_rounding_is_between_them(opened, name):
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "qwen2"])
 def test_recomputed_layers_and_adapters_are_equal_too(opened, name):
-    """Gradient checkpointing runs layers again, with the layout of their own row; LoRA changes what is trained."""
+    """
+    Gradient checkpointing runs layers again, with the layout of their own row; LoRA changes what is
+    trained.
+    """
     assert difference(opened(name, checkpointing="reentrant"), PACKS["two"]) < EQUAL
     assert difference(opened(name, checkpointing="by saved tensors"), PACKS["two"]) < EQUAL
     assert difference(opened(name, lora=True), PACKS["sixty"]) < EQUAL
@@ -146,7 +157,10 @@ def test_recomputed_layers_and_adapters_are_equal_too(opened, name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_no_sample_reaches_another(opened, name):
-    """The gradient of a sample's logits is exactly 0 at all other samples' embeddings, in both directions."""
+    """
+    The gradient of a sample's logits is exactly 0 at all other samples' embeddings, in both
+    directions.
+    """
     model, lengths = opened(name), [5, 1, 9, 30]
     inputs = row_of(model, lengths)
     embedded = model.get_input_embeddings()(inputs.pop("input_ids")).detach().requires_grad_()
@@ -178,7 +192,9 @@ def windowed_model():
 
 @pytest.mark.parametrize("lengths", [[40], [8, 9, 1, 23], [24, 16, 7]])
 def test_sliding_windows_keep_their_meaning(lengths):
-    """Of a sample alone, not of the row; shorter and longer than the window, and multiples of it."""
+    """
+    Of a sample alone, not of the row; shorter and longer than the window, and multiples of it.
+    """
     assert difference(windowed_model(), lengths) < EQUAL
 
 
@@ -274,7 +290,9 @@ by_blocks = varlen._by_blocks
     ids=["moved boundary", "joined samples", "lost window", "stale"],
 )
 def test_a_wrong_layout_is_found(monkeypatch, fault):
-    """A boundary moved by one, two samples in one block, a window lost, the layout of the row before."""
+    """
+    A boundary moved by one, two samples in one block, a window lost, the layout of the row before.
+    """
     model = windowed_model()
     monkeypatch.setattr(varlen, "read_layout", corrupt(fault))
 
@@ -330,7 +348,10 @@ def indices(lengths):
 
 @given(lengths_of_rows, st.none() | st.integers(2, 20), st.sampled_from(["", "images", "chunks"]))
 def test_a_layout_is_what_the_models_mask_means(lengths, window, overlay):
-    """Read off a mask function, it stands for the same mask: packed, windowed, with images that see both ways, chunked."""
+    """
+    Read off a mask function, it stands for the same mask: packed, windowed, with images that see
+    both ways, chunked.
+    """
     total, parts = sum(lengths), [causal_mask_function, packed_sequence_mask_function(indices(lengths))]
     if window is not None:
         parts.append(sliding_window_overlay(window))
@@ -381,7 +402,10 @@ def reference(query, key, value, mask, scaling):
 
 
 def reference_varlen_attn(*, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size, enable_gqa):
-    """Compute what torch documents `varlen_attn` to, from the definition: (left, right) tokens, -1 for all of them."""
+    """
+    Compute what torch documents `varlen_attn` to, from the definition: (left, right) tokens, -1 for
+    all of them.
+    """
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
     lengths = [stop - start for start, stop in pairwise(cu_seq_q.tolist())]
     assert max_q == max_k == max(lengths)
@@ -453,7 +477,10 @@ def test_the_fused_kernel_is_left_where_it_cannot_run(says, options):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_gpu_takes_the_fused_kernel_or_says_once_why_not(monkeypatch, caplog, dtype):
-    """In bfloat16 and in float32; with the kernel's reference in its place, and a GPU that is said to be there."""
+    """
+    In bfloat16 and in float32; with the kernel's reference in its place, and a GPU that is said to
+    be there.
+    """
     layout = Layout(torch.tensor([0, 7, 8, 30, 37], dtype=torch.int32), is_causal=True, window=6)
     parts = [part.to(dtype) for part in tensors(37)]
     asked = []
@@ -507,7 +534,10 @@ def test_patches_are_projected_as_by_the_convolution(number, bias, larger):
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
 def test_a_vision_tower_attends_once_a_layer(opened, name, monkeypatch):
-    """To all windows or images of a row; what it sees, and its gradients, are those of transformers' own loop."""
+    """
+    To all windows or images of a row; what it sees, and its gradients, are those of transformers'
+    own loop.
+    """
     model, calls = opened(name).double(), []
     tower = model.model.visual
     grid = torch.tensor([[1, 4, 6], [1, 10, 12], [1, 4, 6], [1, 2, 2], [2, 8, 8]])
@@ -535,7 +565,10 @@ def test_a_vision_tower_attends_once_a_layer(opened, name, monkeypatch):
 
 
 def test_what_is_no_packed_row_is_left_to_transformers(opened):
-    """Padding on either side, and generation with a cache, give the same numbers as its own sdpa, bit for bit."""
+    """
+    Padding on either side, and generation with a cache, give the same numbers as its own sdpa, bit
+    for bit.
+    """
     model = opened("qwen3").eval()
     ids = row([48])["input_ids"].view(3, 16)
     left, right = (torch.ones(3, 16).long() for _ in range(2))
@@ -558,7 +591,9 @@ def test_what_is_no_packed_row_is_left_to_transformers(opened):
 
 
 def test_one_plain_sample_needs_no_layout():
-    """Nor a mask: torch's own causal attention does it; within a window, it is a row of one block."""
+    """
+    Nor a mask: torch's own causal attention does it; within a window, it is a row of one block.
+    """
     options = {"batch_size": 1, "q_length": 9, "kv_length": 9, "mask_function": causal_mask_function, "device": "cpu"}
 
     assert varlen.row_mask(**options) is None

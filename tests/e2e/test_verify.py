@@ -78,7 +78,10 @@ def test_what_was_built_is_verified(run, verified, capfd):
 
 
 def test_every_planted_fault_is_found_at_once(run, demo, verified, capfd):
-    """A flipped bit in an array and in a manifest, a swapped image, an edited line, another system prompt."""
+    """
+    A flipped bit in an array and in a manifest, a swapped image, an edited line, another system
+    prompt.
+    """
     folder = run / "run" / "static_packing" / "train"
     for name, place in (("raw_plan.indices.bin", 3), ("plan_ws1.json", 40)):
         content = bytearray((folder / name).read_bytes())
@@ -94,8 +97,10 @@ def test_every_planted_fault_is_found_at_once(run, demo, verified, capfd):
 
     assert 3 == status
     train = [finding for finding in findings if finding.startswith("train ")]
-    for words in ("raw_plan.indices.bin", "plan_ws1.json", "image 0 of sample 3 is not the one", "data.sha256 of the first 12",
-                  "template.system measured with 'You look.', now 'You look again.'", "sample 7 does not measure"):  # fmt: skip
+    for words in ("raw_plan.indices.bin", "plan_ws1.json", "image 0 of sample 3 is not the one",
+     "data.sha256 of the first 12",
+                  "template.system measured with 'You look.', now 'You look again.'",
+                  "sample 7 does not measure"):  # fmt: skip
         assert any(words in finding for finding in train), (words, train)
     assert [f for f in findings if f.startswith("eval inputs")] == [
         "eval inputs template.system measured with 'You look.', now 'You look again.'"

@@ -1,4 +1,7 @@
-"""A run of measuring and planning on real files, without ms-swift, in processes that faults can be done to."""
+"""
+A run of measuring and planning on real files, without ms-swift, in processes that faults can be
+done to.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from adapters.stores.plans import DiskPlanStore
 from app.planning.deadline import Deadline
 from app.planning.split import PlannedSplit, Stores, plan_split
 from core.policy import PlanPolicy
-from core.ports import Tell
+from core.ports import ReportProgress
 from core.samples import Measurement
 from tests.fakes import ListSource, ScriptedGroup
 
@@ -50,11 +53,16 @@ def write_data(path: Path, lengths: list[int]) -> Path:
 
 
 def execute(
-    source: ListSource, folder: Path, *, policy: PlanPolicy = POLICY, timeout_s: float = 30, tell: Tell = lambda _: None
+    source: ListSource,
+    folder: Path,
+    *,
+    policy: PlanPolicy = POLICY,
+    timeout_s: float = 30,
+    report: ReportProgress = lambda _: None,
 ) -> PlannedSplit:
     """Measure and plan, as rank 0 of a run does."""
     stores = Stores(DiskLengthStore(folder), DiskPlanStore(folder), FolderLock(folder))
-    group = ScriptedGroup(hear=tell)
+    group = ScriptedGroup(hear=report)
     return plan_split(
         "train",
         policy,
@@ -112,7 +120,10 @@ class Forked:
 
 
 def at_each_line(act: Callable[[int], None]) -> None:
-    """From here on, act before this process executes a line of our own code; it hears how many there were."""
+    """
+    From here on, act before this process executes a line of our own code; it hears how many there
+    were.
+    """
     roots = tuple(str(Path(__file__).parents[2] / name) for name in ("adapters", "app", "core"))
     executed = 0
 

@@ -1,4 +1,7 @@
-"""Full disks, folders that may not be written, several jobs on one folder, files that were changed: no wrong plan."""
+"""
+Full disks, folders that may not be written, several jobs on one folder, files that were changed: no
+wrong plan.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,10 @@ def whole(data, tmp_path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("limit", [0, 1, 100, 139, 140, 141, 300, 700, 790, 1000, 1279])
 def test_a_disk_that_is_full_is_named_and_the_next_run_goes_on(data, whole, tmp_path, limit):
-    """The kernel refuses to write beyond so many bytes of a file; nothing torn stays, the end is the same bytes."""
+    """
+    The kernel refuses to write beyond so many bytes of a file; nothing torn stays, the end is the
+    same bytes.
+    """
     folder = tmp_path / "run"
 
     def run(_: Forked) -> None:
@@ -90,7 +96,9 @@ def test_a_folder_that_may_not_be_written_is_named(data, tmp_path, warm):
 
 
 def test_of_two_jobs_on_one_folder_one_measures_and_the_other_reads(data, whole, fork, tmp_path):
-    """The second waits, and says for whom; the plan is the same, and no sample is measured twice."""
+    """
+    The second waits, and says for whom; the plan is the same, and no sample is measured twice.
+    """
     folder, opened, go = tmp_path / "run", threading.Event(), os.pipe()
 
     def first(process: Forked) -> None:
@@ -112,7 +120,7 @@ def test_of_two_jobs_on_one_folder_one_measures_and_the_other_reads(data, whole,
     while not writer.counter:
         time.sleep(0.01)
     source = FileSource(data)
-    execute(source, folder, tell=wait)
+    execute(source, folder, report=wait)
 
     assert 0 == writer.wait()
     assert heard[0].startswith(f"waiting for process {writer.pid} on ")
@@ -191,7 +199,9 @@ def test_a_plan_of_another_fingerprint_is_not_used(data, whole, tmp_path):
 
 @pytest.mark.parametrize("flip", [0x01, 0x80])
 def test_one_flipped_bit_anywhere_is_never_trusted(data, whole, tmp_path, flip):
-    """Every artefact, bits all over it: the run ends with status 3's error, or plans the same again."""
+    """
+    Every artefact, bits all over it: the run ends with status 3's error, or plans the same again.
+    """
     folder = tmp_path / "run"
     execute(FileSource(data), folder)
     for name, content in whole.items():

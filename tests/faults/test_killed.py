@@ -1,4 +1,7 @@
-"""Runs killed at any line: what is stored is never torn, little is measured again, and the end is the same bytes."""
+"""
+Runs killed at any line: what is stored is never torn, little is measured again, and the end is the
+same bytes.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,9 @@ def whole(data, tmp_path_factory) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module", params=["nothing", "another plan"])
 def start(request, data, tmp_path_factory):
-    """Return a function that prepares a folder, and the number of lines that a run there executes."""
+    """
+    Return a function that prepares a folder, and the number of lines that a run there executes.
+    """
     before = tmp_path_factory.mktemp("before")
     if request.param == "another plan":
         execute(FileSource(data), before, policy=OTHER)
@@ -63,7 +68,10 @@ def start(request, data, tmp_path_factory):
 
 
 def test_a_run_killed_at_any_line_ends_as_one_that_was_not(data, whole, start, tmp_path):
-    """Killed once and, going on, killed again: rows are a prefix, at most one flush is measured again, bytes are equal."""
+    """
+    Killed once and, going on, killed again: rows are a prefix, at most one flush is measured again,
+    bytes are equal.
+    """
     killed, (prepare, num_lines) = 0, start
     rng = random.Random(SEED)  # noqa: S311  # moments of a test
     for number in range(RUNS):
@@ -93,5 +101,6 @@ def test_a_run_killed_at_any_line_ends_as_one_that_was_not(data, whole, start, t
         execute(source, folder, policy=OTHER)
         execute(source, folder)
         assert whole == artefacts_of(folder), f"run {number}"
-    # A run that goes on has fewer lines to be killed at than the first one, so some are over before.
+    # A run that goes on has fewer lines to be killed at than the first one, so some are over
+    # before.
     assert killed >= RUNS

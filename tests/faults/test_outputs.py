@@ -1,4 +1,7 @@
-"""What a command writes to may be full or closed, and its user impatient: a line, an exit status, and never a traceback."""
+"""
+What a command writes to may be full or closed, and its user impatient: a line, an exit status, and
+never a traceback.
+"""
 
 from __future__ import annotations
 

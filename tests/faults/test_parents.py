@@ -45,7 +45,10 @@ def each_ends(folder: Path, parent: int) -> None:
 
 @pytest.mark.parametrize("kind", ["pool", "benchmark", "helper"])
 def test_processes_end_with_the_parent_that_started_them(tmp_path, kind):
-    """Those that measure, waiting or busy; those of benchmarks; those of tests, whose parent is a server between."""
+    """
+    Those that measure, waiting or busy; those of benchmarks; those of tests, whose parent is a
+    server between.
+    """
     command = [sys.executable, "-m", "tests.faults.parents", kind, str(tmp_path)]
     with subprocess.Popen(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}) as parent:
         each_ends(tmp_path, parent.pid)
@@ -108,9 +111,12 @@ STARTERS = {
     "adapters/ranks/heartbeat.py": {"multiprocessing"},
     "app/bench/process.py": {"multiprocessing"},
     "app/bench/measuring_cost.py": {"multiprocessing"},
-    "app/bench/looking.py": {"subprocess"},
+    "app/bench/inspection.py": {"subprocess"},
 }
-"""What starts processes, each of a kind that the tests above kill the parent of, or that is waited for at once."""
+"""
+What starts processes, each of a kind that the tests above kill the parent of, or that is waited for
+at once.
+"""
 
 
 def test_nothing_else_starts_processes():

@@ -1,4 +1,7 @@
-"""The wheel in a fresh environment, from a folder that has packages called app and core: the same code, or the reason."""
+"""
+The wheel in a fresh environment, from a folder that has packages called app and core: the same
+code, or the reason.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,8 @@ def programs(wheel, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("environment")
     quietly(sys.executable, "-m", "venv", "--without-pip", folder)
     python = folder / "bin" / "python"
-    # A line of a .pth adds a folder, and runs none of the .pth files in it: not that of an editable install.
+    # A line of a .pth adds a folder, and runs none of the .pth files in it: not that of an editable
+    # install.
     own = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
     (own / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
     quietly(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel)

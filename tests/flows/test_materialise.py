@@ -1,4 +1,6 @@
-"""A mix is written as one data file, whole or not at all, whose records are those of its sources."""
+"""
+A mix is written as one data file, whole or not at all, whose records are those of its sources.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,10 @@ def write_mix(tmp_path):
 
 
 def test_the_file_holds_the_scheduled_records_with_their_images(write_mix, tmp_path):
-    """Ratios exact, no record twice, images found from the file's own folder; another epoch, another mix."""
+    """
+    Ratios exact, no record twice, images found from the file's own folder; another epoch, another
+    mix.
+    """
     path = write_mix({"of": "a", "ratio": 3}, {"of": "b", "ratio": 1})
     output = tmp_path / "out" / "deep" / "mix.jsonl"
 

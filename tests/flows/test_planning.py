@@ -62,7 +62,8 @@ class Desk:
     def plan(self, flush_every=None, deadline=None, alignment=None, **changes):
         return plan_split(
             "train", policy(**changes), alignment=alignment or Alignment(),
-            source=self.source, stores=Stores(self.lengths, self.plans, self.lock), group=self.group, flush_every=flush_every, deadline=deadline or Deadline(1),
+            source=self.source, stores=Stores(self.lengths, self.plans, self.lock), group=self.group,
+            flush_every=flush_every, deadline=deadline or Deadline(1),
         )  # fmt: skip
 
 
@@ -173,7 +174,10 @@ def test_all_records_that_fail_are_listed_in_one_go():
     ids=["each call", "order", "epoch", "process"],
 )
 def test_samples_that_measure_differently_are_refused(source):
-    """A static plan would be wrong the moment training fetches them; the next run does not trust them either."""
+    """
+    A static plan would be wrong the moment training fetches them; the next run does not trust them
+    either.
+    """
     desk = Desk(source)
 
     for flush_every in (1, 3, 8, 100):
@@ -198,7 +202,9 @@ def test_lengths_measured_but_not_probed_are_probed_by_the_next_run():
 
 
 def test_an_image_replaced_after_measuring_is_found_at_the_next_start():
-    """Before anything is planned, with what changed; some samples all over the data are looked at."""
+    """
+    Before anything is planned, with what changed; some samples all over the data are looked at.
+    """
     desk = Desk(ListSource(LENGTHS * 100))
     desk.plan()
     desk.source.image_bytes = 1001
@@ -225,7 +231,9 @@ def test_a_shortcut_that_is_wrong_is_given_up(wrong, flush_every):
 
 @given(st.integers(0, 7), st.integers(1, 9))
 def test_measuring_in_full_that_was_interrupted_goes_on_in_full(bad, flush_every):
-    """The shortcut is known to be wrong, and what would show it may lie in what is measured already."""
+    """
+    The shortcut is known to be wrong, and what would show it may lie in what is measured already.
+    """
     desk = Desk(GuessingSource(LENGTHS, wrong=0))
     desk.source.bad = bad
     with pytest.raises(RecordError):
@@ -240,7 +248,9 @@ def test_measuring_in_full_that_was_interrupted_goes_on_in_full(bad, flush_every
 
 
 def test_the_first_image_of_each_shape_is_audited():
-    """A shortcut that is wrong for panoramas alone, of which there is one among hundreds, is found."""
+    """
+    A shortcut that is wrong for panoramas alone, of which there is one among hundreds, is found.
+    """
     desk = Desk(GuessingSource(LENGTHS * 100, wrong=333))
     desk.source.widths = {333: 4000}
 
@@ -270,7 +280,10 @@ def test_a_source_without_samples_is_refused_before_anything_is_stored():
 
 
 def test_the_algorithm_that_takes_long_says_how_far_it_is(monkeypatch, caplog):
-    """In the log when it starts and ends, on a terminal, and to the ranks that wait; another algorithm tells these alone."""
+    """
+    In the log when it starts and ends, on a terminal, and to the ranks that wait; another algorithm
+    tells these alone.
+    """
     caplog.set_level("INFO")
     heard, terminal = [], Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
@@ -312,7 +325,10 @@ def test_what_is_said_of_one_agrees_with_its_number(lengths, changes):
 
 
 def test_training_and_evaluation_share_one_deadline():
-    """What one wait has taken, the next ones do not have; for ever stays for ever; what is late still asks once."""
+    """
+    What one wait has taken, the next ones do not have; for ever stays for ever; what is late still
+    asks once.
+    """
     now = iter([100, 103, 104, 109, 109.5, 120, 130])
     deadline = Deadline(10, clock=lambda: next(now))
     train, evaluation, late = Desk(), Desk(), Desk()
@@ -376,7 +392,10 @@ def test_without_packing_every_sample_is_planned_alone():
     ],
 )
 def test_a_plan_too_short_for_the_ranks_is_refused_where_it_is_planned(changes, says):
-    """On rank 0, whether packs or padded batches are dropped; nothing is said to be aligned. Dropping nothing, it fits."""
+    """
+    On rank 0, whether packs or padded batches are dropped; nothing is said to be aligned. Dropping
+    nothing, it fits.
+    """
     desk = Desk(group=ScriptedGroup(world_size=2 if "packing_length" in changes else 1))
     batch_size = 1 if "packing_length" in changes else 9
 

@@ -18,7 +18,10 @@ from tests.flows.test_planning import LENGTHS, Desk
     ids=["each call", "order", "epoch", "process"],
 )  # fmt: skip
 def test_many_samples_are_not_measured_when_a_few_measure_differently(kind, options, known):
-    """No hours are lost: the few that are probed first are all that is encoded; nothing more is stored."""
+    """
+    No hours are lost: the few that are probed first are all that is encoded; nothing more is
+    stored.
+    """
     lengths = LENGTHS * 1000
     desk = Desk(ListSource(lengths[:known]))
     if known:
@@ -36,7 +39,10 @@ def test_many_samples_are_not_measured_when_a_few_measure_differently(kind, opti
 
 @pytest.mark.parametrize("left", [PROBED_FIRST_ABOVE, PROBED_FIRST_ABOVE + 1])
 def test_some_samples_are_probed_before_many_are_measured(left):
-    """Forwards and backwards here, all over what is to be measured, and elsewhere in a third order; few are measured at once."""
+    """
+    Forwards and backwards here, all over what is to be measured, and elsewhere in a third order;
+    few are measured at once.
+    """
     desk = Desk(ListSource([7] * 10))
     desk.plan()
     desk.source = ListSource([7] * (10 + left))

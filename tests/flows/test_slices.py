@@ -1,4 +1,7 @@
-"""Several ranks measure slices of the samples, over doubles: what is put together, and what is refused."""
+"""
+Several ranks measure slices of the samples, over doubles: what is put together, and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,8 @@ class Slices:
     def measure(self, source, *, world_size: int, others, deadline=None) -> None:
         self.group = ScriptedGroup(world_size=world_size, others=others)
         measure_slices(
-            "train", source, self.whole, self.lock, self.open, group=self.group, flush_every=2, deadline=deadline or Deadline(1)
+            "train", source, self.whole, self.lock, self.open, group=self.group, flush_every=2,
+            deadline=deadline or Deadline(1)
         )  # fmt: skip
 
 
@@ -54,21 +58,21 @@ def test_slices_are_put_together_as_one_process_would_have_measured(known, world
     source, slices = ListSource(LENGTHS), Slices()
     slices.whole.resume(source.fingerprint(), 8, source.data_digest)
     alone = MemoryLengthStore()
-    measure("train", ListSource(LENGTHS[:known]), slices.whole, flush_every=None, tell=print) if known else None
+    measure("train", ListSource(LENGTHS[:known]), slices.whole, flush_every=None, report=print) if known else None
     digests = []
     for start, stop in bounds(known, world_size)[1:]:
         part, store = ListSource(LENGTHS[start:stop]), slices.open(start, stop)[0]
-        measure("train", part, store, flush_every=None, tell=print)
+        measure("train", part, store, flush_every=None, report=print)
         digests.append(store.digest())
     said = iter(digests)
 
     slices.measure(source, world_size=world_size, others=lambda _: next(said))
     assert source.measured == list(range(*bounds(known, world_size)[0]))
     source.measured.clear()
-    table = measure("train", source, slices.whole, flush_every=None, tell=print)
+    table = measure("train", source, slices.whole, flush_every=None, report=print)
 
     assert LENGTHS == table[:, 0].tolist()
-    measure("train", ListSource(LENGTHS), alone, flush_every=None, tell=print)
+    measure("train", ListSource(LENGTHS), alone, flush_every=None, report=print)
     assert alone.digest() == slices.whole.digest()
     assert alone.probe == slices.whole.probe
 
@@ -80,9 +84,9 @@ def test_slices_take_no_shortcut_where_it_proved_wrong():
     slices.whole.resume(source.fingerprint(), 8, source.data_digest)
     slices.whole.append(*rows, source.data_digest(4), in_full=True)
     own, other = slices.open(4, 6)[0], slices.open(6, 8)[0]
-    measure("train", ListSource([1, 2]), own, flush_every=None, tell=print)
+    measure("train", ListSource([1, 2]), own, flush_every=None, report=print)
     own.data = str(LENGTHS[4:6])
-    measure("train", ListSource(LENGTHS[6:]), other, flush_every=None, tell=print)
+    measure("train", ListSource(LENGTHS[6:]), other, flush_every=None, report=print)
 
     slices.measure(source, world_size=2, others=lambda _: other.digest())
 
@@ -108,7 +112,7 @@ def test_waits_for_slices_share_one_deadline():
     """Rank 0, its lock, the lock of a slice, the other ranks, and rank 0 again."""
     source, slices, now = ListSource(LENGTHS), Slices(), iter(range(100))
     other = slices.open(4, 8)[0]
-    measure("train", ListSource(LENGTHS[4:]), other, flush_every=None, tell=print)
+    measure("train", ListSource(LENGTHS[4:]), other, flush_every=None, report=print)
 
     slices.measure(
         source, world_size=2, others=lambda _: other.digest(), deadline=Deadline(50, clock=lambda: next(now))
@@ -139,7 +143,7 @@ def test_ranks_do_not_measure_many_samples_when_a_few_measure_differently():
 def test_nothing_is_opened_when_all_is_stored():
     """No slice of nothing."""
     source, slices = ListSource(LENGTHS), Slices()
-    measure("train", source, slices.whole, flush_every=None, tell=print)
+    measure("train", source, slices.whole, flush_every=None, report=print)
 
     slices.measure(source, world_size=2, others=lambda value: value)
     assert {} == slices.stores

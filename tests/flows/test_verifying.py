@@ -61,7 +61,9 @@ def test_nothing_to_verify_is_no_success(tmp_path):
 
 
 def test_several_faults_are_found_at_once(built):
-    """A damaged array, another input, an image that was swapped and a sample that measures otherwise."""
+    """
+    A damaged array, another input, an image that was swapped and a sample that measures otherwise.
+    """
     (built / "raw_plan.indices.bin").write_bytes(b"")
     source = ListSource([61, *LENGTHS[1:]], name="other")
     source.widths = {3: 99}
@@ -88,7 +90,7 @@ def test_damaged_lengths_hide_no_other_input(built):
 
 
 def test_a_policy_that_plans_otherwise_is_found(built):
-    """Training would plan anew; the stored plan is still held against its own laws."""
+    """Training would plan again; the stored plan is still held against its own laws."""
     findings = found(built, ListSource(LENGTHS), min_fill_ratio="0.9")
 
     assert ["plan: min_fill_ratio: planned with '0.65', now '0.9': build plans again"] == findings
@@ -104,7 +106,9 @@ def test_data_that_grew_or_shrank_are_found(built):
 
 
 def test_images_are_not_compared_with_other_samples(built):
-    """Where a record came in before others, these are one further on: one finding, not one for each."""
+    """
+    Where a record came in before others, these are one further on: one finding, not one for each.
+    """
     (finding,) = found(built, ListSource([5, *LENGTHS]))
 
     assert finding.startswith("inputs: data.sha256 of the first 8")
@@ -147,13 +151,13 @@ def test_a_plan_of_other_lengths_is_found(tmp_path, built):
 
 
 def store_plan(folder, plan):
-    digest = DiskLengthStore(folder).look().digest
+    digest = DiskLengthStore(folder).inspect().digest
     DiskPlanStore(folder).save(policy().fingerprint(digest), plan)
 
 
 def test_a_plan_that_breaks_a_law_is_found(built):
     """Though every digest is right: whoever wrote it planned wrongly."""
-    plan = DiskPlanStore(built).look().plan
+    plan = DiskPlanStore(built).inspect().plan
     store_plan(built, build_raw_plan([*LENGTHS[:7], 8], packing_length=80))
     assert any("num_tokens" in one for one in found(built, ListSource(LENGTHS)))
 
@@ -165,7 +169,7 @@ def test_another_plan_under_the_same_name_is_found(tmp_path):
     """It keeps every law, but is not the one that the algorithm gives."""
     lengths = [40, 40, 40, 40]
     build(tmp_path, ListSource(lengths))
-    plan = DiskPlanStore(tmp_path).look().plan
+    plan = DiskPlanStore(tmp_path).inspect().plan
     others = [[0, 1], [2, 3]] if [0, 1] not in plan.packs else [[0, 2], [1, 3]]
     store_plan(tmp_path, attrs.evolve(plan, packs=Packs.from_lists(others)))
 

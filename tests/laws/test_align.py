@@ -35,7 +35,9 @@ def test_padding_keeps_every_pack_and_fills_every_rank(plan, world_size):
 
 @given(plan=raw_plans(), world_size=world_sizes)
 def test_dropping_cuts_the_tail_alone(plan, world_size):
-    """A prefix remains, the longest that the ranks divide; nothing left is an error with both numbers."""
+    """
+    A prefix remains, the longest that the ranks divide; nothing left is an error with both numbers.
+    """
     num_packs = len(plan.packs)
     if num_packs < world_size:
         with pytest.raises(PlanTooShortError) as raised:
@@ -81,10 +83,12 @@ def test_three_packs_cannot_be_dropped_to_eight_ranks():
 @pytest.mark.parametrize(
     ("num", "world_size", "batch_size", "what", "ways"),
     [
-        (1, 4, 1, "1 pack cannot feed 4 ranks", ["use 1 rank at most", "when packing, lower template.max_length to get more packs"]),
+        (1, 4, 1, "1 pack cannot feed 4 ranks",
+         ["use 1 rank at most", "when packing, lower template.max_length to get more packs"]),
         (7, 2, 4, "7 samples cannot feed 2 ranks with a batch of 4 each",
          ["lower training.per_device_train_batch_size to 3", "use 1 rank at most"]),
-        (3, 1, 4, "3 samples cannot feed 1 rank with a batch of 4 each", ["lower training.per_device_train_batch_size to 3"]),
+        (3, 1, 4, "3 samples cannot feed 1 rank with a batch of 4 each",
+         ["lower training.per_device_train_batch_size to 3"]),
         (3, 4, 4, "3 samples cannot feed 4 ranks with a batch of 4 each", []),
     ],
 )  # fmt: skip

@@ -18,7 +18,10 @@ small = st.integers(1, 12)
 def test_a_wanted_effective_batch_is_realised_exactly_or_refused(
     effective, per_device, accumulation, world_size, forced
 ):
-    """Ranks times batch times accumulation is what was asked for in a step, whatever the other two say."""
+    """
+    Ranks times batch times accumulation is what was asked for in a step, whatever the other two
+    say.
+    """
     options = {
         "effective_batch_size": effective,
         "per_device_train_batch_size": per_device,

@@ -96,7 +96,10 @@ def test_a_saved_buffer_goes_on_as_it_would_have(stream):
 
 @given(streams())
 def test_the_buffer_stays_bounded(stream):
-    """Below its size between samples; a packing leaves at most half of it, so that each takes in as many new ones."""
+    """
+    Below its size between samples; a packing leaves at most half of it, so that each takes in as
+    many new ones.
+    """
     lengths, options = stream
     carry = Carry()
     for index, length in enumerate(lengths):

@@ -1,4 +1,7 @@
-"""Context parallelism: every position is one rank's, work is equal, and nothing is lost between chunks."""
+"""
+Context parallelism: every position is one rank's, work is equal, and nothing is lost between
+chunks.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,9 @@ from core.context_parallel import PackedLayout, chunk_positions, cu_seqlens, pad
 
 @st.composite
 def layouts(draw) -> PackedLayout:
-    """Rows of up to eight sequences, shared by up to five ranks; also rows that are padded otherwise."""
+    """
+    Rows of up to eight sequences, shared by up to five ranks; also rows that are padded otherwise.
+    """
     lengths = draw(st.lists(st.integers(1, 40), max_size=8))
     cp_size, tp_size = draw(st.integers(1, 5)), draw(st.integers(1, 3))
     layout = PackedLayout.of(lengths, cp_size=cp_size, tp_size=tp_size)
@@ -67,7 +72,10 @@ def test_the_ranks_rows_give_the_row_back(layout):
 
 @given(layouts())
 def test_targets_are_those_of_each_sequence_rolled_alone(layout):
-    """On every rank, also across the ends of its chunks; the last token of a sequence and padding have none."""
+    """
+    On every rank, also across the ends of its chunks; the last token of a sequence and padding have
+    none.
+    """
     tokens = list(range(100, 100 + layout.cu_seqlens[-1]))
     row, expected = [], []
     for start, end, room in zip(

@@ -25,7 +25,10 @@ def table_of(images: list[int]) -> np.ndarray:
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), min_size=1, max_size=20), st.integers(1, 9))
 def test_packs_of_every_kind_are_looked_at(held, count):
-    """Only packs of several samples, each once, as many as asked for; of each kind the one of the most samples."""
+    """
+    Only packs of several samples, each once, as many as asked for; of each kind the one of the most
+    samples.
+    """
     ends = np.cumsum([len(pack) for pack in held])
     packs = as_packs([list(range(end - len(pack), end)) for pack, end in zip(held, ends, strict=True)])
     several = [position for position, pack in enumerate(held) if len(pack) > 1]
@@ -63,7 +66,10 @@ def test_the_worst_finding_decides(precision, values):
 
 @given(st.floats(0, 50), st.floats(0, 50), st.floats(0, 1e4))
 def test_a_loss_is_compared_with_itself_or_with_the_logits_it_comes_from(found, expected, terms):
-    """Never with less than a tenth of them, so that what cancels is no fault; without either, any difference is one."""
+    """
+    Never with less than a tenth of them, so that what cancels is no fault; without either, any
+    difference is one.
+    """
     terms = max(terms, expected)
 
     value = loss_difference(found, expected, terms=terms)

@@ -32,7 +32,9 @@ def test_checksums_are_equal_exactly_for_equal_packs(one, other):
 
 
 def test_a_checksum_tells_grouping_and_order_apart():
-    """The same indices in the same flat order, grouped otherwise; and the same packs in another order."""
+    """
+    The same indices in the same flat order, grouped otherwise; and the same packs in another order.
+    """
     packs = [[[0, 1], [2]], [[0], [1, 2]], [[0, 1, 2]], [[2], [0, 1]], [[1, 0], [2]]]
 
     assert len(packs) == len({plan_checksum(lists) for lists in packs})
@@ -73,7 +75,10 @@ def test_digests_do_not_depend_on_the_process(hash_seed):
 
 @given(inputs, inputs)
 def test_fingerprints_are_equal_exactly_for_equal_inputs(one, other):
-    """True is not 1; the order of keys does not matter; differences name every differing key and no other."""
+    """
+    True is not 1; the order of keys does not matter; differences name every differing key and no
+    other.
+    """
     same = json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
     a, b = Fingerprint(one), Fingerprint(dict(reversed(other.items())))
 
@@ -99,7 +104,9 @@ def test_a_difference_names_the_key_and_both_values(stored, key, value):
 
 
 def test_the_golden_plan():
-    """Lengths drawn once from a fixed recurrence; a change of the packs must be meant (see ADR 0004)."""
+    """
+    Lengths drawn once from a fixed recurrence; a change of the packs must be meant (see ADR 0004).
+    """
     lengths = (np.arange(1, 1001) * 7919 % 1009 + 1).tolist()
 
     from core.plan import build_raw_plan
@@ -112,7 +119,9 @@ def test_the_golden_plan():
 
 @given(st.sampled_from([None, "left", "right", "raise"]), st.integers(1, 99), st.integers(1, 99))
 def test_the_limit_decides_lengths_only_where_the_template_cuts(strategy, one, other):
-    """To raise is no cut; what the configuration alone decides is named as in the whole fingerprint."""
+    """
+    To raise is no cut; what the configuration alone decides is named as in the whole fingerprint.
+    """
     template, custom = TemplateConfig(truncation_strategy=strategy, system="Look."), CustomConfig()
     inputs = [configured_inputs(template, custom, packing_length=length) for length in (one, other)]
     cuts = strategy in {"left", "right"}

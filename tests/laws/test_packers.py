@@ -1,4 +1,6 @@
-"""Every packer places each sample once, within the capacity; the fast ones pack as the slow ones do."""
+"""
+Every packer places each sample once, within the capacity; the fast ones pack as the slow ones do.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,10 @@ def test_no_packing_is_below_the_lower_bound(algorithm, case):
 @algorithms
 @given(case=packable(), factor=st.integers(2, 9), rest=st.integers(0, 8))
 def test_scaling_lengths_and_capacity_changes_nothing(algorithm, case, factor, rest):
-    """Only proportions matter; where every length is a multiple, capacity that no multiple fills is of no use."""
+    """
+    Only proportions matter; where every length is a multiple, capacity that no multiple fills is of
+    no use.
+    """
     lengths, capacity = case
     more = min(rest, factor - 1) if algorithm != "modified_first_fit_decreasing" else 0
 
@@ -125,7 +130,10 @@ def test_concatenative_is_next_fit(case):
 
 @given(case=packable(), seed=st.integers(0, 2**64 - 1))
 def test_first_fit_shuffle_is_first_fit_in_the_order_of_the_seed(case, seed):
-    """The order is that of PCG64's raw stream, which numpy keeps; the global generators are left alone."""
+    """
+    The order is that of PCG64's raw stream, which numpy keeps; the global generators are left
+    alone.
+    """
     lengths, capacity = case
     random.seed(1)
     np.random.seed(1)  # noqa: NPY002
@@ -149,7 +157,10 @@ def test_constant_volume_packs_as_the_library_does(case):
 @pytest.mark.slow
 @pytest.mark.no_cover  # large, and no new line
 def test_constant_volume_packs_as_the_library_does_on_many_shapes():
-    """3,000 data sets of four kinds of lengths, more than one example search reaches; some of many samples."""
+    """
+    3,000 data sets of four kinds of lengths, more than one example search reaches; some of many
+    samples.
+    """
     rng = np.random.default_rng(0)
     for number in range(3000):
         capacity = int(rng.integers(1, 400))
@@ -238,7 +249,10 @@ def test_the_lower_bound_proves_itself_with_the_best_packing_known(case):
 @algorithms
 @given(case=packable(min_size=1), minimum=st.integers(1, 12), multiple=st.integers(1, 5))
 def test_a_wanted_number_of_packs_is_reached_by_splitting(algorithm, case, minimum, multiple):
-    """At least the minimum, a multiple, no more than needed; every pack a part of one that was; none empty."""
+    """
+    At least the minimum, a multiple, no more than needed; every pack a part of one that was; none
+    empty.
+    """
     lengths, capacity = case
     before = pack(lengths, capacity=capacity, algorithm=algorithm)
     wanted = -(-max(len(before), minimum) // multiple) * multiple
@@ -304,7 +318,10 @@ GOLDEN = {
 
 @algorithms
 def test_golden_packs(algorithm):
-    """Lengths from a fixed recurrence; a change of the packs must be meant, and changes the algorithm's version."""
+    """
+    Lengths from a fixed recurrence; a change of the packs must be meant, and changes the
+    algorithm's version.
+    """
     lengths = np.arange(1, 2001) * 7919 % 1009 // 3 + 1
 
     assert GOLDEN[algorithm] == plan_checksum(pack(lengths, capacity=1000, algorithm=algorithm, seed=7))[:16]

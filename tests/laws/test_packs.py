@@ -44,7 +44,10 @@ def test_canonical_order_undoes_any_shuffle(lists, rng: random.Random):
 
 @given(st.lists(st.integers(0, 6), max_size=40), st.integers(1, 9))
 def test_packs_from_labels_are_in_canonical_order(labels, block):
-    """Whatever the labels' order, their gaps apart, and the size of the blocks that are sorted at a time."""
+    """
+    Whatever the labels' order, their gaps apart, and the size of the blocks that are sorted at a
+    time.
+    """
     numbered = {label: number for number, label in enumerate(sorted(set(labels)))}
     groups = {}
     for index, label in enumerate(labels):

@@ -43,7 +43,9 @@ def narrow(num=300, capacity=8192):
 @example(case=([3, 6, 30, 34, 23, 28, 9, 19, 12], 55), largest_first=True, seed=None)
 @given(case=packable_arrays(), largest_first=st.booleans(), seed=st.none() | st.integers(0, 3))
 def test_exact_filling_holds_each_sample_once(case, largest_first, seed):
-    """Whatever the order; no bin over capacity, before and after what is not full is packed again."""
+    """
+    Whatever the order; no bin over capacity, before and after what is not full is packed again.
+    """
     lengths, capacity = case
     runs = Runs.of(np.array(lengths))
 
@@ -116,7 +118,10 @@ def test_bounds_of_known_cases(lengths, capacity, bound):
 
 @given(case=packable(min_size=1, max_size=12), rng=st.randoms(use_true_random=False))
 def test_the_knapsack_is_exact(case, rng):
-    """Its worth, against all ways; its patterns fit, have the run they are asked for, and are worth what it says."""
+    """
+    Its worth, against all ways; its patterns fit, have the run they are asked for, and are worth
+    what it says.
+    """
     lengths, capacity = case
     sizes = np.array(sorted(set(lengths), reverse=True))
     prices = np.array([rng.randrange(50) for _ in sizes])
@@ -150,7 +155,9 @@ def test_the_master_program_is_below_every_packing_of_its_patterns(case):
 
 
 def test_certified_closes_a_gap_that_all_others_leave():
-    """Best fit leaves 3 % here; the proof is the linear relaxation, the packing comes from its dives."""
+    """
+    Best fit leaves 3 % here; the proof is the linear relaxation, the packing comes from its dives.
+    """
     lengths, capacity = narrow()
     best_fit = len(pack(lengths, capacity=capacity, algorithm="best_fit_decreasing"))
 
@@ -161,7 +168,10 @@ def test_certified_closes_a_gap_that_all_others_leave():
 
 
 def test_certified_packs_whatever_the_solver_and_the_iterations_give():
-    """No solution at all, a program that fails later, one dive only: every sample once, never above best fit."""
+    """
+    No solution at all, a program that fails later, one dive only: every sample once, never above
+    best fit.
+    """
     lengths, capacity = narrow(150)
     best_fit = len(pack(lengths, capacity=capacity, algorithm="best_fit_decreasing"))
     solved = []
@@ -294,7 +304,10 @@ def test_a_bound_of_any_effort_is_one_and_more_effort_never_weakens_it(case, eff
 
 @pytest.mark.parametrize("limit", [0, 1_000, 20_000, 150_000, 1_000_000])
 def test_a_search_never_spends_more_than_its_effort(limit):
-    """And ends where it is spent, with a bound that is none the worse; nothing is solved that was not paid for."""
+    """
+    And ends where it is spent, with a bound that is none the worse; nothing is solved that was not
+    paid for.
+    """
     lengths, capacity = narrow()
     runs = Runs.of(lengths)
     effort = Effort(limit)
@@ -321,7 +334,10 @@ def test_effort_is_taken_before_it_is_used():
 
 
 def test_a_plan_of_many_distinct_lengths_waits_for_no_linear_program():
-    """2,750 of them; the bound says that it is a quick one, and is asked for more by `certified` alone."""
+    """
+    2,750 of them; the bound says that it is a quick one, and is asked for more by `certified`
+    alone.
+    """
     lengths = np.random.default_rng(0).integers(2_500, 5_250, 20_000)
     with patch("core.patterns.relaxation.solve_master", side_effect=AssertionError("a program")):
         plan = build_raw_plan(lengths, packing_length=8192)
@@ -341,10 +357,12 @@ def test_a_search_that_takes_long_says_how_many_steps_it_took():
 
 
 def test_certified_says_how_far_it_is_and_packs_the_same():
-    """First that it looks for the bound, then after each packing found, with packs that never grow."""
+    """
+    First that it looks for the bound, then after each packing found, with packs that never grow.
+    """
     lengths, words = np.random.default_rng(2).integers(20, 70, 60), []
 
-    packs = pack(lengths, capacity=100, algorithm="certified", tell=words.append)
+    packs = pack(lengths, capacity=100, algorithm="certified", report=words.append)
 
     assert pack(lengths, capacity=100, algorithm="certified") == packs
     assert "looking for the bound" in words[0]

@@ -1,4 +1,6 @@
-"""A raw plan accounts for every sample, obeys its policies, and depends on nothing but its arguments."""
+"""
+A raw plan accounts for every sample, obeys its policies, and depends on nothing but its arguments.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,10 @@ def test_every_sample_is_trained_dropped_or_skipped_and_counted(case, ratio, dro
 
 @given(case=raw_lengths(), ratio=ratios, drop=st.booleans(), allow=st.booleans())
 def test_policies_are_obeyed(case, ratio, drop, allow):
-    """Long samples alone or nowhere; no shared pack over its budget; underfilled packs gone, whatever their place."""
+    """
+    Long samples alone or nowhere; no shared pack over its budget; underfilled packs gone, whatever
+    their place.
+    """
     lengths, packing_length = case
     plan = planned(lengths, packing_length, min_fill_ratio=ratio, drop_last=drop, allow_single_long=allow)
     assume(plan is not None)
@@ -152,7 +157,10 @@ def test_worked_cases(lengths, fields, expected):
 
 @given(case=raw_lengths(), ratio=ratios, share=ratios)
 def test_a_plan_that_drops_more_than_its_share_is_refused(case, ratio, share):
-    """With several packs alone; a share that is exactly reached is allowed, and the one that the message names suffices."""
+    """
+    With several packs alone; a share that is exactly reached is allowed, and the one that the
+    message names suffices.
+    """
     lengths, packing_length = case
     plan = planned(lengths, packing_length, min_fill_ratio=ratio)
     assume(plan is not None)
@@ -178,7 +186,10 @@ def allowing(share) -> PlanPolicy:
 
 
 def test_samples_of_one_length_that_find_no_partner_are_not_dropped_silently():
-    """46 samples of 58 % of the packing length, 12 of which short ones complete: most of the tokens would go."""
+    """
+    46 samples of 58 % of the packing length, 12 of which short ones complete: most of the tokens
+    would go.
+    """
     lengths = [580] * 46 + [400] * 12
     plan = build_raw_plan(lengths, packing_length=1000)
 
@@ -240,7 +251,10 @@ def test_no_pack_left_is_an_error_that_says_why():
 
 @given(st.lists(st.integers(51, 64), min_size=1), st.sampled_from(["0.65", "1"]))
 def test_an_empty_plan_names_the_lengths_and_a_ratio_that_leaves_a_pack(lengths, ratio):
-    """As the error of a plan that drops much; the ratio that is named suffices, and a higher one does not."""
+    """
+    As the error of a plan that drops much; the ratio that is named suffices, and a higher one does
+    not.
+    """
     with pytest.raises(EmptyPlanError) as it:
         build_raw_plan(lengths, packing_length=100, min_fill_ratio=ratio)
 

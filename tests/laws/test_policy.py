@@ -1,4 +1,7 @@
-"""What decides a raw plan is one value: checked when it is made, and fingerprinted by all that can change the packs."""
+"""
+What decides a raw plan is one value: checked when it is made, and fingerprinted by all that can
+change the packs.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,10 @@ def test_what_only_refuses_plans_stays_out_of_the_fingerprint(name, value):
 
 
 def test_a_field_without_effect_stays_out_of_the_fingerprint():
-    """The ratio, where nothing is dropped; the seed, where nothing is drawn; all but the length, where nothing is packed."""
+    """
+    The ratio, where nothing is dropped; the seed, where nothing is drawn; all but the length, where
+    nothing is packed.
+    """
     for fixed, name in (
         ({"drop_last": False}, "min_fill_ratio"),
         ({"algorithm": "constant_volume"}, "seed"),
@@ -88,7 +94,10 @@ def test_every_algorithm_has_its_own_fingerprint():
 
 @given(raw_lengths(), st.decimals(0, 1, places=2), st.booleans(), st.sampled_from(list(ALGORITHMS)))
 def test_a_policy_plans_what_its_fields_by_keyword_plan(case, ratio, allow, algorithm):
-    """Whole, in keywords, or in part by each; a ratio is the same decimal as a number, a text or a Decimal."""
+    """
+    Whole, in keywords, or in part by each; a ratio is the same decimal as a number, a text or a
+    Decimal.
+    """
     lengths, packing_length = case
     lengths = [*lengths, packing_length, max(1, packing_length - 1)]
     fields = {"allow_single_long": allow, "algorithm": algorithm, "drop_last": ratio < Decimal("0.5")}

@@ -51,7 +51,10 @@ def test_a_pack_of_exactly_a_tenth_more_is_not_counted():
     ],
 )
 def test_the_reason_of_a_low_fill_is_what_makes_it(lengths, algorithm, reason):
-    """Samples without a partner, lengths that do not add up, or an algorithm that leaves packs to save."""
+    """
+    Samples without a partner, lengths that do not add up, or an algorithm that leaves packs to
+    save.
+    """
     plan = build_raw_plan(lengths, packing_length=100, algorithm=algorithm, drop_last=False)
 
     low = low_fill(plan, lengths)
@@ -64,7 +67,9 @@ def test_the_reason_of_a_low_fill_is_what_makes_it(lengths, algorithm, reason):
 
 
 def test_the_room_of_dropped_packs_is_unused_too():
-    """Beside it, the 15 packs that next fit could save here are less than half of what is unused."""
+    """
+    Beside it, the 15 packs that next fit could save here are less than half of what is unused.
+    """
     lengths = [79] * 101 + [60, 41, 40, 59] * 15
     plan = build_raw_plan(lengths, packing_length=100, algorithm="concatenative")
     assert (116, 30, 131) == (len(plan.packs), len(plan.dropped_packs), plan.lower_bound)

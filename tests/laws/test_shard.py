@@ -1,4 +1,7 @@
-"""An RL batch cut up: every sequence computed once, the same number of microbatches everywhere, order restored."""
+"""
+An RL batch cut up: every sequence computed once, the same number of microbatches everywhere, order
+restored.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,14 @@ from hypothesis import strategies as st
 from app.bench.distributions import DISTRIBUTIONS
 from core.errors import BatchError, InvalidLengthError, OverBudgetError, UnevenShardsError
 from core.packers import ALGORITHMS
-from core.shard import chunk_metrics, pooled, shard_dynamic, shard_packed, shard_plain
+from core.shard import batch_metrics, pooled, shard_dynamic, shard_packed, shard_plain
 
 MODES = ("packed", "round_robin", "dynamic", "plain")
 
 
 @st.composite
 def batches(draw, *, modes=MODES) -> dict:
-    """A batch, its workers and chunks, and a mode."""
+    """A batch, its workers and global batches, and a mode."""
     mode = draw(st.sampled_from(modes))
     lengths = draw(st.lists(st.integers(1, 60), min_size=1, max_size=70))
     multiple = draw(st.sampled_from([1, 4, 7]))
@@ -52,30 +55,35 @@ def cut(case, **options):
 
 @given(batches())
 def test_every_sequence_is_computed_once(case):
-    """With weight 1, in its own chunk; what is filler weighs 0, and is a sequence of the same chunk."""
+    """
+    With weight 1, in its own global batch; what is filler weighs 0, and is a sequence of the same
+    global batch.
+    """
     sharding = cut(case)
 
-    event(f"filler: {sharding.num_filler > 0}, chunks: {len(sharding.num_microbatches) > 1}, {case['mode']}")
-    num_chunks = -(-len(case["lengths"]) // case["batch_size"])
-    assert [num_chunks] * case["shards"] == [len(worker) for worker in sharding]
+    event(f"filler: {sharding.num_filler > 0}, global batches: {len(sharding.num_microbatches) > 1}, {case['mode']}")
+    num_batches = -(-len(case["lengths"]) // case["batch_size"])
+    assert [num_batches] * case["shards"] == [len(worker) for worker in sharding]
     real = []
     for worker in sharding:
-        for number, chunk in enumerate(worker):
-            assert {number} == set((chunk.indices // case["batch_size"]).tolist())
-            real += chunk.indices[chunk.weights == 1].tolist()
+        for number, batch in enumerate(worker):
+            assert {number} == set((batch.indices // case["batch_size"]).tolist())
+            real += batch.indices[batch.weights == 1].tolist()
     assert list(range(len(case["lengths"]))) == sorted(real)
 
 
 @given(batches())
 def test_workers_run_the_same_number_of_microbatches(case):
-    """In every chunk, none of them empty: no collective waits for a worker that has nothing."""
+    """
+    In every global batch, none of them empty: no collective waits for a worker that has nothing.
+    """
     sharding = cut(case)
 
     for number, expected in enumerate(sharding.num_microbatches):
-        chunks = [worker[number] for worker in sharding]
-        assert {expected} == {len(chunk.microbatches) for chunk in chunks}
-        assert case["shards"] == len(chunks) == len(sharding)
-        assert all(members for chunk in chunks for members in chunk.microbatches)
+        global_batches = [worker[number] for worker in sharding]
+        assert {expected} == {len(batch.microbatches) for batch in global_batches}
+        assert case["shards"] == len(global_batches) == len(sharding)
+        assert all(members for batch in global_batches for members in batch.microbatches)
 
 
 @given(batches())
@@ -86,8 +94,8 @@ def test_no_microbatch_is_over_its_budget(case):
     lengths, multiple = case["lengths"], case["multiple"]
     padded = [-(-length // multiple) * multiple for length in lengths]
     for worker in sharding:
-        for chunk in worker:
-            for members, width in zip(chunk.microbatches, chunk.widths.tolist(), strict=True):
+        for batch in worker:
+            for members, width in zip(batch.microbatches, batch.widths.tolist(), strict=True):
                 if case["mode"] in {"packed", "round_robin"}:
                     assert sum(padded[i] for i in members) == width <= case["budget"]
                 else:
@@ -98,11 +106,14 @@ def test_no_microbatch_is_over_its_budget(case):
 
 @given(batches(), st.randoms(use_true_random=False))
 def test_results_come_back_in_order(case, random):
-    """What the workers return, one after the other, is put back by `restore`, for any number of chunks."""
+    """
+    What the workers return, one after the other, is put back by `restore`, for any number of global
+    batches.
+    """
     sharding = cut(case)
 
     batch = [random.random() for _ in case["lengths"]]
-    returned = np.concatenate([[batch[i] for i in chunk.indices] for worker in sharding for chunk in worker])
+    returned = np.concatenate([[batch[i] for i in part.indices] for worker in sharding for part in worker])
     assert batch == returned[sharding.restore].tolist()
     assert np.array_equal(np.arange(len(batch)), sharding.order[sharding.restore])
     if not sharding.num_filler:
@@ -115,16 +126,16 @@ def test_dynamic_microbatches_are_shared_and_as_large_as_they_can_be(case):
     sharding = cut(case)
 
     for number in range(len(sharding.num_microbatches)):
-        chunks = [worker[number] for worker in sharding]
-        assert all(chunks[0].boundaries == chunk.boundaries for chunk in chunks)
-        assert all(chunks[0].widths.tolist() == chunk.widths.tolist() for chunk in chunks)
+        global_batches = [worker[number] for worker in sharding]
+        assert all(global_batches[0].boundaries == batch.boundaries for batch in global_batches)
+        assert all(global_batches[0].widths.tolist() == batch.widths.tolist() for batch in global_batches)
         for (here, following), (start, stop) in zip(
-            pairwise(zip(chunks[0].boundaries, chunks[0].widths.tolist(), strict=True)),
-            chunks[0].boundaries,
+            pairwise(zip(global_batches[0].boundaries, global_batches[0].widths.tolist(), strict=True)),
+            global_batches[0].boundaries,
             strict=False,
         ):
             assert [start, stop] == here[0]
-            row = max(case["lengths"][chunk.indices[following[0][0]]] for chunk in chunks)
+            row = max(case["lengths"][batch.indices[following[0][0]]] for batch in global_batches)
             width = -(-row // case["multiple"]) * case["multiple"]
             assert (stop + 1 - start) * width > case["budget"]
 
@@ -136,13 +147,13 @@ def test_microbatches_come_in_multiples(case, multiple):
 
     assert all(0 == num % multiple for num in sharding.num_microbatches)
     for worker in sharding:
-        for chunk in worker:
-            assert sorted(chunk.widths.tolist(), reverse=True) == chunk.widths.tolist()
+        for batch in worker:
+            assert sorted(batch.widths.tolist(), reverse=True) == batch.widths.tolist()
 
 
 @given(batches(modes=("packed",)))
 def test_balancing_needs_no_more_packs_than_dealing(case):
-    """In any chunk, for any lengths."""
+    """In any global batch, for any lengths."""
     balanced, dealt = cut(case), cut({**case, "mode": "round_robin"})
 
     assert all(ours <= theirs for ours, theirs in zip(balanced.num_microbatches, dealt.num_microbatches, strict=True))
@@ -150,7 +161,10 @@ def test_balancing_needs_no_more_packs_than_dealing(case):
 
 @given(st.integers(2, 5), st.integers(1, 4))
 def test_no_worker_gets_the_longest_of_every_chunk(shards, rounds):
-    """Which cannot be evened inside a chunk: who did least so far gets it, so over as many chunks as workers all do the same."""
+    """
+    Which cannot be levelled inside a global batch: who did least so far gets it, so over as many
+    global batches as workers all do the same.
+    """
     lengths = [40, *[1] * (shards - 1)] * shards * rounds
     sharding = shard_packed(lengths, shards=shards, batch_size=shards, max_tokens_per_microbatch=40)
 
@@ -160,7 +174,10 @@ def test_no_worker_gets_the_longest_of_every_chunk(shards, rounds):
 
 @pytest.mark.parametrize("pad", [1, 64])
 def test_workers_have_equal_attention_work(pad):
-    """Real chat, batches of 512, 8 workers: the busiest within 2 % of what is possible, the median of 40 batches."""
+    """
+    Real chat, batches of 512, 8 workers: the busiest within 2 % of what is possible, the median of
+    40 batches.
+    """
     chat = DISTRIBUTIONS["chat-8192"]
     excess = []
     for seed in range(40):
@@ -183,33 +200,36 @@ def test_workers_have_equal_attention_work(pad):
 @pytest.mark.parametrize(("pad", "least"), [(1, 0.955), (32, 0.91), (64, 0.85), (256, 0.60)])
 @pytest.mark.parametrize("algorithm", ["modified_first_fit_decreasing", "constant_volume"])
 def test_packed_microbatches_are_full(algorithm, pad, least):
-    """1,024 sequences of 50 to 799 tokens, rows of 1,200, four chunks for four workers."""
+    """1,024 sequences of 50 to 799 tokens, rows of 1,200, four global batches for four workers."""
     for seed in range(3):
         lengths = np.random.default_rng(seed).integers(50, 800, 1024)
         sharding = shard_packed(
             lengths, shards=4, batch_size=256, max_tokens_per_microbatch=1200, sequence_length_pad_multiple=pad,
             algorithm=algorithm,
         )  # fmt: skip
-        assert all(chunk.packing.utilisation >= least for chunk in chunk_metrics(sharding))
+        assert all(batch.packing.utilisation >= least for batch in batch_metrics(sharding))
 
 
 def test_worked_cases():
-    """By hand: dynamic boundaries; packs dealt in turn; rows of equal sequences; rows of one sequence each."""
+    """
+    By hand: dynamic boundaries; packs dealt in turn; rows of equal sequences; rows of one sequence
+    each.
+    """
     lengths = [2, 8, 4, 16, 28, 32, 2, 32]
     dynamic = shard_dynamic(lengths, shards=2, batch_size=8, max_tokens_per_microbatch=32, sequence_length_round=4)
-    for (chunk,) in dynamic:
-        assert [[0, 2], [2, 3], [3, 4]] == chunk.boundaries
-        assert [8, 28, 32] == chunk.widths.tolist()
+    for (batch,) in dynamic:
+        assert [[0, 2], [2, 3], [3, 4]] == batch.boundaries
+        assert [8, 28, 32] == batch.widths.tolist()
 
     lengths = [46, 24, 55, 88, 11, 14, 73, 17]
     dealt = shard_packed(lengths, shards=2, batch_size=8, max_tokens_per_microbatch=100, assignment="round_robin")
-    assert 1 == len({len(chunk.microbatches) for (chunk,) in dealt})
-    assert all(sum(lengths[i] for i in members) <= 100 for (chunk,) in dealt for members in chunk.microbatches)
+    assert 1 == len({len(batch.microbatches) for (batch,) in dealt})
+    assert all(sum(lengths[i] for i in members) <= 100 for (batch,) in dealt for members in batch.microbatches)
 
     equal = shard_packed([256] * 16, shards=2, batch_size=16, max_tokens_per_microbatch=1024)
-    assert [[4, 4], [4, 4]] == [[len(members) for members in chunk.microbatches] for (chunk,) in equal]
+    assert [[4, 4], [4, 4]] == [[len(members) for members in batch.microbatches] for (batch,) in equal]
     alone = shard_packed([900, 850, 1000, 950], shards=2, batch_size=4, max_tokens_per_microbatch=1024)
-    assert [2, 2] == [len(chunk.microbatches) for (chunk,) in alone]
+    assert [2, 2] == [len(batch.microbatches) for (batch,) in alone]
 
 
 def test_fewer_sequences_than_workers_starve_nobody():
@@ -219,7 +239,7 @@ def test_fewer_sequences_than_workers_starve_nobody():
         (shard_dynamic, {"max_tokens_per_microbatch": 9}),
     ):
         sharding = shard([9, 3], shards=4, batch_size=8, **budget)
-        assert [0, 1, 1, 1] == sorted(chunk.indices.tolist()[0] for (chunk,) in sharding)
+        assert [0, 1, 1, 1] == sorted(batch.indices.tolist()[0] for (batch,) in sharding)
         assert [0, 0, 1, 1] == sorted(sharding.weights.tolist())
         with pytest.raises(BatchError, match="2 sequences cannot give 4 microbatches"):
             shard([9, 3], shards=4, batch_size=8, **budget, when_short="error")
@@ -233,7 +253,8 @@ def test_a_sequence_over_the_budget_is_named(shard):
     with pytest.raises(OverBudgetError) as caught:
         shard([3, 90, 98], shards=1, batch_size=4, max_tokens_per_microbatch=95, **{multiple: 32})
     assert (
-        "sequence 1 has 90 tokens, 96 when padded, but a microbatch holds 95 (max_tokens_per_microbatch); 2 sequences are "
+        "sequence 1 has 90 tokens, 96 when padded, but a microbatch holds 95 (max_tokens_per_microbatch); 2 "
+        "sequences are "
         "too wide: raise train_mb_tokens and logprob_mb_tokens to at least 128"
     ) == str(caught.value)
     with pytest.raises(OverBudgetError, match="sequence 0 has 5 tokens but a microbatch holds 4"):
@@ -259,7 +280,7 @@ def test_what_cannot_be_sharded_is_refused():
 
 
 def test_small_numbers_of_numpy_are_numbers():
-    """Workers, chunks and budgets that do not overflow their own type."""
+    """Workers, global batches and budgets that do not overflow their own type."""
     small = {"shards": np.uint8(2), "batch_size": np.uint8(4), "max_tokens_per_microbatch": np.uint8(250)}
     for shard in (shard_packed, shard_dynamic):
         assert (
@@ -270,14 +291,14 @@ def test_small_numbers_of_numpy_are_numbers():
 
 @given(batches())
 def test_metrics_count_what_the_microbatches_hold(case):
-    """Per chunk and pooled, against counting sequence by sequence."""
+    """Per batch and pooled, against counting sequence by sequence."""
     sharding = cut(case)
-    chunks = chunk_metrics(sharding)
-    together = pooled(chunks)
+    global_batches = batch_metrics(sharding)
+    together = pooled(global_batches)
 
     lengths, multiple = case["lengths"], case["multiple"]
     busiest = 0
-    for number, measured in enumerate(chunks):
+    for number, measured in enumerate(global_batches):
         parts = [worker[number] for worker in sharding]
         first = number * case["batch_size"]
         tokens = sum(lengths[first : first + case["batch_size"]])

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from core.align import align_plan
 from core.bounds import lower_bound
 from core.errors import EmptyPlanError
-from core.inspection import summarise, summarise_course
+from core.inspection import summarise, summarise_schedule
 from core.metrics import padded_positions
 from core.plan import build_raw_plan, one_sample_packs
-from core.schedule import Course, EpochLedger, PackFacts
+from core.schedule import EpochSchedule, EpochStats, PackStats
 from tests.strategies import packable_arrays, raw_lengths
 
 
@@ -33,7 +33,10 @@ def plans(draw):
 
 @given(plans())
 def test_a_summary_counts_what_the_packs_hold(of):
-    """Samples and tokens in packs, dropped and skipped are all there are; fill is counted pack by pack."""
+    """
+    Samples and tokens in packs, dropped and skipped are all there are; fill is counted pack by
+    pack.
+    """
     plan, lengths = of
     summary = summarise(plan, lengths)
     packs = plan.packs.tolist()
@@ -74,7 +77,10 @@ def test_padding_is_the_mean_over_all_batches(lengths, batch_size):
 @pytest.mark.slow
 @pytest.mark.no_cover  # large, and no new line
 def test_padding_is_exact_for_many_samples():
-    """Binomials of 200,000 do not fit a float; the longest of all is certain, and one alone is not padded."""
+    """
+    Binomials of 200,000 do not fit a float; the longest of all is certain, and one alone is not
+    padded.
+    """
     lengths = np.arange(1, 200_001)
 
     assert padded_positions(lengths, batch_size=1) == pytest.approx(lengths.sum())
@@ -84,15 +90,18 @@ def test_padding_is_exact_for_many_samples():
 
 
 @st.composite
-def courses(draw):
-    """Plans, and courses over them that give every rank something; packed, or each sample alone and padded."""
+def schedules(draw):
+    """
+    Plans, and schedules over them that give every rank something; packed, or each sample alone and
+    padded.
+    """
     packed = draw(st.booleans())
     plan, lengths = draw(plans())
     if not packed:
         plan = one_sample_packs(lengths, packing_length=plan.packing_length)
     world_size = draw(st.integers(1, 5))
     batch_size = 1 if packed else draw(st.integers(1, 3))
-    course = Course(
+    schedule = EpochSchedule(
         num_packs=len(plan.packs),
         world_size=world_size,
         dataloader_drop_last=len(plan.packs) >= world_size * batch_size and draw(st.booleans()),
@@ -101,17 +110,20 @@ def courses(draw):
         batch_size=batch_size,
         seed=draw(st.integers(0, 9)),
     )
-    return plan, lengths, course, packed
+    return plan, lengths, schedule, packed
 
 
-@given(courses())
+@given(schedules())
 def test_a_course_is_summed_up_as_it_is_trained(drawn):
-    """Its packs are the aligned ones, its steps and its work those that each rank's batches give, one by one."""
-    plan, lengths, course, packed = drawn
-    summary = summarise_course(plan, lengths, course, packed=packed)
-    aligned = align_plan(plan, world_size=course.world_size, dataloader_drop_last=course.dataloader_drop_last)
-    batches = [course.batches(0, rank=rank) for rank in range(course.world_size)]
-    per_step = course.gradient_accumulation_steps
+    """
+    Its packs are the aligned ones, its steps and its work those that each rank's batches give, one
+    by one.
+    """
+    plan, lengths, schedule, packed = drawn
+    summary = summarise_schedule(plan, lengths, schedule, packed=packed)
+    aligned = align_plan(plan, world_size=schedule.world_size, dataloader_drop_last=schedule.dataloader_drop_last)
+    batches = [schedule.batches(0, rank=rank) for rank in range(schedule.world_size)]
+    per_step = schedule.gradient_accumulation_steps
 
     def work(batch):
         if packed:
@@ -129,22 +141,22 @@ def test_a_course_is_summed_up_as_it_is_trained(drawn):
     assert aligned.num_dropped == summary.unaligned_packs
     assert len(batches[0]) == summary.batches_per_rank
     assert len(steps) == summary.steps_per_epoch
-    assert course.total_steps == summary.total_steps
+    assert schedule.total_steps == summary.total_steps
     assert len(batches[0]) - (len(steps) - 1) * per_step == summary.last_step_batches
-    assert course.world_size * course.batch_size * per_step == summary.effective_batch_size
+    assert schedule.world_size * schedule.batch_size * per_step == summary.effective_batch_size
     assert sum(map(sum, steps)) / len(steps) == pytest.approx(summary.work_per_step)
     assert sum(imbalances) / len(steps) == pytest.approx(summary.work_imbalance)
     assert max(imbalances) == pytest.approx(summary.worst_work_imbalance)
     event(f"ragged: {summary.last_step_batches < per_step}, repeated: {summary.repeated_packs > 0}, packed: {packed}")
 
 
-@given(courses())
+@given(schedules())
 def test_the_log_of_an_epoch_says_what_the_summary_said(drawn):
     """What telemetry counts while training, summary foretells."""
-    plan, lengths, course, packed = drawn
-    summary = summarise_course(plan, lengths, course, packed=packed)
-    facts = PackFacts.of(plan, np.array(lengths), packed=packed)
-    logged = EpochLedger.of(facts, course, 0).statistics(0, course.steps_per_epoch)
+    plan, lengths, schedule, packed = drawn
+    summary = summarise_schedule(plan, lengths, schedule, packed=packed)
+    pack_stats = PackStats.of(plan, np.array(lengths), packed=packed)
+    logged = EpochStats.of(pack_stats, schedule, 0).statistics(0, schedule.steps_per_epoch)
 
     assert summary.work_per_step == pytest.approx(logged["attention_work"])
     assert summary.work_imbalance == pytest.approx(logged["attention_imbalance"])
@@ -152,7 +164,9 @@ def test_the_log_of_an_epoch_says_what_the_summary_said(drawn):
 
 @given(packable_arrays())
 def test_a_quick_bound_is_a_bound_of_the_same_packs(of):
-    """Never above the one that is proven at length; the plan is the same but for it and its name."""
+    """
+    Never above the one that is proven at length; the plan is the same but for it and its name.
+    """
     lengths, capacity = of
     quick = build_raw_plan(lengths, packing_length=capacity + 1, drop_last=False, quick_bound=True)
     proven = build_raw_plan(lengths, packing_length=capacity + 1, drop_last=False)

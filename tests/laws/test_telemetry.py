@@ -9,13 +9,13 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from core.plan import EmptyPlanError, build_raw_plan, one_sample_packs
-from core.schedule import Course, EpochLedger, PackFacts
+from core.schedule import EpochSchedule, EpochStats, PackStats
 from tests.strategies import raw_lengths
 
 
 @st.composite
 def trainings(draw):
-    """Lengths, a plan over them, and a course over that."""
+    """Lengths, a plan over them, and a schedule over that."""
     lengths, packing_length = draw(raw_lengths(max_size=40))
     packed = draw(st.booleans())
     keep_long = draw(st.booleans())
@@ -27,7 +27,7 @@ def trainings(draw):
     except EmptyPlanError:
         plan = one_sample_packs(lengths, packing_length=packing_length, allow_single_long=True)
         packed = False
-    course = Course(
+    schedule = EpochSchedule(
         num_packs=len(plan.packs),
         world_size=draw(st.integers(1, 4)),
         dataloader_drop_last=False,
@@ -36,14 +36,14 @@ def trainings(draw):
         batch_size=1 if packed else draw(st.integers(1, 3)),
         seed=draw(st.integers(0, 9)),
     )
-    facts = PackFacts.of(plan, np.array(lengths), packed=packed)
-    return lengths, plan, course, facts
+    pack_stats = PackStats.of(plan, np.array(lengths), packed=packed)
+    return lengths, plan, schedule, pack_stats
 
 
-def step_batches(course: Course, step: int) -> list[list[list[int]]]:
+def step_batches(schedule: EpochSchedule, step: int) -> list[list[list[int]]]:
     """Return each rank's batches in a step of the first epoch."""
-    size = course.gradient_accumulation_steps
-    return [course.batches(0, rank=rank)[step * size : (step + 1) * size] for rank in range(course.world_size)]
+    size = schedule.gradient_accumulation_steps
+    return [schedule.batches(0, rank=rank)[step * size : (step + 1) * size] for rank in range(schedule.world_size)]
 
 
 def works_and_widths(lengths, plan, batch, packed) -> tuple[int, int]:
@@ -57,21 +57,22 @@ def works_and_widths(lengths, plan, batch, packed) -> tuple[int, int]:
 @given(trainings(), st.data())
 def test_a_window_is_what_its_batches_add_up_to(training, data):
     """Fill, work, imbalance, tokens and coverage of the steps from one to another."""
-    lengths, plan, course, facts = training
-    ledger = EpochLedger.of(facts, course, 0)
-    start = data.draw(st.integers(0, course.num_steps(0) - 1))
-    stop = data.draw(st.integers(start + 1, course.num_steps(0)))
-    event(f"packed: {facts.packed}")
+    lengths, plan, schedule, pack_stats = training
+    stats = EpochStats.of(pack_stats, schedule, 0)
+    start = data.draw(st.integers(0, schedule.num_steps(0) - 1))
+    stop = data.draw(st.integers(start + 1, schedule.num_steps(0)))
+    event(f"packed: {pack_stats.packed}")
 
     works, total, packs, seen_before, seen = [], 0, [], set(), set()
     for step in range(stop):
-        ranks = step_batches(course, step)
-        # Ranks take turns: whether a pack is a repetition does not depend on which of the two is called it.
+        ranks = step_batches(schedule, step)
+        # Ranks take turns: whether a pack is a repetition does not depend on which of the two is
+        # called it.
         here = [pack for mine in ranks for batch in mine for pack in batch]
         (seen if step >= start else seen_before).update(here)
         if step >= start:
             packs += here
-            measured = [[works_and_widths(lengths, plan, batch, facts.packed) for batch in mine] for mine in ranks]
+            measured = [[works_and_widths(lengths, plan, batch, pack_stats.packed) for batch in mine] for mine in ranks]
             works.append([sum(work for work, _ in mine) for mine in measured])
             total += sum(width for mine in measured for _, width in mine)
     useful = sum(lengths[index] for pack in seen - seen_before for index in plan.packs[pack])
@@ -83,7 +84,7 @@ def test_a_window_is_what_its_batches_add_up_to(training, data):
         if not long & set(plan.packs[pack])
     ]
 
-    tokens, statistics = ledger.tokens(start, stop), ledger.statistics(start, stop)
+    tokens, statistics = stats.tokens(start, stop), stats.statistics(start, stop)
 
     assert (total, useful) == (tokens.total, tokens.useful)
     assert sum(map(sum, works)) / len(works) == pytest.approx(statistics["attention_work"])
@@ -92,7 +93,7 @@ def test_a_window_is_what_its_batches_add_up_to(training, data):
     assert sum(index in long for index in samples) / len(samples) == statistics["long_share"]
     covered = {index for pack in seen | seen_before for index in plan.packs[pack]}
     assert len(covered) / len(lengths) == statistics["coverage"]
-    if facts.packed:
+    if pack_stats.packed:
         assert len(samples) / len(packs) == statistics["samples_per_pack"]
         assert ("fill" in statistics) == bool(fills)
         assert not fills or sum(fills) / len(fills) == pytest.approx(statistics["fill"])
@@ -101,9 +102,9 @@ def test_a_window_is_what_its_batches_add_up_to(training, data):
 @given(trainings())
 def test_an_epoch_covers_what_the_plan_does(training):
     """Skipped and dropped samples are not covered; the parts of a resumed epoch add up."""
-    lengths, plan, course, facts = training
-    whole = EpochLedger.of(facts, course, 0)
-    num_steps = course.num_steps(0)
+    lengths, plan, schedule, pack_stats = training
+    whole = EpochStats.of(pack_stats, schedule, 0)
+    num_steps = schedule.num_steps(0)
     statistics = whole.epoch_statistics(num_steps)
 
     assert plan.planned_samples / len(lengths) == statistics["epoch_coverage"]
@@ -112,12 +113,12 @@ def test_an_epoch_covers_what_the_plan_does(training):
     assert len(plan.single_long) == statistics["epoch_long_samples"]
     assert len(plan.single_long) / plan.planned_samples == statistics["epoch_long_share"]
     assert len(plan.single_long) / len(plan.packs) == statistics["epoch_long_pack_share"]
-    if facts.packed and not plan.single_long:
+    if pack_stats.packed and not plan.single_long:
         fills = plan.packs.loads(np.array(lengths)) / plan.packing_length
         assert fills.min() == statistics["epoch_fill_min"]
         assert fills.mean() == pytest.approx(statistics["epoch_fill_mean"])
     for stop in range(1, num_steps):
-        resumed = EpochLedger.of(facts, attrs.evolve(course, start=course.at(stop)), 0)
+        resumed = EpochStats.of(pack_stats, attrs.evolve(schedule, start=schedule.at(stop)), 0)
         rest = num_steps - stop
         assert statistics == pytest.approx(resumed.epoch_statistics(rest))
         assert whole.tokens(0, stop).useful + resumed.tokens(0, rest).useful == whole.tokens(0, num_steps).useful

@@ -34,7 +34,10 @@ def window_pairs(rows: int, columns: int, window: int) -> int:
 
 @given(SAMPLES)
 def test_work_is_counted_pair_by_pair(samples):
-    """Positions, pairs of tokens up to the diagonal, patches, and pairs within frames and windows, each at its price."""
+    """
+    Positions, pairs of tokens up to the diagonal, patches, and pairs within frames and windows,
+    each at its price.
+    """
     lengths, grids = zip(*samples, strict=True)
 
     expected = [
@@ -49,7 +52,9 @@ def test_work_is_counted_pair_by_pair(samples):
 
 @given(SAMPLES, st.randoms())
 def test_a_samples_work_does_not_depend_on_its_company(samples, random):
-    """Works follow their samples through any order, and those of two halves are those of the whole."""
+    """
+    Works follow their samples through any order, and those of two halves are those of the whole.
+    """
     order = random.sample(range(len(samples)), len(samples))
     lengths, grids = zip(*samples, strict=True)
     works = MODEL.of(lengths, grids)
@@ -67,7 +72,10 @@ def test_text_without_images_costs_the_same_in_both_models():
 
 
 def test_head_dim_and_shared_keys_are_read():
-    """Worked by hand: heads wider than the model's width gives them, half as many keys and values, no vision tower."""
+    """
+    Worked by hand: heads wider than the model's width gives them, half as many keys and values, no
+    vision tower.
+    """
     per_layer = 8 * 20 + 2 * 8 * 10 + 20 * 8 + 3 * 8 * 16
 
     assert WorkModel(2 * (3 * per_layer + 8 * 100), 4 * 3 * 20) == WorkModel.from_config(TEXT)
@@ -78,7 +86,10 @@ def test_head_dim_and_shared_keys_are_read():
 
 
 def test_large_data_sets_do_not_overflow():
-    """FLOPs of a million long samples of a large model pass 64-bit integers, and stay exact to a float's precision."""
+    """
+    FLOPs of a million long samples of a large model pass 64-bit integers, and stay exact to a
+    float's precision.
+    """
     works = WorkModel(14 * 10**9, 4 * 10**5).of(np.full(10**6, 32_768))
 
     assert 2**63 < works.sum() == pytest.approx(10**6 * (14e9 * 32_768 + 4e5 * causal_pairs(32_768)), rel=1e-12)
@@ -95,7 +106,9 @@ def test_large_data_sets_do_not_overflow():
     ],
 )
 def test_what_is_not_known_is_named(config, named):
-    """An architecture, a kind of layer, or a size that is missing: never a number that looks right."""
+    """
+    An architecture, a kind of layer, or a size that is missing: never a number that looks right.
+    """
     with pytest.raises(ConfigError, match=named):
         WorkModel.from_config(config)
 

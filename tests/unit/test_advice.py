@@ -44,7 +44,10 @@ def faults_of(*keys: tuple[str, object]) -> dict[str, str]:
 @pytest.mark.parametrize(("value", "least"), [(1, 50), ({"a": 1}, 1)], ids=["key", "section"])
 @pytest.mark.parametrize("level", LEVELS, ids=lambda level: level or "top")
 def test_every_key_at_every_wrong_level_is_told_its_right_one(level, value, least):
-    """Keys and sections of this project, and keys of ms-swift, in each section that does not have them."""
+    """
+    Keys and sections of this project, and keys of ms-swift, in each section that does not have
+    them.
+    """
     meant = [path for path in PATHS if OWN.get(path, False) == isinstance(value, dict)]
     wrong = {path: f"{level}.{path.rpartition('.')[2]}".lstrip(".") for path in meant}
     wrong = {path: place for path, place in wrong.items() if place not in PATHS}

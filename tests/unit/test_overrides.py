@@ -1,4 +1,7 @@
-"""Values on the command line are a layer over the YAML, checked like it; paths expand, nothing unset does so silently."""
+"""
+Values on the command line are a layer over the YAML, checked like it; paths expand, nothing unset
+does so silently.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,8 @@ def faults_of(*overrides: str, **training) -> list[str]:
 
 
 @given(
-    seed=st.integers(0, 2**32 - 1), rate=st.floats(0, 1), packing=st.booleans(), report=st.sampled_from(["none", "tensorboard"])
+    seed=st.integers(0, 2**32 - 1), rate=st.floats(0, 1), packing=st.booleans(),
+    report=st.sampled_from(["none", "tensorboard"])
 )  # fmt: skip
 def test_an_override_is_what_the_yaml_would_be_with_it(seed, rate, packing, report):
     """Of each type, in the run's own keys and in the trainer's."""
@@ -99,15 +103,23 @@ def test_null_unsets_what_the_yaml_or_its_base_sets(tmp_path: Path):
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("training.learning_rate=fast", "training.learning_rate (command line: training.learning_rate=fast): is 'fast', but has to be a number of at least 0"),
+        ("training.learning_rate=fast",
+         ("training.learning_rate (command line: training.learning_rate=fast): is 'fast', but has to be a number of "
+          "at least 0")),
         ("training.seed=1.5", "training.seed (command line: training.seed=1.5): is 1.5, but has to be a whole number"),
-        ("training.seed=-1", "training.seed (command line: training.seed=-1): is -1, but has to be from 0 to 2**32 - 1"),
-        ("training.lerning_rate=1", "training.lerning_rate (command line: training.lerning_rate=1): is no known key: did you mean learning_rate?"),
-        ("learning_rate=1", "learning_rate (command line: learning_rate=1): is no key of the top level: write training.learning_rate"),
-        ("training.seed.x=1", "training.seed (command line: training.seed.x=1): is {'x': 1}, but has to be a whole number"),
-        ("training={seed: x, output_dir: o}", "training.seed (command line: training={seed: x, output_dir: o}): is 'x', but has to be a whole number"),
+        ("training.seed=-1",
+         "training.seed (command line: training.seed=-1): is -1, but has to be from 0 to 2**32 - 1"),
+        ("training.lerning_rate=1",
+         "training.lerning_rate (command line: training.lerning_rate=1): is no known key: did you mean learning_rate?"),
+        ("learning_rate=1",
+         "learning_rate (command line: learning_rate=1): is no key of the top level: write training.learning_rate"),
+        ("training.seed.x=1",
+         "training.seed (command line: training.seed.x=1): is {'x': 1}, but has to be a whole number"),
+        ("training={seed: x, output_dir: o}",
+         "training.seed (command line: training={seed: x, output_dir: o}): is 'x', but has to be a whole number"),
         ("training.seed=[", "training.seed (command line: training.seed=[): is no valid YAML behind the =: "),
-        ("training.seed=!!python/name:os.getcwd", "training.seed (command line: training.seed=!!python/name:os.getcwd): is no valid YAML"),
+        ("training.seed=!!python/name:os.getcwd",
+         "training.seed (command line: training.seed=!!python/name:os.getcwd): is no valid YAML"),
         ("training.seed", "training.seed: is no override: write section.key=value"),
         ("=1", "=1: is no override"),
         ("training..seed=1", "training..seed=1: is no override"),
@@ -159,7 +171,10 @@ def test_overrides_stand_before_behind_and_between_options(capsys):
 
 @pytest.mark.parametrize("path", sorted(PATHS))
 def test_paths_expand(path, monkeypatch):
-    """`~` at the start, `${NAME}` anywhere; a variable that is not set is a fault, a user that is none too."""
+    """
+    `~` at the start, `${NAME}` anywhere; a variable that is not set is a fault, a user that is none
+    too.
+    """
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setenv("PACKPLAN_RUNS", "/scratch/runs")
     section, key = path.split(".")
@@ -181,7 +196,8 @@ def test_paths_expand(path, monkeypatch):
     assert "/scratch/runs/a-/home/me" == value('"${PACKPLAN_RUNS}/a-${HOME}"')
     assert "a~/$HOME" == value("a~/$HOME")
     for text, says in (
-        ("${GONE_NAME}/x", "the environment has no GONE_NAME: set it"), ("~nobody_here/x", "~nobody_here is no user's home"),
+        ("${GONE_NAME}/x", "the environment has no GONE_NAME: set it"),
+        ("~nobody_here/x", "~nobody_here is no user's home"),
         ("${}", "the environment has no : set it"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=rf"{path} .*{says}"):

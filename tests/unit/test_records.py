@@ -123,7 +123,10 @@ def test_what_cannot_be_learned_from_is_refused_by_name(record, reason):
     st.sampled_from([{"a": 1}, ["x"], "x", 0, False]),
 )
 def test_a_key_that_would_be_ignored_is_refused_whatever_it_holds(key, written, value):
-    """Zero and false are values, and ms-swift takes some keys in capitals too; what is empty is as exports write it."""
+    """
+    Zero and false are values, and ms-swift takes some keys in capitals too; what is empty is as
+    exports write it.
+    """
     with pytest.raises(ValueError, match=f"has '{written(key)}': .*(remove|leave|call|write)"):
         to_messages({"messages": [QUESTION, ANSWER], written(key): value})
 
@@ -161,7 +164,9 @@ def test_objects_beside_messages_are_refused(objects):
     ],
 )
 def test_a_message_has_the_keys_that_are_read_and_notes(key):
-    """Any other would be ignored, also where it holds 0; what is read alone reaches the template."""
+    """
+    Any other would be ignored, also where it holds 0; what is read alone reaches the template.
+    """
     with pytest.raises(ValueError, match=f"has a message with '{key}', which would be ignored: .*remove it"):
         to_messages({"messages": [QUESTION, {**ANSWER, key: 0}]})
 

@@ -37,7 +37,10 @@ def test_each_mode_is_accepted(policy):
 
 
 def test_rows_are_multiples_of_what_shares_them():
-    """2 * context_parallel_size * tensor_parallel_size; without sharing, of tensor_parallel_size alone."""
+    """
+    2 * context_parallel_size * tensor_parallel_size; without sharing, of tensor_parallel_size
+    alone.
+    """
     packing = {"enabled": True, "sequence_length_round": 16}
     assert 2 == parsed({"sequence_packing": packing, "context_parallel_size": 2}).policy.context_parallel_size
     assert parsed({"sequence_packing": packing, "context_parallel_size": 4, "tensor_parallel_size": 2})
@@ -57,17 +60,22 @@ def test_rows_are_multiples_of_what_shares_them():
     [
         ({**PACKING, **DYNAMIC}, {}, "policy.dynamic_batching: and policy.sequence_packing exclude each other"),
         ({"sequence_packing": {"algorithm": "tetris"}}, {}, "policy.sequence_packing.algorithm: is 'tetris'"),
-        ({**DYNAMIC, "pipeline_parallel_size": 2}, {}, "policy.pipeline_parallel_size: needs microbatches of one shape"),
+        ({**DYNAMIC, "pipeline_parallel_size": 2}, {},
+         "policy.pipeline_parallel_size: needs microbatches of one shape"),
         ({**DYNAMIC, "compile": True}, {}, "policy.compile: would compile again for each shape"),
         ({"context_parallel_size": 2}, {}, "policy.context_parallel_size: cuts packed rows: enable"),
         ({**DYNAMIC, "context_parallel_size": 2}, {}, "policy.context_parallel_size: cuts packed rows: enable"),
-        ({"sequence_packing": {"enabled": True, "train_mb_tokens": 99}}, {}, "train_mb_tokens: is 99, but a sequence may take 100"),
-        ({"dynamic_batching": {"enabled": True, "logprob_mb_tokens": 127}}, {}, "logprob_mb_tokens: is 127, but a sequence may take 128"),
+        ({"sequence_packing": {"enabled": True, "train_mb_tokens": 99}}, {},
+         "train_mb_tokens: is 99, but a sequence may take 100"),
+        ({"dynamic_batching": {"enabled": True, "logprob_mb_tokens": 127}}, {},
+         "logprob_mb_tokens: is 127, but a sequence may take 128"),
         ({"train_micro_batch_size": 0}, {}, "policy.train_micro_batch_size: is 0, but has to be at least 1"),
         ({"sequence_packing": {"sequence_length_round": 0}}, {}, "policy.sequence_packing.sequence_length_round: is 0"),
-        ({"sequence_packing": {"enabled": "no"}}, {}, "policy.sequence_packing.enabled: is 'no', but has to be true or false"),
+        ({"sequence_packing": {"enabled": "no"}}, {},
+         "policy.sequence_packing.enabled: is 'no', but has to be true or false"),
         ({"sequence_pakcing": {}}, {}, "policy.sequence_pakcing: is no known key: did you mean sequence_packing"),
-        ({**PACKING, "sequence_packing": {"enabled": True, "sequence_length_round": 4}, "context_parallel_size": 2}, {"loss": "m:f"}, "grpo.loss: is of your own"),
+        ({**PACKING, "sequence_packing": {"enabled": True, "sequence_length_round": 4}, "context_parallel_size": 2},
+         {"loss": "m:f"}, "grpo.loss: is of your own"),
         ({"dynamic_batching": True}, {}, "policy.dynamic_batching: is True, but has to be a section of keys"),
         ({"train_micro_batch_size": 0, "generation_batch_size": -1}, {}, "policy.generation_batch_size: is -1"),
         ({}, {"save_every": 0}, "grpo.save_every: is 0, but has to be at least 1"),

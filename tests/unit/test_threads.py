@@ -1,4 +1,7 @@
-"""Threads of a command wait asleep, and ranks share the cores: read from the environment when torch is loaded."""
+"""
+Threads of a command wait asleep, and ranks share the cores: read from the environment when torch is
+loaded.
+"""
 
 from __future__ import annotations
 

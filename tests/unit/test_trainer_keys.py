@@ -22,12 +22,17 @@ WRONG = {
     "list": [3],
     "section": {3: 4},
 }
-"""What no number, switch or choice is; what a setting that is a text or a section may be, if it has no choices."""
+"""
+What no number, switch or choice is; what a setting that is a text or a section may be, if it has no
+choices.
+"""
 
 
 @pytest.mark.parametrize("name", sorted(KEYS))
 def test_each_key_refuses_what_it_is_not(name):
-    """Not a number, a negative, a text, a list, a section: with the value, and what it has to be."""
+    """
+    Not a number, a negative, a text, a list, a section: with the value, and what it has to be.
+    """
     takes = KEYS[name]
     free = set(takes.types) & {"str", "list"} and not takes.choices
     allowed = {
@@ -94,7 +99,8 @@ def test_the_table_is_not_used_for_other_versions(monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "path", "says"),
     [
-        ({"report_to": "no_such_service"}, "training.report_to", "no_such_service, whose package no_such_service is not installed: install it"),
+        ({"report_to": "no_such_service"}, "training.report_to",
+         "no_such_service, whose package no_such_service is not installed: install it"),
         ({"report_to": ["tensorboard", "azure_ml"]}, "training.report_to", "has azure_ml, whose package azureml"),
         ({"use_flash_ckpt": True}, "training.use_flash_ckpt", "needs the package dlrover"),
         ({"fsdp_config": "zero2"}, "training.fsdp_config", "is zero2, which is no file: name a JSON file"),

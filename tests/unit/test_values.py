@@ -22,7 +22,8 @@ from core.samples import COLUMNS, Measurement, column, from_row, to_row
 from core.shard import shard_packed, shard_plain
 
 EXAMPLES = {
-    "num_dropped": 4, "shortest": 51, "dropped_tokens": 212, "num_tokens": 300, "max_dropped_share": "0.01", "min_fill_ratio": "0.65",
+    "num_dropped": 4, "shortest": 51, "dropped_tokens": 212, "num_tokens": 300, "max_dropped_share": "0.01",
+    "min_fill_ratio": "0.65",
     "padded": 96, "max_tokens": 95, "num_over": 2, "widest": 128, "num_sequences": 3, "num_shards": 2, "worker": 1,
     "dropped_lengths": (51, 60), "fullest": 60,
     "method": "train", "number": float("inf"), "consequence": "nothing was saved",
@@ -34,9 +35,12 @@ EXAMPLES = {
     "surplus": (),
     "source": "run.yaml", "faults": (Fault("a.b", "is wrong"), Fault("", "at all")), "line": 7, "reason": "is broken",
     "index": 3, "value": None, "num_samples": 5, "num_skipped_long": 5, "num_dropped_packs": 2, "packing_length": 80,
-    "num_packs": 3, "min_bin_count": 2, "bin_count_multiple": 4, "world_size": 8, "batch_size": 4, "effective_batch_size": 7, "per_device": 1, "model_type": "m", "attn_impl": "a",
+    "num_packs": 3, "min_bin_count": 2, "bin_count_multiple": 4, "world_size": 8, "batch_size": 4,
+    "effective_batch_size": 7, "per_device": 1, "model_type": "m", "attn_impl": "a",
     "established": ("sdpa",), "detail": "", "where": "runs", "differences": (Difference("key", 1, 2),), "record": "r",
-    "length": 90, "limit": 80, "num_too_long": 2, "longest": 99, "path": "p", "what": "plans", "remedy": "fix it", "image": 1, "folder": "runs", "holder": "process 7", "limit_s": 3.0, "borrowed": True, "loss": "DPOLoss", "values": ("x", "y"),
+    "length": 90, "limit": 80, "num_too_long": 2, "longest": 99, "path": "p", "what": "plans", "remedy": "fix it",
+    "image": 1, "folder": "runs", "holder": "process 7", "limit_s": 3.0, "borrowed": True, "loss": "DPOLoss",
+    "values": ("x", "y"),
 }  # fmt: skip
 
 DISAGREES = re.compile(
@@ -112,7 +116,10 @@ ARGUMENTS = {
     ),
     errors.WholeBatchLossError: None,
 }
-"""Error about what a library function was given -> a call that raises it; of the last, tests of losses have it."""
+"""
+Error about what a library function was given -> a call that raises it; of the last, tests of losses
+have it.
+"""
 
 
 @pytest.mark.parametrize(("cls", "call"), ARGUMENTS.items(), ids=lambda one: getattr(one, "__name__", ""))
@@ -218,7 +225,9 @@ def test_auto_takes_varlen_where_it_is_established_and_rows_are_not_shared(
      ("qwen3", 2, "policy.context_parallel_size is 2, .* use model.attn_impl: auto")],
 )  # fmt: skip
 def test_varlen_by_name_is_refused_where_it_does_not_run(model_type, context_parallel_size, says):
-    """Soft caps, sinks and shared rows among it; the message has the key, the reason, and what to use."""
+    """
+    Soft caps, sinks and shared rows among it; the message has the key, the reason, and what to use.
+    """
     with pytest.raises(errors.AttentionError, match=f"model.attn_impl varlen .*{says}"):
         choose_attention("varlen", model_type=model_type, context_parallel_size=context_parallel_size)
 

@@ -1,11 +1,13 @@
 """
-Training by way: packed, padded, one by one; the same samples, as many in a step, through the same trainer.
+Training by way: packed, padded, one by one; the same samples, as many in a step, through the same
+trainer.
 
-Text of real lengths (instruction tuning), and images with text. A padded batch holds as many samples as a pack does on
-average, so all ways take about as many steps. Each way trains in a process of its own, an epoch in each round, and is
-compared with the others round by round; shown are medians, with the lowest and the highest round. Samples are encoded
-before, and that is reported apart. With --scaling, the same samples in packs of growing length. With --overhead, what
-this project's own parts add to a step of ms-swift's trainer. The output is Markdown.
+Text of real lengths (instruction tuning), and images with text. A padded batch holds as many
+samples as a pack does on average, so all ways take about as many steps. Each way trains in a
+process of its own, an epoch in each round, and is compared with the others round by round; shown
+are medians, with the lowest and the highest round. Samples are encoded before, and that is reported
+apart. With --scaling, the same samples in packs of growing length. With --overhead, what this
+project's own parts add to a step of ms-swift's trainer. The output is Markdown.
 """
 
 from __future__ import annotations
@@ -99,7 +101,9 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _rows(options: argparse.Namespace, setting: Setting) -> tuple[dict[str, object], list[str]]:
-    """Measure ways, or packs of growing length; return what JSON says, and the lines of the table."""
+    """
+    Measure ways, or packs of growing length; return what JSON says, and the lines of the table.
+    """
     from app.bench.training.cost import measure_training
 
     rows = measure_training(

@@ -1,4 +1,6 @@
-"""What training costs, by way: the cases of `python -m app.bench train`, which load the whole stack."""
+"""
+What training costs, by way: the cases of `python -m app.bench train`, which load the whole stack.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ from core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, Tr
 from core.plan import RawPlan
 from core.policy import PlanPolicy
 from core.samples import Table
-from core.schedule import EpochLedger
+from core.schedule import EpochStats
 from core.work import WorkModel
 
 LIMIT_S = 3600.0
@@ -89,7 +91,8 @@ def measure_training(
 
         ways: Names in `WAYS`.
 
-        together: Budgets take turns too, and are compared with each other; else each has rounds of its own.
+        together: Budgets take turns too, and are compared with each other; else each has rounds of
+        its own.
 
     Raises:
         DataSetError: A case failed.
@@ -120,22 +123,25 @@ def _row(case: Case, turned: Turned) -> Row:
 
 
 def _training(setting: Setting, folder: Path, case: Case) -> Callable[[Turns], dict[str, Any]]:
-    """Prepare a case; return the call that trains its epochs, one in each turn, and returns what its row says."""
+    """
+    Prepare a case; return the call that trains its epochs, one in each turn, and returns what its
+    row says.
+    """
     way = WAYS[case.way]
     config = run_config(setting, folder, case.kind, case.budget, attn_impl=way.attn_impl, epochs=setting.repeat + 1)
     if way.rows != "packs":
         config = _unpacked(config, one_by_one=way.rows == "alone")
     prepared, encoded = encoded_run(config)
     if way.rows == "sorted":
-        lengths = prepared.trainer.facts.tokens
-        prepared.trainer.course = LikeLengths(**attrs.asdict(prepared.course, recurse=False), lengths=lengths)
+        lengths = prepared.trainer.pack_stats.tokens
+        prepared.trainer.schedule = LikeLengths(**attrs.asdict(prepared.schedule, recurse=False), lengths=lengths)
     return lambda turns: _epochs(prepared, encoded, way, turns, on_gpu=setting.device == "cuda")
 
 
 def _unpacked(config: RunConfig, *, one_by_one: bool) -> RunConfig:
     """
-    Return the run without packing: as many samples a step as a pack holds on average, in one forward pass or one by
-    one.
+    Return the run without packing: as many samples a step as a pack holds on average, in one
+    forward pass or one by one.
     """
     planned = _planned(config)
     size = max(1, round(planned.planned_samples / len(planned.packs)))
@@ -221,9 +227,9 @@ def _epochs(prepared: Prepared, encoded: Encoded, way: Way, turns: Turns, *, on_
     trainer, callback = prepared.trainer, _EpochByEpoch(turns, on_gpu=on_gpu)
     trainer.add_callback(callback)
     trainer.train()
-    course, facts = trainer.course, trainer.facts
-    num_steps = course.num_steps(0)
-    epochs = [EpochLedger.of(facts, course, epoch) for epoch in range(1, course.num_epochs)]
+    schedule, pack_stats = trainer.schedule, trainer.pack_stats
+    num_steps = schedule.num_steps(0)
+    epochs = [EpochStats.of(pack_stats, schedule, epoch) for epoch in range(1, schedule.num_epochs)]
     tokens = [epoch.tokens(0, num_steps) for epoch in epochs]
     work = WorkModel.from_config(trainer.model.config.to_dict())
     pairs = [way.pairs(epoch, num_steps) for epoch in epochs]
@@ -231,7 +237,7 @@ def _epochs(prepared: Prepared, encoded: Encoded, way: Way, turns: Turns, *, on_
     useful, positions = sum(one.useful for one in tokens), sum(one.total for one in tokens)
     return {
         "attention": trainer.attn_impl,
-        "batch_size": course.batch_size,
+        "batch_size": schedule.batch_size,
         "num_steps": num_steps,
         "padding_share": 1 - useful / positions,
         "flops": float(work.of_positions(positions, sum(pairs))) + len(epochs) * images,

@@ -1,4 +1,7 @@
-"""Models and samples that training is measured on: random weights; text of real lengths, and images with text."""
+"""
+Models and samples that training is measured on: random weights; text of real lengths, and images
+with text.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,10 @@ from app.demo.tiny_models import write_model
 MODEL_TYPE = "qwen2_5_vl"
 
 IMAGE_TOKENS = (256, 576, 1024, 1280, 2560)
-"""Tokens of an image, as in the VLM-like lengths of the planner's benchmark; a tiny model gets a sixteenth."""
+"""
+Tokens of an image, as in the VLM-like lengths of the planner's benchmark; a tiny model gets a
+sixteenth.
+"""
 
 IMAGE_SHARES = (0.2, 0.3, 0.25, 0.15, 0.1)
 
@@ -29,7 +35,8 @@ def write_model_of(folder: Path, shape: str) -> None:
 
 def write_records(folder: Path, kind: str, num_samples: int, shape: str) -> Path:
     """
-    Write samples of lengths that their distribution gives, unless they are there; return the data file.
+    Write samples of lengths that their distribution gives, unless they are there; return the data
+    file.
 
     Args:
         folder: Of data file and images.

@@ -1,4 +1,7 @@
-"""Padded batches of samples of like length: what packing has to be compared with, beside random batches."""
+"""
+Padded batches of samples of like length: what packing has to be compared with, beside random
+batches.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,25 @@ import attrs
 import numpy as np
 
 from core.lengths import IntArray
-from core.schedule import Course
+from core.schedule import EpochSchedule
 from core.shuffling import shuffled
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class LikeLengths(Course):
-    """Batches of samples of like length, in a random order; what `group_by_length` is for, without its noise."""
+class LikeLengths(EpochSchedule):
+    """
+    Batches of samples of like length, in a random order; what `group_by_length` is for, without its
+    noise.
+    """
 
     lengths: IntArray
     """Tokens of each sample; shape (num_packs,)."""
 
     def order(self, epoch: int) -> IntArray:
-        """Return the samples of *epoch*, batch after batch; the smaller batch that may remain comes last."""
+        """
+        Return the samples of *epoch*, batch after batch; the smaller batch that may remain comes
+        last.
+        """
         ascending = np.argsort(self.lengths, kind="stable")
         # The shortest samples remain, which makes the smaller batch also the cheapest.
         rest, full = np.split(ascending, [ascending.size % self.batch_size])

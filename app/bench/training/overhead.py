@@ -1,4 +1,7 @@
-"""What this project's parts add to a step of ms-swift's own trainer, on the same packs under the same attention."""
+"""
+What this project's parts add to a step of ms-swift's own trainer, on the same packs under the same
+attention.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,10 @@ class Overhead:
 
 
 def measure_overhead(setting: Setting, *, packing_length: int) -> Overhead:
-    """Measure epochs of our trainer and of ms-swift's own in turn, on the same packs; DataSetError if that fails."""
+    """
+    Measure epochs of our trainer and of ms-swift's own in turn, on the same packs; DataSetError if
+    that fails.
+    """
     with TemporaryDirectory() as name:
         folder = Path(name)
         run_alone("the model", partial(write_model_of, folder / "model", setting.shape), limit_s=LIMIT_S)
@@ -99,7 +105,7 @@ def _pairs(prepared: Prepared, encoded: Encoded, repeat: int) -> dict[str, Any]:
         model=ours.model, args=ours.args, template=ours.template,
         train_dataset=_EncodedPacks(ours.train_dataset, encoded.encode),
     )  # fmt: skip
-    num_steps = prepared.course.steps_per_epoch
+    num_steps = prepared.schedule.steps_per_epoch
     # The first pair warms up.
     pairs = [(_cpu_seconds(ours), _cpu_seconds(plain)) for _ in range(repeat + 1)][1:]
     return {

@@ -1,6 +1,6 @@
 """
-Ways to train the same samples, and the figures of what they cost; without torch, so that the command can refuse its
-options.
+Ways to train the same samples, and the figures of what they cost; without torch, so that the
+command can refuse its options.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Literal
 import attrs
 
 from app.bench.table import aligned
-from core.schedule import EpochLedger
+from core.schedule import EpochStats
 
 AUTO, SDPA, FLEX, FLASH = "auto", "sdpa", "flex_attention", "flash_attention_2"
 """Values of `model.attn_impl`."""
@@ -30,27 +30,32 @@ class Way:
     """How samples become forward passes."""
 
     rows: Literal["packs", "padded", "sorted", "alone"]
-    """What one forward pass sees: a pack; a padded batch of random samples, or of samples of like length; one
-    sample."""
+    """
+    What one forward pass sees: a pack; a padded batch of random samples, or of samples of like
+    length; one sample.
+    """
 
     attn_impl: str
 
     whole_rows: bool
-    """Whether attention compares all positions of a row with each other, because a dense mask says which it needs; else
-    each token with those before it in its sample."""
+    """
+    Whether attention compares all positions of a row with each other, because a dense mask says
+    which it needs; else each token with those before it in its sample.
+    """
 
-    def pairs(self, epoch: EpochLedger, num_steps: int) -> float:
+    def pairs(self, epoch: EpochStats, num_steps: int) -> float:
         """
         Return the pairs of positions that attention compares in the first *num_steps* steps of an
         epoch, at least one.
         """
-        # The squares of the samples' lengths where samples are packed; else of what each takes in its batch.
+        # The squares of the samples' lengths where samples are packed; else of what each takes in
+        # its batch.
         squares = int(epoch.works(0, num_steps).sum())
         if not self.whole_rows:
             return (squares + epoch.tokens(0, num_steps).total) / 2
-        if not epoch.facts.packed:
+        if not epoch.pack_stats.packed:
             return squares
-        rows = epoch.facts.tokens[epoch.order[: num_steps * epoch.packs_per_step]]
+        rows = epoch.pack_stats.tokens[epoch.order[: num_steps * epoch.packs_per_step]]
         return float((rows**2).sum())
 
 
@@ -88,7 +93,10 @@ class Setting:
 
 @attrs.frozen
 class Ratio:
-    """How many times as fast one case is as another, over rounds in which both trained an epoch one after the other."""
+    """
+    How many times as fast one case is as another, over rounds in which both trained an epoch one
+    after the other.
+    """
 
     median: float
     low: float
@@ -129,7 +137,10 @@ class Row:
     """Optimizer steps of an epoch."""
 
     padding_share: float
-    """Padding among the positions that the forward passes compute; packs that are not full are shorter, not padded."""
+    """
+    Padding among the positions that the forward passes compute; packs that are not full are
+    shorter, not padded.
+    """
 
     flops: float
     """Forward operations of the epochs, by `core.work`."""
@@ -138,7 +149,10 @@ class Row:
     """Useful tokens per second of each epoch, in the order of rounds."""
 
     peak_mb: float
-    """Megabytes that training takes beyond the loaded model and the encoded samples; of the GPU, all that it takes."""
+    """
+    Megabytes that training takes beyond the loaded model and the encoded samples; of the GPU, all
+    that it takes.
+    """
 
     encode_ms: float
     """CPU time to encode a sample, which is left out of the others."""
@@ -148,7 +162,10 @@ class Row:
     """How many times as fast as padded batches, random and of like length."""
 
     over_reference: Ratio | None = None
-    """How many times as fast as the same way with packs of `REFERENCE_PACK` tokens, or of the fewest measured."""
+    """
+    How many times as fast as the same way with packs of `REFERENCE_PACK` tokens, or of the fewest
+    measured.
+    """
 
     at_most: float | None = None
     """What `over_padded` were if time were the number of operations alone."""
@@ -164,7 +181,9 @@ class Row:
 
 
 def compared(rows: Sequence[Row]) -> list[Row]:
-    """Return rows that were measured in the same rounds, each with how it compares with the others."""
+    """
+    Return rows that were measured in the same rounds, each with how it compares with the others.
+    """
     by_case = {(row.kind, row.budget, row.way): row for row in rows}
     reference = _reference(rows)
 

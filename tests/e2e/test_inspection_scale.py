@@ -1,4 +1,7 @@
-"""Looking at a million samples takes seconds: CPU seconds of whole processes, which other load leaves alone."""
+"""
+Looking at a million samples takes seconds: CPU seconds of whole processes, which other load leaves
+alone.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import pytest
 
 from app.bench.__main__ import main
 from app.bench.distributions import DISTRIBUTIONS
-from app.bench.looking import store
+from app.bench.inspection import store
 
 pytestmark = pytest.mark.slow
 
@@ -44,7 +47,7 @@ def test_a_million_samples_are_looked_at_in_seconds(tmp_path):
 
 def test_the_benchmark_measures_every_command(capsys):
     """With what each took, and what it gave."""
-    assert 0 == main(["look", "--samples", "3000", "--distributions", "chat-8192", "--repeat", "1", "--json"])
+    assert 0 == main(["inspect", "--samples", "3000", "--distributions", "chat-8192", "--repeat", "1", "--json"])
     rows = json.loads(capsys.readouterr().out)["rows"]
 
     assert ["show", "whatif, 12 combinations", "diff", "report"] == [row["command"] for row in rows]

@@ -1,4 +1,6 @@
-"""What is trained, in which order: every pack once an epoch, also when a run resumes on other ranks."""
+"""
+What is trained, in which order: every pack once an epoch, also when a run resumes on other ranks.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +17,19 @@ from core.align import align_plan
 from core.checksum import plan_checksum
 from core.errors import PlanChangedError, PlanTooShortError
 from core.plan import build_raw_plan
-from core.schedule import ORDER_VERSION, Bookmark, Course, Progress
+from core.schedule import ORDER_VERSION, EpochSchedule, Progress, ResumeState
 from tests.strategies import raw_plans
 
 ranks = st.integers(1, 5)
 
 
 @st.composite
-def courses(draw) -> Course:
+def schedules(draw) -> EpochSchedule:
     """Courses from the beginning; with padded batches too."""
     world_size = draw(ranks)
     batch_size = draw(st.sampled_from([1, 1, 1, 2, 3]))
     drop_last = draw(st.booleans())
-    return Course(
+    return EpochSchedule(
         num_packs=draw(st.integers(world_size * batch_size if drop_last else 1, 40)),
         world_size=world_size,
         dataloader_drop_last=drop_last,
@@ -39,17 +41,17 @@ def courses(draw) -> Course:
     )
 
 
-def trained(course: Course) -> list[tuple[int, list[list[list[int]]]]]:
-    """Run a course as a trainer does: each step's epoch, and each rank's batches."""
+def trained(schedule: EpochSchedule) -> list[tuple[int, list[list[list[int]]]]]:
+    """Run a schedule as a trainer does: each step's epoch, and each rank's batches."""
     steps = []
-    begin = course.at(course.start.step)
-    for epoch in range(begin.epoch, course.num_epochs):
-        batches = [course.batches(epoch, rank=rank) for rank in range(course.world_size)]
+    begin = schedule.at(schedule.start.step)
+    for epoch in range(begin.epoch, schedule.num_epochs):
+        batches = [schedule.batches(epoch, rank=rank) for rank in range(schedule.world_size)]
         assert len({len(mine) for mine in batches}) == 1, "ranks have different numbers of batches"
-        size = course.gradient_accumulation_steps
+        size = schedule.gradient_accumulation_steps
         starts = range(0, len(batches[0]), size)
         steps += [(epoch, [mine[first : first + size] for mine in batches]) for first in starts]
-    return steps[: max(0, course.total_steps - course.start.step)]
+    return steps[: max(0, schedule.total_steps - schedule.start.step)]
 
 
 def packs_of(steps) -> list[int]:
@@ -63,7 +65,10 @@ def packs_of(steps) -> list[int]:
 @example(1, 5, 4, False)  # noqa: FBT003  # repeated for every rank
 @example(0, 1, 1, False)  # noqa: FBT003  # nothing to repeat
 def test_a_course_gives_every_rank_a_batch_or_is_none(num_packs, world_size, batch_size, drop_last):
-    """Whole batches for all ranks where the remainder is dropped, else one pack; the error has all numbers."""
+    """
+    Whole batches for all ranks where the remainder is dropped, else one pack; the error has all
+    numbers.
+    """
     event(f"dropped, and too few: {drop_last and num_packs < world_size * batch_size}")
     options = {
         "num_packs": num_packs, "world_size": world_size, "dataloader_drop_last": drop_last, "batch_size": batch_size,
@@ -71,11 +76,11 @@ def test_a_course_gives_every_rank_a_batch_or_is_none(num_packs, world_size, bat
     }  # fmt: skip
     if num_packs < (world_size * batch_size if drop_last else 1):
         with pytest.raises(PlanTooShortError) as caught:
-            Course(**options)
+            EpochSchedule(**options)
         assert (num_packs, world_size, batch_size) == attrs.astuple(caught.value)
         return
 
-    steps = trained(Course(**options))
+    steps = trained(EpochSchedule(**options))
 
     assert {0, 1} == {epoch for epoch, _ in steps}
     assert all(mine and all(mine) for _, ranks_batches in steps for mine in ranks_batches)
@@ -87,130 +92,147 @@ def test_a_course_counts_from_one(name):
     options = {"num_packs": 8, "world_size": 1, "gradient_accumulation_steps": 1, "batch_size": 1}
 
     with pytest.raises(ValueError, match=f"{name} is 0, but has to be a whole number of at least 1"):
-        Course(**options | {name: 0}, dataloader_drop_last=False, num_train_epochs=1)
+        EpochSchedule(**options | {name: 0}, dataloader_drop_last=False, num_train_epochs=1)
 
 
-@given(courses())
-def test_an_epoch_is_the_aligned_plan_in_another_order(course):
+@given(schedules())
+def test_an_epoch_is_the_aligned_plan_in_another_order(schedule):
     """Whatever the ranks; the same again for the same seed; steps and epochs are as counted."""
-    plan = build_raw_plan([5] * course.num_packs, packing_length=5)
-    options = {"world_size": course.world_size, "dataloader_drop_last": course.dataloader_drop_last}
+    plan = build_raw_plan([5] * schedule.num_packs, packing_length=5)
+    options = {"world_size": schedule.world_size, "dataloader_drop_last": schedule.dataloader_drop_last}
     aligned = Counter(chain.from_iterable(align_plan(plan, **options).packs))
-    steps = trained(attrs.evolve(course, num_train_epochs=2))
+    steps = trained(attrs.evolve(schedule, num_train_epochs=2))
 
     for epoch in range(2):
         seen = Counter(packs_of(step for step in steps if step[0] == epoch))
-        if course.dataloader_drop_last and course.batch_size > 1:
+        if schedule.dataloader_drop_last and schedule.batch_size > 1:
             assert seen <= aligned
-            assert seen.total() == course.batches_per_epoch * course.batch_size * course.world_size
+            assert seen.total() == schedule.batches_per_epoch * schedule.batch_size * schedule.world_size
         else:
             assert aligned == seen
-    assert 2 * course.steps_per_epoch == len(steps)
-    assert steps == trained(attrs.evolve(course, num_train_epochs=2))
-    if not course.shuffle and not course.batch_size > 1:
-        assert sorted(packs_of(steps[:1])) == packs_of(steps[:1]) or course.world_size > 1
+    assert 2 * schedule.steps_per_epoch == len(steps)
+    assert steps == trained(attrs.evolve(schedule, num_train_epochs=2))
+    if not schedule.shuffle and not schedule.batch_size > 1:
+        assert sorted(packs_of(steps[:1])) == packs_of(steps[:1]) or schedule.world_size > 1
 
 
-@given(courses(), st.integers(0, 9))
-def test_another_epoch_and_another_seed_have_another_order(course, epoch):
+@given(schedules(), st.integers(0, 9))
+def test_another_epoch_and_another_seed_have_another_order(schedule, epoch):
     """Unless the order is that of the plan; twenty packs do not fall into the same order twice."""
-    course = attrs.evolve(course, num_packs=20, world_size=1)
-    orders = [course.order(epoch), course.order(epoch + 1), attrs.evolve(course, seed=course.seed + 1).order(epoch)]
+    schedule = attrs.evolve(schedule, num_packs=20, world_size=1)
+    orders = [
+        schedule.order(epoch),
+        schedule.order(epoch + 1),
+        attrs.evolve(schedule, seed=schedule.seed + 1).order(epoch),
+    ]
 
     different = {tuple(order.tolist()) for order in orders}
 
-    assert (3 if course.shuffle else 1) == len(different)
+    assert (3 if schedule.shuffle else 1) == len(different)
 
 
-@given(courses())
-def test_steps_and_epochs_are_counted_as_transformers_counts_them(course):
+@given(schedules())
+def test_steps_and_epochs_are_counted_as_transformers_counts_them(schedule):
     """The epochs times the steps of one, rounded up; `max_steps` overrides."""
-    assert math.ceil(course.num_train_epochs * course.steps_per_epoch) == course.total_steps == len(trained(course))
-    assert math.ceil(course.num_train_epochs) == course.num_epochs
+    assert (
+        math.ceil(schedule.num_train_epochs * schedule.steps_per_epoch)
+        == schedule.total_steps
+        == len(trained(schedule))
+    )
+    assert math.ceil(schedule.num_train_epochs) == schedule.num_epochs
 
-    assert 7 == attrs.evolve(course, max_steps=7).total_steps == len(trained(attrs.evolve(course, max_steps=7)))
+    assert 7 == attrs.evolve(schedule, max_steps=7).total_steps == len(trained(attrs.evolve(schedule, max_steps=7)))
 
 
-@given(courses(), st.data())
-def test_a_resume_on_as_many_ranks_goes_on_where_it_stopped(course, data):
-    """From any step: the rest of an uninterrupted run, batch for batch, rank for rank, and the same bookmarks."""
-    whole = trained(course)
+@given(schedules(), st.data())
+def test_a_resume_on_as_many_ranks_goes_on_where_it_stopped(schedule, data):
+    """
+    From any step: the rest of an uninterrupted run, batch for batch, rank for rank, and the same
+    resume states.
+    """
+    whole = trained(schedule)
     stop = data.draw(st.integers(0, len(whole)))
-    event(f"mid-epoch: {course.at(stop).epoch_step > 0}")
+    event(f"mid-epoch: {schedule.at(stop).epoch_step > 0}")
 
-    resumed = attrs.evolve(course, start=course.at(stop))
+    resumed = attrs.evolve(schedule, start=schedule.at(stop))
 
     assert whole[stop:] == trained(resumed)
-    assert course.total_steps == resumed.total_steps
-    assert all(course.at(step) == resumed.at(step) for step in range(stop, len(whole) + 3))
-    before = Counter(packs_of(step for step in whole[:stop] if step[0] == course.at(stop).epoch))
-    assert before == Counter(resumed.consumed(course.at(stop).epoch).tolist())
+    assert schedule.total_steps == resumed.total_steps
+    assert all(schedule.at(step) == resumed.at(step) for step in range(stop, len(whole) + 3))
+    before = Counter(packs_of(step for step in whole[:stop] if step[0] == schedule.at(stop).epoch))
+    assert before == Counter(resumed.consumed(schedule.at(stop).epoch).tolist())
 
 
-@given(courses(), st.lists(st.tuples(ranks, st.integers(1, 3)), min_size=1, max_size=3), st.data())
-def test_resumes_on_other_ranks_finish_the_epoch_with_what_it_has_not_consumed(course, changes, data):
-    """However often the ranks change: each pack once, fillers or what is cut aside, fewer than ranks each time."""
-    course = attrs.evolve(course, batch_size=1, num_train_epochs=2)
+@given(schedules(), st.lists(st.tuples(ranks, st.integers(1, 3)), min_size=1, max_size=3), st.data())
+def test_resumes_on_other_ranks_finish_the_epoch_with_what_it_has_not_consumed(schedule, changes, data):
+    """
+    However often the ranks change: each pack once, fillers or what is cut aside, fewer than ranks
+    each time.
+    """
+    schedule = attrs.evolve(schedule, batch_size=1, num_train_epochs=2)
     consumed = []
-    cut, fillers = course.num_packs % course.world_size, -course.num_packs % course.world_size
+    cut, fillers = schedule.num_packs % schedule.world_size, -schedule.num_packs % schedule.world_size
     for world_size, accumulation in changes:
-        here = course.num_steps(0) if course.start.epoch == 0 else 0
-        steps = trained(course)[: data.draw(st.integers(0, here))]
+        here = schedule.num_steps(0) if schedule.start.epoch == 0 else 0
+        steps = trained(schedule)[: data.draw(st.integers(0, here))]
         if not steps or len(steps) == here:
             continue
-        if course.dataloader_drop_last and course.num_packs < world_size:
-            continue  # no course at all
+        if schedule.dataloader_drop_last and schedule.num_packs < world_size:
+            continue  # no schedule at all
         consumed += packs_of(steps)
-        before = course
-        course = attrs.evolve(
-            course,
+        before = schedule
+        schedule = attrs.evolve(
+            schedule,
             world_size=world_size,
             gradient_accumulation_steps=accumulation,
-            start=course.at(course.start.step + len(steps)),
+            start=schedule.at(schedule.start.step + len(steps)),
         )
-        event(f"the rest gives no batch: {not course.num_batches(0)}")
+        event(f"the rest gives no batch: {not schedule.num_batches(0)}")
         left = set(before.order(0).tolist()[len(packs_of(steps)) :]) - set(consumed)
         if world_size == before.world_size:
             continue
         event("other ranks in mid-epoch")
-        assert left >= set(course.order(0).tolist())
+        assert left >= set(schedule.order(0).tolist())
         cut += len(left) % world_size
         fillers += -len(left) % world_size
-    rest = [step for step in trained(course) if step[0] == 0]
+    rest = [step for step in trained(schedule) if step[0] == 0]
     consumed += packs_of(rest)
 
     counts = Counter(consumed)
-    missing = set(range(course.num_packs)) - set(counts)
-    if course.dataloader_drop_last:
+    missing = set(range(schedule.num_packs)) - set(counts)
+    if schedule.dataloader_drop_last:
         assert all(count == 1 for count in counts.values())
         assert len(missing) <= cut
     else:
         assert not missing
-        assert counts.total() - course.num_packs <= fillers
-    ends = trained(course)
-    later = (2 - course.start.epoch - 1) * course.steps_per_epoch
-    assert course.num_steps(course.start.epoch) + later == len(ends) == course.total_steps - course.start.step
+        assert counts.total() - schedule.num_packs <= fillers
+    ends = trained(schedule)
+    later = (2 - schedule.start.epoch - 1) * schedule.steps_per_epoch
+    assert schedule.num_steps(schedule.start.epoch) + later == len(ends) == schedule.total_steps - schedule.start.step
     epoch_one = Counter(packs_of(step for step in ends if step[0] == 1))
-    assert epoch_one == Counter(attrs.evolve(course, start=Progress()).order(1).tolist())
+    assert epoch_one == Counter(attrs.evolve(schedule, start=Progress()).order(1).tolist())
 
 
-@given(courses(), ranks, st.data())
-def test_one_change_of_ranks_trains_each_pack_left_exactly_once(course, world_size, data):
-    """The packs of the old order that were not consumed, once each, then filled from their own front, or cut."""
-    course = attrs.evolve(course, batch_size=1)
-    assume(course.world_size != world_size)
-    assume(course.num_steps(0) > 1)
-    assume(not course.dataloader_drop_last or course.num_packs >= world_size)
-    stop = data.draw(st.integers(1, course.num_steps(0) - 1))
-    resumed = attrs.evolve(course, world_size=world_size, start=course.at(stop))
-    per_step = course.world_size * course.gradient_accumulation_steps
-    old = course.order(0).tolist()
+@given(schedules(), ranks, st.data())
+def test_one_change_of_ranks_trains_each_pack_left_exactly_once(schedule, world_size, data):
+    """
+    The packs of the old order that were not consumed, once each, then filled from their own front,
+    or cut.
+    """
+    schedule = attrs.evolve(schedule, batch_size=1)
+    assume(schedule.world_size != world_size)
+    assume(schedule.num_steps(0) > 1)
+    assume(not schedule.dataloader_drop_last or schedule.num_packs >= world_size)
+    stop = data.draw(st.integers(1, schedule.num_steps(0) - 1))
+    resumed = attrs.evolve(schedule, world_size=world_size, start=schedule.at(stop))
+    per_step = schedule.world_size * schedule.gradient_accumulation_steps
+    old = schedule.order(0).tolist()
     left = [pack for pack in dict.fromkeys(old[stop * per_step :]) if pack not in old[: stop * per_step]]
 
     now = resumed.order(0).tolist()
 
     event(f"nothing left: {not left}")
-    if course.dataloader_drop_last:
+    if schedule.dataloader_drop_last:
         assert left[: len(left) - len(left) % world_size] == now
     else:
         assert left == now[: len(left)]
@@ -224,21 +246,24 @@ def test_one_change_of_ranks_trains_each_pack_left_exactly_once(course, world_si
 def test_an_epoch_whose_rest_gives_no_batch_takes_no_further_step(  # noqa: PLR0917  # examples are by position
     num_packs, before, after, batch_size, stop, drop_last
 ):
-    """After a resume on other ranks, or with another batch: the next epoch goes on, and steps are counted so."""
+    """
+    After a resume on other ranks, or with another batch: the next epoch goes on, and steps are
+    counted so.
+    """
     assume(not drop_last or num_packs >= max(before, after * batch_size))
-    course = Course(
+    schedule = EpochSchedule(
         num_packs=num_packs, world_size=before, dataloader_drop_last=drop_last, gradient_accumulation_steps=1,
         num_train_epochs=2,
     )  # fmt: skip
-    assume(stop < course.steps_per_epoch)
-    order = course.order(0).tolist()
+    assume(stop < schedule.steps_per_epoch)
+    order = schedule.order(0).tolist()
     left = len(set(order) - set(order[: stop * before]))
     of_left = left // after if drop_last else -(-left // after)
-    per_rank = course.steps_per_epoch - stop if before == after else of_left
+    per_rank = schedule.steps_per_epoch - stop if before == after else of_left
     num_batches = per_rank // batch_size if drop_last else -(-per_rank // batch_size)
     event(f"the rest gives no batch: {not num_batches}")
 
-    resumed = attrs.evolve(course, world_size=after, batch_size=batch_size, start=course.at(stop))
+    resumed = attrs.evolve(schedule, world_size=after, batch_size=batch_size, start=schedule.at(stop))
 
     assert num_batches == resumed.num_batches(0) == resumed.num_steps(0)
     assert (0 if num_batches else 1) == resumed.at(stop).epoch
@@ -250,23 +275,25 @@ def test_an_epoch_whose_rest_gives_no_batch_takes_no_further_step(  # noqa: PLR0
 
 
 def test_part_of_an_epoch_that_other_ranks_began():
-    """12 packs on 3 ranks are 4 steps; after one, 9 packs on 1 rank are 9: of the 10, 60 % are 6."""
-    course = Course(
+    """
+    12 packs on 3 ranks are 4 steps; after one, 9 packs on 1 rank are 9: of the 10, 60 % are 6.
+    """
+    schedule = EpochSchedule(
         num_packs=12, world_size=3, dataloader_drop_last=False, gradient_accumulation_steps=1, num_train_epochs=0.6
     )
-    assert 3 == course.total_steps
+    assert 3 == schedule.total_steps
 
-    resumed = attrs.evolve(course, world_size=1, start=course.at(1))
+    resumed = attrs.evolve(schedule, world_size=1, start=schedule.at(1))
 
     assert 6 == resumed.total_steps == 1 + len(trained(resumed))
     assert 1 == resumed.num_epochs
-    done = attrs.evolve(course, start=course.at(3))
+    done = attrs.evolve(schedule, start=schedule.at(3))
     assert (3, 0, []) == (done.total_steps, done.num_epochs, trained(done))
 
 
-def test_a_bookmark_names_what_has_changed():
+def test_a_resume_state_names_what_has_changed():
     """Checksums of both plans."""
-    then = Bookmark("a1", "d", 1, True, "full", 1, Progress())  # noqa: FBT003
+    then = ResumeState("a1", "d", 1, True, "full", 1, Progress())  # noqa: FBT003
 
     assert () == then.differences(attrs.evolve(then, progress=Progress(step=5)))
     (order,) = then.differences(attrs.evolve(then, order_version=2))
@@ -290,21 +317,27 @@ GOLDEN_ORDERS = {
         "many packs": "64e207512a18fc84eb757dfc749a86ba1546694008d56acb1f77bcc28e4eba91",
     },
 }
-"""What each `ORDER_VERSION` gave: a changed order is a new version, and a new entry here; old ones stay as they are."""
+"""
+What each `ORDER_VERSION` gave: a changed order is a new version, and a new entry here; old ones
+stay as they are.
+"""
 
 
 def test_the_golden_order():
-    """Checkpoints say which version they were trained in; under one version the order never changes."""
-    course = Course(
-        num_packs=10, world_size=4, dataloader_drop_last=False, gradient_accumulation_steps=2, num_train_epochs=2, seed=42
+    """
+    Checkpoints say which version they were trained in; under one version the order never changes.
+    """
+    schedule = EpochSchedule(
+        num_packs=10, world_size=4, dataloader_drop_last=False, gradient_accumulation_steps=2, num_train_epochs=2,
+        seed=42
     )  # fmt: skip
-    padded = attrs.evolve(course, batch_size=2, dataloader_drop_last=True, seed=7)
-    many = attrs.evolve(course, num_packs=1000, seed=1)
+    padded = attrs.evolve(schedule, batch_size=2, dataloader_drop_last=True, seed=7)
+    many = attrs.evolve(schedule, num_packs=1000, seed=1)
 
     assert GOLDEN_ORDERS[ORDER_VERSION] == {
-        "ranks": [course.batches(0, rank=rank) for rank in range(4)],
-        "second epoch": course.order(1).tolist(),
-        "resumed on other ranks": attrs.evolve(course, world_size=3, start=course.at(1)).order(0).tolist(),
+        "ranks": [schedule.batches(0, rank=rank) for rank in range(4)],
+        "second epoch": schedule.order(1).tolist(),
+        "resumed on other ranks": attrs.evolve(schedule, world_size=3, start=schedule.at(1)).order(0).tolist(),
         "padded batches": [padded.batches(3, rank=rank) for rank in range(4)],
         "many packs": plan_checksum([many.order(epoch).tolist() for epoch in range(3)]),
     }
@@ -312,21 +345,25 @@ def test_the_golden_order():
 
 @given(raw_plans(), ranks, st.integers(1, 3), st.booleans(), st.booleans())
 def test_a_schedule_of_an_aligned_plan_trains_that_plan(plan, world_size, batch_size, drop_last, shuffle):
-    """Its order names the aligned plan's packs, in their order unless it shuffles; it has the plan's ranks and batches."""
+    """
+    Its order names the aligned plan's packs, in their order unless it shuffles; it has the plan's
+    ranks and batches.
+    """
     assume(not drop_last or len(plan.packs) >= world_size * batch_size)
     aligned = align_plan(plan, world_size=world_size, dataloader_drop_last=drop_last, batch_size=batch_size)
     event(f"repeated: {aligned.pad_needed > 0}, dropped: {aligned.num_dropped > 0}")
 
-    course = Course.of(
+    schedule = EpochSchedule.of(
         aligned, gradient_accumulation_steps=2, num_train_epochs=1.5, max_steps=9, seed=3, shuffle=shuffle
     )  # fmt: skip
 
-    trained_packs = plan.packs.take(course.order(0)).tolist()
+    trained_packs = plan.packs.take(schedule.order(0)).tolist()
     assert shuffle or aligned.packs.tolist() == trained_packs
     assert Counter(map(tuple, aligned.packs)) == Counter(map(tuple, trained_packs))
     assert (len(aligned.packs), world_size, batch_size, drop_last) == (
-        course.packs_per_epoch, course.world_size, course.batch_size, course.dataloader_drop_last
+        schedule.packs_per_epoch, schedule.world_size, schedule.batch_size, schedule.dataloader_drop_last
     )  # fmt: skip
     assert (2, 1.5, 9, 3, shuffle) == (
-        course.gradient_accumulation_steps, course.num_train_epochs, course.max_steps, course.seed, course.shuffle
+        schedule.gradient_accumulation_steps, schedule.num_train_epochs, schedule.max_steps, schedule.seed,
+        schedule.shuffle
     )  # fmt: skip

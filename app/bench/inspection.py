@@ -1,8 +1,9 @@
 """
-Looking at stored plans: seconds of whole processes, on lengths stored for it, beside planning them in memory.
+Looking at stored plans: seconds of whole processes, on lengths stored for it, beside planning them
+in memory.
 
-Each command starts again, verifies what it reads, and ends. Ratios are to `build_raw_plan` on the same lengths in the
-same run, since machines differ.
+Each command starts again, verifies what it reads, and ends. Ratios are to `build_raw_plan` on the
+same lengths in the same run, since machines differ.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ def store(folder: Path, lengths: IntArray, *, packing_length: int) -> tuple[Path
     rows[:, COLUMNS.index("images")] = 1
     number = np.arange(lengths.size)
     images = np.column_stack([number, np.full_like(number, 28), np.full_like(number, 28), number])
-    with stores.lock.held(timeout_s=60, tell=lambda _: None):
+    with stores.lock.held(timeout_s=60, report=lambda _: None):
         stores.lengths.resume(key, lengths.size, str)
         stores.lengths.append(rows, images, "data", in_full=False, probe={})
         raw, plan_key = build_raw_plan(lengths, policy), policy.fingerprint(stores.lengths.digest())

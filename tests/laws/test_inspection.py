@@ -1,4 +1,7 @@
-"""Where samples are, what two plans differ in, what else a plan could be, and whether it keeps its laws."""
+"""
+Where samples are, what two plans differ in, what else a plan could be, and whether it keeps its
+laws.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +21,22 @@ from core.inspection import (
     place_of,
     plan_difference,
     plan_faults,
+    scheduled_steps,
     summarise,
-    turns_of,
     what_if,
 )
 from core.packs import Packs
 from core.plan import build_raw_plan, one_sample_packs
-from core.schedule import Course
-from tests.laws.test_summary import courses, plans
+from core.schedule import EpochSchedule
+from tests.laws.test_summary import plans, schedules
 from tests.strategies import raw_lengths
 
 
 @given(plans())
 def test_every_sample_has_its_place(of):
-    """In a pack, dropped or skipped, as the plan's own lists say; a sample beyond the data has none."""
+    """
+    In a pack, dropped or skipped, as the plan's own lists say; a sample beyond the data has none.
+    """
     plan, lengths = of
     for sample in range(len(lengths)):
         place = place_of(plan, sample)
@@ -42,28 +47,30 @@ def test_every_sample_has_its_place(of):
         assert (place.kind == "dropped") == any(sample in pack for pack in plan.dropped_packs)
         assert (place.pack is None) == (place.kind == "skipped")
         if place.pack is not None:
-            assert packs[place.pack] == list(place.mates)
-            assert sample in place.mates
+            assert packs[place.pack] == list(place.pack_members)
+            assert sample in place.pack_members
     with pytest.raises(IndexError, match="from 0"):
         place_of(plan, len(lengths))
 
 
-@given(courses())
+@given(schedules())
 def test_every_turn_of_a_pack_is_one_that_a_rank_takes(drawn):
     """All turns of all packs are all batches of all ranks."""
-    _, _, course, _ = drawn
+    _, _, schedule, _ = drawn
     taken = sorted(
-        (pack, number // course.gradient_accumulation_steps, rank)
-        for rank in range(course.world_size)
-        for number, batch in enumerate(course.batches(0, rank=rank))
+        (pack, number // schedule.gradient_accumulation_steps, rank)
+        for rank in range(schedule.world_size)
+        for number, batch in enumerate(schedule.batches(0, rank=rank))
         for pack in batch
     )
 
-    found = sorted((pack, turn.step, turn.rank) for pack in range(course.num_packs) for turn in turns_of(course, pack))
+    found = sorted(
+        (pack, turn.step, turn.rank) for pack in range(schedule.num_packs) for turn in scheduled_steps(schedule, pack)
+    )
     assert taken == found
 
 
-def mates(plan, sample):
+def pack_members(plan, sample):
     """Return all samples of the pack of a sample, None if it is in no pack."""
     return next((pack for pack in plan.packs if sample in pack), None)
 
@@ -76,7 +83,7 @@ def test_differences_are_those_found_sample_by_sample(one, other, appended):
         others = lengths + others
         second = build_raw_plan(others, packing_length=first.packing_length, drop_last=False)
     everyone = range(max(len(lengths), len(others)))
-    before, after = [mates(first, i) for i in everyone], [mates(second, i) for i in everyone]
+    before, after = [pack_members(first, i) for i in everyone], [pack_members(second, i) for i in everyone]
 
     found = plan_difference(first, second, lengths, others)
 
@@ -108,22 +115,25 @@ def test_figures_differ_by_name():
     st.sets(st.integers(1, 5), min_size=1),
 )
 def test_whatif_plans_every_combination_as_planning_does(of, packing_lengths, world_sizes):
-    """Each with the figures of its own plan; where there is none, the reason; the best has the highest score of its ranks."""
+    """
+    Each with the figures of its own plan; where there is none, the reason; the best has the highest
+    score of its ranks.
+    """
     lengths, _ = of
 
     def plan(packing_length):
         return build_raw_plan(lengths, packing_length=packing_length, min_fill_ratio="0.9")
 
-    def course(raw, world_size):
+    def schedule(raw, world_size):
         if world_size == 3:
             raise BatchSizeError(4, 3, 1)
-        return Course(
+        return EpochSchedule(
             num_packs=len(raw.packs), world_size=world_size, dataloader_drop_last=world_size == 2,
             gradient_accumulation_steps=1, num_train_epochs=1,
         )  # fmt: skip
 
     found = list(
-        what_if(lengths, packing_lengths=packing_lengths, world_sizes=sorted(world_sizes), plan=plan, course=course)
+        what_if(lengths, packing_lengths=packing_lengths, world_sizes=sorted(world_sizes), plan=plan, schedule=schedule)
     )
 
     assert [(n, w) for n in packing_lengths for w in sorted(world_sizes)] == [
@@ -137,7 +147,7 @@ def test_whatif_plans_every_combination_as_planning_does(of, packing_lengths, wo
             assert (summary, refused) == (one.plan, one.problem)
         else:
             assert (2, "cannot feed") == (one.world_size, re.search("cannot feed", one.problem)[0])
-        assert (one.plan is None) == (one.course is None)
+        assert (one.plan is None) == (one.schedule is None)
         within = one.plan is not None and one.plan.planned_tokens > one.plan.long_tokens
         assert within == (one.score > 0)
         assert 0 <= one.score <= 1
@@ -149,14 +159,17 @@ def test_whatif_plans_every_combination_as_planning_does(of, packing_lengths, wo
 
 
 def test_the_score_counts_what_it_says():
-    """Coverage x fill / imbalance, repeats empty, dropped packs not covered; equal scores prefer shorter packs."""
+    """
+    Coverage x fill / imbalance, repeats empty, dropped packs not covered; equal scores prefer
+    shorter packs.
+    """
     lengths = [40, 40, 40, 40, 40, 40]
 
     def one(world_size, drop_last):
         (found,) = what_if(
             lengths, packing_lengths=[100], world_sizes=[world_size],
             plan=lambda n: build_raw_plan(lengths, packing_length=n),
-            course=lambda raw, w: Course(
+            schedule=lambda raw, w: EpochSchedule(
                 num_packs=len(raw.packs), world_size=w, dataloader_drop_last=drop_last, gradient_accumulation_steps=1,
                 num_train_epochs=1,
             ),
@@ -175,8 +188,9 @@ def test_what_breaks_the_length_that_is_asked_about_is_not_covered():
     lengths = [40, 40, 40]
     found = list(
         what_if(
-            lengths, packing_lengths=[1, 100], world_sizes=[1], plan=lambda n: build_raw_plan(lengths, packing_length=n),
-            course=lambda raw, w: Course(
+            lengths, packing_lengths=[1, 100], world_sizes=[1],
+            plan=lambda n: build_raw_plan(lengths, packing_length=n),
+            schedule=lambda raw, w: EpochSchedule(
                 num_packs=len(raw.packs), world_size=w, dataloader_drop_last=False, gradient_accumulation_steps=1,
                 num_train_epochs=1,
             ),
@@ -193,13 +207,13 @@ def test_the_score_falls_with_the_imbalance():
     lengths = [90, 45, 45]
     (one,) = what_if(
         lengths, packing_lengths=[91], world_sizes=[2], plan=lambda n: build_raw_plan(lengths, packing_length=n),
-        course=lambda raw, w: Course(
+        schedule=lambda raw, w: EpochSchedule(
             num_packs=len(raw.packs), world_size=w, dataloader_drop_last=False, gradient_accumulation_steps=1,
             num_train_epochs=1,
         ),
     )  # fmt: skip
 
-    assert one.course.work_imbalance == pytest.approx(8100 / ((8100 + 4050) / 2))
+    assert one.schedule.work_imbalance == pytest.approx(8100 / ((8100 + 4050) / 2))
     assert one.score == pytest.approx(180 / 182 * 6075 / 8100)
 
 

@@ -16,11 +16,11 @@ import pytest
 import yaml
 
 from app.plan import __main__ as command
-from app.training.schedule import batch_of, course_of
+from app.training.schedule import batch_of, schedule_of
 from app.wiring.stores import read_config, split_folder
 from core.align import align_plan
 from core.checksum import plan_checksum
-from core.inspection import plan_difference, summarise, summarise_course
+from core.inspection import plan_difference, summarise, summarise_schedule
 from core.plan import build_raw_plan
 from tests.stored import LENGTHS, store_run
 
@@ -29,7 +29,9 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def store(tmp_path):
-    """Return a function that writes a run's YAML and what building it would store; see `tests.stored`."""
+    """
+    Return a function that writes a run's YAML and what building it would store; see `tests.stored`.
+    """
     return partial(store_run, tmp_path)
 
 
@@ -51,13 +53,13 @@ def test_show_says_what_core_says(store, said):
     path = store(eval_lengths=LENGTHS[:9])
     document = json.loads(said("show", path, "--json", "--world-size", "2"))["splits"]
     config, plan = read_config(path), build_raw_plan(LENGTHS, packing_length=80)
-    course = course_of(
+    schedule = schedule_of(
         config, batch_of(config, world_size=2), align_plan(plan, world_size=2, dataloader_drop_last=False)
     )
 
     assert ["train", "eval"] == list(document)
     assert attrs.asdict(summarise(plan, LENGTHS)) == document["train"]["plan"]
-    assert attrs.asdict(summarise_course(plan, LENGTHS, course)) == document["train"]["course"]
+    assert attrs.asdict(summarise_schedule(plan, LENGTHS, schedule)) == document["train"]["course"]
     assert plan_checksum(plan.packs) == document["train"]["checksums"]["raw_plan"]
     evaluated = build_raw_plan(LENGTHS[:9], packing_length=80, drop_last=False)
     assert attrs.asdict(summarise(evaluated, LENGTHS[:9])) == document["eval"]["plan"]
@@ -133,7 +135,9 @@ def test_show_warns_of_what_training_would_refuse_or_do_otherwise(store, said):
 
 
 def test_a_sample_and_a_pack_are_explained(store, said, tmp_path):
-    """Where a sample is, when its pack is trained, and on which line it stands; text says the same."""
+    """
+    Where a sample is, when its pack is trained, and on which line it stands; text says the same.
+    """
     records = "".join(f'{{"id": {number}}}\n\n' for number in range(len(LENGTHS)))
     (tmp_path / "data.jsonl").write_text(records)
     path = store()
@@ -259,7 +263,10 @@ def test_overrides_steer_what_is_shown(store, said, capfd):
 
 
 def test_what_is_not_built_is_named(store, capfd):
-    """No lengths, not all lengths, or no plan, or a plan of other lengths; with the command that builds."""
+    """
+    No lengths, not all lengths, or no plan, or a plan of other lengths; with the command that
+    builds.
+    """
     path = store()
     folder = split_folder(read_config(path).training.output_dir, "train")
     for change, reason in (
@@ -302,7 +309,10 @@ def test_a_streaming_run_has_no_plan(store, capfd):
 
 
 def test_whatif_gives_what_building_each_would_show(store, said):
-    """For every combination, up to the bound, which is only found at once; the best of each number of ranks is marked."""
+    """
+    For every combination, up to the bound, which is only found at once; the best of each number of
+    ranks is marked.
+    """
     path = store()
     document = json.loads(said("whatif", path, "--max-length", "100,50,80", "--world-size", "2,4", "--json"))
 
@@ -330,7 +340,9 @@ def test_whatif_says_why_a_combination_has_no_plan(store, said):
 
 
 def test_a_plan_that_drops_much_of_the_data_is_shown_with_a_warning_and_never_the_best(store, said):
-    """What training refuses; a share that allows it is no fault, and a single dropped pack never is."""
+    """
+    What training refuses; a share that allows it is no fault, and a single dropped pack never is.
+    """
     path = store(lengths=[60] * 6 + [40] * 6, training={"packing_min_fill_ratio": 0.8})
     allowed = {"packing_min_fill_ratio": 0.8, "packing_max_dropped_share": 1}
 
@@ -345,10 +357,15 @@ def test_a_plan_that_drops_much_of_the_data_is_shown_with_a_warning_and_never_th
 
 
 def test_the_longest_pack_is_named_wherever_a_plan_is_shown(store, said, tmp_path):
-    """With the packs that exceed the length by more than a tenth, and the key that would skip them."""
+    """
+    With the packs that exceed the length by more than a tenth, and the key that would skip them.
+    """
     path = store(lengths=[*LENGTHS, 88, 89, 200])
     key = "training.packing_allow_single_long: false"
-    line = "train: the longest pack has 200 tokens; 2 packs, each a long sample, exceed the packing length of 80 by more than 10 %; "
+    line = (
+        "train: the longest pack has 200 tokens; 2 packs, each a long sample, exceed the packing "
+        "length of 80 by more than 10 %; "
+    )
 
     assert [True] == [one.startswith(line + key) for one in _warnings_of(said, path) if "longest" in one]
     table = " ".join(said("show", path).replace("│", " ").split())
@@ -436,7 +453,10 @@ def test_whatif_says_which_ranks_would_get_no_batch(store, said):
 
 
 def test_whatif_refuses_lengths_that_depend_on_the_limit(store, capfd, said):
-    """The template cuts at it; the limit itself is planned. Where the template raises, so does a shorter limit."""
+    """
+    The template cuts at it; the limit itself is planned. Where the template raises, so does a
+    shorter limit.
+    """
     cut = store(template={"truncation_strategy": "right"})
     assert 2 == command.main(["whatif", str(cut), "--max-length", "80,90"])
     assert "template.truncation_strategy" in capfd.readouterr().err
@@ -522,7 +542,10 @@ class _Page(HTMLParser):
 
 @pytest.mark.slow
 def test_a_report_is_one_page_that_loads_nothing(store, said, tmp_path):
-    """Coverage and warnings come first, every plot has its numbers as a table; written twice, it is the same."""
+    """
+    Coverage and warnings come first, every plot has its numbers as a table; written twice, it is
+    the same.
+    """
     path = store(eval_lengths=LENGTHS[:9], training={"packing_min_fill_ratio": 1.0, "effective_batch_size": 6})
     said("report", path, "-o", tmp_path / "plan.html")
     text = (tmp_path / "plan.html").read_text()
