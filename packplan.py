@@ -19,8 +19,7 @@ def main() -> int:
         if (found := place(name)) != (folder / name).resolve():
             print(
                 f"error: Packplan's package {name} is {folder / name}, but {found} would be imported: take that "
-                "folder off "
-                "PYTHONPATH, and start packplan by its own name, not by python -m",
+                "folder off PYTHONPATH, and start packplan by its own name, not by python -m",
                 file=sys.stderr,
             )
             return 2

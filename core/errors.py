@@ -470,8 +470,7 @@ class WholeBatchLossError(ArgumentError):
     def _text(self) -> str:
         return (
             f"the loss {self.loss} compares sequences with each other, so it needs the whole batch at once; sequence "
-            "packing "
-            "and dynamic batching compute it part by part. Set policy.sequence_packing.enabled: false and "
+            "packing and dynamic batching compute it part by part. Set policy.sequence_packing.enabled: false and "
             "policy.dynamic_batching.enabled: false, or, if its parts add up, give it needs_whole_batch = False"
         )
 

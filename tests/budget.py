@@ -69,8 +69,7 @@ def main(arguments: list[str]) -> int:
     granted = budget() * slower
     print(
         f"processor time: {spent:.0f} s, {spent / granted:.2f} of the budget ({budget()} s, times {slower:.2f} for "
-        "this "
-        f"machine; tests/budget.txt)"
+        f"this machine; tests/budget.txt)"
     )
     if left:
         print(f"processes that outlived the tests: {', '.join(left)}")

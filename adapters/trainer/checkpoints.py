@@ -182,8 +182,7 @@ def _damage(folder: Path, group: RankGroup) -> str | None:
     if damaged:
         return (
             f"but its {damaged[0]} is damaged, for it has another digest than what was saved: copy it again, or name "
-            "another "
-            "checkpoint (last takes the newest whole one)"
+            "another checkpoint (last takes the newest whole one)"
         )
     if files and group.rank == 0:
         log.info("%s is what was saved: its files were read in %.1f s", folder, time.perf_counter() - started)

@@ -89,8 +89,7 @@ def _refuse_other_cuts(lengths: StoredLengths, packing_lengths: list[int]) -> No
     if cut_to is not None and packing_lengths != [cut_to]:
         reason = (
             f"cuts samples to the packing length, so the stored lengths are of {cut_to:,} alone: build a run with "
-            "another "
-            "template.max_length in a training.output_dir of its own, or remove the strategy"
+            "another template.max_length in a training.output_dir of its own, or remove the strategy"
         )
         raise ConfigError.of("template.truncation_strategy", reason)
 

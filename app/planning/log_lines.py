@@ -42,17 +42,15 @@ def describe(planned: PlannedSplit, policy: PlanPolicy) -> Iterator[tuple[int, s
     yield (
         info,
         (
-            f"{name}: {counted(raw.num_samples, 'sample')}, {counted(raw.num_tokens, 'token')}; packing_length "
-            f"{raw.packing_length:,}; "
-            f"{counted(raw.planned_samples, 'sample')} in {held}"
+            f"{name}: {counted(raw.num_samples, 'sample')}, {counted(raw.num_tokens, 'token')}; "
+            f"packing_length {raw.packing_length:,}; {counted(raw.planned_samples, 'sample')} in {held}"
         ),
     )
     yield (
         info,
         (
-            f"{name}: N_raw_packs {len(raw.packs):,}, N_aligned_packs {len(aligned.packs):,}, world_size "
-            f"{aligned.world_size}, "
-            f"dataloader_drop_last {str(aligned.dataloader_drop_last).lower()}"
+            f"{name}: N_raw_packs {len(raw.packs):,}, N_aligned_packs {len(aligned.packs):,}, "
+            f"world_size {aligned.world_size}, dataloader_drop_last {str(aligned.dataloader_drop_last).lower()}"
         ),
     )
     if aligned.pad_needed:
@@ -100,8 +98,7 @@ def _reason(low: LowFill, policy: PlanPolicy) -> str:
         way = "no other finds fewer" if policy.algorithm == "certified" else "certified finds the fewest"
         return (
             f"training.packing_algorithm {policy.algorithm} makes {counted(low.num_packs, 'pack')} of samples for "
-            "which "
-            f"{low.lower_bound:,} may be enough; {way}"
+            f"which {low.lower_bound:,} may be enough; {way}"
         )
     if low.reason == "partners":
         return (

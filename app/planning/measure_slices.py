@@ -140,8 +140,7 @@ def _read(part: _Slice, rank: int, digest: str, open_slice: OpenSlice) -> Stored
     if store.digest() != digest:
         message = (
             f"rank {rank} measured samples {part.start:,} to {part.stop:,}, but rank 0 does not see them: ranks can "
-            "measure "
-            "together only where training.output_dir is on a disk that all of them share"
+            "measure together only where training.output_dir is on a disk that all of them share"
         )
         raise DataSetError(message)
     return stored

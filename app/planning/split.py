@@ -131,8 +131,7 @@ def plan_split(
     if source.mixes:
         message = (
             f"the {name} data are mixed again in each epoch, which a static plan cannot follow: write an epoch's mix "
-            "to one "
-            "JSONL (python -m app.plan materialise mix.yaml -o mix.jsonl), or set custom.trainer_variant: rollout"
+            "to one JSONL (python -m app.plan materialise mix.yaml -o mix.jsonl), or set custom.trainer_variant: rollout"
         )
         raise DataSetError(message)
     if not len(source):

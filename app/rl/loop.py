@@ -253,8 +253,7 @@ def _encoded_prompts(config: RunConfig, samples: SwiftSamples, *, shown: bool) -
                 f"the prompt has {counted(len(prompts[-1]), 'token')}, and an answer may have "
                 f"{config.grpo.max_new_tokens:,} "
                 f"(grpo.max_new_tokens), but a sequence holds {config.packing_length:,} (template.max_length): raise "
-                "that, "
-                "or leave the record out"
+                "that, or leave the record out"
             )
             raise RecordError(str(samples.records.where(index)), reason)
     return prompts
