@@ -130,8 +130,9 @@ def plan_split(
     """
     if source.mixes:
         message = (
-            f"the {name} data are mixed again in each epoch, which a static plan cannot follow: write an epoch's mix "
-            "to one JSONL (python -m app.plan materialise mix.yaml -o mix.jsonl), or set custom.trainer_variant: rollout"
+            f"the {name} data are mixed again in each epoch, which a static plan cannot follow: write an "
+            "epoch's mix to one JSONL (python -m app.plan materialise mix.yaml -o mix.jsonl), or set "
+            "custom.trainer_variant: rollout"
         )
         raise DataSetError(message)
     if not len(source):
