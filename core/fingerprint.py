@@ -57,7 +57,7 @@ def configured_inputs(template: TemplateConfig, custom: CustomConfig, *, packing
     Name what of a configuration lengths depend on, as far as it can be told without opening the
     model.
 
-    Where the template cuts, the limit decides lengths; to raise, or not, decides none.
+    Where the template truncates, the limit decides lengths; to raise, or not, decides none.
 
     Args:
         template: How a record becomes tokens.

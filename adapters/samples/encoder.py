@@ -157,7 +157,7 @@ class SwiftSamples:
         full.
         """
         sample, images = self._sample(index)
-        # Where the template cuts, what is cut away depends on where the images stand.
+        # Where the template truncates, what goes depends on where the images stand.
         if self._arithmetic is None or not images or self.template.max_length is not None:
             return self.measure(index)
         sizes = [self._size(index, image) for image in images]
@@ -175,7 +175,7 @@ class SwiftSamples:
         limit = self.template.max_length
         if limit is None:
             return self.measured(index, self.encode(index))
-        # Whether a sample is cut, or happens to fit exactly, shows only without the limit.
+        # Whether a sample is truncated, or happens to fit exactly, shows only without the limit.
         self.template.max_length = None
         try:
             whole = self.measured(index, self.encode(index))

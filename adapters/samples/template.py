@@ -53,7 +53,7 @@ def open_template(model: ModelConfig, template: TemplateConfig, *, packing_lengt
     """
     Build ms-swift's template, in training mode, without loading the model.
 
-    It cuts samples only where `truncation_strategy` asks for it; long samples stay whole.
+    It truncates samples only where `truncation_strategy` asks for it; long samples stay whole.
 
     Args:
         model: What is trained: its tokenizer and processor are read.

@@ -124,6 +124,6 @@ def _sample_line(sample: dict[str, Any]) -> str:
     return (
         f"sample {sample['sample']}: {sample['length']:,} tokens, {sample['supervised']:,} of them supervised"
         + (f", images {images} ({sample['patches']:,} patches)" if images else "")
-        + (", cut" if sample["cut"] else "")
+        + (", truncated" if sample["cut"] else "")
         + (f"; {sample['record']}" if sample["record"] else "")
     )

@@ -84,11 +84,11 @@ def _as_document(one: Alternative) -> dict[str, Any]:
 
 
 def _refuse_other_cuts(lengths: StoredLengths, packing_lengths: list[int]) -> None:
-    """Refuse packing lengths that the samples were not cut to: their lengths would be others."""
+    """Refuse packing lengths that samples were not truncated to: their lengths would differ."""
     cut_to = lengths.origin.key.inputs.get("packing_length")
     if cut_to is not None and packing_lengths != [cut_to]:
         reason = (
-            f"cuts samples to the packing length, so the stored lengths are of {cut_to:,} alone: build a run with "
+            f"truncates samples to the packing length, so the stored lengths are of {cut_to:,} alone: build a run with "
             "another template.max_length in a training.output_dir of its own, or remove the strategy"
         )
         raise ConfigError.of("template.truncation_strategy", reason)

@@ -120,9 +120,9 @@ def _describe_exceptions(planned: PlannedSplit, policy: PlanPolicy) -> Iterator[
         yield (
             warning,
             (
-                f"{name}: {counted(cut, 'sample')} {agree(cut)} cut to {counted(raw.packing_length, 'token')} "
+                f"{name}: {counted(cut, 'sample')} {agree(cut)} truncated to {counted(raw.packing_length, 'token')} "
                 "(template.truncation_strategy); "
-                "cut samples are long samples"
+                "truncated samples are long samples"
             ),
         )
     if raw.single_long and policy.packing:
@@ -132,7 +132,7 @@ def _describe_exceptions(planned: PlannedSplit, policy: PlanPolicy) -> Iterator[
                 f"{name}: {counted(len(raw.single_long), 'sample')} {agree(len(raw.single_long), 'has', 'have')} "
                 f"{counted(raw.packing_length, 'token')} or "
                 f"more and {agree(len(raw.single_long), 'is a pack of its own', 'are packs of their own')}, "
-                f"{len(raw.single_long) - cut:,} uncut: {_shown(raw.single_long)}"
+                f"{len(raw.single_long) - cut:,} not truncated: {_shown(raw.single_long)}"
             ),
         )
     if raw.skipped_long:

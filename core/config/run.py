@@ -82,8 +82,8 @@ class TemplateConfig:
 
     truncation_strategy: Literal["left", "right", "raise"] | None = None
     """
-    Cut samples above the limit at that end (cut samples are long samples, and counted), or refuse
-    them; unset, they are never cut: they are long samples.
+    Truncate samples above the limit at that end (such samples are long samples, and counted), or
+    refuse them; unset, none is truncated: they are long samples.
     """
 
 

@@ -286,7 +286,7 @@ def test_a_sample_that_changed_after_planning_stops_the_run_and_is_named(write_r
 
 def test_cut_samples_are_counted_apart_from_those_that_fit(write_run, execute, text_jsonl, caplog):
     """
-    With truncation, what is cut has exactly the limit; it is a long sample and reported as cut.
+    What is truncated has exactly the limit; it is a long sample and reported as truncated.
     """
     logging.getLogger("app").propagate = True
     path = write_run(
@@ -299,7 +299,7 @@ def test_cut_samples_are_counted_apart_from_those_that_fit(write_run, execute, t
     cut = table[:, 4] == 1
     assert 0 < cut.sum() < len(table)
     assert {50} == set(table[cut, 0].tolist())
-    assert f"{cut.sum()} samples are cut to 50 tokens" in caplog.text
+    assert f"{cut.sum()} samples are truncated to 50 tokens" in caplog.text
     whole = execute(
         write_run("qwen2", name="whole", custom={"train_jsonl": str(text_jsonl)}, template={"max_length": 50})
     )
