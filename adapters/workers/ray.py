@@ -35,7 +35,7 @@ class _Actor:
 
     def meeting_point(self) -> tuple[str, int]:
         """Return an address and a free port of this worker's machine."""
-        address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        address = ray.util.get_node_ip_address()
         with socket.socket() as listener:
             listener.bind((address, 0))
             port: int = listener.getsockname()[1]
