@@ -21,7 +21,7 @@ BUDGET = Path(__file__).with_name("budget.txt")
 
 TOLERATED = 1.25
 
-YARDSTICK_S = 1.0
+YARDSTICK_S = 1.9
 """
 Processor seconds of `work` on the machine that the budget was recorded on, every core doing it.
 """
@@ -44,8 +44,15 @@ def yardstick() -> float:
 
 
 def work() -> float:
-    """Do a fixed piece of work; return its processor seconds."""
+    """
+    Do a fixed piece of work; return its processor seconds.
+
+    Machines differ more in arithmetic than in what most tests wait for, pages of memory and files
+    of libraries, so it does some of both.
+    """
     start = time.process_time()
+    import torch  # noqa: F401, PLC0415  # the cost of importing it is what is measured
+
     table = {}
     for number in range(1_900_000):
         table[number % 5003] = (number * 2_654_435_761) % 2**32
