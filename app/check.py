@@ -220,6 +220,7 @@ def main(arguments: list[str] | None = None) -> int:
             raise ConfigError.of("", "app.check compares on one process: start it without torchrun")
         config = stores.read_config(options.config, options.overrides)
         stores.require_present(config)
+        stores.require_inputs(config)
 
         from app.wiring import training
 

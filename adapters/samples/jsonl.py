@@ -207,6 +207,27 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def require_file(path: Path) -> int:
+    """
+    Return the size of a data file in bytes.
+
+    Raises:
+        DataSetError: There is no file, or it may not be looked at.
+    """
+    try:
+        # A pipe would wait for a writer, and could be read once.
+        if path.exists() and not path.is_file():
+            message = f"{path} is a folder, a pipe or a device: name a JSONL file"
+            raise DataSetError(message)
+        return path.stat().st_size
+    except OSError as error:
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: OSError) -> DataSetError:
+    return DataSetError(f"{path} cannot be read ({error.strerror}): name an existing JSONL file")
+
+
 def _scan(path: Path) -> tuple[np.ndarray[Any, np.dtype[np.int64]], int]:
     """
     Return first byte, end and line of every record, and how many say <video> or <audio>; no line is
@@ -214,13 +235,9 @@ def _scan(path: Path) -> tuple[np.ndarray[Any, np.dtype[np.int64]], int]:
     """
     rows: list[tuple[int, int, int]] = []
     num_with_tags = 0
+    size = require_file(path)
+    bar = progress(total=size, desc=f"reading {path.name}", unit=" bytes", leave=False, delay=BRIEF_S)
     try:
-        # A pipe would wait for a writer, and could be read once.
-        if path.exists() and not path.is_file():
-            message = f"{path} is a folder, a pipe or a device: name a JSONL file"
-            raise DataSetError(message)
-        size = path.stat().st_size
-        bar = progress(total=size, desc=f"reading {path.name}", unit=" bytes", leave=False, delay=BRIEF_S)
         with path.open("rb") as file, bar:
             start, line = 0, 0
             while text := file.readline(_CHUNK):
@@ -235,8 +252,7 @@ def _scan(path: Path) -> tuple[np.ndarray[Any, np.dtype[np.int64]], int]:
                 bar.update(end - start)
                 start = end
     except OSError as error:
-        message = f"{path} cannot be read ({error.strerror}): name an existing JSONL file"
-        raise DataSetError(message) from None
+        raise _unreadable(path, error) from None
     return np.array(rows, dtype=np.int64).reshape(-1, 3), num_with_tags
 
 

@@ -34,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Build, or list what cannot be built."""
     config = stores.read_config(options.config, options.overrides)
+    stores.require_inputs(config)
 
     from app.plan.building import build, list_failures
     from app.wiring import training

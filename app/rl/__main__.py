@@ -47,6 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     def command() -> None:
         config = stores.read_config(options.config, options.overrides, rl=True)
+        stores.require_inputs(config)
 
         from app.rl import loop
         from app.wiring import training

@@ -17,7 +17,7 @@ from adapters import files
 from adapters.config.run import load_config
 from adapters.config.trainer_keys import lacking, stored_keys
 from adapters.model_folder import config_model_type
-from adapters.samples.jsonl import JsonlRecords
+from adapters.samples.jsonl import JsonlRecords, require_file
 from adapters.stores.lengths import DiskLengthStore
 from adapters.stores.lock import FolderLock
 from adapters.stores.plans import DiskPlanStore
@@ -58,6 +58,20 @@ def require_present(config: RunConfig) -> None:
     """
     if found := tuple(lacking(config.training.trainer)):
         raise ConfigError("the configuration", found)
+
+
+def require_inputs(config: RunConfig) -> None:
+    """
+    Refuse a model or data that are not there, before libraries are imported that take seconds.
+
+    Raises:
+        ConfigError: The model's folder does not say what it is.
+
+        DataSetError: A data file cannot be read.
+    """
+    config_model_type(config.model)
+    for path in (*config.custom.train_jsonl, *config.custom.val_jsonl):
+        require_file(Path(path))
 
 
 def attention_of(config: RunConfig) -> Attention:

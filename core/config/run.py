@@ -28,6 +28,9 @@ PACKING_BUFFER = 512
 MAX_LINE_BYTES = 2**20
 """Bytes of a line of a data file, unless `custom.max_line_bytes` says otherwise."""
 
+MANY_EPOCHS = 10**6
+"""Epochs that no run trains: a typing error, whose steps nothing could count to."""
+
 
 def _read_only(keys: Mapping[str, Any]) -> Mapping[str, Any]:
     return MappingProxyType(dict(keys))
@@ -379,8 +382,9 @@ def _number_faults(config: RunConfig) -> Iterator[Fault]:
             "training.packing_wait_timeout_s",
             f"is {training.packing_wait_timeout_s}, but has to be a number of seconds, or 0 to wait for ever",
         )
-    if training.max_steps < 1 and not 0 < training.num_train_epochs < float("inf"):
-        yield Fault("training.num_train_epochs", f"is {training.num_train_epochs}, but has to be above 0")
+    if training.max_steps < 1 and not 0 < training.num_train_epochs < MANY_EPOCHS:
+        reason = f"is {training.num_train_epochs}, but has to be above 0 and below {MANY_EPOCHS:,}"
+        yield Fault("training.num_train_epochs", reason)
     if training.max_steps == 0 or training.max_steps < -1:
         yield Fault("training.max_steps", f"is {training.max_steps}, but has to be at least 1, or -1 for no limit")
     if not 0 <= training.seed < 2**32:

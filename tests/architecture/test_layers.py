@@ -175,6 +175,29 @@ def test_a_typo_is_refused_without_torch_and_without_swift(tmp_path, where):
     assert all([2, [], True] == one for one in loaded.values()), loaded
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("missing", ["model", "data"])
+def test_a_missing_input_is_refused_without_torch_and_without_swift(tmp_path, missing):
+    """By every command that opens the model and the data, with its path."""
+    (tmp_path / "m").mkdir()
+    if missing == "data":
+        (tmp_path / "m" / "config.json").write_text('{"model_type": "qwen2"}')
+    run = tmp_path / "run.yaml"
+    run.write_text(
+        f"model: {{model: {tmp_path}/m}}\ntemplate: {{max_length: 8}}\ncustom: {{train_jsonl: {tmp_path}/t}}\n"
+        f"training: {{output_dir: {tmp_path}/o}}\n"
+    )
+    calls = [["app.sft", str(run)], ["app.check", str(run)], ["app.plan.__main__", "build", str(run)]]
+    named = f"{tmp_path}/m is no folder" if missing == "model" else f"{tmp_path}/t cannot be read"
+
+    done = subprocess.run(
+        [sys.executable, "-c", TYPO.replace("did you mean", named), json.dumps(calls)],
+        capture_output=True, text=True, check=True, cwd=ROOT,
+    )  # fmt: skip
+
+    assert [[2, [], True]] * 3 == list(json.loads(done.stdout).values())
+
+
 HELP = """
 import contextlib, importlib, io, json, sys
 loaded = {}

@@ -151,6 +151,17 @@ def test_keys_that_mean_nothing_here_are_refused_with_what_to_do(key):
     assert REFUSED_TRAINING_KEYS[key] == faults_of(minimal(**{key: 1}))[f"training.{key}"]
 
 
+@pytest.mark.parametrize("epochs", [0, -1, 1e6, 1e300, float("inf"), float("nan")])
+def test_epochs_that_no_run_trains_are_a_typing_error(epochs):
+    """Unless `max_steps` decides."""
+    assert (
+        "has to be above 0 and below 1,000,000"
+        in faults_of(minimal(num_train_epochs=epochs))["training.num_train_epochs"]
+    )
+    assert parse(minimal(num_train_epochs=999_999))
+    assert parse(minimal(num_train_epochs=1, max_steps=3))
+
+
 def test_the_order_needs_a_seed():
     """From 0; without one it is that of the run."""
     assert "has to be a whole number of at least 0" in faults_of(minimal(data_seed=-1))["training.data_seed"]
