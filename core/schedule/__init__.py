@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from core.schedule.schedule import ORDER_VERSION, EpochSchedule, Progress, ResumeState
+from core.schedule.schedule import ORDER_VERSION, EpochSchedule, EpochSegment, Progress, ResumeState
 from core.schedule.telemetry import EpochStats, PackStats
 
-__all__ = ["ORDER_VERSION", "EpochSchedule", "EpochStats", "PackStats", "Progress", "ResumeState"]
+__all__ = ["ORDER_VERSION", "EpochSchedule", "EpochSegment", "EpochStats", "PackStats", "Progress", "ResumeState"]

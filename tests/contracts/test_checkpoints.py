@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from adapters.trainer import checkpoints
 from adapters.trainer.checkpoints import find_checkpoint, read_resume_state, remove_digests, to_state, write_digests
 from core.errors import ConfigError
-from core.schedule import Progress, ResumeState
+from core.schedule import EpochSegment, Progress, ResumeState
 
 names = st.sampled_from(
     ["model.safetensors", "optimizer.pt", "rng_state_0.pth", "global_step7/zero_0.pt", "config.json"]
@@ -72,6 +72,19 @@ def test_ranks_take_the_same_checkpoint(tmp_path: Path, monkeypatch, rank, says)
 
     with pytest.raises(ConfigError, match=says):
         find_checkpoint(str(tmp_path), "", group=TwoRanks(rank, other=rank == 1))
+
+
+def test_segments_of_an_older_checkpoint_are_read(tmp_path: Path):
+    """It calls them stretches."""
+    segment = EpochSegment(world_size=2, dataloader_drop_last=False, pack_offset=4)
+    progress = Progress(step=3, epoch=1, epoch_step=2, segments=(segment,))
+    resume_state = ResumeState("a1", "d", 1, True, "full", 1, progress)  # noqa: FBT003
+    state = to_state(resume_state, attn_impl="varlen")
+    saved = state["packplan"]["progress"]
+    saved["stretches"] = saved.pop("segments")
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"stateful_callbacks": state}))
+
+    assert resume_state == read_resume_state(tmp_path)
 
 
 def test_a_checkpoint_says_in_which_order_it_was_trained(tmp_path: Path):

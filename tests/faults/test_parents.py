@@ -106,6 +106,30 @@ def test_a_process_whose_parent_is_gone_already_ends_at_once(tmp_path):
     wait_for(lambda: not lives(pid), "it went on")
 
 
+WATCHER = """
+import sys, time
+from adapters.lifeline import end_with_process
+end_with_process(int(sys.argv[1]))
+print("watching", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_process_ends_with_one_that_is_not_its_parent():
+    """As Ray's actors end with their driver; at once if that is gone already."""
+    watch = [sys.executable, "-c", WATCHER]
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as other:
+        with subprocess.Popen([*watch, str(other.pid)], cwd=ROOT, stdout=subprocess.PIPE, text=True) as watcher:
+            assert "watching\n" == watcher.stdout.readline()
+            assert watcher.poll() is None
+            other.kill()
+            assert -signal.SIGKILL == watcher.wait(DEADLINE_S)
+        other.wait()
+    with subprocess.Popen([*watch, str(other.pid)], cwd=ROOT, stdout=subprocess.PIPE, text=True) as late:
+        assert -signal.SIGKILL == late.wait(DEADLINE_S)
+        assert "" == late.stdout.read()
+
+
 STARTERS = {
     "adapters/lifeline.py": {"multiprocessing", "concurrent"},
     "adapters/ranks/heartbeat.py": {"multiprocessing"},
