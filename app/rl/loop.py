@@ -37,7 +37,7 @@ from core.shard import Sharding, batch_metrics, pooled, shard_dynamic, shard_pac
 from core.shuffling import shuffled
 
 if TYPE_CHECKING:
-    from adapters.samples.encoder import SwiftSamples
+    from adapters.samples.encoder import SwiftEncoder
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ def make_room(folder: Path, *, overwrite: bool) -> None:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def run(config: RunConfig, workers: Workers, samples: SwiftSamples) -> list[dict[str, Any]]:
+def run(config: RunConfig, workers: Workers, samples: SwiftEncoder) -> list[dict[str, Any]]:
     """
     Train a policy; return what was logged of each step.
 
@@ -241,7 +241,7 @@ def _step(config: RunConfig, workers: Workers, asked: BatchedData, *, shards: in
     }
 
 
-def _encoded_prompts(config: RunConfig, samples: SwiftSamples, *, shown: bool) -> list[list[int]]:
+def _encoded_prompts(config: RunConfig, samples: SwiftEncoder, *, shown: bool) -> list[list[int]]:
     """Encode all prompts; RecordError if one leaves no room for an answer."""
     room = config.packing_length - config.grpo.max_new_tokens
     prompts: list[list[int]] = []
@@ -274,7 +274,7 @@ def _drawn(config: RunConfig, num_prompts: int) -> Iterator[NDArray[np.int64]]:
         waiting = waiting[size:]
 
 
-def _asked(samples: SwiftSamples, prompts: Sequence[Sequence[int]], drawn: NDArray[np.int64]) -> BatchedData:
+def _asked(samples: SwiftEncoder, prompts: Sequence[Sequence[int]], drawn: NDArray[np.int64]) -> BatchedData:
     """Return the drawn prompts as a batch, with their records' own answers."""
     indices = drawn.tolist()
     return BatchedData.of(

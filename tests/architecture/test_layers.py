@@ -114,7 +114,7 @@ def test_no_pickle_and_no_unsafe_yaml():
 
 def test_only_wiring_constructs_adapters():
     """Commands and planning get them handed in; classes of adapters are called in wiring alone."""
-    classes = {"SwiftSamples", "JsonlRecords", "DiskLengthStore", "DiskPlanStore", "TorchGroup", "PackTrainer"}
+    classes = {"SwiftEncoder", "SwiftMeasurer", "DiskLengthStore", "DiskPlanStore", "TorchGroup", "PackTrainer"}
     called = {
         (path.parent.name, node.func.id)
         for path in (ROOT / "app").rglob("*.py")

@@ -310,14 +310,15 @@ def test_cut_samples_are_counted_apart_from_those_that_fit(write_run, execute, t
 def test_several_processes_measure_the_same(demo, write_run, monkeypatch):
     """A pool of two gives the table of one process, and the first bad record's own error."""
     from adapters import lifeline
-    from adapters.samples import encoder
+    from adapters.samples import measurer
     from app.wiring import training
 
-    monkeypatch.setattr(encoder.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(measurer.os, "cpu_count", lambda: 2)
     # Workers that are spawned import the stack, too; these come from the server, which has.
     context = server_context()
     monkeypatch.setattr(lifeline.multiprocessing, "get_context", lambda _: context)
-    samples = training.open_samples(training.read_config(write_run()), pool_start_s=0.0)["train"]
+    config = training.read_config(write_run())
+    samples = training.open_measurer(config, training.open_samples(config)["train"], pool_start_s=0.0)
     assert 2 == samples._workers
 
     assert [samples.outcome(index, in_full=True) for index in range(40)] == list(
