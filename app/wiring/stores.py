@@ -17,6 +17,7 @@ from adapters import files
 from adapters.config.run import load_config
 from adapters.config.trainer_keys import lacking, stored_keys
 from adapters.model_folder import config_model_type
+from adapters.policy_folder import PolicyFolder
 from adapters.samples.files import open_records
 from adapters.stores.lengths import DiskLengthStore
 from adapters.stores.lock import FolderLock
@@ -138,6 +139,11 @@ def records_of(config: RunConfig, split: str) -> Records:
     one cannot be read.
     """
     return open_records(config.custom.train_jsonl if split == "train" else config.custom.val_jsonl)
+
+
+def open_policy_folder(config: RunConfig) -> PolicyFolder:
+    """Return where a run of reinforcement learning keeps its log and its policies."""
+    return PolicyFolder(config.training.output_dir)
 
 
 def page_target(path: Path) -> Path:

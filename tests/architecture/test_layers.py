@@ -125,6 +125,19 @@ def test_only_wiring_constructs_adapters():
     assert {("wiring", name) for name in classes} == called
 
 
+def test_one_place_knows_the_formats_of_data_files():
+    """Another format is a file beside it, and a line in it."""
+    importers = {
+        str(path.relative_to(ROOT))
+        for layer in ("adapters", "app")
+        for path in (ROOT / layer).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and node.module == "adapters.samples.jsonl"
+    }
+
+    assert {"adapters/samples/files.py"} == importers
+
+
 def programs() -> list[str]:
     """Return every module that `python -m` runs, but for the one that hands over to them."""
     files = [*(ROOT / "app").glob("[!_]*.py"), *(ROOT / "app").glob("*/__main__.py")]
