@@ -61,7 +61,7 @@ def run(config: RunConfig, group: RankGroup) -> Result:
     training.require_isolation(config, packed=config.training.packing)
     prepared = prepare(config, group)
     checkpoint = prepared.checkpoint
-    prepared.trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    prepared.trainer.train(resume_from_checkpoint=None if checkpoint is None else checkpoint.folder)
     return _result(config, prepared)
 
 

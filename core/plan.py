@@ -136,32 +136,55 @@ def build_raw_plan(
 
     grouped = pack(array[short], capacity=packing_length, algorithm=policy.algorithm, seed=policy.seed, report=report)
     grouped = Packs(grouped.offsets, short[grouped.indices])
-    keep = np.ones(len(grouped), dtype=bool)
-    if policy.drop_last:
-        keep = grouped.loads(array) >= min_load(policy.min_fill_ratio, packing_length)
-    kept, dropped = grouped.take(np.flatnonzero(keep)), grouped.take(np.flatnonzero(~keep))
-
+    kept, dropped = _filtered(grouped, array, policy)
     single = Packs(np.arange(long.size + 1), long) if allow_single_long else Packs.from_lists([])
     packs = by_first_index(concatenate([kept, single]))
-    effort = inf if policy.algorithm == "certified" else BOUND_EFFORT + BOUND_EFFORT_OF_A_SAMPLE * array.size
     if not len(packs):
         raise _empty_plan(array, 0 if allow_single_long else long.size, dropped, policy)
     report(f"{counted(len(grouped), 'pack')}, looking for the plan's bound")
+    effort = inf if policy.algorithm == "certified" else BOUND_EFFORT + BOUND_EFFORT_OF_A_SAMPLE * array.size
     bound = find_bound(array[short], capacity=packing_length, known=len(grouped), effort=0 if quick_bound else effort)
+    return _counted(
+        array, packs, long, dropped, packing_length=packing_length, allow_single_long=allow_single_long,
+        lower_bound=len(single) + bound.packs, bound_kind=bound.kind,
+    )  # fmt: skip
+
+
+def _filtered(grouped: Packs, lengths: IntArray, policy: PlanPolicy) -> tuple[Packs, Packs]:
+    """Return the packs that the fill filter lets pass, and those that it drops."""
+    keep = np.ones(len(grouped), dtype=bool)
+    if policy.drop_last:
+        keep = grouped.loads(lengths) >= min_load(policy.min_fill_ratio, policy.packing_length)
+    return grouped.take(np.flatnonzero(keep)), grouped.take(np.flatnonzero(~keep))
+
+
+def _counted(
+    lengths: IntArray,
+    packs: Packs,
+    long: IntArray,
+    dropped: Packs,
+    *,
+    packing_length: int,
+    allow_single_long: bool,
+    lower_bound: int,
+    bound_kind: BoundKind,
+) -> RawPlan:
+    """Return the plan of these packs, with what it counts; *long* are packs, or skipped."""
+    single, skipped = (long, long[:0]) if allow_single_long else (long[:0], long)
     return RawPlan(
         packs=packs,
-        single_long=tuple(single.indices.tolist()),
-        skipped_long=() if allow_single_long else tuple(long.tolist()),
+        single_long=tuple(single.tolist()),
+        skipped_long=tuple(skipped.tolist()),
         dropped_packs=dropped,
         packing_length=packing_length,
-        num_samples=array.size,
-        num_tokens=_tokens(array),
-        planned_tokens=_tokens(array[packs.indices]),
-        dropped_tokens=_tokens(array[dropped.indices]),
-        skipped_tokens=0 if allow_single_long else _tokens(array[long]),
-        long_tokens=_tokens(array[single.indices]),
-        lower_bound=len(single) + bound.packs,
-        bound_kind=bound.kind,
+        num_samples=lengths.size,
+        num_tokens=_tokens(lengths),
+        planned_tokens=_tokens(lengths[packs.indices]),
+        dropped_tokens=_tokens(lengths[dropped.indices]),
+        skipped_tokens=_tokens(lengths[skipped]),
+        long_tokens=_tokens(lengths[single]),
+        lower_bound=lower_bound,
+        bound_kind=bound_kind,
     )
 
 
@@ -253,25 +276,14 @@ def one_sample_packs(lengths: Lengths, *, packing_length: int, allow_single_long
     """
     array = as_lengths(lengths)
     is_long = array >= packing_length
-    long = tuple(np.flatnonzero(is_long).tolist())
     kept = np.arange(array.size) if allow_single_long else np.flatnonzero(~is_long)
     if not kept.size:
-        raise EmptyPlanError(array.size, len(long), packing_length)
-    return RawPlan(
-        packs=Packs(np.arange(kept.size + 1), kept),
-        single_long=long if allow_single_long else (),
-        skipped_long=() if allow_single_long else long,
-        dropped_packs=Packs.from_lists([]),
-        packing_length=packing_length,
-        num_samples=array.size,
-        num_tokens=_tokens(array),
-        planned_tokens=_tokens(array[kept]),
-        dropped_tokens=0,
-        skipped_tokens=_tokens(array) - _tokens(array[kept]),
-        long_tokens=_tokens(array[is_long]) if allow_single_long else 0,
-        lower_bound=kept.size,
-        bound_kind="reached",
-    )
+        raise EmptyPlanError(array.size, int(is_long.sum()), packing_length)
+    return _counted(
+        array, Packs(np.arange(kept.size + 1), kept), np.flatnonzero(is_long), Packs.from_lists([]),
+        packing_length=packing_length, allow_single_long=allow_single_long,
+        lower_bound=kept.size, bound_kind="reached",
+    )  # fmt: skip
 
 
 _COUNTS = (

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import attrs
 import numpy as np
 from numpy.typing import NDArray
 
 from core.align import AlignedPlan
-from core.errors import Difference
+from core.errors import CorruptArtefactError, Difference
 from core.fingerprint import Fingerprint
 from core.lengths import IntArray
 from core.plan import RawPlan
@@ -31,6 +31,10 @@ class Records(Protocol):
 
     def __getitem__(self, index: int, /) -> Any:
         """Return a record's JSON value; RecordError naming its place if there is none."""
+
+    @property
+    def num_with_media_tags(self) -> int:
+        """How many records say `<video>` or `<audio>`."""
 
     def where(self, index: int, /) -> Place:
         """Return where the record stands."""
@@ -185,8 +189,34 @@ class StoredPlan:
     """World sizes for which it was aligned, ascending."""
 
 
-class LengthStore(Protocol):
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Inspectable(Protocol[T_co]):
+    """Shows what is stored, whatever it was made from, and writes nothing."""
+
+    @property
+    def where(self) -> str:
+        """Where it is stored, as messages name it."""
+
+    def inspect(self) -> T_co | None:
+        """
+        Return what is stored, None if nothing is; CorruptArtefactError if it is not what was
+        written.
+        """
+
+    def damage(self) -> Iterator[CorruptArtefactError]:
+        """Yield all that is not what was written, or does not fit the rest."""
+
+
+class LengthStore(Inspectable[StoredLengths], Protocol):
     """Keeps measurements between runs, and while a run measures."""
+
+    def origin(self) -> Origin | None:
+        """
+        Return what the stored rows are of, without reading them; None if nothing is stored,
+        CorruptArtefactError if that is damaged.
+        """
 
     def resume(self, key: Fingerprint, num_samples: int, data_digest: Callable[[int], str], /) -> Stored:
         """
@@ -250,7 +280,7 @@ class LengthStore(Protocol):
         """Return the digest of all rows."""
 
 
-class PlanStore(Protocol):
+class PlanStore(Inspectable[StoredPlan], Protocol):
     """Keeps raw plans between runs."""
 
     def load(self, key: Fingerprint, /) -> RawPlan | None:
@@ -265,6 +295,9 @@ class PlanStore(Protocol):
 
 class Lock(Protocol):
     """Lets one job at a time write where the stores are."""
+
+    def require_writable(self) -> None:
+        """Make the place of the stores; OutputError if its holder could not write there."""
 
     def held(
         self, *, timeout_s: float, report: ReportProgress, limit_s: float | None = None

@@ -16,7 +16,7 @@ from core.align import AlignedPlan
 from core.errors import CorruptArtefactError, Difference, RecordError, StaleLengthsError
 from core.fingerprint import Fingerprint
 from core.plan import RawPlan
-from core.ports import Arrays, ReportProgress, Stored
+from core.ports import Arrays, Origin, ReportProgress, Stored, StoredLengths, StoredPlan
 from core.samples import COLUMNS, IMAGE_COLUMNS, ImageFacts, ImageTable, Measured, Measurement, Outcome, Table
 
 
@@ -136,8 +136,11 @@ class GuessingSource(ListSource):
 class MemoryLengthStore:
     """A length store without a disk."""
 
+    where = "memory"
+
     def __init__(self) -> None:
         self.key: Fingerprint | None = None
+        self.num_samples = 0
         self.flushes: list[int] = []
         self.data = ""
         self.in_full = False
@@ -146,7 +149,7 @@ class MemoryLengthStore:
         self._images: list[tuple[int, ...]] = []
 
     def resume(self, key: Fingerprint, num_samples: int, data_digest: Callable[[int], str]) -> Stored:
-        self.key = self.key or key
+        self.key, self.num_samples = self.key or key, num_samples
         return self.read(key, num_samples, data_digest)
 
     def read(self, key: Fingerprint, num_samples: int, data_digest: Callable[[int], str]) -> Stored:
@@ -155,9 +158,24 @@ class MemoryLengthStore:
         measured = len(self._rows)
         if measured > num_samples or (measured and data_digest(measured) != self.data):
             raise StaleLengthsError("memory", (Difference("data", self.data, "other"),))
+        return self._stored()
+
+    def _stored(self) -> Stored:
         table = np.array(self._rows, dtype=np.int32).reshape(-1, len(COLUMNS))
         images = np.array(self._images, dtype=np.int64).reshape(-1, len(IMAGE_COLUMNS))
         return Stored(table, images, self.in_full, self.probe)
+
+    def origin(self) -> Origin | None:
+        if self.key is None or not self.flushes:
+            return None
+        return Origin(self.key, self.num_samples, len(self._rows), self.data)
+
+    def inspect(self) -> StoredLengths | None:
+        origin = self.origin()
+        return None if origin is None else StoredLengths(origin, self._stored(), self.digest())
+
+    def damage(self) -> Iterator[CorruptArtefactError]:
+        yield from ()
 
     def append(
         self,
@@ -177,6 +195,7 @@ class MemoryLengthStore:
     def discard(self) -> None:
         self._rows.clear()
         self._images.clear()
+        self.flushes.clear()
         self.in_full, self.probe = False, None
 
     def digest(self) -> str:
@@ -191,6 +210,9 @@ class FreeLock:
     def __init__(self) -> None:
         self.waits: list[float] = []  # seconds that each holder would have waited
         self.limits: list[float | None] = []  # and that an error would have named
+
+    def require_writable(self) -> None:
+        """Write anywhere."""
 
     @contextmanager
     def held(self, *, timeout_s: float, report: ReportProgress, limit_s: float | None = None) -> Iterator[None]:
@@ -207,20 +229,33 @@ class FreeLock:
 class MemoryPlanStore:
     """A plan store without a disk; counts its writes."""
 
+    where = "memory"
+
     def __init__(self) -> None:
-        self.plans: dict[str, RawPlan] = {}
+        self._kept: tuple[Fingerprint, RawPlan] | None = None
         self.saves = 0
         self.aligned: list[int] = []
+        self._aligned_of: set[tuple[str, int]] = set()
 
     def load(self, key: Fingerprint) -> RawPlan | None:
-        return self.plans.get(key.digest)
+        return self._kept[1] if self._kept and not self._kept[0].differences(key) else None
+
+    def inspect(self) -> StoredPlan | None:
+        if self._kept is None:
+            return None
+        key, plan = self._kept
+        return StoredPlan(key, plan, tuple(sorted(size for of, size in self._aligned_of if of == key.digest)))
+
+    def damage(self) -> Iterator[CorruptArtefactError]:
+        yield from ()
 
     def save(self, key: Fingerprint, plan: RawPlan) -> None:
         self.saves += 1
-        self.plans = {key.digest: plan}
+        self._kept = key, plan
 
     def save_aligned(self, key: Fingerprint, aligned: AlignedPlan) -> None:
         self.aligned.append(aligned.world_size)
+        self._aligned_of.add((key.digest, aligned.world_size))
 
 
 class TornPlanStore(MemoryPlanStore):

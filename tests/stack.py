@@ -16,7 +16,7 @@ from transformers.models.auto.video_processing_auto import video_processor_class
 # What the commands and the libraries import when they first need it.
 for module in (
     "adapters.ranks.torch_group",
-    "adapters.samples.encoder",
+    "adapters.samples.measurer",
     "adapters.trainer.arguments",
     "adapters.trainer.dynamic_dataset",
     "adapters.trainer.equality",

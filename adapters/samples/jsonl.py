@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 import mmap
-import os
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -146,24 +145,6 @@ class JsonlRecords:
             end -= 1
         for place in range(start, end, _CHUNK):
             yield held[place : min(place + _CHUNK, end)]
-
-
-def rebased(record: Any, folder: Path, onto: Path) -> Any:
-    """
-    Return a record of a file in *folder* as one in *onto* has to read: with the same images.
-
-    Args:
-        record: A record's JSON value.
-
-        folder: Where its relative images start.
-
-        onto: Folder of the file that it is written to.
-    """
-    images = record.get("images") if isinstance(record, dict) else None
-    if not images:
-        return record
-    paths = [images] if isinstance(images, str) else images
-    return {**record, "images": [os.path.relpath(folder / image, onto) for image in paths]}
 
 
 class _UnreadableNumberError(Exception):

@@ -149,6 +149,11 @@ class DiskLengthStore:
             raise StaleLengthsError(str(self.folder), differences)
         return self._rows(manifest)
 
+    @property
+    def where(self) -> str:
+        """Return the folder; see `core.ports.Inspectable`."""
+        return str(self.folder)
+
     def origin(self) -> Origin | None:
         """Return what the stored rows are of, as the manifest says; None if nothing is stored."""
         manifest = files.read_manifest(self._manifest, SCHEMA)

@@ -58,6 +58,11 @@ class DiskPlanStore:
             return None
         return self._plan(manifest, self._arrays(manifest))
 
+    @property
+    def where(self) -> str:
+        """Return the folder; see `core.ports.Inspectable`."""
+        return str(self.folder)
+
     def inspect(self) -> StoredPlan | None:
         """
         Verify and return what is stored, whatever it was planned from, writing nothing; None if

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import attrs
 import cattrs
 from cattrs.errors import BaseValidationError
 
@@ -43,6 +44,24 @@ _DIGESTS = "packplan_digests_*.json"
 """
 The digests of the checkpoint's other files, of each rank's share of them one file: name -> SHA-256.
 """
+
+
+@attrs.frozen
+class Checkpoint:
+    """What a run needs of a checkpoint that `find_checkpoint` found."""
+
+    folder: str
+
+    resume_state: ResumeState
+    """How far which plan was trained."""
+
+    attention: str | None
+    """The attention backend that trained it; None if it does not say."""
+
+    @classmethod
+    def read(cls, folder: Path) -> Checkpoint:
+        """Read what is asked of a checkpoint, its weights aside."""
+        return cls(str(folder), read_resume_state(folder), read_attention(folder))
 
 
 def find_checkpoint(wanted: str, output_dir: str, *, group: RankGroup) -> Path:

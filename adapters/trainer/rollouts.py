@@ -14,7 +14,7 @@ from adapters import torchvision_shim  # noqa: F401  # before transformers and s
 
 import torch
 
-from adapters.samples.encoder import SwiftSamples
+from adapters.samples.encoder import SwiftEncoder
 from adapters.trainer.packed_dataset import Sample
 from core.errors import ConfigError
 from core.rl import Reward, Sampling
@@ -24,7 +24,7 @@ from core.stream import Order
 class RecordStream:
     """The records of a data set, encoded, in an order of each epoch."""
 
-    def __init__(self, samples: SwiftSamples, order: Order) -> None:
+    def __init__(self, samples: SwiftEncoder, order: Order) -> None:
         self.encoded, self._order, self._epoch = samples, order, 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -63,7 +63,7 @@ class RolloutStream(RecordStream):
 
     def __init__(
         self,
-        samples: SwiftSamples,
+        samples: SwiftEncoder,
         order: Order,
         *,
         model: Any,

@@ -26,7 +26,7 @@ from app.bench.measure import Measured, measure
 from app.demo.tiny_models import write_model
 from app.planning.deadline import Deadline
 from app.planning.measure import measure as measure_lengths
-from app.planning.split import Stores, plan_split
+from app.planning.split import GatheredSplit, Planner, Stores
 from app.wiring import training
 from app.wiring.stores import open_stores
 from core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
@@ -163,7 +163,7 @@ def _config(folder: Path, data: Path, workers: int) -> RunConfig:
 
 def _measure(kind: Kind, way: str, config: RunConfig) -> Row:
     def prepare() -> Callable[[], tuple[float, float]]:
-        samples = training.open_samples(config, pool_start_s=0.0)["train"]
+        samples = training.open_measurer(config, training.open_samples(config)["train"], pool_start_s=0.0)
         return lambda: _seconds_of(samples.measure_many(range(len(samples)), in_full=way == "full"), kind.num_samples)
 
     outcome = measure(prepare, list, repeat=1, limit_s=600)
@@ -239,9 +239,7 @@ def _rank_memory(stores: Stores) -> int:
 
         def plan() -> int:
             with joined:
-                planned = plan_split(
-                    "train", POLICY, source=source, stores=stores, group=group, flush_every=None, deadline=Deadline(600)
-                )
+                planned = Planner(group, Deadline(600)).plan(GatheredSplit("train", POLICY, source, stores))
                 return len(planned.aligned.packs)
 
         return plan

@@ -11,10 +11,10 @@ import argparse
 from collections.abc import Mapping
 
 from app.cli.command import add_config_arguments, positive_number
+from app.planning.split import GatheredSplit
 from app.training.schedule import require_static
 from app.wiring import stores
 from core.errors import ConfigError
-from core.ports import LengthSource
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,20 +37,20 @@ def run(options: argparse.Namespace) -> None:
     stores.require_inputs(config)
 
     from app.plan.building import build, list_failures
-    from app.wiring import training
+    from app.wiring.gather import gather
+    from app.wiring.training import joined_ranks, local_ranks
 
-    splits = [options.split] if options.split else ["train", "eval"]
     if options.list_failures:
-        list_failures(_chosen(training.open_samples(config), splits))
+        list_failures(_chosen(gather(config).splits, options.split))
         return
-    with training.joined_ranks({"use_cpu": True}) as group:
+    with joined_ranks({"use_cpu": True}) as group:
         require_static(config)
-        samples = _chosen(training.open_samples(config, measuring_ranks=training.local_ranks()), splits)
-        build(config, group, samples=samples, world_size=options.world_size)
+        splits = _chosen(gather(config, measuring_ranks=local_ranks()).splits, options.split)
+        build(config, group, splits=splits, world_size=options.world_size)
 
 
-def _chosen(samples: Mapping[str, LengthSource], splits: list[str]) -> dict[str, LengthSource]:
-    chosen = {split: source for split, source in samples.items() if split in splits}
+def _chosen(splits: Mapping[str, GatheredSplit], wanted: str | None) -> list[GatheredSplit]:
+    chosen = [split for name, split in splits.items() if wanted in (None, name)]
     if not chosen:
         raise ConfigError.of("custom.val_jsonl", "is not set, so there is no eval split")
     return chosen

@@ -5,26 +5,24 @@ Samples -> lengths and plans, as training would make them, by one process or by 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Sequence
 from functools import partial
 
-from app.planning.deadline import Deadline
-from app.planning.log_lines import describe
+from app.planning.log_lines import log_plan
 from app.planning.measure import failures
 from app.planning.measure_slices import measure_slices
-from app.planning.split import Alignment, plan_split, usable_folders
+from app.planning.split import GatheredSplit, Planner
 from app.training.schedule import warn_of_ignored
-from app.wiring.stores import open_slice, open_stores, remove_slices, split_folder
+from app.wiring.stores import open_slice, remove_slices
 from core.config import RunConfig
 from core.errors import DataSetError, counted
-from core.policy import PlanPolicy
-from core.ports import LengthSource, RankGroup
+from core.ports import RankGroup
 
 log = logging.getLogger(__name__)
 
 
 def build(
-    config: RunConfig, group: RankGroup, *, samples: Mapping[str, LengthSource], world_size: int | None = None
+    config: RunConfig, group: RankGroup, *, splits: Sequence[GatheredSplit], world_size: int | None = None
 ) -> None:
     """
     Measure and plan as training would.
@@ -34,7 +32,7 @@ def build(
 
         group: The ranks that measure.
 
-        samples: Of each split that is to be built.
+        splits: What is to be built.
 
         world_size: Ranks to align for; None takes those that measure.
 
@@ -43,39 +41,29 @@ def build(
     """
     if group.rank == 0:
         warn_of_ignored(config)
-    training = config.training
-    deadline = Deadline(training.packing_wait_timeout_s)
-    folders = [split_folder(training.output_dir, split) for split in samples]
-    group.from_rank_zero(lambda _: usable_folders(folders), **deadline.wait())
-    for split, source in samples.items():
-        stores, policy = open_stores(config, split), PlanPolicy.of(config, split)
-        flush_every = training.packing_length_cache_persist_every
+    planner = Planner.of(config, group)
+    planner.require_writable(splits)
+    for split in splits:
         if group.world_size > 1:
             measure_slices(
-                split, source, stores.lengths, stores.lock, partial(open_slice, config, split),
-                group=group, flush_every=flush_every, deadline=deadline,
+                split, partial(open_slice, config, split.name),
+                group=group, flush_every=planner.flush_every, deadline=planner.deadline,
             )  # fmt: skip
-        planned = plan_split(
-            split, policy, alignment=Alignment.of(config, split), source=source, stores=stores, group=group,
-            flush_every=flush_every, deadline=deadline, world_size=world_size,
-        )  # fmt: skip
+        planned = planner.plan(split, world_size=world_size)
         if group.rank == 0:
-            remove_slices(config, split)
-            for level, line in describe(planned, policy):
-                log.log(level, line)
+            remove_slices(config, split.name)
+            log_plan(planned, split.policy)
 
 
-def list_failures(samples: Mapping[str, LengthSource]) -> None:
+def list_failures(splits: Sequence[GatheredSplit]) -> None:
     """Print every record that cannot become a sample; DataSetError if there is one."""
     found = 0
-    for split, source in samples.items():
-        for error in failures(split, source):
+    for split in splits:
+        for error in failures(split.name, split.source):
             print(error)
             found += 1
     if found:
-        message = (
-            f"{found:,} of {counted(sum(map(len, samples.values())), 'record')} cannot become samples: fix or "
-            "remove what is named above"
-        )
+        total = sum(len(split.source) for split in splits)
+        message = f"{found:,} of {counted(total, 'record')} cannot become samples: fix or remove what is named above"
         raise DataSetError(message)
     log.info("all records can become samples")

@@ -52,9 +52,13 @@ class Side:
         config = stores.read_config(name, overrides)
         return cls(name, config.training.output_dir, config)
 
-    def folder(self, split: str) -> Path:
-        """Return the folder of a split's artefacts."""
-        return stores.split_folder(self.output_dir, split)
+    def has(self, split: str) -> bool:
+        """Return whether there is a place for a split's artefacts."""
+        return stores.has_split(self.output_dir, split)
+
+    def open(self, split: str) -> StoredSplit:
+        """Return what is stored of a split; NotBuiltError if that is nothing, or not all."""
+        return open_split(split, stores.stores_in(self.output_dir, split))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +82,7 @@ def run(options: argparse.Namespace) -> None:
     first, second = (Side.of(name, options.overrides) for name in (options.first, options.second))
     if options.overrides and first.config is second.config is None:
         raise ConfigError.of(options.overrides[0], "overrides a key of a YAML, but A and B are folders: remove it")
-    both_have_eval = all(side.folder("eval").is_dir() for side in (first, second))
+    both_have_eval = all(side.has("eval") for side in (first, second))
     splits = [options.split] if options.split else ["train", *(["eval"] if both_have_eval else [])]
     compared = {split: _compare(first, second, split, options.world_size) for split in splits}
     if options.json:
@@ -90,7 +94,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _compare(first: Side, second: Side, split: str, world_size: int | None) -> dict[str, Any]:
-    one, other = open_split(first.folder(split)), open_split(second.folder(split))
+    one, other = first.open(split), second.open(split)
     samples = plan_difference(one.plan.plan, other.plan.plan, one.lengths.tokens, other.lengths.tokens)
     figures = figure_differences(one.summary(), other.summary())
     if first.config is not None and second.config is not None:

@@ -33,9 +33,8 @@ class Explainer:
         """
         Open the data of a split, where they are here and have as many records as were measured.
         """
-        paths = config.custom.train_jsonl if view.stored.name == "train" else config.custom.val_jsonl
         try:
-            records = stores.open_records(paths)
+            records = stores.records_of(config, view.stored.name)
         except DataSetError:
             return cls(view, None)
         return cls(view, records if len(records) == view.stored.lengths.origin.num_samples else None)

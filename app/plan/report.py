@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> None:
     )  # fmt: skip
     page = environment.get_template("page.html").render(
         title=options.config,
-        folder=str(stores.split_folder(config.training.output_dir, "").parent),
+        folder=str(Path(config.training.output_dir)),
         splits=[_as_variables(one) for one in progress(views, desc="drawing", unit=" splits")],
     )
     stores.write_page(options.output, page)

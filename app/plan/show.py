@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> None:
 
 def _print(view: PlanView) -> None:
     console = Console(width=None if Console().is_terminal else 100, highlight=False)
-    console.print(f"{view.stored.name}: {view.stored.folder}", style="bold", markup=False, soft_wrap=True)
+    console.print(f"{view.stored.name}: {view.stored.where}", style="bold", markup=False, soft_wrap=True)
     for line in view.warnings:
         console.print(f"warning: {line}", style="yellow", markup=False, soft_wrap=True)
     table = Table(show_header=False)

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import attrs
 
 from app.planning.log_lines import describe
-from app.planning.split import Alignment, PlannedSplit
+from app.planning.split import Alignment, PlannedSplit, Stores
 from app.training.schedule import batch_of, evaluation_schedule_of, require_static, schedule_of
 from app.wiring import stores
 from core.align import AlignedPlan
 from core.batch import partial_window
-from core.checksum import plan_checksum
 from core.config import RunConfig
 from core.equality import Attention
 from core.errors import (
@@ -31,7 +29,7 @@ from core.fingerprint import Fingerprint, configured_inputs
 from core.inspection import PlanSummary, ScheduleSummary, summarise, summarise_schedule
 from core.plan import build_raw_plan, refuse_dropped, refuse_longer
 from core.policy import PlanPolicy
-from core.ports import StoredLengths, StoredPlan
+from core.ports import LengthStore, StoredLengths, StoredPlan
 from core.schedule import EpochSchedule
 
 
@@ -40,7 +38,7 @@ class StoredSplit:
     """Lengths and plan of one split, which belong together."""
 
     name: str
-    folder: Path
+    where: str
     lengths: StoredLengths
     plan: StoredPlan
 
@@ -80,43 +78,43 @@ def splits_of(config: RunConfig, split: str | None) -> list[str]:
     return having if split is None else [split]
 
 
-def open_lengths(folder: Path) -> StoredLengths:
+def open_lengths(store: LengthStore) -> StoredLengths:
     """
-    Return the lengths in a split's folder.
+    Return the lengths of all samples of a split.
 
     Raises:
         NotBuiltError: None are stored, or not all.
 
         CorruptArtefactError: They are not what was written.
     """
-    lengths = stores.stored_lengths(folder)
+    lengths = store.inspect()
     if lengths is None:
-        raise NotBuiltError(str(folder), "holds no lengths")
+        raise NotBuiltError(store.where, "holds no lengths")
     measured = len(lengths.rows.table)
     if measured < lengths.origin.num_samples:
         reason = (
             f"holds the lengths of {measured:,} of {counted(lengths.origin.num_samples, 'sample')}, since measuring "
             "was interrupted"
         )
-        raise NotBuiltError(str(folder), reason)
+        raise NotBuiltError(store.where, reason)
     return lengths
 
 
-def open_split(folder: Path) -> StoredSplit:
+def open_split(name: str, kept: Stores) -> StoredSplit:
     """
-    Return lengths and plan in a split's folder.
+    Return lengths and plan of a split.
 
     Raises:
         NotBuiltError: They are not stored, or not both of the same lengths.
 
         CorruptArtefactError: They are not what was written.
     """
-    lengths, plan = open_lengths(folder), stores.stored_plan(folder)
+    lengths, plan = open_lengths(kept.lengths), kept.plans.inspect()
     if plan is None:
-        raise NotBuiltError(str(folder), "holds lengths, but no plan")
+        raise NotBuiltError(kept.plans.where, "holds lengths, but no plan")
     if plan.key.inputs["lengths"] != lengths.digest:
-        raise NotBuiltError(str(folder), "holds a plan of other lengths than it holds")
-    return StoredSplit(folder.name, folder, lengths, plan)
+        raise NotBuiltError(kept.plans.where, "holds a plan of other lengths than it holds")
+    return StoredSplit(name, kept.plans.where, lengths, plan)
 
 
 def _open_planned(config: RunConfig, split: str) -> StoredSplit:
@@ -124,11 +122,11 @@ def _open_planned(config: RunConfig, split: str) -> StoredSplit:
     Open a split; where its lengths give no plan, raise what building raises, for to build would not
     help.
     """
-    folder = stores.split_folder(config.training.output_dir, split)
+    kept = stores.open_stores(config, split)
     try:
-        return open_split(folder)
+        return open_split(split, kept)
     except NotBuiltError:
-        tokens, policy = open_lengths(folder).tokens, PlanPolicy.of(config, split)
+        tokens, policy = open_lengths(kept.lengths).tokens, PlanPolicy.of(config, split)
         refuse_longer(tokens, policy)
         build_raw_plan(tokens, policy, quick_bound=True)
         raise
@@ -152,10 +150,7 @@ def inspect_plan(config: RunConfig, split: str, *, world_size: int | None) -> Pl
     world_size = world_size or max(stored.plan.world_sizes, default=1)
     raw = stored.plan.plan
     aligned = Alignment.of(config, split).align(raw, world_size=world_size)
-    planned = PlannedSplit(
-        split, stored.lengths.rows.table, raw, aligned, plan_checksum(raw.packs), plan_checksum(aligned.packs),
-        stored.lengths.origin.data_digest,
-    )  # fmt: skip
+    planned = PlannedSplit(split, stored.lengths.rows.table, raw, aligned, stored.lengths.origin.data_digest)
     schedule = split_schedule(config, split, aligned)
     warnings = list(_warnings(config, stored, planned, schedule))
     attention = None
@@ -241,7 +236,7 @@ def as_document(view: PlanView) -> dict[str, Any]:
     """Return a look for programs."""
     stored, planned = view.stored, view.planned
     return {
-        "folder": str(stored.folder),
+        "folder": stored.where,
         "attention": None if view.attention is None else attrs.asdict(view.attention),
         "warnings": list(view.warnings),
         "plan": attrs.asdict(view.plan_summary),

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TypeVar
 
 import attrs
 import numpy as np
 
 from adapters.progress import progress
-from app.planning.split import plan_with_progress
-from app.wiring import stores
+from app.planning.split import GatheredSplit, plan_with_progress
 from core.errors import (
     CorruptArtefactError,
     Difference,
@@ -28,7 +26,6 @@ from core.errors import (
 from core.inspection import plan_faults
 from core.lengths import IntArray
 from core.plan import refuse_dropped, refuse_longer
-from core.policy import PlanPolicy
 from core.ports import LengthSource, Origin, StoredLengths, StoredPlan
 from core.samples import ImageTable, Measured, Table, column, from_row, from_tables
 
@@ -51,20 +48,12 @@ class Finding:
         return f"{self.check}: {self.where}: {self.reason}"
 
 
-def verify(
-    name: str, folder: Path, policy: PlanPolicy, source: LengthSource, *, num_samples: int = 0, decode: bool = False
-) -> Iterator[Finding]:
+def verify(split: GatheredSplit, *, num_samples: int = 0, decode: bool = False) -> Iterator[Finding]:
     """
     Yield everything that is wrong with what is stored of a split.
 
     Args:
-        name: Of the split, for messages.
-
-        folder: Of the split.
-
-        policy: How the run plans it.
-
-        source: Its samples, as they are now.
+        split: What the run plans, as it is now.
 
         num_samples: So many, all over the data, are encoded again.
 
@@ -73,23 +62,24 @@ def verify(
     Raises:
         NotBuiltError: Nothing is stored.
     """
-    damage = list(stores.damage(folder))
-    yield from (Finding("artefacts", error.path, error.reason) for error in damage)
-    origin = _or_none(stores.stored_origin, folder)
-    if origin is None and not damage:
-        raise NotBuiltError(str(folder), "holds no lengths")
+    name, source, lengths_kept, plans_kept = split.name, split.source, split.stores.lengths, split.stores.plans
+    damage = list(lengths_kept.damage())
+    plan_damage = list(plans_kept.damage())
+    yield from (Finding("artefacts", error.path, error.reason) for error in [*damage, *plan_damage])
+    origin = _or_none(lengths_kept.origin)
+    if origin is None and not damage and not plan_damage:
+        raise NotBuiltError(lengths_kept.where, "holds no lengths")
     differences: tuple[Difference, ...] = ()
     if origin is not None:
         differences = origin.differences(source.fingerprint(), len(source), source.data_digest)
-        yield from _check_inputs(folder, origin, differences, len(source))
+        yield from _check_inputs(lengths_kept.where, origin, differences, len(source))
     # What is damaged is named above, and compared with nothing.
-    lengths = _or_none(stores.stored_lengths, folder)
-    plan = _or_none(stores.stored_plan, folder)
+    lengths, plan = _or_none(lengths_kept.inspect), _or_none(plans_kept.inspect)
     if lengths is None:
         return
-    if plan is not None or not any(Path(error.path).name.startswith(("raw_plan", "plan_ws")) for error in damage):
+    if plan is not None or not plan_damage:
         log.info("%s: checking the plan, and planning again", name)
-        yield from _check_plan(name, folder, policy, lengths, plan)
+        yield from _check_plan(split, lengths, plan)
     # Where records came or went before others, these are other samples now.
     if len(source) != len(lengths.rows.table) and _other_data(differences):
         log.warning("%s: images and samples are not compared, since the data have other records", name)
@@ -101,35 +91,34 @@ def verify(
 T = TypeVar("T")
 
 
-def _or_none(read: Callable[[Path], T | None], folder: Path) -> T | None:
+def _or_none(read: Callable[[], T | None]) -> T | None:
     """Return what is stored, None if that is nothing, or damaged."""
     try:
-        return read(folder)
+        return read()
     except CorruptArtefactError:
         return None
 
 
 def _check_inputs(
-    folder: Path, origin: Origin, differences: tuple[Difference, ...], num_samples: int
+    where: str, origin: Origin, differences: tuple[Difference, ...], num_samples: int
 ) -> Iterator[Finding]:
     """Yield in what the run as it is now differs from what the lengths were measured from."""
     for difference in differences:
         yield Finding("inputs", difference.key, f"measured with {difference.stored!r}, now {difference.current!r}")
     if origin.num_measured < num_samples and not _other_data(differences):
         reason = f"{origin.num_measured:,} of {counted(num_samples, 'sample')} are measured: build goes on"
-        yield Finding("inputs", str(folder), reason)
+        yield Finding("inputs", where, reason)
 
 
 def _other_data(differences: tuple[Difference, ...]) -> bool:
     return any(difference.key.startswith("data.") for difference in differences)
 
 
-def _check_plan(
-    name: str, folder: Path, policy: PlanPolicy, lengths: StoredLengths, stored: StoredPlan | None
-) -> Iterator[Finding]:
+def _check_plan(split: GatheredSplit, lengths: StoredLengths, stored: StoredPlan | None) -> Iterator[Finding]:
     """Hold the plan against the lengths, the run's policy and the laws of plans, and plan again."""
+    policy, where = split.policy, split.stores.plans.where
     if stored is None:
-        yield Finding("plan", str(folder), "no plan is stored: build plans")
+        yield Finding("plan", where, "no plan is stored: build plans")
         return
     key = policy.fingerprint(lengths.digest)
     differences = stored.key.differences(key)
@@ -144,18 +133,18 @@ def _check_plan(
     try:
         refuse_longer(tokens, policy)
     except SampleTooLongError as error:
-        yield Finding("plan", str(folder), f"training refuses the data: {error}")
+        yield Finding("plan", where, f"training refuses the data: {error}")
     faults = list(plan_faults(stored.plan, tokens, packed=packed, min_fill_ratio=None if ratio is None else str(ratio)))
-    yield from (Finding("plan", str(folder), fault) for fault in faults)
+    yield from (Finding("plan", where, fault) for fault in faults)
     if not differences and not faults:
         try:
             refuse_dropped(stored.plan, tokens, policy)
         except DroppedTokensError as error:
-            yield Finding("plan", str(folder), f"training refuses the plan: {error}")
+            yield Finding("plan", where, f"training refuses the plan: {error}")
     if not differences and not faults:
-        again = plan_with_progress(f"{name} again", policy, tokens, quick_bound=True)
+        again = plan_with_progress(f"{split.name} again", policy, tokens, quick_bound=True)
         if again.packs != stored.plan.packs:
-            yield Finding("plan", str(folder), "planned again from the stored lengths, it is another one")
+            yield Finding("plan", where, "planned again from the stored lengths, it is another one")
 
 
 def _check_images(name: str, lengths: StoredLengths, source: LengthSource, *, decode: bool) -> Iterator[Finding]:

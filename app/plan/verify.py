@@ -20,7 +20,6 @@ from app.plan.stored import splits_of
 from app.plan.verification import Finding, verify
 from app.wiring import stores
 from core.errors import NotBuiltError, UnsoundError, counted
-from core.policy import PlanPolicy
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,18 +39,14 @@ def run(options: argparse.Namespace) -> None:
     config = stores.read_config(options.config, options.overrides)
     splits = splits_of(config, options.split)
 
-    from app.wiring import training
+    from app.wiring.gather import gather
 
-    samples = training.open_samples(config)
+    gathered = gather(config).splits
     found: dict[str, list[Finding]] = {}
     absent: list[NotBuiltError] = []
     for split in splits:
-        folder = stores.split_folder(config.training.output_dir, split)
-        policy, source = PlanPolicy.of(config, split), samples[split]
         try:
-            found[split] = list(
-                verify(split, folder, policy, source, num_samples=options.samples, decode=options.decode)
-            )
+            found[split] = list(verify(gathered[split], num_samples=options.samples, decode=options.decode))
         except NotBuiltError as error:
             found[split] = [Finding("artefacts", error.folder, f"{error.reason}: build measures and plans")]
             absent.append(error)
@@ -66,6 +61,6 @@ def run(options: argparse.Namespace) -> None:
             for one in findings:
                 print(f"{split}: {one}")
             if not findings:
-                print(f"{split}: nothing is wrong with {counted(len(samples[split]), 'sample')} and their plan")
+                print(f"{split}: nothing is wrong with {counted(len(gathered[split].source), 'sample')} and their plan")
     if number:
         raise UnsoundError(number)

@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> None:
         raise ConfigError.of(
             "training.packing", f"is false for {split}: nothing is packed, so there is nothing to vary"
         )
-    lengths = open_lengths(stores.split_folder(config.training.output_dir, split))
+    lengths = open_lengths(stores.open_stores(config, split).lengths)
     for line in stale_inputs(config, lengths):
         print(f"warning: {split}: {line}", file=sys.stderr)
     packing_lengths = options.max_length or [config.packing_length]

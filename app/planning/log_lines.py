@@ -26,6 +26,15 @@ BOUNDS: Mapping[BoundKind, str] = MappingProxyType(
 """What is said of each kind of lower bound."""
 
 
+log = logging.getLogger(__name__)
+
+
+def log_plan(planned: PlannedSplit, policy: PlanPolicy) -> None:
+    """Log what there is to say of a planned split."""
+    for level, line in describe(planned, policy):
+        log.log(level, line)
+
+
 def describe(planned: PlannedSplit, policy: PlanPolicy) -> Iterator[tuple[int, str]]:
     """Yield what there is to say of a planned split, each line with its log level."""
     raw, aligned, name = planned.raw, planned.aligned, planned.name

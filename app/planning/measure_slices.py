@@ -8,7 +8,7 @@ Rank 0 then appends the slices to the store of all: it holds what one process wo
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from itertools import pairwise
 
@@ -17,6 +17,7 @@ import numpy as np
 
 from app.planning.deadline import Deadline
 from app.planning.measure import measure_rows, probe_first
+from app.planning.split import GatheredSplit
 from core.errors import DataSetError, PackplanError, agree, counted
 from core.ports import Arrays, LengthSource, LengthStore, Lock, RankGroup, ReportProgress, Stored
 from core.samples import Outcome
@@ -28,31 +29,17 @@ OpenSlice = Callable[[int, int], tuple[LengthStore, Lock]]
 
 
 def measure_slices(
-    name: str,
-    source: LengthSource,
-    store: LengthStore,
-    lock: Lock,
-    open_slice: OpenSlice,
-    *,
-    group: RankGroup,
-    flush_every: int | None,
-    deadline: Deadline,
+    split: GatheredSplit, open_slice: OpenSlice, *, group: RankGroup, flush_every: int | None, deadline: Deadline
 ) -> None:
     """
-    Measure what a store lacks, a slice on each rank; every rank calls this.
+    Measure what a split's store lacks, a slice on each rank; every rank calls this.
 
     Where that is much, a few samples are probed before; what is measured is not yet probed.
 
     Args:
-        name: Of the split, for messages.
+        split: What is measured; rank 0 alone touches its stores.
 
-        source: Its samples.
-
-        store: Of all samples; rank 0 alone touches it.
-
-        lock: Its.
-
-        open_slice: Opens a slice's.
+        open_slice: Opens a slice's store.
 
         group: All ranks.
 
@@ -63,87 +50,97 @@ def measure_slices(
     Raises:
         PackplanError: A rank failed, on every rank; what was measured is kept.
     """
-    key, total = source.fingerprint(), len(source)
-
-    def count(report: ReportProgress) -> Arrays:
-        with lock.held(**deadline.wait(), report=report):
-            stored = store.resume(key, total, source.data_digest)
-            probe_first(source, len(stored.table), report=report)
-        return {"known": np.array([len(stored.table), stored.in_full])}
-
-    first, in_full = group.from_rank_zero(count, **deadline.wait())["known"].tolist()
+    stored = group.from_rank_zero(partial(_count_stored, split, deadline), **deadline.wait())
+    first, in_full = stored["known"].tolist()
+    total = len(split.source)
     if first == total:
         return
     if group.rank == 0:
         log.info(
             "%s: %s measure %s, %s %s stored",
-            name,
+            split.name,
             counted(group.world_size, "rank"),
             counted(total - first, "sample"),
             f"{first:,}",
             agree(first),
         )
     bounds = [first + (total - first) * rank // group.world_size for rank in range(group.world_size + 1)]
-    slices = [_Slice(source, start, stop) for start, stop in pairwise(bounds)]
+    parts = [_Slice(split.source, start, stop) for start, stop in pairwise(bounds)]
+    slices = _Slices(split, parts, open_slice, bool(in_full), flush_every, deadline)
 
-    own = partial(
-        _measure_slice,
-        slices[group.rank],
-        open_slice,
-        in_full=bool(in_full),
-        flush_every=flush_every,
-        deadline=deadline,
-    )
-    digests = group.gather(_or_reason(own), **deadline.wait())
+    digests = group.gather(_or_reason(partial(slices.measure, group.rank)), **deadline.wait())
     for rank, digest in enumerate(digests):
         if digest.startswith(_FAILED):
-            message = f"rank {rank} cannot measure its slice of {name}: {digest.removeprefix(_FAILED)}"
+            message = f"rank {rank} cannot measure its slice of {split.name}: {digest.removeprefix(_FAILED)}"
             raise DataSetError(message)
+    group.from_rank_zero(partial(slices.put_together, digests), **deadline.wait())
 
-    def put_together(report: ReportProgress) -> Arrays:
-        with lock.held(**deadline.wait(), report=report):
-            if len(store.resume(key, total, source.data_digest).table) != first:
+
+def _count_stored(split: GatheredSplit, deadline: Deadline, report: ReportProgress) -> Arrays:
+    """
+    Return how many samples are measured already, and whether in full; probe some of the others.
+    """
+    source, stores = split.source, split.stores
+    with stores.lock.held(**deadline.wait(), report=report):
+        stored = stores.lengths.resume(source.fingerprint(), len(source), source.data_digest)
+        probe_first(source, len(stored.table), report=report)
+    return {"known": np.array([len(stored.table), stored.in_full])}
+
+
+@attrs.frozen
+class _Slices:
+    """What a split's store lacks, cut into a slice for each rank."""
+
+    split: GatheredSplit
+    parts: list[_Slice]
+    """By rank, one behind the other."""
+
+    open_slice: OpenSlice
+    in_full: bool
+    flush_every: int | None
+    deadline: Deadline
+
+    def measure(self, rank: int) -> str:
+        """Measure a rank's slice into its store; return the digest of its rows."""
+        part = self.parts[rank]
+        store, lock = self.open_slice(part.start, part.stop)
+        with lock.held(**self.deadline.wait(), report=_no_one):
+            stored = store.resume(part.source.fingerprint(), len(part), part.data_digest)
+            if stored.in_full != self.in_full:
+                store.discard()
+                stored = Stored(stored.table[:0], stored.images[:0], self.in_full)
+            name = f"samples {part.start:,} to {part.stop:,}"
+            measure_rows(name, part, store, stored, flush_every=self.flush_every, report=_no_one)
+            return store.digest()
+
+    def put_together(self, digests: Sequence[str], report: ReportProgress) -> Arrays:
+        """Append all slices to the store of all samples; each has to be what its rank measured."""
+        name, source, stores = self.split.name, self.split.source, self.split.stores
+        total = len(source)
+        with stores.lock.held(**self.deadline.wait(), report=report):
+            stored = stores.lengths.resume(source.fingerprint(), total, source.data_digest)
+            if len(stored.table) != self.parts[0].start:
                 message = f"another job measured {name} at the same time: run this again, to use what it measured"
                 raise DataSetError(message)
-            rows = [
-                _read(part, rank, digest, open_slice)
-                for rank, (part, digest) in enumerate(zip(slices, digests, strict=True))
-            ]
+            rows = [self._read(rank, digest) for rank, digest in enumerate(digests)]
             # At once, since slices of another number of stored samples would be others, and
             # measured again.
             table, images = np.concatenate([one.table for one in rows]), np.concatenate([one.images for one in rows])
-            store.append(table, images, source.data_digest(total), in_full=bool(in_full))
+            stores.lengths.append(table, images, source.data_digest(total), in_full=self.in_full)
         return {}
 
-    group.from_rank_zero(put_together, **deadline.wait())
-
-
-def _measure_slice(
-    part: _Slice, open_slice: OpenSlice, *, in_full: bool, flush_every: int | None, deadline: Deadline
-) -> str:
-    """Measure a slice into its store; return the digest of its rows."""
-    store, lock = open_slice(part.start, part.stop)
-    with lock.held(**deadline.wait(), report=_no_one):
-        stored = store.resume(part.source.fingerprint(), len(part), part.data_digest)
-        if stored.in_full != in_full:
-            store.discard()
-            stored = Stored(stored.table[:0], stored.images[:0], in_full)
-        name = f"samples {part.start:,} to {part.stop:,}"
-        measure_rows(name, part, store, stored, flush_every=flush_every, report=_no_one)
-        return store.digest()
-
-
-def _read(part: _Slice, rank: int, digest: str, open_slice: OpenSlice) -> Stored:
-    """Return what a rank measured; DataSetError if it is not what that rank says it stored."""
-    store, _ = open_slice(part.start, part.stop)
-    stored = store.read(part.source.fingerprint(), len(part), part.data_digest)
-    if store.digest() != digest:
-        message = (
-            f"rank {rank} measured samples {part.start:,} to {part.stop:,}, but rank 0 does not see them: ranks can "
-            "measure together only where training.output_dir is on a disk that all of them share"
-        )
-        raise DataSetError(message)
-    return stored
+    def _read(self, rank: int, digest: str) -> Stored:
+        """Return what a rank measured; DataSetError if it is not what that rank says it stored."""
+        part = self.parts[rank]
+        store, _ = self.open_slice(part.start, part.stop)
+        stored = store.read(part.source.fingerprint(), len(part), part.data_digest)
+        if store.digest() != digest:
+            message = (
+                f"rank {rank} measured samples {part.start:,} to {part.stop:,}, but rank 0 does not see them: ranks "
+                "can measure together only where training.output_dir is on a disk that all of them share"
+            )
+            raise DataSetError(message)
+        return stored
 
 
 _FAILED = "failed: "

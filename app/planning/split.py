@@ -8,8 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
-from pathlib import Path
-from tempfile import TemporaryFile
+from functools import partial
 
 import attrs
 import numpy as np
@@ -20,7 +19,7 @@ from app.planning.measure import measure
 from core.align import AlignedPlan, align_plan
 from core.checksum import plan_checksum
 from core.config import RunConfig
-from core.errors import DataSetError, EmptyPlanError, OutputError, RanksDisagreeError, counted
+from core.errors import DataSetError, EmptyPlanError, RanksDisagreeError, counted
 from core.fingerprint import Fingerprint
 from core.lengths import IntArray
 from core.plan import (
@@ -47,9 +46,17 @@ class PlannedSplit:
     table: Table
     raw: RawPlan
     aligned: AlignedPlan
-    raw_checksum: str
-    checksum: str
     data_digest: str
+    raw_checksum: str = attrs.field(init=False)
+    checksum: str = attrs.field(init=False)
+
+    @raw_checksum.default
+    def _raw_checksum(self) -> str:
+        return plan_checksum(self.raw.packs)
+
+    @checksum.default
+    def _checksum(self) -> str:
+        return plan_checksum(self.aligned.packs)
 
 
 @attrs.frozen
@@ -88,82 +95,106 @@ class Alignment:
         )
 
 
-def plan_split(
-    name: str,
-    policy: PlanPolicy,
-    *,
-    alignment: Alignment = Alignment(),
-    source: LengthSource,
-    stores: Stores,
-    group: RankGroup,
-    flush_every: int | None,
-    deadline: Deadline,
-    world_size: int | None = None,
-) -> PlannedSplit:
-    """
-    Measure and plan a split on rank 0, share it, align it, and compare it between all ranks.
+@attrs.frozen
+class GatheredSplit:
+    """What one split of a run is planned from, and where its lengths and plans are kept."""
 
-    Args:
-        name: Of the split, for messages.
+    name: str
+    policy: PlanPolicy
+    source: LengthSource
+    stores: Stores
+    alignment: Alignment = Alignment()
 
-        policy: How it is planned.
 
-        alignment: How its plan is made to fill all ranks.
+@attrs.frozen
+class Planner:
+    """Plans the splits of a run: rank 0 measures and plans, all ranks take the same plan."""
 
-        source: Its samples.
+    group: RankGroup
+    """All ranks."""
 
-        stores: Where rank 0 keeps what it measures and plans.
+    deadline: Deadline
+    """For rank 0, and for another job that writes the same stores."""
 
-        group: All ranks.
+    flush_every: int | None = None
+    """Samples between two flushes of what is measured; None adapts to their number."""
 
-        flush_every: Samples between two flushes of what is measured; None adapts to their number.
+    @classmethod
+    def of(cls, config: RunConfig, group: RankGroup) -> Planner:
+        """Return what plans a run; from now on its waits count."""
+        training = config.training
+        return cls(group, Deadline(training.packing_wait_timeout_s), training.packing_length_cache_persist_every)
 
-        deadline: For rank 0, and for another job that writes the same stores.
+    def require_writable(self, splits: Iterable[GatheredSplit]) -> None:
+        """Make the places of stores; OutputError, on every rank, if one cannot be written."""
 
-        world_size: Ranks to align for, if not those of the group.
+        def make(_: ReportProgress) -> Arrays:
+            for split in splits:
+                split.stores.lock.require_writable()
+            return {}
 
-    Raises:
-        PackplanError: Whatever rank 0 finds wrong, on every rank; RanksDisagreeError if ranks hold
-        different plans;
-            DataSetError if the source mixes its samples again in each epoch; EmptyPlanError, before
-            anything is stored, if it has none.
-    """
-    if source.mixes:
-        message = (
-            f"the {name} data are mixed again in each epoch, which a static plan cannot follow: write an "
-            "epoch's mix to one JSONL (python -m app.plan materialise mix.yaml -o mix.jsonl), or set "
-            "custom.trainer_variant: rollout"
-        )
-        raise DataSetError(message)
-    if not len(source):
-        raise EmptyPlanError(0, 0, policy.packing_length)
-    world_size = world_size or group.world_size
+        self.group.from_rank_zero(make, **self.deadline.wait())
 
-    def build(report: ReportProgress) -> Arrays:
-        with stores.lock.held(**deadline.wait(), report=report):
-            table = measure(name, source, stores.lengths, flush_every=flush_every, report=report)
+    def plan(self, split: GatheredSplit, *, world_size: int | None = None) -> PlannedSplit:
+        """
+        Measure and plan a split on rank 0, share it, align it, and compare it between all ranks.
+
+        Args:
+            split: What is planned.
+
+            world_size: Ranks to align for, if not those of the group.
+
+        Raises:
+            PackplanError: Whatever rank 0 finds wrong, on every rank; RanksDisagreeError if ranks
+            hold different plans; DataSetError if the source mixes its samples again in each epoch;
+            EmptyPlanError, before anything is stored, if it has none.
+        """
+        _require_steady(split)
+        world_size = world_size or self.group.world_size
+        build = partial(self._build, split, world_size)
+        arrays = dict(self.group.from_rank_zero(build, **self.deadline.wait()))
+        table = arrays.pop("table")
+        raw = plan_from_arrays(arrays)
+        aligned = split.alignment.align(raw, world_size=world_size)
+        name, source = split.name, split.source
+        planned = PlannedSplit(name, table, raw, aligned, source.data_digest(len(source)))
+        self._agree(f"the {name} plan's checksum", planned.checksum)
+        # A rank that sees other data would train on other samples under the same plan.
+        self._agree(f"what the {name} lengths depend on", source.fingerprint().digest)
+        self._agree(f"the {name} data", planned.data_digest)
+        return planned
+
+    def _build(self, split: GatheredSplit, world_size: int, report: ReportProgress) -> Arrays:
+        """Measure and plan on rank 0, and keep both; return what the other ranks need of them."""
+        name, policy, stores = split.name, split.policy, split.stores
+        with stores.lock.held(**self.deadline.wait(), report=report):
+            table = measure(name, split.source, stores.lengths, flush_every=self.flush_every, report=report)
             measured = column(table, "length").astype(np.int64)
             refuse_longer(measured, policy)
             report(f"planning {name}")
             key = policy.fingerprint(stores.lengths.digest())
             raw = _plan(name, policy, measured, key, stores.plans, report=report)
             refuse_dropped(raw, measured, policy)
-            stores.plans.save_aligned(key, alignment.align(raw, world_size=world_size))
+            stores.plans.save_aligned(key, split.alignment.align(raw, world_size=world_size))
         return {"table": table, **plan_to_arrays(raw)}
 
-    arrays = dict(group.from_rank_zero(build, **deadline.wait()))
-    table = arrays.pop("table")
-    raw = plan_from_arrays(arrays)
-    aligned = alignment.align(raw, world_size=world_size)
-    data_digest = source.data_digest(len(source))
-    planned = PlannedSplit(
-        name, table, raw, aligned, plan_checksum(raw.packs), plan_checksum(aligned.packs), data_digest
-    )  # fmt: skip
-    _agree(group, f"the {name} plan's checksum", planned.checksum)
-    # A rank that sees other data would train on other samples under the same plan.
-    _agree(group, f"what the {name} lengths depend on", source.fingerprint().digest)
-    _agree(group, f"the {name} data", data_digest)
-    return planned
+    def _agree(self, what: str, value: str) -> None:
+        values = self.group.gather(value)
+        if len(set(values)) > 1:
+            raise RanksDisagreeError(what, values)
+
+
+def _require_steady(split: GatheredSplit) -> None:
+    """Refuse samples that no static plan can hold: those mixed again each epoch, and none."""
+    if split.source.mixes:
+        message = (
+            f"the {split.name} data are mixed again in each epoch, which a static plan cannot follow: write an "
+            "epoch's mix to one JSONL (python -m app.plan materialise mix.yaml -o mix.jsonl), or set "
+            "custom.trainer_variant: rollout"
+        )
+        raise DataSetError(message)
+    if not len(split.source):
+        raise EmptyPlanError(0, 0, split.policy.packing_length)
 
 
 def resume_state_of(planned: PlannedSplit, schedule: EpochSchedule, config: RunConfig) -> ResumeState:
@@ -234,21 +265,3 @@ def plan_with_progress(
             bar.update()
 
         return build_raw_plan(lengths, policy, quick_bound=quick_bound, report=say)
-
-
-def _agree(group: RankGroup, what: str, value: str) -> None:
-    values = group.gather(value)
-    if len(set(values)) > 1:
-        raise RanksDisagreeError(what, values)
-
-
-def usable_folders(paths: Iterable[Path]) -> Arrays:
-    """Make folders and their parents, and return nothing; OutputError if one cannot be written."""
-    for path in paths:
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            with TemporaryFile(dir=path):
-                pass
-        except OSError as error:
-            raise OutputError(str(path), error.strerror or str(error)) from None
-    return {}

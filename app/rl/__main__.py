@@ -10,7 +10,6 @@ the ranks of torchrun, this process, or Ray actors (--ray-workers).
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from app.cli.command import (
     add_config_arguments,
@@ -56,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
             config = training.without_progress(config)
         loop.require_runnable(config)
         if loop.is_first_rank():
-            loop.make_room(Path(config.training.output_dir), overwrite=options.overwrite)
+            stores.open_policy_folder(config).make_room(overwrite=options.overwrite)
         samples = training.open_samples(config)["train"]
         if samples.sees_images:
             raise ConfigError.of("model.model", "reads images, but app.rl trains models of text: name one of these")

@@ -8,14 +8,11 @@ of them (ADR 0024).
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +21,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from adapters.files import writing
 from adapters.microbatches import BatchedData
 from adapters.progress import progress
 from adapters.sequence_loss import normalisers
-from app.wiring import training as wiring
+from app.wiring.stores import open_policy_folder
+from app.wiring.training import require_isolation
 from core.config import RunConfig
 from core.errors import ConfigError, RecordError, counted
 from core.ports import Arrays, Workers
@@ -37,15 +34,10 @@ from core.shard import Sharding, batch_metrics, pooled, shard_dynamic, shard_pac
 from core.shuffling import shuffled
 
 if TYPE_CHECKING:
-    from adapters.samples.encoder import SwiftSamples
+    from adapters.samples.encoder import SwiftEncoder
 
 log = logging.getLogger(__name__)
 
-
-LOG, POLICY = "rl.jsonl", "policy"
-"""
-In the output folder: a line for each step, and the policy at the end; before it, `policy-<step>`.
-"""
 
 _OVER_CHUNKS: Mapping[str, Callable[[list[float]], float]] = {"_min": min, "_max": max}
 """How metrics of these endings combine over a step's updates; others are their mean."""
@@ -79,30 +71,10 @@ def require_runnable(config: RunConfig) -> None:
             raise ConfigError.of(f"policy.{name}", reason)
     if policy.compile:
         raise ConfigError.of("policy.compile", "is for engines of your own; app.rl does not compile: remove it")
-    wiring.require_isolation(config, packed=policy.sequence_packing.enabled)
+    require_isolation(config, packed=policy.sequence_packing.enabled)
 
 
-def make_room(folder: Path, *, overwrite: bool) -> None:
-    """
-    Make the folder of a run that holds nothing of an earlier one.
-
-    Raises:
-        ConfigError: It does, and that is not to be overwritten.
-
-        OutputError: It cannot be written.
-    """
-    left = sorted(path for path in folder.glob("*") if path.name == LOG or path.name.partition("-")[0] == POLICY)
-    if left and not overwrite:
-        names = ", ".join(path.name for path in left)
-        reason = f"is {folder}, which holds {names} of an earlier run: name another folder, or start with --overwrite"
-        raise ConfigError.of("training.output_dir", reason)
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        for path in left:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def run(config: RunConfig, workers: Workers, samples: SwiftSamples) -> list[dict[str, Any]]:
+def run(config: RunConfig, workers: Workers, samples: SwiftEncoder) -> list[dict[str, Any]]:
     """
     Train a policy; return what was logged of each step.
 
@@ -118,7 +90,7 @@ def run(config: RunConfig, workers: Workers, samples: SwiftSamples) -> list[dict
     """
     shards = workers.num_workers // config.policy.context_parallel_size
     is_first = is_first_rank()
-    folder = Path(config.training.output_dir)
+    folder = open_policy_folder(config)
     prompts = _encoded_prompts(config, samples, shown=is_first)
     history = []
     started = time.perf_counter()
@@ -127,12 +99,13 @@ def run(config: RunConfig, workers: Workers, samples: SwiftSamples) -> list[dict
         history.append({"step": step + 1, **_step(config, workers, asked, shards=shards, step=step)})
         if is_first:
             left_s = (time.perf_counter() - started) / (step + 1) * (config.grpo.num_steps - step - 1)
-            _log(history[-1], folder / LOG, num_steps=config.grpo.num_steps, left_s=left_s)
+            folder.append(_finite(history[-1]))
+            _log(history[-1], num_steps=config.grpo.num_steps, left_s=left_s)
         if config.grpo.save_every and not (step + 1) % config.grpo.save_every:
-            run_on_all(workers, "save", [str(folder / f"{POLICY}-{step + 1}")] * shards, config)
-    run_on_all(workers, "save", [str(folder / POLICY)] * shards, config)
+            run_on_all(workers, "save", [str(folder.policy(step + 1))] * shards, config)
+    run_on_all(workers, "save", [str(folder.policy())] * shards, config)
     if is_first:
-        log.info("the policy is in %s, what was logged in %s", folder / POLICY, folder / LOG)
+        log.info("the policy is in %s, what was logged in %s", folder.policy(), folder.log)
     return history
 
 
@@ -241,7 +214,7 @@ def _step(config: RunConfig, workers: Workers, asked: BatchedData, *, shards: in
     }
 
 
-def _encoded_prompts(config: RunConfig, samples: SwiftSamples, *, shown: bool) -> list[list[int]]:
+def _encoded_prompts(config: RunConfig, samples: SwiftEncoder, *, shown: bool) -> list[list[int]]:
     """Encode all prompts; RecordError if one leaves no room for an answer."""
     room = config.packing_length - config.grpo.max_new_tokens
     prompts: list[list[int]] = []
@@ -274,7 +247,7 @@ def _drawn(config: RunConfig, num_prompts: int) -> Iterator[NDArray[np.int64]]:
         waiting = waiting[size:]
 
 
-def _asked(samples: SwiftSamples, prompts: Sequence[Sequence[int]], drawn: NDArray[np.int64]) -> BatchedData:
+def _asked(samples: SwiftEncoder, prompts: Sequence[Sequence[int]], drawn: NDArray[np.int64]) -> BatchedData:
     """Return the drawn prompts as a batch, with their records' own answers."""
     indices = drawn.tolist()
     return BatchedData.of(
@@ -334,16 +307,15 @@ def _figures(sharding: Sharding) -> dict[str, Any]:
     }
 
 
-def _log(entry: Mapping[str, Any], file: Path, *, num_steps: int, left_s: float) -> None:
-    """
-    Write a step's figures to a file, those that are no number as null; log the most telling ones,
-    and the time left.
-    """
-    said = {
+def _finite(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return figures of a step for JSON: those that are no number as null."""
+    return {
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in entry.items()
     }
-    with writing(file), file.open("a", encoding="utf-8") as lines:
-        lines.write(json.dumps(said) + "\n")
+
+
+def _log(entry: Mapping[str, Any], *, num_steps: int, left_s: float) -> None:
+    """Log the most telling of a step's figures, and the time left."""
     trained = entry["train"]
     log.info(
         "step %d/%d, %.0f s left: reward %.3f, loss %+.4f, %.1f tokens an answer; computed %.0f %% of what padding "

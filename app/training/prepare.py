@@ -7,27 +7,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import attrs
 
-from adapters.trainer.checkpoints import find_checkpoint, read_attention, read_resume_state
-from app.planning.deadline import Deadline
-from app.planning.log_lines import describe
-from app.planning.split import Alignment, PlannedSplit, plan_split, resume_state_of, usable_folders
+from app.planning.log_lines import log_plan
+from app.planning.split import PlannedSplit, Planner, resume_state_of
 from app.training.schedule import Batch, batch_of, forced_batches, require_static, schedule_of, warn_of_ignored
-from app.wiring import stores
-from app.wiring import training as wiring
+from app.wiring.gather import gather
+from app.wiring.stores import attention_of
+from app.wiring.training import build_trainer, open_arguments, open_checkpoint
 from core.batch import partial_window
 from core.config import RunConfig
 from core.errors import PlanChangedError, agree, counted
-from core.policy import PlanPolicy
 from core.ports import RankGroup
 from core.schedule import EpochSchedule, Progress, ResumeState
 
 if TYPE_CHECKING:
-    from adapters.samples.encoder import SwiftSamples
+    from adapters.samples.encoder import SwiftEncoder
+    from adapters.trainer.checkpoints import Checkpoint
     from adapters.trainer.static import PackTrainer
 
 log = logging.getLogger(__name__)
@@ -37,11 +35,11 @@ log = logging.getLogger(__name__)
 class Prepared:
     """A run that is ready to train."""
 
-    samples: Mapping[str, SwiftSamples]
+    samples: Mapping[str, SwiftEncoder]
     planned: Mapping[str, PlannedSplit]
     schedule: EpochSchedule
     trainer: PackTrainer
-    checkpoint: Path | None
+    checkpoint: Checkpoint | None
     """To resume from."""
 
 
@@ -53,31 +51,15 @@ def prepare(config: RunConfig, group: RankGroup) -> Prepared:
         PackplanError: Something the user can fix, or something stored that is damaged.
     """
     require_static(config)
-    training = config.training
-    checkpoint = None
-    if training.resume_from_checkpoint is not None:
-        checkpoint = find_checkpoint(training.resume_from_checkpoint, training.output_dir, group=group)
+    checkpoint = open_checkpoint(config, group)
     # What the settings alone can get wrong is found before hours of measuring.
     batch = batch_of(config, world_size=group.world_size)
-    samples = wiring.open_samples(config)
-    folders = [stores.split_folder(training.output_dir, split) for split in samples]
-    deadline = Deadline(training.packing_wait_timeout_s)
-    group.from_rank_zero(lambda _: usable_folders(folders), **deadline.wait())
-    arguments = wiring.open_arguments(config, batch.size, batch.accumulation)
+    gathered = gather(config)
+    planner = Planner.of(config, group)
+    planner.require_writable(gathered.splits.values())
+    arguments = open_arguments(config, batch.size, batch.accumulation)
 
-    policies = {split: PlanPolicy.of(config, split) for split in samples}
-    planned = {}
-    for split, source in samples.items():
-        planned[split] = plan_split(
-            split,
-            policies[split],
-            alignment=Alignment.of(config, split),
-            source=source,
-            stores=stores.open_stores(config, split),
-            group=group,
-            flush_every=training.packing_length_cache_persist_every,
-            deadline=deadline,
-        )
+    planned = {name: planner.plan(split) for name, split in gathered.splits.items()}
     group.settle()
     schedule = schedule_of(config, batch, planned["train"].aligned)
     if checkpoint is not None:
@@ -86,22 +68,21 @@ def prepare(config: RunConfig, group: RankGroup) -> Prepared:
         )
     if group.rank == 0:
         warn_of_ignored(config)
-        for split, plan in planned.items():
-            for level, line in describe(plan, policies[split]):
-                log.log(level, line)
+        for name, plan in planned.items():
+            log_plan(plan, gathered.splits[name].policy)
         _log_schedule(config, batch, schedule)
         if checkpoint is not None:
             _log_attention(config, checkpoint)
 
-    trainer = wiring.build_trainer(config, arguments, schedule, group=group, samples=samples, planned=planned)
-    return Prepared(samples, planned, schedule, trainer, checkpoint)
+    trainer = build_trainer(config, arguments, schedule, group=group, samples=gathered.samples, planned=planned)
+    return Prepared(gathered.samples, planned, schedule, trainer, checkpoint)
 
 
-def _progress_of(checkpoint: Path, now: ResumeState) -> Progress:
+def _progress_of(checkpoint: Checkpoint, now: ResumeState) -> Progress:
     """Return how far a checkpoint's run came; PlanChangedError if it came there on another plan."""
-    then = read_resume_state(checkpoint)
+    then = checkpoint.resume_state
     if differences := then.differences(now):
-        raise PlanChangedError(str(checkpoint), differences)
+        raise PlanChangedError(checkpoint.folder, differences)
     return then.progress
 
 
@@ -133,8 +114,8 @@ def _log_schedule(config: RunConfig, batch: Batch, schedule: EpochSchedule) -> N
         _log_resume(schedule, unit)
 
 
-def _log_attention(config: RunConfig, checkpoint: Path) -> None:
-    then, now = read_attention(checkpoint), stores.attention_of(config).name
+def _log_attention(config: RunConfig, checkpoint: Checkpoint) -> None:
+    then, now = checkpoint.attention, attention_of(config).name
     if then not in (None, now):
         log.info("the checkpoint was trained by the attention %s; the run goes on by %s", then, now)
 

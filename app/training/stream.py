@@ -9,18 +9,17 @@ import logging
 
 import numpy as np
 
-from app.planning.deadline import Deadline
-from app.planning.log_lines import describe
-from app.planning.split import Alignment, plan_split, usable_folders
+from app.planning.log_lines import log_plan
+from app.planning.split import Planner
 from app.training.schedule import batch_of, forced_batches
-from app.wiring import stores
-from app.wiring import training as wiring
 from app.wiring.functions import named_function
+from app.wiring.gather import gather
 from app.wiring.mixes import open_mix
+from app.wiring.stores import records_of
+from app.wiring.training import build_stream_trainer, open_arguments, require_isolation
 from core.config import RunConfig
 from core.errors import DataSetError, counted
 from core.lengths import IntArray
-from core.policy import PlanPolicy
 from core.ports import RankGroup
 from core.rl import REWARDS, Reward, Sampling
 from core.shuffling import shuffled
@@ -37,28 +36,22 @@ def run(config: RunConfig, group: RankGroup) -> tuple[int, bool, list[dict[str, 
         PackplanError: Something the user can fix.
     """
     training = config.training
-    wiring.require_isolation(config, packed=config.training.packing)
+    require_isolation(config, packed=config.training.packing)
     batch = batch_of(config, world_size=group.world_size)
     order, paths = _order(config)
-    samples = wiring.open_samples(config, train_paths=paths)
-    folders = [stores.split_folder(training.output_dir, split) for split in samples if split == "eval"]
-    deadline = Deadline(training.packing_wait_timeout_s)
-    group.from_rank_zero(lambda _: usable_folders(folders), **deadline.wait())
-    arguments = wiring.open_arguments(config, batch.size, batch.accumulation)
+    gathered = gather(config, train_paths=paths)
+    evaluated = gathered.splits.get("eval")
+    planner = Planner.of(config, group)
+    planner.require_writable(() if evaluated is None else (evaluated,))
+    arguments = open_arguments(config, batch.size, batch.accumulation)
     planned = None
-    if "eval" in samples:
-        policy = PlanPolicy.of(config, "eval")
-        planned = plan_split(
-            "eval", policy, alignment=Alignment.of(config, "eval"), source=samples["eval"],
-            stores=stores.open_stores(config, "eval"), group=group,
-            flush_every=training.packing_length_cache_persist_every, deadline=deadline,
-        )  # fmt: skip
+    if evaluated is not None:
+        planned = planner.plan(evaluated)
         if group.rank == 0:
-            for level, line in describe(planned, policy):
-                log.log(level, line)
+            log_plan(planned, evaluated.policy)
     group.settle()
-    trainer = wiring.build_stream_trainer(
-        config, arguments, group=group, samples=samples, planned=planned, order=order, rollout=_rollout(config)
+    trainer = build_stream_trainer(
+        config, arguments, group=group, samples=gathered.samples, planned=planned, order=order, rollout=_rollout(config)
     )
     if group.rank == 0:
         for forced in forced_batches(config):
@@ -98,7 +91,7 @@ def _order(config: RunConfig) -> tuple[Order, tuple[str, ...]]:
     """
     custom, seed = config.custom, config.training.seed
     if custom.fusion_config is None:
-        total = len(stores.open_records(custom.train_jsonl))
+        total = len(records_of(config, "train"))
         return (lambda epoch: shuffled(total, seed=(seed, epoch))), custom.train_jsonl
     mix, records = open_mix(custom.fusion_config)
     sizes = [len(one) for one in records]

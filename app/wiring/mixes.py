@@ -12,20 +12,21 @@ import numpy as np
 from adapters import files
 from adapters.config.run import load_mix
 from adapters.progress import BRIEF_S, progress
-from adapters.samples.jsonl import JsonlRecords, rebased
+from adapters.samples.files import open_records, rebased
 from core.errors import ConfigError, OutputError, counted
+from core.ports import Records
 from core.stream import Mix, Schedule, mix_faults, schedule, share_faults
 
 log = logging.getLogger(__name__)
 
 
-def open_mix(path: str, overrides: Sequence[str] = ()) -> tuple[Mix, list[JsonlRecords]]:
+def open_mix(path: str, overrides: Sequence[str] = ()) -> tuple[Mix, list[Records]]:
     """
     Read a mix, some of its keys overridden, and its sources; ConfigError with all that is wrong
     with them.
     """
     mix = load_mix(path, overrides)
-    records = [JsonlRecords((source.jsonl,)) for source in mix.sources]
+    records = [open_records((source.jsonl,)) for source in mix.sources]
     sizes = [len(one) for one in records]
     faults = list(mix_faults(mix, sizes)) or list(share_faults(mix, sizes))
     if faults:
@@ -68,7 +69,7 @@ def materialise(path: str, output: Path, *, overrides: Sequence[str] = (), seed:
         log.info("%s: %s of %s from %s", output, f"{count:,}", counted(len(drawn), "sample"), source.jsonl)
 
 
-def _lines(records: list[JsonlRecords], drawn: Schedule, onto: Path) -> Iterator[bytes]:
+def _lines(records: list[Records], drawn: Schedule, onto: Path) -> Iterator[bytes]:
     places = zip(drawn.source.tolist(), drawn.index.tolist(), strict=True)
     for source, index in progress(places, total=len(drawn), desc="writing", unit=" samples", delay=BRIEF_S):
         record = rebased(records[source][index], Path(records[source].folder(index)), onto)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,15 +17,16 @@ from adapters import files
 from adapters.config.run import load_config
 from adapters.config.trainer_keys import lacking, stored_keys
 from adapters.model_folder import config_model_type
-from adapters.samples.jsonl import JsonlRecords, require_file
+from adapters.policy_folder import PolicyFolder
+from adapters.samples.files import open_records, require_files
 from adapters.stores.lengths import DiskLengthStore
 from adapters.stores.lock import FolderLock
 from adapters.stores.plans import DiskPlanStore
 from app.planning.split import Stores
 from core.config import RunConfig
 from core.equality import NATIVE, SHARED_ROWS, Attention, check_isolation, choose_attention
-from core.errors import ConfigError, CorruptArtefactError, OutputError
-from core.ports import Origin, StoredLengths, StoredPlan
+from core.errors import ConfigError, OutputError
+from core.ports import Records
 
 
 def read_config(path: str | Path, overrides: Sequence[str] = (), *, rl: bool = False) -> RunConfig:
@@ -70,8 +71,7 @@ def require_inputs(config: RunConfig) -> None:
         DataSetError: A data file cannot be read.
     """
     config_model_type(config.model)
-    for path in (*config.custom.train_jsonl, *config.custom.val_jsonl):
-        require_file(Path(path))
+    require_files((*config.custom.train_jsonl, *config.custom.val_jsonl))
 
 
 def attention_of(config: RunConfig) -> Attention:
@@ -120,46 +120,43 @@ def split_folder(output_dir: str, split: str) -> Path:
 
 
 def open_stores(config: RunConfig, split: str) -> Stores:
-    """Return where a split's lengths and plans are kept."""
-    folder = split_folder(config.training.output_dir, split)
-    other = config.training.packing_lengths_from
-    lengths = DiskLengthStore(folder, lengths_from=split_folder(other, split) if other else None)
+    """Return where a run keeps a split's lengths and plans."""
+    return stores_in(config.training.output_dir, split, lengths_from=config.training.packing_lengths_from)
+
+
+def stores_in(output_dir: str, split: str, *, lengths_from: str | None = None) -> Stores:
+    """
+    Return where an output folder keeps a split's lengths and plans.
+
+    Args:
+        output_dir: Output folder of a run.
+
+        split: `train` or `eval`.
+
+        lengths_from: Output folder of another run, whose lengths are taken over where this one has
+        none.
+    """
+    folder = split_folder(output_dir, split)
+    lengths = DiskLengthStore(folder, lengths_from=split_folder(lengths_from, split) if lengths_from else None)
     return Stores(lengths, DiskPlanStore(folder), FolderLock(folder))
 
 
-def stored_origin(folder: Path) -> Origin | None:
+def has_split(output_dir: str, split: str) -> bool:
+    """Return whether an output folder has a place for a split's artefacts."""
+    return split_folder(output_dir, split).is_dir()
+
+
+def records_of(config: RunConfig, split: str) -> Records:
     """
-    Return what the lengths in a split's folder are of, as their manifest says; CorruptArtefactError
-    if it is damaged.
+    Open the data files of a split, to count its records or say where they stand; DataSetError if
+    one cannot be read.
     """
-    return DiskLengthStore(folder).origin()
+    return open_records(config.custom.train_jsonl if split == "train" else config.custom.val_jsonl)
 
 
-def stored_lengths(folder: Path) -> StoredLengths | None:
-    """
-    Return the lengths in a split's folder, whatever they were measured from; CorruptArtefactError
-    if damaged.
-    """
-    return DiskLengthStore(folder).inspect()
-
-
-def stored_plan(folder: Path) -> StoredPlan | None:
-    """
-    Return the plan in a split's folder, whatever it was planned from; CorruptArtefactError if
-    damaged.
-    """
-    return DiskPlanStore(folder).inspect()
-
-
-def damage(folder: Path) -> Iterator[CorruptArtefactError]:
-    """Yield every artefact in a split's folder that is not what was written."""
-    yield from DiskLengthStore(folder).damage()
-    yield from DiskPlanStore(folder).damage()
-
-
-def open_records(paths: tuple[str, ...]) -> JsonlRecords:
-    """Open data files, to say where records stand; DataSetError if one cannot be read."""
-    return JsonlRecords(paths)
+def open_policy_folder(config: RunConfig) -> PolicyFolder:
+    """Return where a run of reinforcement learning keeps its log and its policies."""
+    return PolicyFolder(config.training.output_dir)
 
 
 def page_target(path: Path) -> Path:

@@ -20,10 +20,12 @@ import torch
 from adapters.model_folder import config_model_type
 from adapters.policy_loss import LOSSES
 from adapters.ranks.torch_group import OneRank, TorchGroup
-from adapters.samples.encoder import POOL_START_S, SampleSpec, SwiftSamples
+from adapters.samples.encoder import SampleSpec, SwiftEncoder
+from adapters.samples.measurer import POOL_START_S, SwiftMeasurer
 from adapters.samples.template import open_template
 from adapters.sequence_loss import FusedLoss, PackedLoss, PaddedLoss
 from adapters.trainer.arguments import TrainingArguments, runs_on_cpu, shards_weights, training_arguments
+from adapters.trainer.checkpoints import Checkpoint, find_checkpoint
 from adapters.trainer.dummy_image import ensure_vision_forward
 from adapters.trainer.dynamic_dataset import DynamicDataset
 from adapters.trainer.equality import PackComparison
@@ -94,38 +96,23 @@ def local_ranks() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def open_samples(
-    config: RunConfig,
-    *,
-    pool_start_s: float = POOL_START_S,
-    measuring_ranks: int = 1,
-    train_paths: tuple[str, ...] | None = None,
-) -> dict[str, SwiftSamples]:
+def open_samples(config: RunConfig, *, train_paths: tuple[str, ...] | None = None) -> dict[str, SwiftEncoder]:
     """
-    Open the data of each split, `train` and perhaps `eval`, on one template; see `SwiftSamples`.
+    Open the data of each split, `train` and perhaps `eval`, on one template.
 
     Args:
         config: The run.
 
-        pool_start_s: Seconds that a pool of workers takes to start.
-
-        measuring_ranks: Ranks on this machine that measure at the same time, and share its cores.
-
         train_paths: Data files of `train`, if not those of `custom.train_jsonl`.
     """
     template = open_template(config.model, config.template, packing_length=config.packing_length)
-    opened: dict[str, SwiftSamples] = {}
+    opened: dict[str, SwiftEncoder] = {}
     paths = {"train": train_paths or config.custom.train_jsonl, "eval": config.custom.val_jsonl}
     for split, files in paths.items():
         if not files:
             continue
-        opened[split] = SwiftSamples(
-            SampleSpec(config.model, config.template, config.custom, files, config.packing_length),
-            workers=config.training.packing_length_precompute_workers,
-            sharers=measuring_ranks,
-            template=template,
-            pool_start_s=pool_start_s,
-        )
+        spec = SampleSpec(config.model, config.template, config.custom, files, config.packing_length)
+        opened[split] = SwiftEncoder(spec, template=template)
         with_tags = opened[split].records.num_with_media_tags
         if with_tags and os.environ.get("RANK", "0") == "0":
             log.warning(
@@ -136,6 +123,40 @@ def open_samples(
                 agree(with_tags, "says", "say"),
             )
     return opened
+
+
+def open_measurer(
+    config: RunConfig, encoder: SwiftEncoder, *, measuring_ranks: int = 1, pool_start_s: float = POOL_START_S
+) -> SwiftMeasurer:
+    """
+    Return what measures the samples of a split; see `SwiftMeasurer`.
+
+    Args:
+        config: The run.
+
+        encoder: Gives the samples.
+
+        measuring_ranks: Ranks on this machine that measure at the same time, and share its cores.
+
+        pool_start_s: Seconds that a pool of workers takes to start.
+    """
+    return SwiftMeasurer(
+        encoder,
+        workers=config.training.packing_length_precompute_workers,
+        sharers=measuring_ranks,
+        pool_start_s=pool_start_s,
+    )
+
+
+def open_checkpoint(config: RunConfig, group: RankGroup) -> Checkpoint | None:
+    """
+    Return the checkpoint that a run resumes from, None if it starts from the beginning; ConfigError
+    if it is none, or damaged. Every rank calls this.
+    """
+    training = config.training
+    if training.resume_from_checkpoint is None:
+        return None
+    return Checkpoint.read(find_checkpoint(training.resume_from_checkpoint, training.output_dir, group=group))
 
 
 def open_arguments(config: RunConfig, batch_size: int, accumulation: Accumulation) -> TrainingArguments:
@@ -168,7 +189,7 @@ def _logged_attention(config: RunConfig, group: RankGroup) -> Attention:
 
 
 def _open_model(
-    config: RunConfig, arguments: TrainingArguments, samples: SwiftSamples, group: RankGroup
+    config: RunConfig, arguments: TrainingArguments, samples: SwiftEncoder, group: RankGroup
 ) -> tuple[Any, Any]:
     """Load the model, and tell the template of it."""
     template = samples.template
@@ -190,7 +211,7 @@ def build_stream_trainer(
     arguments: TrainingArguments,
     *,
     group: RankGroup,
-    samples: Mapping[str, SwiftSamples],
+    samples: Mapping[str, SwiftEncoder],
     planned: PlannedSplit | None,
     order: Order,
     rollout: tuple[Reward, Sampling] | None,
@@ -248,7 +269,7 @@ def build_stream_trainer(
     )
 
 
-def open_comparison(trainer: PackTrainer, samples: SwiftSamples) -> PackComparison:
+def open_comparison(trainer: PackTrainer, samples: SwiftEncoder) -> PackComparison:
     """Return what compares packs with their samples alone, on a trainer that is ready to train."""
     return PackComparison(trainer, samples.encode)
 
@@ -259,7 +280,7 @@ def build_trainer(
     schedule: EpochSchedule,
     *,
     group: RankGroup,
-    samples: Mapping[str, SwiftSamples],
+    samples: Mapping[str, SwiftEncoder],
     planned: Mapping[str, PlannedSplit],
 ) -> PackTrainer:
     """
@@ -302,7 +323,7 @@ def build_trainer(
     )
 
 
-def open_policy(config: RunConfig, group: RankGroup, samples: SwiftSamples) -> PolicyWorker:
+def open_policy(config: RunConfig, group: RankGroup, samples: SwiftEncoder) -> PolicyWorker:
     """
     Load the policy of a run of reinforcement learning, for one worker; ConfigError if the workers
     cannot share rows.
@@ -371,7 +392,7 @@ def build_ray_worker(path: str, overrides: Sequence[str]) -> PolicyWorker:
 
 @contextlib.contextmanager
 def open_workers(
-    config: RunConfig, path: str, samples: SwiftSamples, *, overrides: Sequence[str] = (), ray_workers: int
+    config: RunConfig, path: str, samples: SwiftEncoder, *, overrides: Sequence[str] = (), ray_workers: int
 ) -> Iterator[Workers]:
     """
     Start the workers of a run, and end them.

@@ -214,20 +214,18 @@ def shard_packed(
     _one_of("assignment", assignment, ("balanced", "round_robin"))
     _one_of("microbatch_order", microbatch_order, ("packer", "largest_first"))
     array, padded = _padded(lengths, sequence_length_pad_multiple, capacity)
+    balance = assignment == "balanced"
     done = np.zeros(shards, dtype=np.int64)
     parts = []
     for batch in _global_batches(array.size, batch_size):
         costs = padded[batch.start : batch.stop]
         packs = pack(costs, capacity=capacity, algorithm=algorithm, seed=seed)
-        if assignment == "balanced":
+        if balance:
             packs = fewer_rounds(packs, costs, capacity=capacity, rounds_of=rounds_of)
         num = round_up(len(packs), rounds_of)
         items = _filled(costs, num, when_short)
-        labels = balanced(costs[items], shards, num // shards, capacity) if assignment == "balanced" else None
-        if labels is None:
-            packs = with_bin_count(with_filler(packs, items.size), costs[items], minimum=num, multiple=1)
-            labels = assign_packs(packs, costs[items], shards, balance=assignment == "balanced")
-        if assignment == "balanced":
+        labels = _assigned(packs, costs[items], num, shards=shards, capacity=capacity, balance=balance)
+        if balance:
             labels, done = rotate_to_least_loaded(labels, costs[items], done, num // shards)
         ordered = _ordered(labels, items, costs, num // shards, by_size=microbatch_order == "largest_first")
         parts.append(_Part(items + batch.start, ordered, num // shards))
@@ -414,6 +412,18 @@ def _filled(costs: IntArray, wanted: int, when_short: Literal["fill", "error"]) 
         )
         raise BatchError(message)
     return np.concatenate([np.arange(costs.size), np.full(short, costs.argmin())])
+
+
+def _assigned(packs: Packs, costs: IntArray, num: int, *, shards: int, capacity: int, balance: bool) -> IntArray:
+    """
+    Return the microbatch of each slot, of *num* over all workers: item by item where these fit so,
+    else pack by pack.
+    """
+    labels = balanced(costs, shards, num // shards, capacity) if balance else None
+    if labels is not None:
+        return labels
+    packs = with_bin_count(with_filler(packs, costs.size), costs, minimum=num, multiple=1)
+    return assign_packs(packs, costs, shards, balance=balance)
 
 
 def _ordered(labels: IntArray, items: IntArray, costs: IntArray, per_shard: int, *, by_size: bool) -> IntArray:

@@ -114,7 +114,7 @@ def test_no_pickle_and_no_unsafe_yaml():
 
 def test_only_wiring_constructs_adapters():
     """Commands and planning get them handed in; classes of adapters are called in wiring alone."""
-    classes = {"SwiftSamples", "JsonlRecords", "DiskLengthStore", "DiskPlanStore", "TorchGroup", "PackTrainer"}
+    classes = {"SwiftEncoder", "SwiftMeasurer", "DiskLengthStore", "DiskPlanStore", "TorchGroup", "PackTrainer"}
     called = {
         (path.parent.name, node.func.id)
         for path in (ROOT / "app").rglob("*.py")
@@ -123,6 +123,19 @@ def test_only_wiring_constructs_adapters():
     }
 
     assert {("wiring", name) for name in classes} == called
+
+
+def test_one_place_knows_the_formats_of_data_files():
+    """Another format is a file beside it, and a line in it."""
+    importers = {
+        str(path.relative_to(ROOT))
+        for layer in ("adapters", "app")
+        for path in (ROOT / layer).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and node.module == "adapters.samples.jsonl"
+    }
+
+    assert {"adapters/samples/files.py"} == importers
 
 
 def programs() -> list[str]:

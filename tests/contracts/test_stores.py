@@ -16,6 +16,7 @@ from core.checksum import plan_checksum
 from core.errors import ConfigError, CorruptArtefactError, StaleLengthsError
 from core.fingerprint import Fingerprint
 from core.plan import build_raw_plan
+from core.ports import Origin, StoredPlan
 from tests.fakes import MemoryLengthStore, MemoryPlanStore
 
 KEY = Fingerprint({"a": 1, "b": None})
@@ -136,7 +137,47 @@ def test_lengths_stay_valid_while_the_data_they_were_measured_from_does(reopen_l
         taken(reopen_lengths(), 4)
 
 
-@pytest.mark.parametrize("open_plans", [DiskPlanStore, lambda _: MemoryPlanStore()], ids=["disk", "memory"])
+def test_lengths_are_inspected_whatever_they_were_measured_from(reopen_lengths):
+    """Nothing, then a part, then all, and nothing again after they are discarded."""
+    store = reopen_lengths()
+    taken(store)
+    assert (None, None) == (reopen_lengths().origin(), reopen_lengths().inspect())
+    for end in (4, 10):
+        put(store, 0 if end == 4 else 4, end, in_full=True, probe={"samples": [end]})
+
+        lengths = reopen_lengths().inspect()
+
+        assert Origin(KEY, 10, end, DATA(end)) == reopen_lengths().origin() == lengths.origin
+        assert ROWS[:end].tolist() == lengths.rows.table.tolist()
+        assert IMAGES[:end].tolist() == lengths.rows.images.tolist()
+        assert (True, {"samples": [end]}) == (lengths.rows.in_full, lengths.rows.probe)
+        assert store.digest() == lengths.digest
+        assert [] == list(reopen_lengths().damage())
+        assert reopen_lengths().where
+
+    store.discard()
+    assert (None, None) == (reopen_lengths().origin(), reopen_lengths().inspect())
+
+
+OPEN_PLANS = pytest.mark.parametrize("open_plans", [DiskPlanStore, lambda _: MemoryPlanStore()], ids=["disk", "memory"])
+
+
+@OPEN_PLANS
+def test_a_plan_is_inspected_whatever_it_was_planned_from(open_plans, tmp_path):
+    """With the world sizes that it was aligned for, and not those of the plan before it."""
+    store = open_plans(tmp_path)
+    assert store.inspect() is None
+    for key, world_sizes in ((Fingerprint({"a": 2}), [3, 1]), (KEY, [4, 2])):
+        store.save(key, PLAN)
+        for world_size in world_sizes:
+            store.save_aligned(key, align_plan(PLAN, world_size=world_size, dataloader_drop_last=False))
+
+        assert StoredPlan(key, PLAN, tuple(sorted(world_sizes))) == store.inspect()
+        assert [] == list(store.damage())
+    assert store.where
+
+
+@OPEN_PLANS
 def test_a_plan_comes_back_whole_under_its_key_only(open_plans, tmp_path):
     """Equal in every field; nothing under another key."""
     store = open_plans(tmp_path)

@@ -21,7 +21,7 @@ from adapters.stores.lengths import DiskLengthStore
 from adapters.stores.plans import DiskPlanStore
 from app.__main__ import COMMANDS
 from app.planning.deadline import Deadline
-from app.planning.split import Stores, plan_split
+from app.planning.split import GatheredSplit, Planner, Stores
 from app.reference import rewritten
 from core.policy import PlanPolicy
 from tests.fakes import FreeLock, ListSource, ScriptedGroup
@@ -286,16 +286,8 @@ def planned(tmp_path, monkeypatch) -> str:
     monkeypatch.chdir(tmp_path)
     lengths = np.random.default_rng(1).geometric(1 / 200, 300).tolist()
     stores = Stores(DiskLengthStore(folder), DiskPlanStore(folder), FreeLock())
-    split = plan_split(
-        "train",
-        PlanPolicy(packing_length=1024),
-        source=ListSource(lengths),
-        stores=stores,
-        group=ScriptedGroup(),
-        flush_every=None,
-        deadline=Deadline(1),
-    )
-    return split.raw_checksum
+    split = GatheredSplit("train", PlanPolicy(packing_length=1024), ListSource(lengths), stores)
+    return Planner(ScriptedGroup(), Deadline(1)).plan(split).raw_checksum
 
 
 @pytest.mark.parametrize(

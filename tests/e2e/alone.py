@@ -82,9 +82,9 @@ def silence(setattr_: Callable[[Any, str, Any], None] = setattr) -> None:
     Let records whose first message is `silent` have no supervised token, when they are measured and
     later.
     """
-    from adapters.samples.encoder import SwiftSamples
+    from adapters.samples.encoder import SwiftEncoder
 
-    encode = SwiftSamples._encode
+    encode = SwiftEncoder.encode_messages
 
     def without_labels(samples: Any, index: int, sample: dict[str, Any]) -> dict[str, Any]:
         encoded = encode(samples, index, sample)
@@ -92,7 +92,7 @@ def silence(setattr_: Callable[[Any, str, Any], None] = setattr) -> None:
             encoded["labels"] = [-100] * len(encoded["labels"])
         return encoded
 
-    setattr_(SwiftSamples, "_encode", without_labels)
+    setattr_(SwiftEncoder, "encode_messages", without_labels)
 
 
 class Gradients(TrainerCallback):

@@ -20,6 +20,7 @@ import torch
 from adapters.trainer import packed_dataset
 from app import sft
 from app.cli.command import run_command
+from app.training import prepare
 from app.wiring import training
 from tests.e2e.alone import Gradients, silence
 
@@ -36,7 +37,7 @@ def main(config: str, out: str, fault: str = "") -> int:
 
     trained: dict[str, object] = {}
     gradients = Gradients()
-    built = training.build_trainer
+    built = prepare.build_trainer
 
     def build_trainer(*args, planned, **kwargs):
         trained["table"] = planned["train"].table
@@ -50,11 +51,11 @@ def main(config: str, out: str, fault: str = "") -> int:
 
     def command() -> None:
         packed_dataset.PackedDataset.__getitem__ = noted
-        training.build_trainer = build_trainer
+        prepare.build_trainer = build_trainer
         if fault == "gradients":
             silence()
         if fault == "measure":
-            training.SwiftSamples.measure = _fail
+            training.SwiftMeasurer.measure = _fail
         run = training.read_config(config)
         with training.joined_ranks(run.training.trainer) as group:
             result = sft.run(run, group)

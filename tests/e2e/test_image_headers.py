@@ -72,15 +72,17 @@ def test_headers_give_the_lengths_of_full_encodes(case, pictures, write_run, tmp
     data = tmp_path / "pictures.jsonl"
     data.write_text("\n".join(map(json.dumps, lines)))
     path = write_run(model_type, custom={"train_jsonl": str(data)}, template={"max_pixels": max_pixels})
-    samples = training.open_samples(training.read_config(path))["train"]
+    config = training.read_config(path)
+    encoder = training.open_samples(config)["train"]
+    samples = training.open_measurer(config, encoder)
     pages = []
-    original = samples.template.encode
+    original = encoder.template.encode
 
     def encode(sample, **options):
         pages.append(sample["images"])
         return original(sample, **options)
 
-    samples.template.encode = encode
+    encoder.template.encode = encode
     quick = list(samples.measure_many(range(len(lines)), in_full=False))
 
     assert all(isinstance(image, Image.Image) for images in pages for image in images)
@@ -95,7 +97,8 @@ def test_a_shape_that_the_processor_refuses_is_refused_from_its_header(write_run
     data = tmp_path / "line.jsonl"
     record = {"messages": [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "no"}]}
     data.write_text(json.dumps({**record, "images": ["line.png"]}))
-    samples = training.open_samples(training.read_config(write_run(custom={"train_jsonl": str(data)})))["train"]
+    config = training.read_config(write_run(custom={"train_jsonl": str(data)}))
+    samples = training.open_measurer(config, training.open_samples(config)["train"])
 
     for in_full in (False, True):
         (outcome,) = samples.measure_many(range(1), in_full=in_full)

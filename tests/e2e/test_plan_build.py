@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from adapters.samples.encoder import SwiftSamples
+from adapters.samples.encoder import SwiftEncoder
+from adapters.samples.measurer import SwiftMeasurer
 from app.plan import __main__ as plan
 from tests.processes import finished
 
@@ -28,7 +29,7 @@ def artefacts_of(run: Path) -> dict[str, bytes]:
 
 
 def refuse_to_measure(monkeypatch) -> None:
-    monkeypatch.setattr(SwiftSamples, "outcome", lambda *_, **__: pytest.fail("a sample was measured"))
+    monkeypatch.setattr(SwiftMeasurer, "outcome", lambda *_, **__: pytest.fail("a sample was measured"))
 
 
 def test_ranks_measure_the_same_bytes_together_as_one_process_alone(server, write_run, demo, tmp_path, monkeypatch):
@@ -110,13 +111,13 @@ def test_an_image_replaced_after_measuring_is_found_at_the_next_start(write_run,
 
 def test_samples_that_encode_otherwise_in_another_process_are_refused(write_run, monkeypatch, capfd):
     """Training's loaders are other processes."""
-    main, plain = os.getpid(), SwiftSamples._encode
+    main, plain = os.getpid(), SwiftEncoder.encode_messages
 
     def encode(samples, index, sample):
         encoded = plain(samples, index, sample)
         return encoded if os.getpid() == main else {**encoded, "length": encoded["length"] + 1}
 
-    monkeypatch.setattr(SwiftSamples, "_encode", encode)
+    monkeypatch.setattr(SwiftEncoder, "encode_messages", encode)
     assert 2 == plan.main(["build", str(write_run())])
     assert "in another process and epoch 1" in capfd.readouterr().err
 

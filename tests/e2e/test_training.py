@@ -158,11 +158,11 @@ def test_the_best_model_is_loaded_whole(model, write_run, execute, demo, text_js
     Here the worst on purpose, which is the first: the weights at the end are those of its
     checkpoint.
     """
-    from app.wiring import training
+    from app.training import prepare
 
     trainers = []
-    build = training.build_trainer
-    monkeypatch.setattr(training, "build_trainer", lambda *a, **k: trainers.append(build(*a, **k)) or trainers[-1])
+    build = prepare.build_trainer
+    monkeypatch.setattr(prepare, "build_trainer", lambda *a, **k: trainers.append(build(*a, **k)) or trainers[-1])
     keys = {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps", "eval_steps": 3, "max_steps": 6,
             "load_best_model_at_end": True, "metric_for_best_model": "eval_loss",
             "greater_is_better": True}  # fmt: skip
@@ -261,7 +261,7 @@ def test_a_sample_that_changed_after_planning_stops_the_run_and_is_named(write_r
     """An image of another size in place of the planned one; from worker processes too."""
     from PIL import Image
 
-    from app.wiring import training
+    from app.training import prepare
 
     record = json.loads((demo / "data" / "train.jsonl").read_text().splitlines()[0])
     data = tmp_path / "data"
@@ -272,14 +272,14 @@ def test_a_sample_that_changed_after_planning_stops_the_run_and_is_named(write_r
     (data / "one.jsonl").write_text(json.dumps(record) + "\n")
     keys = {"dataloader_num_workers": workers, "packing_drop_last": False}
     path = write_run(custom={"train_jsonl": str(data / "one.jsonl")}, training=keys)
-    plain = training.build_trainer
+    plain = prepare.build_trainer
 
     def build_trainer(*args, **kwargs):
         Image.new("RGB", (420, 420)).save(image)
         return plain(*args, **kwargs)
 
     named = r"sample 0 .*one\.jsonl, line 1.* length planned \d+, fetched \d+"
-    with patch.object(training, "build_trainer", build_trainer), pytest.raises(ContractError, match=named) as raised:
+    with patch.object(prepare, "build_trainer", build_trainer), pytest.raises(ContractError, match=named) as raised:
         execute(path)
     assert {"length", "patches"} == {difference.key for difference in raised.value.differences}
 
@@ -310,14 +310,15 @@ def test_cut_samples_are_counted_apart_from_those_that_fit(write_run, execute, t
 def test_several_processes_measure_the_same(demo, write_run, monkeypatch):
     """A pool of two gives the table of one process, and the first bad record's own error."""
     from adapters import lifeline
-    from adapters.samples import encoder
+    from adapters.samples import measurer
     from app.wiring import training
 
-    monkeypatch.setattr(encoder.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(measurer.os, "cpu_count", lambda: 2)
     # Workers that are spawned import the stack, too; these come from the server, which has.
     context = server_context()
     monkeypatch.setattr(lifeline.multiprocessing, "get_context", lambda _: context)
-    samples = training.open_samples(training.read_config(write_run()), pool_start_s=0.0)["train"]
+    config = training.read_config(write_run())
+    samples = training.open_measurer(config, training.open_samples(config)["train"], pool_start_s=0.0)
     assert 2 == samples._workers
 
     assert [samples.outcome(index, in_full=True) for index in range(40)] == list(

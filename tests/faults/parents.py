@@ -73,12 +73,12 @@ def elsewhere(folder: Path) -> list[int]:
     """Start the process in which samples are probed."""
     import threading
 
-    from adapters.samples.encoder import SwiftSamples
+    from adapters.samples.measurer import SwiftMeasurer
 
     samples: Any = _Endless(folder)
     # The kernel watches the thread that forks: here, as there, it lives as long as its process.
     threading.Timer(0.01, partial(_write_when_noted, folder)).start()
-    SwiftSamples.measure_elsewhere(samples, [0], epoch=1)
+    SwiftMeasurer.measure_elsewhere(samples, [0], epoch=1)
     raise AssertionError("a sample without end has ended")
 
 

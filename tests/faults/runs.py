@@ -20,7 +20,7 @@ from adapters.stores.lengths import DiskLengthStore
 from adapters.stores.lock import FolderLock
 from adapters.stores.plans import DiskPlanStore
 from app.planning.deadline import Deadline
-from app.planning.split import PlannedSplit, Stores, plan_split
+from app.planning.split import GatheredSplit, PlannedSplit, Planner, Stores
 from core.policy import PlanPolicy
 from core.ports import ReportProgress
 from core.samples import Measurement
@@ -62,16 +62,8 @@ def execute(
 ) -> PlannedSplit:
     """Measure and plan, as rank 0 of a run does."""
     stores = Stores(DiskLengthStore(folder), DiskPlanStore(folder), FolderLock(folder))
-    group = ScriptedGroup(hear=report)
-    return plan_split(
-        "train",
-        policy,
-        source=source,
-        stores=stores,
-        group=group,
-        flush_every=FLUSH_EVERY,
-        deadline=Deadline(timeout_s),
-    )
+    planner = Planner(ScriptedGroup(hear=report), Deadline(timeout_s), FLUSH_EVERY)
+    return planner.plan(GatheredSplit("train", policy, source, stores))
 
 
 def artefacts_of(folder: Path) -> dict[str, bytes]:

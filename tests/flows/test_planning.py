@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from app.planning.deadline import Deadline
 from app.planning.log_lines import describe
 from app.planning.measure import PROBED_SAMPLES, failures
-from app.planning.split import Alignment, Stores, plan_split
+from app.planning.split import Alignment, GatheredSplit, Planner, Stores
 from core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
 from core.errors import (
     ChangedImageError,
@@ -60,11 +60,9 @@ class Desk:
         self.lock = FreeLock()
 
     def plan(self, flush_every=None, deadline=None, alignment=None, **changes):
-        return plan_split(
-            "train", policy(**changes), alignment=alignment or Alignment(),
-            source=self.source, stores=Stores(self.lengths, self.plans, self.lock), group=self.group,
-            flush_every=flush_every, deadline=deadline or Deadline(1),
-        )  # fmt: skip
+        stores = Stores(self.lengths, self.plans, self.lock)
+        split = GatheredSplit("train", policy(**changes), self.source, stores, alignment or Alignment())
+        return Planner(self.group, deadline or Deadline(1), flush_every).plan(split)
 
 
 def test_a_second_run_measures_and_plans_nothing():

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from app.planning.deadline import Deadline
 from app.planning.measure import PROBED_SAMPLES, measure
 from app.planning.measure_slices import measure_slices
+from app.planning.split import GatheredSplit, Stores
 from core.errors import DataSetError
+from core.policy import PlanPolicy
 from core.samples import Measured, to_tables
 from tests.fakes import (
     FailingSource,
@@ -22,6 +24,7 @@ from tests.fakes import (
     GuessingSource,
     ListSource,
     MemoryLengthStore,
+    MemoryPlanStore,
     RestlessSource,
     ScriptedGroup,
 )
@@ -41,10 +44,9 @@ class Slices:
 
     def measure(self, source, *, world_size: int, others, deadline=None) -> None:
         self.group = ScriptedGroup(world_size=world_size, others=others)
-        measure_slices(
-            "train", source, self.whole, self.lock, self.open, group=self.group, flush_every=2,
-            deadline=deadline or Deadline(1)
-        )  # fmt: skip
+        stores = Stores(self.whole, MemoryPlanStore(), self.lock)
+        split = GatheredSplit("train", PlanPolicy(packing_length=80), source, stores)
+        measure_slices(split, self.open, group=self.group, flush_every=2, deadline=deadline or Deadline(1))
 
 
 def bounds(known: int, world_size: int) -> list[tuple[int, int]]:

@@ -9,7 +9,7 @@ from adapters.stores.lengths import DiskLengthStore
 from adapters.stores.plans import DiskPlanStore
 from app.plan.verification import verify
 from app.planning.deadline import Deadline
-from app.planning.split import Stores, plan_split
+from app.planning.split import GatheredSplit, Planner, Stores
 from core.errors import NotBuiltError, RecordError
 from core.packs import Packs
 from core.plan import build_raw_plan
@@ -24,23 +24,18 @@ def built(tmp_path):
     return tmp_path
 
 
-def build(folder, source, **changes):
+def split_in(folder, source, **changes) -> GatheredSplit:
     stores = Stores(DiskLengthStore(folder), DiskPlanStore(folder), FreeLock())
-    plan_split(
-        "train",
-        policy(**changes),
-        source=source,
-        stores=stores,
-        group=ScriptedGroup(),
-        flush_every=None,
-        deadline=Deadline(1),
-    )
+    return GatheredSplit("train", policy(**changes), source, stores)
+
+
+def build(folder, source, **changes):
+    Planner(ScriptedGroup(), Deadline(1)).plan(split_in(folder, source, **changes))
 
 
 def found(folder, source, *, num_samples=8, decode=False, **changes) -> list[str]:
-    return [
-        str(one) for one in verify("train", folder, policy(**changes), source, num_samples=num_samples, decode=decode)
-    ]
+    split = split_in(folder, source, **changes)
+    return [str(one) for one in verify(split, num_samples=num_samples, decode=decode)]
 
 
 def test_what_is_whole_has_no_findings(built):

@@ -21,20 +21,18 @@ import torch
 from transformers import TrainerCallback
 
 from adapters.ranks.torch_group import OneRank
-from adapters.samples.encoder import SwiftSamples
+from adapters.samples.encoder import SwiftEncoder
 from app.bench.process import Turns
 from app.bench.training.data import write_model_of, write_records
 from app.bench.training.like_lengths import LikeLengths
 from app.bench.training.ways import WAYS, Row, Setting, Way, compared
 from app.bench.turns import Turned, run_alone, take_turns
 from app.planning.deadline import Deadline
-from app.planning.split import Alignment, plan_split, usable_folders
+from app.planning.split import Planner
 from app.training.prepare import Prepared, prepare
-from app.wiring import stores
-from app.wiring import training as wiring
+from app.wiring.gather import gather
 from core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
 from core.plan import RawPlan
-from core.policy import PlanPolicy
 from core.samples import Table
 from core.schedule import EpochStats
 from core.work import WorkModel
@@ -154,23 +152,15 @@ def _unpacked(config: RunConfig, *, one_by_one: bool) -> RunConfig:
 
 def _planned(config: RunConfig) -> RawPlan:
     """Plan a run without building its trainer, which would hold a second model."""
-    usable_folders([stores.split_folder(config.training.output_dir, "train")])
-    return plan_split(
-        "train",
-        PlanPolicy.of(config, "train"),
-        alignment=Alignment.of(config, "train"),
-        source=wiring.open_samples(config)["train"],
-        stores=stores.open_stores(config, "train"),
-        group=OneRank(),
-        flush_every=None,
-        deadline=Deadline(LIMIT_S),
-    ).raw
+    planner, train = Planner(OneRank(), Deadline(LIMIT_S)), gather(config).splits["train"]
+    planner.require_writable([train])
+    return planner.plan(train).raw
 
 
 class Encoded:
     """Samples that were encoded before; each fetch is compared with the plan, as always."""
 
-    def __init__(self, samples: SwiftSamples) -> None:
+    def __init__(self, samples: SwiftEncoder) -> None:
         self._samples = samples
         start = time.process_time()
         self._encoded = [samples.encode(index) for index in range(len(samples))]

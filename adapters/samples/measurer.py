@@ -1,0 +1,243 @@
+"""Encoded samples and their images' headers -> measurements: what plans are made from."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import time
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
+from pathlib import Path
+
+from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
+
+import attrs
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from adapters.lifeline import ctrl_c_kept, end_with_parent, open_pool
+from adapters.samples.encoder import SampleSpec, SwiftEncoder
+from adapters.samples.image_headers import ImageArithmetic, image_facts
+from adapters.samples.template import swift_types
+from core.errors import RecordError
+from core.fingerprint import Fingerprint, Value, configured_inputs
+from core.samples import ImageFacts, Measured, Measurement, Outcome
+
+_PROCESSING_FILES = (
+    "config.json",
+    "tokenizer*",
+    "vocab*",
+    "merges*",
+    "special_tokens*",
+    "added_tokens*",
+    "*processor_config.json",
+    "chat_template*",
+    "*.model",
+    "*.py",
+)
+
+_PROCESSING_PACKAGES = ("ms-swift", "transformers", "tokenizers", "qwen_vl_utils", "pillow", "torchvision")
+
+_PROCESSING_VARIABLES = (
+    "MAX_PIXELS",
+    "MIN_PIXELS",
+    "IMAGE_FACTOR",
+    "IMAGE_MAX_TOKEN_NUM",
+    "IMAGE_MIN_TOKEN_NUM",
+    "MAX_RATIO",
+    "SPATIAL_MERGE_SIZE",
+    "QWENVL_BBOX_FORMAT",
+    "ENABLE_THINKING",
+    "PRESERVE_THINKING",
+)
+"""Environment variables that ms-swift and qwen_vl_utils read while encoding text and images."""
+
+MEASURING = 1
+"""
+Version of this project's own part in a length: records to messages, headers to patches. A change
+that moves one raises it.
+"""
+
+POOL_START_S = 20.0
+"""A pool of processes that import the whole stack takes about this long to start."""
+
+_ELSEWHERE_S = 600.0
+"""A sample that another process has not encoded by then never will be."""
+
+
+class SwiftMeasurer:
+    """A `core.ports.LengthSource` over the samples of an encoder."""
+
+    def __init__(
+        self, encoder: SwiftEncoder, *, workers: int = 1, sharers: int = 1, pool_start_s: float = POOL_START_S
+    ) -> None:
+        """
+        Measure what an encoder encodes.
+
+        Args:
+            encoder: Gives the samples.
+
+            workers: Processes that measure, at most as many as there are cores; 1 measures in this
+            one.
+
+            sharers: Processes like this one that measure on this machine at the same time.
+
+            pool_start_s: Seconds that a pool takes to start; what is left has to take longer than
+            that in this process.
+        """
+        self._encoder = encoder
+        self._arithmetic = ImageArithmetic.of(encoder.template)
+        self._pool_start_s = pool_start_s
+        self._workers = min(workers, max(1, (os.cpu_count() or 1) // sharers))
+
+    def __len__(self) -> int:
+        return len(self._encoder)
+
+    def fingerprint(self) -> Fingerprint:
+        """Return everything that the measurements depend on, the data aside."""
+        spec = self._encoder.spec
+        model_type, template_type = swift_types(spec.model, spec.template)
+        inputs: dict[str, Value] = {
+            **configured_inputs(spec.template, spec.custom, packing_length=spec.packing_length),
+            "model.model_type": model_type,
+            "template.template": template_type,
+        }
+        folder = Path(spec.model.model)
+        for file in sorted({file for pattern in _PROCESSING_FILES for file in folder.glob(pattern)}):
+            inputs[f"model.{file.name}.sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
+        inputs["version.measuring"] = MEASURING
+        for package in _PROCESSING_PACKAGES:
+            inputs[f"version.{package}"] = importlib.metadata.version(package)
+        for variable in _PROCESSING_VARIABLES:
+            inputs[f"environment.{variable}"] = os.environ.get(variable)
+        return Fingerprint(inputs)
+
+    def data_digest(self, count: int, *, start: int = 0) -> str:
+        """Return the digest of *count* records from *start* on."""
+        return self._encoder.records.digest(count, start=start)
+
+    def measure_quickly(self, index: int) -> Measurement:
+        """
+        Measure sample *index* from its images' headers where that is proven to be exact; else in
+        full.
+        """
+        sample, images = self._encoder.read(index)
+        # Where the template truncates, what goes depends on where the images stand.
+        if self._arithmetic is None or not images or self._encoder.template.max_length is not None:
+            return self.measure(index)
+        sizes = [self._encoder.image_size(index, image) for image in images]
+        stand_ins = [self._arithmetic.smallest_image] * len(images)
+        standing = self._encoder.measured(index, self._encoder.encode_messages(index, {**sample, "images": stand_ins}))
+        try:
+            patches = sum(self._arithmetic.patches(*size) for size in sizes)
+        except ValueError as error:
+            raise self._encoder.fault(index, f"an image cannot be encoded: {error}") from None
+        more = (patches - standing.patches) // self._arithmetic.merge_size**2
+        return attrs.evolve(standing, length=standing.length + more, patches=patches)
+
+    def measure(self, index: int) -> Measurement:
+        """Encode and measure sample *index*; RecordError if it cannot become a sample."""
+        limit = self._encoder.template.max_length
+        if limit is None:
+            return self._measure_encoded(index)
+        # Whether a sample is truncated, or happens to fit exactly, shows only without the limit.
+        self._encoder.template.max_length = None
+        try:
+            whole = self._measure_encoded(index)
+        finally:
+            self._encoder.template.max_length = limit
+        if whole.length <= limit:
+            return whole
+        return attrs.evolve(self._measure_encoded(index), cut=True)
+
+    def _measure_encoded(self, index: int) -> Measurement:
+        return self._encoder.measured(index, self._encoder.encode(index))
+
+    def measure_many(self, indices: range, *, in_full: bool) -> Generator[Outcome, None, None]:
+        """
+        Measure several, in the order of *indices*, by processes where that is faster; see
+        `core.ports`.
+        """
+        measure = partial(self.outcome, in_full=in_full)
+        done = 0
+        if self._workers > 1:
+            started = time.perf_counter()
+            while done < len(indices):
+                yield measure(indices[done])
+                done += 1
+                spent = time.perf_counter() - started
+                if done >= 16 and spent / done * (len(indices) - done) * (1 - 1 / self._workers) > self._pool_start_s:
+                    break
+        rest = indices[done:]
+        if not rest or self._workers == 1:
+            yield from map(measure, rest)
+            return
+        with ctrl_c_kept():
+            pool = open_pool(self._workers, _open_worker, self._encoder.spec, in_full)
+            measured = pool.map(_measure_in_worker, rest, chunksize=16)
+        try:
+            yield from measured
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def measure_elsewhere(self, indices: Sequence[int], *, epoch: int) -> list[Outcome]:
+        """
+        Encode samples in a worker process of torch's own loader, seeded for *epoch*; see
+        `core.ports`.
+        """
+        loader = DataLoader(
+            _Measured(self),
+            sampler=list(indices),
+            batch_size=None,
+            num_workers=1,
+            timeout=_ELSEWHERE_S,
+            generator=torch.Generator().manual_seed(epoch),
+            multiprocessing_context="fork",
+            worker_init_fn=lambda _: end_with_parent(),
+        )
+        return list(loader)
+
+    def images(self, index: int, *, decode: bool = False) -> tuple[ImageFacts, ...]:
+        """Return what the image files of sample *index* are now; see `core.ports`."""
+        try:
+            return tuple(image_facts(image, decode=decode) for image in self._encoder.read(index)[1])
+        except ValueError as error:
+            raise self._encoder.fault(index, str(error)) from None
+
+    def outcome(self, index: int, *, in_full: bool) -> Outcome:
+        """Measure sample *index* and its images, or say why it cannot become a sample."""
+        try:
+            measurement = self.measure(index) if in_full else self.measure_quickly(index)
+            return Measured(measurement, self.images(index))
+        except RecordError as error:
+            return error
+
+    @property
+    def mixes(self) -> bool:
+        """Whether samples are others in another epoch: not those of files."""
+        return False
+
+
+class _Measured(Dataset[Outcome]):
+    """Samples encoded in full, as a loader's worker would."""
+
+    def __init__(self, samples: SwiftMeasurer) -> None:
+        self._samples = samples
+
+    def __getitem__(self, index: int) -> Outcome:
+        return self._samples.outcome(index, in_full=True)
+
+
+_measure: Callable[[int], Outcome] | None = None
+
+
+def _open_worker(spec: SampleSpec, in_full: bool) -> None:  # noqa: FBT001  # pools pass arguments by place
+    global _measure  # noqa: PLW0603  # the one thing a worker process holds
+    torch.set_num_threads(1)
+    _measure = partial(SwiftMeasurer(SwiftEncoder(spec)).outcome, in_full=in_full)
+
+
+def _measure_in_worker(index: int) -> Outcome:
+    assert _measure is not None  # noqa: S101  # the pool's initializer made it
+    return _measure(index)

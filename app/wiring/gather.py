@@ -1,0 +1,53 @@
+"""
+A run's samples, and what their plans are made from and kept in: gathered here for every command
+that plans, trains or verifies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+
+from adapters.samples.encoder import SwiftEncoder
+from app.planning.split import Alignment, GatheredSplit
+from app.wiring.stores import open_stores
+from app.wiring.training import open_measurer, open_samples
+from core.config import RunConfig
+from core.policy import PlanPolicy
+
+
+@attrs.frozen
+class Gathered:
+    """What a run has, before it is planned; both by split."""
+
+    samples: Mapping[str, SwiftEncoder]
+    """What is trained and evaluated on."""
+
+    splits: Mapping[str, GatheredSplit]
+    """What their plans are made from."""
+
+
+def gather(config: RunConfig, *, measuring_ranks: int = 1, train_paths: tuple[str, ...] | None = None) -> Gathered:
+    """
+    Open the data of each split, `train` and perhaps `eval`, and their stores; nothing is written.
+
+    Args:
+        config: The run.
+
+        measuring_ranks: Ranks on this machine that measure at the same time, and share its cores.
+
+        train_paths: Data files of `train`, if not those of `custom.train_jsonl`.
+    """
+    samples = open_samples(config, train_paths=train_paths)
+    splits = {
+        name: GatheredSplit(
+            name,
+            PlanPolicy.of(config, name),
+            open_measurer(config, encoder, measuring_ranks=measuring_ranks),
+            open_stores(config, name),
+            Alignment.of(config, name),
+        )
+        for name, encoder in samples.items()
+    }
+    return Gathered(samples, splits)
