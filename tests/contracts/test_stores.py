@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from adapters.stores import lock
 from adapters.stores.lengths import DiskLengthStore
+from adapters.stores.lock import FolderLock
 from adapters.stores.plans import DiskPlanStore
 from core.align import align_plan
 from core.checksum import plan_checksum
-from core.errors import ConfigError, CorruptArtefactError, StaleLengthsError
+from core.errors import ConfigError, CorruptArtefactError, OutputError, StaleLengthsError
 from core.fingerprint import Fingerprint
 from core.plan import build_raw_plan
 from core.ports import Origin, StoredPlan
@@ -187,6 +191,23 @@ def test_a_plan_comes_back_whole_under_its_key_only(open_plans, tmp_path):
 
     assert PLAN == store.load(KEY)
     assert store.load(Fingerprint({"a": 2})) is None
+
+
+def test_a_place_that_cannot_be_written_is_named_before_anything_is_measured(tmp_path: Path, monkeypatch):
+    """A file in the way, a full disk; where it can, the folder is there and empty."""
+    FolderLock(tmp_path / "run" / "train").require_writable()
+    assert [] == list((tmp_path / "run" / "train").iterdir())
+
+    (tmp_path / "file").touch()
+    with pytest.raises(OutputError, match=f"{tmp_path}/file/train"):
+        FolderLock(tmp_path / "file" / "train").require_writable()
+
+    def full(**_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(lock, "TemporaryFile", full)
+    with pytest.raises(OutputError, match="No space left"):
+        FolderLock(tmp_path / "run" / "train").require_writable()
 
 
 def test_the_disk_holds_small_readable_manifests_and_nothing_else(tmp_path: Path):

@@ -165,6 +165,17 @@ def test_a_sample_and_a_pack_are_explained(store, said, tmp_path):
     assert json.loads(said("show", path, "--sample", "0", "--json"))["record"] is None
 
 
+def test_a_sample_of_the_evaluation_stands_in_its_own_data(store, said, tmp_path):
+    """Not in those of training, which have as many records."""
+    for name, blank in (("data", ""), ("val", "\n")):
+        (tmp_path / f"{name}.jsonl").write_text(f"{{}}\n{blank}" * 9)
+    path = store(lengths=LENGTHS[:9], eval_lengths=LENGTHS[:9])
+
+    document = json.loads(said("show", path, "--split", "eval", "--sample", "3", "--json"))
+
+    assert f"{tmp_path / 'val.jsonl'}, line 7" == document["record"]
+
+
 def test_samples_in_no_pack_are_explained(store, said):
     """Dropped, with whom; skipped, and the key that would change it."""
     path = store(training={"packing_min_fill_ratio": 1.0, "packing_allow_single_long": False})

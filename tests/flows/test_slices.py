@@ -110,6 +110,19 @@ def test_a_rank_that_fails_stops_all_with_its_reason():
         Slices().measure(FailingSource(LENGTHS, bad={1}), world_size=2, others=lambda _: "digest")
 
 
+def test_what_another_job_measured_meanwhile_stays():
+    """Nothing is appended to it; the next run uses it."""
+    source, slices = ListSource(LENGTHS), Slices()
+
+    def measured_by_another(_: str) -> str:
+        measure("train", ListSource(LENGTHS), slices.whole, flush_every=None, report=print)
+        return "digest"
+
+    with pytest.raises(DataSetError, match="another job measured train at the same time: run this again"):
+        slices.measure(source, world_size=2, others=measured_by_another)
+    assert LENGTHS == slices.whole.inspect().tokens.tolist()
+
+
 def test_waits_for_slices_share_one_deadline():
     """Rank 0, its lock, the lock of a slice, the other ranks, and rank 0 again."""
     source, slices, now = ListSource(LENGTHS), Slices(), iter(range(100))

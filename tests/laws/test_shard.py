@@ -9,12 +9,12 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import event, given
+from hypothesis import assume, event, given
 from hypothesis import strategies as st
 
 from app.bench.distributions import DISTRIBUTIONS
 from core.errors import BatchError, InvalidLengthError, OverBudgetError, UnevenShardsError
-from core.packers import ALGORITHMS
+from core.packers import ALGORITHMS, pack
 from core.shard import batch_metrics, pooled, shard_dynamic, shard_packed, shard_plain
 
 MODES = ("packed", "round_robin", "dynamic", "plain")
@@ -157,6 +157,20 @@ def test_balancing_needs_no_more_packs_than_dealing(case):
     balanced, dealt = cut(case), cut({**case, "mode": "round_robin"})
 
     assert all(ours <= theirs for ours, theirs in zip(balanced.num_microbatches, dealt.num_microbatches, strict=True))
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(1, 3))
+def test_round_robin_assigns_the_packs_of_the_algorithm_in_turn(lengths, shards):
+    """Where they come out even: first to worker 0, next to worker 1, whatever they cost."""
+    packs = pack(lengths, capacity=40, algorithm="constant_volume").tolist()
+    assume(0 == len(packs) % shards)
+
+    sharding = shard_packed(
+        lengths, shards=shards, batch_size=len(lengths), max_tokens_per_microbatch=40,
+        algorithm="constant_volume", assignment="round_robin",
+    )  # fmt: skip
+
+    assert [packs[rank::shards] for rank in range(shards)] == [batch.microbatches for (batch,) in sharding]
 
 
 @given(st.integers(2, 5), st.integers(1, 4))
