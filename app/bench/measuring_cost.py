@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
@@ -65,6 +65,9 @@ WARM_UP = 32
 """
 Samples before the clock starts: worker processes take seconds to start, and get sixteen at a time.
 """
+
+_FIRST_PORT, _PORTS = 19_000, 1000
+"""Where two ranks meet: below the ports of tests, and below those of outgoing connections."""
 
 
 @attrs.frozen
@@ -182,10 +185,19 @@ def _seconds_of(outcomes: Iterator[Outcome], total: int) -> tuple[float, float]:
     for done, _ in enumerate(outcomes, 1):
         if done in {WARM_UP, total}:
             own = psutil.Process()
-            times = [process.cpu_times() for process in (own, *own.children(recursive=True))]
-            marks.append((time.perf_counter(), sum(spent.user + spent.system for spent in times)))
+            spent = sum(map(_cpu_seconds, (own, *own.children(recursive=True))))
+            marks.append((time.perf_counter(), spent))
     (start, cpu_start), (end, cpu_end) = marks
     return end - start, cpu_end - cpu_start
+
+
+def _cpu_seconds(process: psutil.Process) -> float:
+    """Return the CPU seconds of a process; 0 if it has ended since it was listed."""
+    try:
+        spent = process.cpu_times()
+    except psutil.NoSuchProcess:
+        return 0.0
+    return float(spent.user + spent.system)
 
 
 class _StoredSamples:
@@ -222,14 +234,23 @@ def _warm_start(stores: Stores) -> float:
     return time.perf_counter() - start
 
 
+def _free_port() -> int:
+    """Return a port that is free, and that the kernel gives to no outgoing connection meanwhile."""
+    for number in range(_PORTS):
+        port = _FIRST_PORT + (os.getpid() + number) % _PORTS
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    message = f"no port from {_FIRST_PORT} to {_FIRST_PORT + _PORTS - 1} is free"
+    raise RuntimeError(message)
+
+
 def _rank_memory(stores: Stores) -> int:
     """
     Plan what is stored on rank 0 of two; return the bytes that this takes on rank 1, beyond what it
     held before.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(_free_port())
 
     def join(rank: int) -> Callable[[], int]:
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
