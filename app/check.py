@@ -122,7 +122,7 @@ def compare(config: RunConfig, prepared: Prepared, *, num_packs: int) -> Report:
     return Report(
         model=config.model.model,
         model_type=training.model_type_of(config),
-        attn_impl=stores.attention_of(config).name,
+        attn_impl=training.attention_of(config).name,
         precision=precision,
         packs=tuple(
             (pack, kind(images[train.raw.packs[pack]].tolist()), len(train.raw.packs[pack])) for pack in chosen

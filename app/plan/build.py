@@ -44,6 +44,7 @@ def run(options: argparse.Namespace) -> None:
         return
     with training.joined_ranks({"use_cpu": True}) as group:
         require_static(config)
+        training.ask_before_measuring(config, group)
         samples = _chosen(training.open_samples(config, measuring_ranks=training.local_ranks()), splits)
         build(config, group, samples=samples, world_size=options.world_size)
 

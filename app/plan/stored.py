@@ -17,7 +17,7 @@ from core.align import AlignedPlan
 from core.batch import partial_window
 from core.checksum import plan_checksum
 from core.config import RunConfig
-from core.equality import Attention
+from core.equality import AUTO, Attention, PackingVerdict
 from core.errors import (
     ConfigError,
     DroppedTokensError,
@@ -65,6 +65,9 @@ class PlanView:
     schedule_summary: ScheduleSummary
     attention: Attention | None
     """That training takes; None if that cannot be said, which `warnings` then do."""
+
+    verdict: PackingVerdict | None
+    """Whether samples may share the model's packs; None if it was not asked yet."""
 
     warnings: tuple[str, ...]
 
@@ -158,11 +161,15 @@ def inspect_plan(config: RunConfig, split: str, *, world_size: int | None) -> Pl
     )  # fmt: skip
     schedule = split_schedule(config, split, aligned)
     warnings = list(_warnings(config, stored, planned, schedule))
-    attention = None
+    attention = verdict = None
     try:
-        attention = stores.attention_of(config)
+        verdict = stores.stored_verdict(config)
+        if verdict is None and stores.needs_verdict(config, packed=stored.packed):
+            warnings.append(f"{split}: the model was not yet asked whether samples may share its packs: build does")
+        if verdict is not None or config.model.attn_impl != AUTO:
+            attention = stores.attention_by(config, verdict)
         if stored.packed:
-            stores.refuse_leaks(config)
+            stores.refuse_leaks(config, verdict)
     except IsolationError as error:
         warnings.append(f"{split}: training refuses the attention: {error}")
     except UserError as error:
@@ -174,6 +181,7 @@ def inspect_plan(config: RunConfig, split: str, *, world_size: int | None) -> Pl
         plan_summary=stored.summary(),
         schedule_summary=summarise_schedule(raw, stored.lengths.tokens, schedule, packed=stored.packed),
         attention=attention,
+        verdict=verdict,
         warnings=tuple(warnings),
     )
 
@@ -243,6 +251,7 @@ def as_document(view: PlanView) -> dict[str, Any]:
     return {
         "folder": str(stored.folder),
         "attention": None if view.attention is None else attrs.asdict(view.attention),
+        "verdict": None if view.verdict is None else view.verdict.to_dict(),
         "warnings": list(view.warnings),
         "plan": attrs.asdict(view.plan_summary),
         "course": attrs.asdict(view.schedule_summary),

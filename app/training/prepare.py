@@ -134,7 +134,7 @@ def _log_schedule(config: RunConfig, batch: Batch, schedule: EpochSchedule) -> N
 
 
 def _log_attention(config: RunConfig, checkpoint: Path) -> None:
-    then, now = read_attention(checkpoint), stores.attention_of(config).name
+    then, now = read_attention(checkpoint), wiring.attention_of(config).name
     if then not in (None, now):
         log.info("the checkpoint was trained by the attention %s; the run goes on by %s", then, now)
 

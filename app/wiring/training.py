@@ -6,6 +6,7 @@ the others.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,9 +20,10 @@ import torch
 
 from adapters.model_folder import config_model_type
 from adapters.policy_loss import LOSSES
+from adapters.probe import open_model_config, probe_config
 from adapters.ranks.torch_group import OneRank, TorchGroup
 from adapters.samples.encoder import POOL_START_S, SampleSpec, SwiftSamples
-from adapters.samples.template import open_template
+from adapters.samples.template import open_template, refuse_remote_code
 from adapters.sequence_loss import FusedLoss, PackedLoss, PaddedLoss
 from adapters.trainer.arguments import TrainingArguments, runs_on_cpu, shards_weights, training_arguments
 from adapters.trainer.dummy_image import ensure_vision_forward
@@ -37,12 +39,21 @@ from adapters.workers.policy import PolicySettings, PolicyWorker
 from adapters.workers.ranks import RankWorkers
 from app.planning.split import PlannedSplit, resume_state_of
 from app.wiring.functions import named_function
-from app.wiring.stores import attention_of, read_config, refuse_leaks
+from app.wiring.stores import (
+    asked_of,
+    attention_by,
+    needs_verdict,
+    open_verdicts,
+    read_config,
+    refuse_leaks,
+    stored_verdict,
+    verdict_key,
+)
 from core.batch import Accumulation
 from core.config import RunConfig
-from core.equality import Attention
+from core.equality import Attention, PackingVerdict, why_not_here
 from core.errors import ConfigError, Fault, agree, counted
-from core.ports import RankGroup, Workers
+from core.ports import Arrays, RankGroup, ReportProgress, Workers
 from core.rl import REWARDS, Reward, Sampling
 from core.samples import column
 from core.schedule import EpochSchedule, PackStats
@@ -74,14 +85,87 @@ def joined_ranks(settings: Mapping[str, Any]) -> Iterator[RankGroup]:
     group.leave()
 
 
-def require_isolation(config: RunConfig, *, packed: bool) -> None:
+def require_isolation(config: RunConfig, *, packed: bool, group: RankGroup | None = None) -> None:
     """
-    Refuse an attention backend that does not run, or, where samples are packed, under which they
-    might see each other.
+    Ask the model whether samples may share its packs, unless it is stored, before anything is
+    measured; refuse an attention that does not run, or under which they might see each other.
+
+    Args:
+        config: The run.
+
+        packed: Whether samples share packs.
+
+        group: The ranks; rank 0 asks for all. None: each process asks for itself.
     """
-    attention_of(config)
     if packed:
-        refuse_leaks(config, on_cpu=runs_on_cpu(config.training.trainer))
+        refuse_leaks(config, None, on_cpu=runs_on_cpu(config.training.trainer))
+    verdict = None
+    if needs_verdict(config, packed=packed):
+        verdict = _ask(config) if group is None else _asked_by_rank_zero(config, group)
+    attention_by(config, verdict)
+    if packed:
+        refuse_leaks(config, verdict, on_cpu=runs_on_cpu(config.training.trainer))
+
+
+def ask_before_measuring(config: RunConfig, group: RankGroup) -> None:
+    """
+    Refuse a model that may not pack before hours of measuring; what runs on other machines alone is
+    left to the one that trains.
+
+    Args:
+        config: The run.
+
+        group: The ranks.
+    """
+    on_cpu = runs_on_cpu(config.training.trainer)
+    flash = find_spec("flash_attn") is not None
+    here = why_not_here(config.model.attn_impl, flash_installed=flash, on_cpu=on_cpu) is None
+    if config.training.packing and here:
+        require_isolation(config, packed=True, group=group)
+
+
+def attention_of(config: RunConfig) -> Attention:
+    """
+    Return the attention that a run takes; the model is asked, unless its verdict is stored.
+
+    Raises:
+        AttentionError: It cannot take the one that `model.attn_impl` names.
+
+        ConfigError: The model's folder does not say what it is.
+    """
+    packed = config.training.packing or config.policy.sequence_packing.enabled
+    return attention_by(config, _ask(config) if needs_verdict(config, packed=packed) else None)
+
+
+def _ask(config: RunConfig) -> PackingVerdict:
+    """Return the verdict on a run's model, stored or by probe."""
+    on_cpu = runs_on_cpu(config.training.trainer)
+    verdict = stored_verdict(config)
+    if verdict is None or (verdict.strategy == "flash" and on_cpu):
+        refuse_remote_code(config.model)
+        verdict = probe_config(
+            open_model_config(config.model),
+            attn_impl=asked_of(config),
+            trust_remote_code=config.model.trust_remote_code,
+            on_cpu=on_cpu,
+        )
+        open_verdicts(config).save(verdict_key(config), verdict)
+        log.info("probe of %s in %.1f s: %s", verdict.model_type, verdict.seconds, verdict)
+    return verdict
+
+
+def _asked_by_rank_zero(config: RunConfig, group: RankGroup) -> PackingVerdict:
+    """Return on every rank the verdict that rank 0 has, kept where this rank finds it again."""
+
+    def ask(_: ReportProgress) -> Arrays:
+        return {"verdict": np.frombuffer(json.dumps(_ask(config).to_dict()).encode(), dtype=np.uint8)}
+
+    wait_s = config.training.packing_wait_timeout_s
+    told = group.from_rank_zero(ask, timeout_s=wait_s)["verdict"]
+    verdict = PackingVerdict.from_dict(json.loads(told.tobytes()))
+    if group.rank and stored_verdict(config) is None:
+        open_verdicts(config).save(verdict_key(config), verdict)
+    return verdict
 
 
 def model_type_of(config: RunConfig) -> str:
@@ -175,7 +259,7 @@ def _open_model(
     model: Any = open_model(
         config.model,
         config.training,
-        attn_impl=_logged_attention(config, group).name,
+        attention=_logged_attention(config, group),
         device=None if shards_weights(arguments) else arguments.device,
     )
     template.model = getattr(model, "get_base_model", lambda: model)()
@@ -324,7 +408,7 @@ def open_policy(config: RunConfig, group: RankGroup, samples: SwiftSamples) -> P
     cuda = torch.cuda.is_available() and not runs_on_cpu(trainer)
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     open_one = partial(
-        open_model, config.model, config.training, attn_impl=_logged_attention(config, group).name, device=device
+        open_model, config.model, config.training, attention=_logged_attention(config, group), device=device
     )
     model = open_one()
     reference = None

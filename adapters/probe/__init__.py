@@ -1,0 +1,14 @@
+"""
+Whether a model keeps the samples of a pack apart, proven on a small copy of it.
+
+`shrink` makes the copy's configuration, `small_model` builds it, `rows` measures a packed row
+against its samples alone, `states` finds layers that carry a state along the row, `probe` tries one
+strategy after the other.
+"""
+
+from __future__ import annotations
+
+from adapters.probe.probe import probe_config
+from adapters.probe.small_model import open_model_config
+
+__all__ = ["open_model_config", "probe_config"]
