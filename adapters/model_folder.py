@@ -21,6 +21,16 @@ def config_model_type(model: ModelConfig) -> str:
         ) from None
 
 
+def config_architecture(model: ModelConfig) -> str:
+    """
+    Return the class that the model's config.json names first, or its model type where it names
+    none.
+    """
+    name = config_model_type(model)
+    content = json.loads((Path(model.model) / "config.json").read_text(encoding="utf-8"))
+    return str((content.get("architectures") or [name])[0])
+
+
 def config_digest(model: ModelConfig) -> str:
     """
     Return the digest of what the model's config.json says, and of the Python code beside it that a

@@ -58,7 +58,7 @@ def run(config: RunConfig, group: RankGroup) -> Result:
     from app.training.prepare import prepare
     from app.wiring import training
 
-    training.require_isolation(config, packed=config.training.packing, group=group)
+    training.require_isolation(config, packed=config.training.packing)
     prepared = prepare(config, group)
     checkpoint = prepared.checkpoint
     prepared.trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))

@@ -15,8 +15,8 @@ import torch
 
 from adapters.attention.rows import Row, computing, row_of_layers
 
-_BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""What tells fast kernels of a whole row where its samples begin; a sample alone has none."""
+_BOUNDARIES = ("cu_seq", "max_length", "max_seq", "seq_idx")
+"""How names begin of what tells fast kernels of a whole row where its samples begin."""
 
 
 def split_states(model: torch.nn.Module, classes: Collection[str]) -> None:
@@ -41,7 +41,7 @@ def _by_samples(plain: Callable[..., Any]) -> Callable[..., Any]:
         row = row_of_layers()
         if row is None or len(row.lengths) == 1:
             return plain(*arguments, **options)
-        options = {name: value for name, value in options.items() if name not in _BOUNDARIES}
+        options = {name: value for name, value in options.items() if not name.startswith(_BOUNDARIES)}
         parts = (
             [[] for _ in row.lengths] if not arguments else zip(*(_split(one, row) for one in arguments), strict=True)
         )

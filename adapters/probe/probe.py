@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -87,10 +86,22 @@ def probe_config(
 
         on_cpu: Whether the model trains on a CPU; a GPU is used for what runs there alone.
     """
-    start = time.monotonic()
-    with quiet():
-        verdict = _probed(config, attn_impl, trust_remote_code=trust_remote_code, on_cpu=on_cpu)
-    return attrs.evolve(verdict, seconds=round(time.monotonic() - start, 2))
+    with quiet(), _one_thread():
+        return _probed(config, attn_impl, trust_remote_code=trust_remote_code, on_cpu=on_cpu)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """
+    Compute on one thread, inside: the copies are small, and numbers are the same on any number of
+    cores.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @attrs.frozen(eq=False)
@@ -122,7 +133,7 @@ class _Place:
             return build(attention).to(device, getattr(torch, precision))
 
         model = place("eager")
-        row = ProbeRow.draw(model, LENGTHS, first_id=FIRST_ID, vocabulary=VOCABULARY)
+        row = ProbeRow.draw(model, LENGTHS, ids=range(FIRST_ID, VOCABULARY))
         try:
             alone = measure_alone(model, row)
         except Exception as error:
@@ -156,8 +167,11 @@ def _probed(config: Any, attn_impl: str, *, trust_remote_code: bool, on_cpu: boo
     if not ran:
         return _refused(config, attn_impl, place.native, failure)
     measured, best = min(ran, key=lambda pair: _badness(pair[0]))
+    why_not = measured.why_not(limit=EQUAL["float32"]) or ""
     return attrs.evolve(
-        _refused(config, best.trial.attention, place.native, _why(measured)), split=best.split, measured=measured
+        _refused(config, best.trial.attention, place.native, why_not),
+        split=best.split,
+        measured=measured,
     )
 
 
@@ -213,18 +227,6 @@ def _tried(place: _Place, trial: Trial) -> _Outcome:
 
 def _badness(measured: Measured) -> tuple[float, float]:
     return measured.isolation, measured.equality
-
-
-def _why(measured: Measured) -> str:
-    """Return why samples may not share a row, as a clause."""
-    if not math.isfinite(measured.isolation):
-        return "no gradient reaches a sample from its own logits, so nothing can be said"
-    if measured.isolation:
-        return f"gradients pass between samples of a row: {measured.isolation:.2g} of a sample's own, where 0 is due"
-    return (
-        f"packed samples differ from themselves alone by {measured.equality:.2g}, where {EQUAL['float32']:.0e} is "
-        "allowed, though no gradient passes between them"
-    )
 
 
 def _refused(config: Any, attention: str, native: str, reason: str) -> PackingVerdict:

@@ -32,7 +32,7 @@ class ProbeRow:
     """Rows that the model takes: 1, or 4 with those of images."""
 
     @classmethod
-    def draw(cls, model: Any, lengths: Sequence[int], *, first_id: int, vocabulary: int, seed: int = 7) -> ProbeRow:
+    def draw(cls, model: Any, lengths: Sequence[int], *, ids: Sequence[int], seed: int = 7) -> ProbeRow:
         """
         Draw a row for a model.
 
@@ -41,16 +41,14 @@ class ProbeRow:
 
             lengths: Tokens of each sample.
 
-            first_id: The least id to draw.
-
-            vocabulary: The least id not to draw.
+            ids: Of tokens, to draw from.
 
             seed: Decides the tokens.
         """
         generator = torch.Generator().manual_seed(seed)
-        ids = torch.randint(first_id, vocabulary, (1, sum(lengths)), generator=generator)
+        drawn = torch.tensor(ids)[torch.randint(len(ids), (1, sum(lengths)), generator=generator)]
         sees = any(hasattr(module, "get_rope_index") for module in model.modules())
-        return cls(ids.to(next(model.parameters()).device), tuple(lengths), 4 if sees else 1)
+        return cls(drawn.to(next(model.parameters()).device), tuple(lengths), 4 if sees else 1)
 
     @property
     def spans(self) -> list[slice]:

@@ -120,7 +120,7 @@ _RULES: tuple[tuple[str, _Rule], ...] = (
     # With few heads, scores of zero tie, and ties are broken by the place in the row.
     (r"index_n_heads", _few(32)),
     (r"query_pre_attn_scalar", _exactly(HEAD)),
-    (r"(.*intermediate_size(_mlp)?|ffn_dim|ffn_hidden_size|dim_ff|dff|n_inner)", _exactly(HIDDEN)),
+    (r"(.*intermediate_size(_mlp)?|ffn_dim|.*ffn_hidden_size|dim_ff|dff|n_inner)", _exactly(HIDDEN)),
     (r"hidden_size_per_layer_input", _exactly(HEAD)),
     (r"(attn_logit_softcapping|attention_logits_soft_cap)", _exactly(2.0)),
     (r"router_hidden_size", _exactly(HIDDEN)),

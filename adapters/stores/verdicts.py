@@ -28,6 +28,8 @@ class DiskVerdictStore:
         """
         Return the verdict saved under *key*, or None; CorruptArtefactError if it is damaged.
         """
+        if not self._manifest.parent.is_dir():
+            return None
         try:
             manifest = files.read_manifest(self._manifest, SCHEMA)
         except CorruptArtefactError as error:

@@ -18,8 +18,8 @@ from swift.utils import HfConfigFactory
 from transformers.utils import logging as transformers_logging
 
 from adapters.attention import attend_as, project_patches
-from adapters.samples.template import swift_types
-from core.config import ModelConfig, TemplateConfig, TrainingConfig
+from adapters.samples.template import swift_model_type
+from core.config import ModelConfig, TrainingConfig
 from core.equality import MASKED, SHARED_ROWS, VARLEN, Attention
 from core.errors import ConfigError
 
@@ -40,7 +40,7 @@ def open_model(
 
         device: Where to; None leaves it to the engine that shards the weights.
     """
-    model_type, _ = swift_types(model, TemplateConfig())
+    model_type = swift_model_type(model)
     if not sys.stderr.isatty():
         hide_progress_bars()
     dtype = None if model.torch_dtype is None else getattr(torch, model.torch_dtype)

@@ -44,9 +44,11 @@ def run(options: argparse.Namespace) -> None:
         return
     with training.joined_ranks({"use_cpu": True}) as group:
         require_static(config)
-        training.ask_before_measuring(config, group)
+        verdict = training.ask_before_measuring(config)
         samples = _chosen(training.open_samples(config, measuring_ranks=training.local_ranks()), splits)
         build(config, group, samples=samples, world_size=options.world_size)
+        if verdict is not None and group.rank == 0:
+            training.keep_verdict(config, verdict)
 
 
 def _chosen(samples: Mapping[str, LengthSource], splits: list[str]) -> dict[str, LengthSource]:

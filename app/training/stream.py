@@ -37,7 +37,7 @@ def run(config: RunConfig, group: RankGroup) -> tuple[int, bool, list[dict[str, 
         PackplanError: Something the user can fix.
     """
     training = config.training
-    wiring.require_isolation(config, packed=config.training.packing, group=group)
+    wiring.require_isolation(config, packed=config.training.packing)
     batch = batch_of(config, world_size=group.world_size)
     order, paths = _order(config)
     samples = wiring.open_samples(config, train_paths=paths)

@@ -6,11 +6,11 @@ the others.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -20,10 +20,10 @@ import torch
 
 from adapters.model_folder import config_model_type
 from adapters.policy_loss import LOSSES
-from adapters.probe import open_model_config, probe_config
+from adapters.probe import open_model_config, place_of, precision_of, probe_config, probe_loaded
 from adapters.ranks.torch_group import OneRank, TorchGroup
 from adapters.samples.encoder import POOL_START_S, SampleSpec, SwiftSamples
-from adapters.samples.template import open_template, refuse_remote_code
+from adapters.samples.template import open_template, refuse_packing, refuse_remote_code
 from adapters.sequence_loss import FusedLoss, PackedLoss, PaddedLoss
 from adapters.trainer.arguments import TrainingArguments, runs_on_cpu, shards_weights, training_arguments
 from adapters.trainer.dummy_image import ensure_vision_forward
@@ -50,10 +50,10 @@ from app.wiring.stores import (
     verdict_key,
 )
 from core.batch import Accumulation
-from core.config import RunConfig
-from core.equality import Attention, PackingVerdict, why_not_here
-from core.errors import ConfigError, Fault, agree, counted
-from core.ports import Arrays, RankGroup, ReportProgress, Workers
+from core.config import ModelConfig, RunConfig
+from core.equality import LOADED_EQUAL, Attention, PackingVerdict, why_not_here
+from core.errors import ConfigError, Fault, IsolationError, agree, counted
+from core.ports import RankGroup, Workers
 from core.rl import REWARDS, Reward, Sampling
 from core.samples import column
 from core.schedule import EpochSchedule, PackStats
@@ -85,43 +85,36 @@ def joined_ranks(settings: Mapping[str, Any]) -> Iterator[RankGroup]:
     group.leave()
 
 
-def require_isolation(config: RunConfig, *, packed: bool, group: RankGroup | None = None) -> None:
+def require_isolation(config: RunConfig, *, packed: bool) -> None:
     """
-    Ask the model whether samples may share its packs, unless it is stored, before anything is
+    Ask the model whether samples may share its packs, unless that is stored, before anything is
     measured; refuse an attention that does not run, or under which they might see each other.
 
     Args:
         config: The run.
 
         packed: Whether samples share packs.
-
-        group: The ranks; rank 0 asks for all. None: each process asks for itself.
     """
+    on_cpu = runs_on_cpu(config.training.trainer)
     if packed:
-        refuse_leaks(config, None, on_cpu=runs_on_cpu(config.training.trainer))
-    verdict = None
-    if needs_verdict(config, packed=packed):
-        verdict = _ask(config) if group is None else _asked_by_rank_zero(config, group)
+        refuse_leaks(config, None, on_cpu=on_cpu)
+    verdict = verdict_of(config) if needs_verdict(config, packed=packed) else None
     attention_by(config, verdict)
     if packed:
-        refuse_leaks(config, verdict, on_cpu=runs_on_cpu(config.training.trainer))
+        refuse_leaks(config, verdict, on_cpu=on_cpu)
 
 
-def ask_before_measuring(config: RunConfig, group: RankGroup) -> None:
+def ask_before_measuring(config: RunConfig) -> PackingVerdict | None:
     """
-    Refuse a model that may not pack before hours of measuring; what runs on other machines alone is
-    left to the one that trains.
-
-    Args:
-        config: The run.
-
-        group: The ranks.
+    Refuse a model that may not pack before hours of measuring, and return the verdict on it; None
+    where nothing is packed, or the attention runs on other machines alone.
     """
     on_cpu = runs_on_cpu(config.training.trainer)
     flash = find_spec("flash_attn") is not None
-    here = why_not_here(config.model.attn_impl, flash_installed=flash, on_cpu=on_cpu) is None
-    if config.training.packing and here:
-        require_isolation(config, packed=True, group=group)
+    if not config.training.packing or why_not_here(config.model.attn_impl, flash_installed=flash, on_cpu=on_cpu):
+        return None
+    require_isolation(config, packed=True)
+    return verdict_of(config)
 
 
 def attention_of(config: RunConfig) -> Attention:
@@ -134,38 +127,46 @@ def attention_of(config: RunConfig) -> Attention:
         ConfigError: The model's folder does not say what it is.
     """
     packed = config.training.packing or config.policy.sequence_packing.enabled
-    return attention_by(config, _ask(config) if needs_verdict(config, packed=packed) else None)
+    return attention_by(config, verdict_of(config) if needs_verdict(config, packed=packed) else None)
 
 
-def _ask(config: RunConfig) -> PackingVerdict:
-    """Return the verdict on a run's model, stored or by probe."""
+def verdict_of(config: RunConfig) -> PackingVerdict:
+    """Return the verdict on a run's model: stored, or by probe."""
     on_cpu = runs_on_cpu(config.training.trainer)
-    verdict = stored_verdict(config)
-    if verdict is None or (verdict.strategy == "flash" and on_cpu):
-        refuse_remote_code(config.model)
-        verdict = probe_config(
-            open_model_config(config.model),
-            attn_impl=asked_of(config),
-            trust_remote_code=config.model.trust_remote_code,
-            on_cpu=on_cpu,
-        )
-        open_verdicts(config).save(verdict_key(config), verdict)
-        log.info("probe of %s in %.1f s: %s", verdict.model_type, verdict.seconds, verdict)
+    stored = stored_verdict(config)
+    if stored is not None and not (stored.strategy == "flash" and on_cpu):
+        return stored
+    refuse_remote_code(config.model)
+    return _probed(verdict_key(config).digest, config.model, asked_of(config), on_cpu=on_cpu)
+
+
+@cache
+def _probed(digest: str, model: ModelConfig, attn_impl: str, *, on_cpu: bool) -> PackingVerdict:
+    """
+    Probe a model, once in a process.
+
+    Args:
+        digest: Of all that the verdict depends on; another one is another verdict.
+
+        model: What to ask.
+
+        attn_impl: See `asked_of`.
+
+        on_cpu: Whether it trains on a CPU.
+    """
+    del digest
+    start = time.monotonic()
+    verdict = probe_config(
+        open_model_config(model), attn_impl=attn_impl, trust_remote_code=model.trust_remote_code, on_cpu=on_cpu
+    )
+    log.info("%s was asked whether it may pack, in %.1f s: %s", verdict.model_type, time.monotonic() - start, verdict)
     return verdict
 
 
-def _asked_by_rank_zero(config: RunConfig, group: RankGroup) -> PackingVerdict:
-    """Return on every rank the verdict that rank 0 has, kept where this rank finds it again."""
-
-    def ask(_: ReportProgress) -> Arrays:
-        return {"verdict": np.frombuffer(json.dumps(_ask(config).to_dict()).encode(), dtype=np.uint8)}
-
-    wait_s = config.training.packing_wait_timeout_s
-    told = group.from_rank_zero(ask, timeout_s=wait_s)["verdict"]
-    verdict = PackingVerdict.from_dict(json.loads(told.tobytes()))
-    if group.rank and stored_verdict(config) is None:
+def keep_verdict(config: RunConfig, verdict: PackingVerdict) -> None:
+    """Keep the verdict on a run's model beside its plans."""
+    if verdict != stored_verdict(config):
         open_verdicts(config).save(verdict_key(config), verdict)
-    return verdict
 
 
 def model_type_of(config: RunConfig) -> str:
@@ -198,6 +199,8 @@ def open_samples(
         train_paths: Data files of `train`, if not those of `custom.train_jsonl`.
     """
     template = open_template(config.model, config.template, packing_length=config.packing_length)
+    if config.training.packing:
+        refuse_packing(template)
     opened: dict[str, SwiftSamples] = {}
     paths = {"train": train_paths or config.custom.train_jsonl, "eval": config.custom.val_jsonl}
     for split, files in paths.items():
@@ -262,11 +265,42 @@ def _open_model(
         attention=_logged_attention(config, group),
         device=None if shards_weights(arguments) else arguments.device,
     )
+    if config.training.packing:
+        _ask_loaded(config, model, whole=not shards_weights(arguments))
     template.model = getattr(model, "get_base_model", lambda: model)()
     if samples.sees_images and group.world_size > 1:
         ensure_vision_forward(model, template.processor.image_processor)
     template.packing = template.padding_free = config.training.packing
     return template, model
+
+
+def _ask_loaded(config: RunConfig, model: Any, *, whole: bool) -> None:
+    """
+    Ask the model that is about to train too, unless it was asked in this place before, and keep the
+    verdict.
+
+    Args:
+        config: The run.
+
+        model: Ready to train.
+
+        whole: Whether this rank holds all of it.
+
+    Raises:
+        IsolationError: Its samples are not apart, or not equal to themselves alone.
+    """
+    verdict, place = verdict_of(config), place_of(model)
+    if not whole:
+        log.debug("ranks share the weights: the model was asked as a small copy alone")
+    elif verdict.passes and place not in verdict.loaded_on:  # `app.check` looks at those that do not, too
+        measured = probe_loaded(model, native=verdict.native)
+        why_not = measured.why_not(limit=LOADED_EQUAL[precision_of(model)])
+        if why_not is not None:
+            reason = f"the loaded model ({place}) was asked, and {why_not}"
+            raise IsolationError(verdict.model_type, config.model.attn_impl, reason)
+        log.info("the loaded model (%s) was asked too: %s", place, measured)
+        verdict = attrs.evolve(verdict, loaded_on=(*verdict.loaded_on, place))
+    keep_verdict(config, verdict)
 
 
 def build_stream_trainer(
@@ -375,7 +409,7 @@ def build_trainer(
         pack_stats=PackStats.of(
             train.raw, column(train.table, "length").astype(np.int64), packed=config.training.packing
         ),
-        attn_impl=attention_of(config).name,
+        attention=attention_of(config),
         resume_state=lambda progress: attrs.evolve(resume_state_of(train, schedule, config), progress=progress),
         reduction=config.training.loss_reduction,
         model=model,

@@ -18,7 +18,17 @@ from core.equality.equality import (
 )
 from core.equality.isolation import Attention, asked_attention, check_isolation, choose_attention, why_not_here
 from core.equality.names import AUTO, BACKENDS, FLASH_BACKENDS, FLEX, MASKED, NATIVE, SHARED_ROWS, VARLEN
-from core.equality.verdict import EQUAL, PROBE_VERSION, STRATEGIES, Measured, PackingVerdict, Strategy, Trial, trials
+from core.equality.verdict import (
+    EQUAL,
+    LOADED_EQUAL,
+    PROBE_VERSION,
+    STRATEGIES,
+    Measured,
+    PackingVerdict,
+    Strategy,
+    Trial,
+    trials,
+)
 
 __all__ = [
     "AUTO",
@@ -27,6 +37,7 @@ __all__ = [
     "EQUAL",
     "FLASH_BACKENDS",
     "FLEX",
+    "LOADED_EQUAL",
     "MASKED",
     "NATIVE",
     "PROBE_FACTOR",

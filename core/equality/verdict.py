@@ -37,6 +37,12 @@ PROBE_VERSION = 1
 EQUAL: Mapping[Precision, float] = MappingProxyType({"float32": 2e-5, "float16": 2e-2, "bfloat16": 1e-1})
 """Largest relative difference between a packed sample and the same one alone."""
 
+LOADED_EQUAL: Mapping[Precision, float] = MappingProxyType({"float32": 1e-3, "float16": 0.2, "bfloat16": 0.2})
+"""
+The same for logits of the model that is about to train, whose rounding is that of its depth and its
+kernels.
+"""
+
 
 @attrs.frozen
 class Trial:
@@ -109,10 +115,31 @@ class Measured:
 
     def passes(self, precision: Precision = "float32") -> bool:
         """Whether samples are apart, and equal to the samples alone."""
-        return self.isolation == 0 and self.equality <= EQUAL[precision]
+        return self.why_not(limit=EQUAL[precision]) is None
+
+    def why_not(self, *, limit: float) -> str | None:
+        """
+        Return why samples may not share a row, as a clause; None if they may.
+
+        Args:
+            limit: Largest relative difference from the samples alone.
+        """
+        if not math.isfinite(self.isolation):
+            return "no gradient reaches a sample from its own logits, so nothing can be said"
+        if self.isolation:
+            return f"gradients pass between samples of a row: {self.isolation:.2g} of a sample's own, where 0 is due"
+        if not self.equality <= limit:
+            return (
+                f"packed samples differ from themselves alone by {self.equality:.2g}, where {limit:.0e} is allowed, "
+                "though no gradient passes between them"
+            )
+        return None
 
     def __str__(self) -> str:
         return f"isolation {self.isolation:.2g} (must be 0), equality {self.equality:.2g}"
+
+
+_LISTS = ("split", "not_exercised", "loaded_on")
 
 
 @attrs.frozen
@@ -146,8 +173,8 @@ class PackingVerdict:
     not_exercised: tuple[str, ...] = ()
     """Parts of the model that the probe does not reach; they carry no text sample's state."""
 
-    seconds: float = 0.0
-    """What the probe took."""
+    loaded_on: tuple[str, ...] = ()
+    """Where the model that trains was asked too, with its own weights: `cpu, float32`."""
 
     @property
     def passes(self) -> bool:
@@ -175,7 +202,7 @@ class PackingVerdict:
         if self.measured is not None:
             numbers = attrs.asdict(self.measured)
             document["measured"] = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
-        return {**document, "split": list(self.split), "not_exercised": list(self.not_exercised)}
+        return {**document, **{name: list(document[name]) for name in _LISTS}}
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> PackingVerdict:
@@ -183,5 +210,5 @@ class PackingVerdict:
         numbers = document["measured"]
         if numbers is not None:
             numbers = Measured(**{name: math.inf if value is None else value for name, value in numbers.items()})
-        lists = {name: tuple(document[name]) for name in ("split", "not_exercised")}
+        lists = {name: tuple(document[name]) for name in _LISTS}
         return cls(**{**document, **lists, "measured": numbers})

@@ -204,7 +204,7 @@ def test_a_sample_over_the_limit_where_the_template_raises(outcome):
         ({"custom": {"fusion_config": "mix.yaml"}}, "custom.fusion_config"),
         ({"model": {"model": "gone"}}, "model.model: gone is no folder with a config.json"),
         ({"model": {"attn_impl": "flex_attention"}}, "set model.attn_impl: auto"),
-        ({"training": {"output_dir": "/dev/null/run"}}, "/dev/null/run/static_packing cannot be written"),
+        ({"training": {"output_dir": "/dev/null/run"}}, "/dev/null/run/static_packing/train cannot be written"),
         ({"training": {"learning_rate": "fast"}}, "training.learning_rate"),
         ({"training": {"lr_scheduler_type": "zigzag"}}, "zigzag"),
         ({"training": {"resume_from_checkpoint": "gone"}}, "training.resume_from_checkpoint"),
