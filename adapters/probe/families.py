@@ -28,7 +28,7 @@ def family_names() -> list[str]:
 
 
 def default_config(family: str) -> Any:
-    """Return transformers' default configuration of a model type, completed where it is not whole."""
+    """Return transformers' default configuration of a model type, completed where it is none."""
     with quiet():
         return CONFIG_MAPPING[family](**completed(family))
 

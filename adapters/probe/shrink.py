@@ -96,9 +96,11 @@ _RULES: tuple[tuple[str, _Rule], ...] = (
     (r"num_layers_per_stack", lambda _, c: c.kept),
     (r"num_mem_blocks", _few(1)),
     (r"out_hidden_size", lambda _, c: c.outer),
-    (r"(hidden_size|n_embd|d_model|embedding_dim|word_embed_proj_dim|lru_width)", _exactly(HIDDEN)),
+    (r"(hidden_size|n_embd|d_model|embedding_dim|embed_dim|word_embed_proj_dim|lru_width)", _exactly(HIDDEN)),
     (r"attention_hidden_size", lambda v, c: HIDDEN * max(1, round(v / c.config.get("hidden_size", v)))),
     (r"(num_attention_heads|n_heads?|attention_heads|num_heads)", _heads),
+    (r"(encoder|decoder)_attention_heads", _exactly(HEADS)),
+    (r"(encoder|decoder)_layers", _few(2)),
     (r"(num_key_value_heads|num_kv_heads|num_query_groups)", _shared_heads),
     (r"swa_num_attention_heads", _exactly(HEADS)),
     (r"swa_num_key_value_heads", _exactly(HEADS // 2)),
@@ -270,7 +272,8 @@ def _kept_layers(config: Mapping[str, Any], layers: int, times: int) -> int:
 
 def _head(config: Mapping[str, Any]) -> int:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    return 2 * HEAD if "mrope_section" in rope and _partial(config, rope) < 1 else HEAD
+    is_split = "mrope_section" in rope and _partial(config, rope) < 1 and config.get("head_dim")
+    return 2 * HEAD if is_split else HEAD
 
 
 def _partial(config: Mapping[str, Any], rope: Mapping[str, Any]) -> float:
