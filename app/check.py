@@ -5,7 +5,7 @@ run.yaml`.
 Takes packs from the run's own plan and compares them, through the run's model, template and
 attention backend, with their samples alone: positions, labels, logits, losses, gradients; and
 changes one sample at a time, which may move no other sample's logits. Exit status 0 if all is
-equal, 3 if not.
+equal, 3 if not. With --families and no run, lists which architectures may pack.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping
 from math import isfinite
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -33,6 +34,7 @@ from app.cli.command import (
     run_command,
     run_program,
 )
+from app.families import list_families
 from app.wiring import stores
 from core.config import RunConfig
 from core.equality import CHECKS, Finding, Verdict, choose_packs, judge, kind
@@ -122,7 +124,7 @@ def compare(config: RunConfig, prepared: Prepared, *, num_packs: int) -> Report:
     return Report(
         model=config.model.model,
         model_type=training.model_type_of(config),
-        attn_impl=stores.attention_of(config).name,
+        attn_impl=training.attention_of(config).name,
         precision=precision,
         packs=tuple(
             (pack, kind(images[train.raw.packs[pack]].tolist()), len(train.raw.packs[pack])) for pack in chosen
@@ -207,15 +209,29 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog=program("check"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add_config_arguments(parser)
+    add_config_arguments(parser, required=False)
+    parser.add_argument(
+        "--families", nargs="*", metavar="NAME",
+        help="instead of a run: ask a small random model of these families, or of all, whether it may pack",
+    )  # fmt: skip
+    parser.add_argument(
+        "--output", type=Path, metavar="PAGE.md", help="with --families: also write the table to this page"
+    )
     parser.add_argument(
         "--packs", type=positive_number, default=4, metavar="N", help="packs to compare, at most (default: %(default)s)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
     add_logging_options(parser)
     options = parse_arguments(parser, arguments)
+    if (options.config is None) == (options.families is None):
+        parser.error("name either a run's YAML or --families")
+    if options.output is not None and options.families is None:
+        parser.error("--output goes with --families")
 
     def command() -> None:
+        if options.families is not None:
+            list_families(options.families, as_json=options.json, output=options.output)
+            return
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ConfigError.of("", "app.check compares on one process: start it without torchrun")
         config = stores.read_config(options.config, options.overrides)

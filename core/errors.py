@@ -19,6 +19,7 @@ Everything that this project raises on purpose.
     │   │   ├── BatchSizeError      an effective batch that the ranks cannot realise
     │   │   └── WholeBatchLossError a loss that cannot be computed part by part
     │   ├── IsolationError         an attention backend that is not known to keep samples apart
+    │   ├── ProbeError             a model cannot be asked whether it keeps samples apart
     │   ├── AttentionError         an attention backend that does not run as configured
     │   ├── StaleLengthsError      stored lengths were measured from other inputs
     │   ├── PlanChangedError       a checkpoint was trained from another plan
@@ -434,19 +435,29 @@ class BatchSizeError(ArgumentError):
 
 @attrs.define(eq=False)
 class IsolationError(UserError):
-    """Samples of one pack might attend to each other."""
+    """Samples of one pack might see each other, or would not train as they do alone."""
 
     model_type: str
     attn_impl: str
-    established: tuple[str, ...]
-    detail: str = ""
+    reason: str
 
     def _text(self) -> str:
-        ways = f"use model.attn_impl: {' or '.join(self.established)}, or " if self.established else ""
+        other = "" if self.attn_impl == "auto" else "set model.attn_impl: auto, or "
         return (
-            f"model.attn_impl {self.attn_impl} is not established to keep the samples of a pack apart for "
-            f"{self.model_type}{self.detail}: {ways}set training.packing: false"
+            f"{self.model_type} may not pack under model.attn_impl {self.attn_impl}: {self.reason}; "
+            f"{other}set training.packing: false"
         )
+
+
+@attrs.define(eq=False)
+class ProbeError(UserError):
+    """A model cannot be asked whether it keeps the samples of a pack apart."""
+
+    model_type: str
+    reason: str
+
+    def _text(self) -> str:
+        return f"whether {self.model_type} keeps the samples of a pack apart cannot be proven: {self.reason}"
 
 
 @attrs.define(eq=False)

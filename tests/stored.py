@@ -11,8 +11,9 @@ import numpy as np
 import yaml
 
 from app.planning.split import Alignment
-from app.wiring.stores import open_stores, read_config, split_folder
+from app.wiring.stores import open_stores, open_verdicts, read_config, split_folder, verdict_key
 from core.config import RunConfig
+from core.equality import PackingVerdict
 from core.fingerprint import Fingerprint, configured_inputs
 from core.plan import build_raw_plan
 from core.policy import PlanPolicy
@@ -30,6 +31,7 @@ def store_run(
     world_sizes: Sequence[int] = (2,),
     measured: int | None = None,
     probe: bool = True,
+    verdict: PackingVerdict | None = None,
     **overlay: dict[str, Any],
 ) -> Path:
     """
@@ -50,6 +52,8 @@ def store_run(
 
         probe: Whether they were encoded twice.
 
+        verdict: On the model, which has a folder then; None if it was not asked.
+
         overlay: Sections of the YAML, over the plain ones.
     """
     sections: dict[str, dict[str, Any]] = {
@@ -65,6 +69,8 @@ def store_run(
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(sections))
     config = read_config(path)
+    if verdict is not None:
+        open_verdicts(config).save(verdict_key(config), verdict)
     for split, of in (("train", lengths), ("eval", eval_lengths)):
         if of:
             shutil.rmtree(split_folder(config.training.output_dir, split), ignore_errors=True)

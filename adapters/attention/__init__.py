@@ -18,11 +18,24 @@ import torch
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from adapters.attention.varlen import attend, attend_to_patches, row_mask
+from adapters.attention.rows import follow_rows
+from adapters.attention.states import split_states
+from adapters.attention.varlen import attend, attend_to_patches, row_mask, sample_mask
 from adapters.attention.vision import project_patches
-from core.equality import NATIVE
+from core.equality import MASKED, NATIVE, VARLEN, Attention
 
-__all__ = ["NAME", "PATCHES_NAME", "attend_by_varlen", "native_attention", "project_patches"]
+__all__ = [
+    "MASKED_NAME",
+    "NAME",
+    "PATCHES_NAME",
+    "attend_as",
+    "attend_by_masks",
+    "attend_by_varlen",
+    "follow_rows",
+    "native_attention",
+    "project_patches",
+    "split_states",
+]
 
 NAME = "packplan_varlen"
 """Our attention's name among transformers' functions."""
@@ -33,11 +46,34 @@ That of vision towers. By the word flash in it, towers hand over where images an
 one call.
 """
 
+MASKED_NAME = "packplan_masked"
+"""That of the model's own mask, with samples apart."""
+
 # A compiled model runs them as they are: a compiler would make a program of each row's own layout.
 _as_it_is: Any = torch.compiler.disable
 AttentionInterface.register(NAME, _as_it_is(attend))
 AttentionMaskInterface.register(NAME, _as_it_is(row_mask))
+AttentionInterface.register(MASKED_NAME, _as_it_is(attend))
+AttentionMaskInterface.register(MASKED_NAME, _as_it_is(sample_mask))
 AttentionInterface.register(PATCHES_NAME, _as_it_is(attend_to_patches))
+
+
+def attend_as(model: Any, attention: Attention) -> None:
+    """
+    Let a model attend as a run does; one that attends by transformers' own was opened with it.
+
+    Args:
+        model: Of transformers.
+
+        attention: Of the run.
+    """
+    if attention.name == VARLEN:
+        attend_by_varlen(model)
+    elif attention.name == MASKED:
+        attend_by_masks(model)
+    if attention.follows_rows or attention.split:
+        follow_rows(model)
+    split_states(model, attention.split)
 
 
 def attend_by_varlen(model: Any) -> None:
@@ -50,16 +86,28 @@ def attend_by_varlen(model: Any) -> None:
     model.set_attn_implementation({"": NAME, **parts})
 
 
+def attend_by_masks(model: Any) -> None:
+    """Let a model of transformers attend under its own mask, with samples of a row apart."""
+    texts = {part: MASKED_NAME for part in model.config.sub_configs if part != "vision_config"}
+    model.set_attn_implementation({"": MASKED_NAME, **texts})
+
+
 @contextmanager
-def native_attention(model: Any) -> Iterator[None]:
+def native_attention(model: Any, native: str = NATIVE) -> Iterator[None]:
     """
-    Let a model attend by transformers' own sdpa, inside; with checkpointing, the backward pass
-    belongs inside too.
+    Let a model attend as transformers does, inside; with checkpointing, the backward pass belongs
+    inside too.
+
+    Args:
+        model: Of transformers.
+
+        native: The name of transformers' attention that computes what the model means.
     """
     config = model.config
     before = {"": config._attn_implementation}  # noqa: SLF001  # no public question
-    before |= {part: getattr(config, part)._attn_implementation for part in config.sub_configs}  # noqa: SLF001
-    model.set_attn_implementation(NATIVE)
+    parts = {part: getattr(config, part, None) for part in config.sub_configs}
+    before |= {name: part._attn_implementation for name, part in parts.items() if part is not None}  # noqa: SLF001
+    model.set_attn_implementation(native)
     try:
         yield
     finally:

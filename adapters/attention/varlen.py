@@ -9,8 +9,10 @@ sdpa, with its own mask.
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any
 
@@ -20,9 +22,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name
 from torch.nn.attention.varlen import varlen_attn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import and_masks, causal_mask_function, chunked_overlay, sdpa_mask
 
 from adapters.attention.layout import Layout, MaskFunction, read_layout
+from adapters.attention.rows import Row, packed_row
 
 log = logging.getLogger(__name__)
 
@@ -56,11 +59,17 @@ def row_mask(
     `AttentionMaskInterface`. A packed row is a batch of one, without padding and earlier keys,
     whose mask is more than one causal triangle.
     """
-    is_triangle = allow_is_causal_skip and (local_size is None or q_length < local_size)
-    is_row = batch_size == 1 and attention_mask is None and not allow_is_bidirectional_skip and not use_vmap
     starts_at_zero = all(isinstance(offset, int) and offset == 0 for offset in (q_offset, kv_offset))
-    if is_row and starts_at_zero and q_length == kv_length and not is_triangle:
-        return read_layout(mask_function, length=q_length, window=local_size, device=device)
+    row = packed_row(q_length) if batch_size == 1 else None
+    if row is not None and attention_mask is not None and bool(attention_mask.all()):
+        attention_mask = None  # some models make one themselves, which masks nothing
+    is_square = batch_size == 1 and attention_mask is None and starts_at_zero and q_length == kv_length
+    if is_square and not allow_is_bidirectional_skip:
+        if row is not None:
+            mask_function, allow_is_causal_skip = within_samples(mask_function, row, local_size), False
+        is_triangle = allow_is_causal_skip and (local_size is None or q_length < local_size)
+        if not is_triangle and not use_vmap:
+            return read_layout(mask_function, length=q_length, window=local_size, device=device)
     mask: torch.Tensor | None = sdpa_mask(
         batch_size,
         q_length,
@@ -114,12 +123,156 @@ def attend(
     Returns:
         The output, of shape (batch, tokens, heads, size), and no weights.
     """
+    own = own_attention(module, options)
     if not isinstance(attention_mask, Layout):
-        output, _ = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
-        )
-        return output, None
-    return attend_within(query, key, value, attention_mask, dropout=dropout, scaling=scaling), None
+        if own is None:
+            output, _ = sdpa_attention_forward(
+                module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
+            )
+            return output, None
+        return own(query, key, value, attention_mask, dropout=dropout, scaling=scaling), None
+    if own is None:
+        return attend_within(query, key, value, attention_mask, dropout=dropout, scaling=scaling), None
+    return _own_by_blocks(own, query, key, value, attention_mask, dropout=dropout, scaling=scaling), None
+
+
+def within_samples(mask_function: MaskFunction, row: Row, local_size: int | None) -> MaskFunction:
+    """
+    Return a mask function under which tokens attend within their own sample alone.
+
+    Chunks, which transformers counts from the row's start, are counted from each sample's.
+
+    Args:
+        mask_function: What the model means by its mask.
+
+        row: The samples.
+
+        local_size: Tokens of a window or a chunk, if the mask has one.
+    """
+    if local_size is not None and _mentions(mask_function, chunked_overlay):
+        mask_function = and_masks(causal_mask_function, row.chunks_of(local_size))
+    together: MaskFunction = and_masks(mask_function, row.together)
+    return together
+
+
+def _mentions(function: Any, maker: Callable[..., Any], depth: int = 4) -> bool:
+    """Return whether a mask function was put together from one that *maker* made."""
+    if (
+        getattr(function, "__qualname__", "").startswith(f"{maker.__name__}.")
+        and function.__module__ == maker.__module__
+    ):
+        return True
+    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    parts = [part for cell in cells for part in (cell if isinstance(cell, tuple) else (cell,)) if callable(part)]
+    return depth > 0 and any(_mentions(part, maker, depth - 1) for part in parts)
+
+
+def sample_mask(
+    *,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    mask_function: MaskFunction,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    **options: Any,
+) -> torch.Tensor | None:
+    """
+    Return the model's own mask, and samples of a packed row apart; of shape (batch, 1, queries,
+    keys).
+
+    The arguments are those that transformers hands to functions registered with
+    `AttentionMaskInterface`.
+    """
+    row = packed_row(q_length) if batch_size == 1 and q_length == kv_length else None
+    if row is not None and (attention_mask is None or bool(attention_mask.all())):
+        mask_function, allow_is_causal_skip = within_samples(mask_function, row, local_size), False
+    mask: torch.Tensor | None = sdpa_mask(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        local_size=local_size,
+        allow_is_causal_skip=allow_is_causal_skip,
+        **options,
+    )
+    return mask
+
+
+OwnAttention = Callable[..., torch.Tensor]
+
+
+def own_attention(module: torch.nn.Module, options: Mapping[str, Any]) -> OwnAttention | None:
+    """
+    Return the attention of the model's own code, where it computes what torch's cannot: soft caps,
+    sinks and whatever else its function takes and is given; None where torch's does.
+
+    It takes the arguments of `attend`, and a bool mask or none.
+
+    Args:
+        module: The layer.
+
+        options: What transformers hands to its attention function.
+    """
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if eager is None:
+        return None
+    beyond = {"softcap", "s_aux"} | (_taken(eager) - _PLAIN)
+    if all(options.get(name) is None for name in beyond):
+        return None
+
+    def attend_by_own(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        *,
+        dropout: float,
+        scaling: float | None,
+    ) -> torch.Tensor:
+        if mask is None:
+            queries, keys = (torch.arange(part.shape[2], device=part.device) for part in (query, key))
+            mask = (keys <= queries[:, None] + (len(keys) - len(queries)))[None, None]
+        additive = query.new_zeros(mask.shape).masked_fill(~mask, torch.finfo(query.dtype).min)
+        rest = {name: part for name, part in options.items() if name != "is_causal" or "is_causal" in _taken(eager)}
+        output: torch.Tensor = eager(module, query, key, value, additive, scaling=scaling, dropout=dropout, **rest)[0]
+        return output
+
+    return attend_by_own
+
+
+_PLAIN = {"module", "query", "key", "value", "attention_mask", "scaling", "dropout", "kwargs"}
+"""Arguments of attention functions that torch's attention has too."""
+
+
+@cache
+def _taken(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
+
+
+def _own_by_blocks(
+    own: OwnAttention,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: Layout,
+    *,
+    dropout: float,
+    scaling: float | None,
+) -> torch.Tensor:
+    """Attend block by block by the model's own code; see `attend` for shapes."""
+    outputs = []
+    for number, (q, k, v) in enumerate(
+        zip(*(torch.split(part, list(layout.lengths), 2) for part in (query, key, value)), strict=True)
+    ):
+        mask = None if layout.masks is None else layout.masks[number]
+        if mask is None and layout.window is not None and layout.window < q.shape[2]:
+            tokens = torch.arange(q.shape[2], device=q.device)
+            mask = ((tokens <= tokens[:, None]) & (tokens > tokens[:, None] - layout.window))[None, None]
+        outputs.append(own(q, k, v, mask, dropout=dropout, scaling=scaling))
+    return torch.cat(outputs, 1)
 
 
 def attend_to_patches(

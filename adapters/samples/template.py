@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
 
 from swift import get_model_processor, get_template
+from swift.model import MODEL_MAPPING, get_matched_model_meta
 from swift.template import Template
 
-from adapters.model_folder import config_model_type
+from adapters.families import settled_types
+from adapters.model_folder import config_architecture
 from core.config import ModelConfig, TemplateConfig
-from core.errors import ConfigError
-
-TYPES = {
-    "qwen2_5_vl": ("qwen2_5_vl", "qwen2_5_vl"),
-    "qwen3_vl": ("qwen3_vl", "qwen3_vl"),
-    "qwen2": ("qwen2", "qwen2_5"),
-    "qwen3": ("qwen3", "qwen3"),
-}
-"""
-`model_type` of a config.json -> ms-swift's model type and template, which a local folder does not
-tell it.
-"""
+from core.errors import ConfigError, Fault
 
 
 def refuse_remote_code(model: ModelConfig) -> None:
@@ -43,10 +35,81 @@ def refuse_remote_code(model: ModelConfig) -> None:
             raise ConfigError.of("model.model", f"{model.model} {reason}")
 
 
-def swift_types(model: ModelConfig, template: TemplateConfig) -> tuple[str | None, str | None]:
-    """Return ms-swift's model type and template type; None where it has to find out itself."""
-    known = TYPES.get(config_model_type(model), (None, None))
-    return model.model_type or known[0], template.template or known[1]
+def swift_types(model: ModelConfig, template: TemplateConfig) -> tuple[str, str]:
+    """
+    Return ms-swift's model type and template, which a local folder does not tell it.
+
+    They are what the run names; else what the registry knows the folder's name by; else the only
+    ones that it knows the architecture by, or that are settled (`families.json`).
+
+    Raises:
+        ConfigError: The registry names none, or several to choose from.
+    """
+    types, templates = _candidates(model)
+    if template.template:
+        templates = [template.template]
+    choices = (("model.model_type", "model types", types), ("template.template", "templates", templates))
+    faults = [_choice(model, *one) for one in choices if len(one[2]) != 1]
+    if faults:
+        raise ConfigError("the model's kind", tuple(faults))
+    return types[0], templates[0]
+
+
+def swift_model_type(model: ModelConfig) -> str:
+    """Return ms-swift's model type; see `swift_types`."""
+    types, _ = _candidates(model)
+    if len(types) != 1:
+        raise ConfigError("the model's kind", (_choice(model, "model.model_type", "model types", types),))
+    return types[0]
+
+
+def _candidates(model: ModelConfig) -> tuple[list[str], list[str]]:
+    """Return the model types and the templates that a model may have."""
+    named = get_matched_model_meta(str(Path(model.model).resolve()))
+    if named is not None and model.model_type in (None, named.model_type):
+        return [named.model_type], [named.template] if named.template else list(named.candidate_templates)
+    architecture = config_architecture(model)
+    settled = settled_types(architecture)
+    if settled is not None and model.model_type in (None, settled[0]):
+        return [settled[0]], [settled[1]]
+    types = [model.model_type] if model.model_type else _types_of(architecture)
+    return types, _templates_of(types)
+
+
+def _types_of(architecture: str) -> list[str]:
+    """Return the model types of an architecture that write text."""
+    metas = [meta for meta in MODEL_MAPPING.values() if architecture in (meta.architectures or ())]
+    return [meta.model_type for meta in metas if not meta.is_reward and meta.task_type in (None, "causal_lm")]
+
+
+def _templates_of(types: Sequence[str]) -> list[str]:
+    """Return the templates that go with some model types."""
+    known = [MODEL_MAPPING[name] for name in types if name in MODEL_MAPPING]
+    return list(dict.fromkeys(name for meta in known for name in meta.candidate_templates))
+
+
+def _choice(model: ModelConfig, key: str, what: str, found: Sequence[str]) -> Fault:
+    architecture = config_architecture(model)
+    if not found:
+        return Fault(key, f"is not set, and ms-swift knows no {what} of {architecture}: set it to one that it has")
+    several = ", ".join(found[:20])
+    return Fault(key, f"is not set, and ms-swift knows several {what} of {architecture}: set it to one of {several}")
+
+
+def refuse_packing(template: Template) -> None:
+    """
+    Refuse a template whose samples ms-swift does not collate into rows.
+
+    Raises:
+        ConfigError: It does not declare that it packs.
+    """
+    declared = template.support_padding_free
+    if declared is None:
+        declared = not template.model_meta.is_multimodal
+    if not declared:
+        name = template.template_meta.template_type
+        reason = f"is {name}, which ms-swift does not declare to collate packed samples: set training.packing: false"
+        raise ConfigError.of("template.template", reason)
 
 
 def open_template(model: ModelConfig, template: TemplateConfig, *, packing_length: int) -> Template:

@@ -1,10 +1,10 @@
 """
 Compares a pack, as training sees it, with its samples alone, as transformers sees them.
 
-The reference attends by transformers' own sdpa, whatever trains: a fault in an attention of ours is
-found, not repeated. The pack goes the whole way of training: data set, collator, the trainer's
-preparation, ms-swift's hooks. The reference goes none of it: each sample's encoding alone,
-positions by the model itself, no mask but the causal one.
+The reference attends by transformers' own attention, whatever trains: a fault in an attention of
+ours is found, not repeated. The pack goes the whole way of training: data set, collator, the
+trainer's preparation, ms-swift's hooks. The reference goes none of it: each sample's encoding
+alone, positions by the model itself, no mask but the causal one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import attrs
@@ -164,11 +164,15 @@ class PackComparison:
 
     def _alone(self, sample: dict[str, Any]) -> _Alone:
         inputs = self._reference(sample)
-        with torch.no_grad(), self.trainer.accelerator.autocast(), native_attention(self.trainer.model):
+        with torch.no_grad(), self.trainer.accelerator.autocast(), self._native():
             logits = self.trainer.model(**inputs).logits[0].float()
         labels = torch.tensor(sample["labels"], device=logits.device)
         losses, terms = (of(logits, labels)[labels != IGNORED_LABEL].double() for of in (_losses, _terms))
         return _Alone(logits, self._own_positions(inputs), losses, terms)
+
+    def _native(self) -> AbstractContextManager[None]:
+        """Let the model attend as transformers does, inside."""
+        return native_attention(self.trainer.model, self.trainer.attention.native)
 
     def _own_positions(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """
@@ -227,7 +231,7 @@ class PackComparison:
         for sample, weight in zip(encoded, weights, strict=True):
             model.zero_grad()
             # Checkpointed layers run again in the backward pass.
-            with native_attention(model):
+            with self._native():
                 with trainer.accelerator.autocast():
                     logits = model(**self._reference(sample)).logits[0].float()
                 labels = torch.tensor(sample["labels"], device=logits.device)

@@ -17,15 +17,15 @@ from swift import get_model_processor
 from swift.utils import HfConfigFactory
 from transformers.utils import logging as transformers_logging
 
-from adapters.attention import attend_by_varlen, project_patches
-from adapters.samples.template import swift_types
-from core.config import ModelConfig, TemplateConfig, TrainingConfig
-from core.equality import NATIVE, SHARED_ROWS, VARLEN
+from adapters.attention import attend_as, project_patches
+from adapters.samples.template import swift_model_type
+from core.config import ModelConfig, TrainingConfig
+from core.equality import MASKED, SHARED_ROWS, VARLEN, Attention
 from core.errors import ConfigError
 
 
 def open_model(
-    model: ModelConfig, training: TrainingConfig, *, attn_impl: str, device: torch.device | None
+    model: ModelConfig, training: TrainingConfig, *, attention: Attention, device: torch.device | None
 ) -> torch.nn.Module:
     """
     Load the model, with its cache off and nothing frozen but what is asked for, perhaps with
@@ -36,11 +36,11 @@ def open_model(
 
         training: What is frozen, and which adapters.
 
-        attn_impl: The attention backend, as `core.equality.choose_attention` names it.
+        attention: As `core.equality.choose_attention` gives it.
 
         device: Where to; None leaves it to the engine that shards the weights.
     """
-    model_type, _ = swift_types(model, TemplateConfig())
+    model_type = swift_model_type(model)
     if not sys.stderr.isatty():
         hide_progress_bars()
     dtype = None if model.torch_dtype is None else getattr(torch, model.torch_dtype)
@@ -48,15 +48,14 @@ def open_model(
         opened, _ = get_model_processor(
             model.model,
             model_type=model_type,
-            attn_impl=NATIVE if attn_impl in (VARLEN, SHARED_ROWS) else attn_impl,
+            attn_impl=attention.native if attention.name in (VARLEN, MASKED, SHARED_ROWS) else attention.name,
             torch_dtype=dtype,
             device_map=None if device is None else str(device),
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConfigError.of("model.model", f"{model.model} cannot be loaded by ms-swift: {error}") from error
     project_patches(opened)
-    if attn_impl == VARLEN:
-        attend_by_varlen(opened)
+    attend_as(opened, attention)
     # With the cache on, transformers builds no block-diagonal mask, and packed samples attend to
     # each other.
     HfConfigFactory.set_config_attr(opened.config, "use_cache", False)  # noqa: FBT003  # its signature

@@ -23,6 +23,7 @@ from transformers import Trainer
 from adapters.trainer.base import PackingTrainer, require_packs
 from adapters.trainer.checkpoints import files_to_state, remove_digests, to_state, write_digests
 from adapters.trainer.loader import PACK_INDICES, PackLoader, TrainBatches
+from core.equality import Attention
 from core.schedule import EpochSchedule, EpochStats, PackStats, Progress, ResumeState
 
 log = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ class PackTrainer(PackingTrainer):
         schedule: EpochSchedule,
         pack_stats: PackStats,
         resume_state: Callable[[Progress], ResumeState],
-        attn_impl: str,
+        attention: Attention,
         **options: Any,
     ) -> None:
         """
@@ -50,16 +51,12 @@ class PackTrainer(PackingTrainer):
 
             resume_state: Makes what a checkpoint says of the plan.
 
-            attn_impl: The attention backend that trains, which a checkpoint names too.
+            attention: The attention that trains, which a checkpoint names too.
 
             **options: Of `PackingTrainer`; the train_dataset serves the packs of the raw plan.
         """
-        self.schedule, self.pack_stats, self.resume_state, self.attn_impl = (
-            schedule,
-            pack_stats,
-            resume_state,
-            attn_impl,
-        )
+        self.schedule, self.pack_stats, self.resume_state = schedule, pack_stats, resume_state
+        self.attention = attention
         self._meter: _Meter | None = None
         self._consumed: list[int] = []
         super().__init__(**options)
@@ -129,7 +126,7 @@ class PackTrainer(PackingTrainer):
 
     def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
         resume_state = self.resume_state(self.schedule.at(self.state.global_step))
-        self.state.stateful_callbacks.update(to_state(resume_state, attn_impl=self.attn_impl))
+        self.state.stateful_callbacks.update(to_state(resume_state, attn_impl=self.attention.name))
         super()._save_checkpoint(*arguments, **options)
 
     def _save_rng_state(self, output_dir: str) -> None:

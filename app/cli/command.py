@@ -50,7 +50,12 @@ def add_quiet_option(parser: argparse.ArgumentParser) -> None:
 
 
 def add_config_arguments(
-    parser: argparse.ArgumentParser, name: str = "config", *, metavar: str = "run.yaml", about: str = RUN
+    parser: argparse.ArgumentParser,
+    name: str = "config",
+    *,
+    metavar: str = "run.yaml",
+    about: str = RUN,
+    required: bool = True,
 ) -> None:
     """
     Declare a YAML, and what overrides its keys; `parse_arguments` reads them.
@@ -63,8 +68,10 @@ def add_config_arguments(
         metavar: What the help calls the YAML.
 
         about: What the help says of it.
+
+        required: Whether the command does nothing without it.
     """
-    parser.add_argument(name, metavar=metavar, help=about)
+    parser.add_argument(name, metavar=metavar, help=about, nargs=None if required else "?")
     add_overrides(parser)
 
 

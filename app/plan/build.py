@@ -38,15 +38,18 @@ def run(options: argparse.Namespace) -> None:
 
     from app.plan.building import build, list_failures
     from app.wiring.gather import gather
-    from app.wiring.training import joined_ranks, local_ranks
+    from app.wiring.training import ask_before_measuring, joined_ranks, keep_verdict, local_ranks
 
     if options.list_failures:
         list_failures(_chosen(gather(config).splits, options.split))
         return
     with joined_ranks({"use_cpu": True}) as group:
         require_static(config)
+        verdict = ask_before_measuring(config)
         splits = _chosen(gather(config, measuring_ranks=local_ranks()).splits, options.split)
         build(config, group, splits=splits, world_size=options.world_size)
+        if verdict is not None and group.rank == 0:
+            keep_verdict(config, verdict)
 
 
 def _chosen(splits: Mapping[str, GatheredSplit], wanted: str | None) -> list[GatheredSplit]:

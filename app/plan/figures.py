@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from app.plan.stored import PlanView
 from app.planning.log_lines import BOUNDS
+from core.equality import PackingVerdict
 from core.errors import agree, counted
 
 Row = tuple[str, str, str]
@@ -62,11 +63,19 @@ def _packs(view: PlanView) -> Iterator[Row]:
     yield "saved against padding", f"{plan.padding_saved:.1%}", "of the positions, estimated"
 
 
+def _verdict(verdict: PackingVerdict) -> Row:
+    """Say whether samples may share the model's packs, and by which numbers."""
+    how = "packs" if verdict.passes else "may not pack"
+    return f"  {verdict.model_type}", how, str(verdict)
+
+
 def _epoch(view: PlanView) -> Iterator[Row]:
     schedule, packed = view.schedule_summary, view.stored.packed
     unit = "packs" if packed else "samples"
     if view.attention is not None:
         yield "attention", view.attention.name, view.attention.reason
+    if view.verdict is not None:
+        yield _verdict(view.verdict)
     step = "optimizer steps" if view.stored.name == "train" else "forward passes"
     yield "ranks", f"{schedule.world_size:,}", f"{schedule.packs_per_rank:,} {unit} each in an epoch"
     yield f"  repeated {unit}", f"{schedule.repeated_packs:,}", "to fill the ranks"

@@ -15,7 +15,7 @@ from app.wiring import stores
 from core.align import AlignedPlan
 from core.batch import partial_window
 from core.config import RunConfig
-from core.equality import Attention
+from core.equality import AUTO, Attention, PackingVerdict
 from core.errors import (
     ConfigError,
     DroppedTokensError,
@@ -63,6 +63,9 @@ class PlanView:
     schedule_summary: ScheduleSummary
     attention: Attention | None
     """That training takes; None if that cannot be said, which `warnings` then do."""
+
+    verdict: PackingVerdict | None
+    """Whether samples may share the model's packs; None if it was not asked yet."""
 
     warnings: tuple[str, ...]
 
@@ -153,11 +156,15 @@ def inspect_plan(config: RunConfig, split: str, *, world_size: int | None) -> Pl
     planned = PlannedSplit(split, stored.lengths.rows.table, raw, aligned, stored.lengths.origin.data_digest)
     schedule = split_schedule(config, split, aligned)
     warnings = list(_warnings(config, stored, planned, schedule))
-    attention = None
+    attention = verdict = None
     try:
-        attention = stores.attention_of(config)
+        verdict = stores.stored_verdict(config)
+        if verdict is None and stores.needs_verdict(config, packed=stored.packed):
+            warnings.append(f"{split}: the model was not yet asked whether samples may share its packs: build does")
+        if verdict is not None or config.model.attn_impl != AUTO:
+            attention = stores.attention_by(config, verdict)
         if stored.packed:
-            stores.refuse_leaks(config)
+            stores.refuse_leaks(config, verdict)
     except IsolationError as error:
         warnings.append(f"{split}: training refuses the attention: {error}")
     except UserError as error:
@@ -169,6 +176,7 @@ def inspect_plan(config: RunConfig, split: str, *, world_size: int | None) -> Pl
         plan_summary=stored.summary(),
         schedule_summary=summarise_schedule(raw, stored.lengths.tokens, schedule, packed=stored.packed),
         attention=attention,
+        verdict=verdict,
         warnings=tuple(warnings),
     )
 
@@ -238,6 +246,7 @@ def as_document(view: PlanView) -> dict[str, Any]:
     return {
         "folder": stored.where,
         "attention": None if view.attention is None else attrs.asdict(view.attention),
+        "verdict": None if view.verdict is None else view.verdict.to_dict(),
         "warnings": list(view.warnings),
         "plan": attrs.asdict(view.plan_summary),
         "course": attrs.asdict(view.schedule_summary),

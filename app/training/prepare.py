@@ -15,8 +15,7 @@ from app.planning.log_lines import log_plan
 from app.planning.split import PlannedSplit, Planner, resume_state_of
 from app.training.schedule import Batch, batch_of, forced_batches, require_static, schedule_of, warn_of_ignored
 from app.wiring.gather import gather
-from app.wiring.stores import attention_of
-from app.wiring.training import build_trainer, open_arguments, open_checkpoint
+from app.wiring.training import attention_of, build_trainer, open_arguments, open_checkpoint
 from core.batch import partial_window
 from core.config import RunConfig
 from core.errors import PlanChangedError, agree, counted

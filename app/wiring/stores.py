@@ -10,22 +10,35 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
 from adapters import files
 from adapters.config.run import load_config
 from adapters.config.trainer_keys import lacking, stored_keys
-from adapters.model_folder import config_model_type
+from adapters.model_folder import config_digest, config_model_type
 from adapters.policy_folder import PolicyFolder
 from adapters.samples.files import open_records, require_files
 from adapters.stores.lengths import DiskLengthStore
 from adapters.stores.lock import FolderLock
 from adapters.stores.plans import DiskPlanStore
+from adapters.stores.verdicts import DiskVerdictStore
 from app.planning.split import Stores
 from core.config import RunConfig
-from core.equality import NATIVE, SHARED_ROWS, Attention, check_isolation, choose_attention
-from core.errors import ConfigError, OutputError
+from core.equality import (
+    AUTO,
+    PROBE_VERSION,
+    VARLEN,
+    Attention,
+    PackingVerdict,
+    asked_attention,
+    check_isolation,
+    choose_attention,
+    why_not_here,
+)
+from core.errors import ConfigError, IsolationError, OutputError
+from core.fingerprint import Fingerprint
 from core.ports import Records
 
 
@@ -74,23 +87,66 @@ def require_inputs(config: RunConfig) -> None:
     require_files((*config.custom.train_jsonl, *config.custom.val_jsonl))
 
 
-def attention_of(config: RunConfig) -> Attention:
-    """
-    Return the attention that a run takes.
+def asked_of(config: RunConfig) -> str:
+    """Return the attention that the model is asked about: may samples share packs under it?"""
+    return asked_attention(config.model.attn_impl, context_parallel_size=config.policy.context_parallel_size)
 
-    Raises:
-        AttentionError: It cannot take the one that `model.attn_impl` names.
 
-        ConfigError: The model's folder does not say what it is.
+def verdict_key(config: RunConfig) -> Fingerprint:
     """
-    return choose_attention(
-        config.model.attn_impl,
-        model_type=config_model_type(config.model),
-        context_parallel_size=config.policy.context_parallel_size,
+    Return everything that the verdict on a run's model depends on; ConfigError if its folder does
+    not say what it is.
+    """
+    packages = {name: _version(name) for name in ("torch", "transformers", "ms-swift", "flash-attn")}
+    return Fingerprint(
+        {
+            "config.json": config_digest(config.model),
+            "model.attn_impl": asked_of(config),
+            "model.trust_remote_code": config.model.trust_remote_code,
+            "probe": PROBE_VERSION,
+            **packages,
+        }
     )
 
 
-def refuse_leaks(config: RunConfig, *, on_cpu: bool | None = None) -> None:
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def open_verdicts(config: RunConfig) -> DiskVerdictStore:
+    """Return where the verdict on a run's model is kept."""
+    return DiskVerdictStore(Path(config.training.output_dir) / "static_packing")
+
+
+def stored_verdict(config: RunConfig) -> PackingVerdict | None:
+    """
+    Return the verdict on a run's model as it is now, if it is stored; CorruptArtefactError if it is
+    damaged.
+    """
+    return open_verdicts(config).load(verdict_key(config))
+
+
+def needs_verdict(config: RunConfig, *, packed: bool) -> bool:
+    """
+    Return whether the model has to be asked: samples share packs, or the attention follows from it.
+    """
+    return packed or config.model.attn_impl in (AUTO, VARLEN)
+
+
+def attention_by(config: RunConfig, verdict: PackingVerdict | None) -> Attention:
+    """
+    Return the attention that a run takes, by the verdict on its model.
+
+    Raises:
+        AttentionError: It cannot take the one that `model.attn_impl` names.
+    """
+    return choose_attention(config.model.attn_impl, verdict, context_parallel_size=config.policy.context_parallel_size)
+
+
+def refuse_leaks(config: RunConfig, verdict: PackingVerdict | None, *, on_cpu: bool | None = None) -> None:
     """
     Refuse an attention under which samples of a pack might see each other, or that does not run
     here.
@@ -98,20 +154,22 @@ def refuse_leaks(config: RunConfig, *, on_cpu: bool | None = None) -> None:
     Args:
         config: The run.
 
+        verdict: On its model; None if it was not asked yet, where only the settings are looked at.
+
         on_cpu: Whether it trains on a CPU; None if only its settings are known.
 
     Raises:
-        PackplanError: The attention is refused, and what to do; IsolationError where packed samples
-        might see each
-            other.
+        IsolationError: The attention is refused, and what to do.
     """
-    name = attention_of(config).name
-    check_isolation(
-        config_model_type(config.model),
-        NATIVE if name == SHARED_ROWS else name,
+    why_not = why_not_here(
+        config.model.attn_impl,
         flash_installed=find_spec("flash_attn") is not None,
         on_cpu=bool(config.training.trainer.get("use_cpu")) if on_cpu is None else on_cpu,
     )
+    if why_not is not None:
+        raise IsolationError(config_model_type(config.model), config.model.attn_impl, why_not)
+    if verdict is not None:
+        check_isolation(config.model.attn_impl, verdict, context_parallel_size=config.policy.context_parallel_size)
 
 
 def split_folder(output_dir: str, split: str) -> Path:
@@ -175,6 +233,14 @@ def write_page(path: Path, page: str) -> None:
     target = page_target(path)
     try:
         files.write_bytes(target, page.encode())
+    except OutputError as error:
+        raise ConfigError.of("--output", f"{path} cannot be written: {error.reason}") from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Publish a text; ConfigError if it cannot be written."""
+    try:
+        files.write_bytes(path, text.encode())
     except OutputError as error:
         raise ConfigError.of("--output", f"{path} cannot be written: {error.reason}") from error
 

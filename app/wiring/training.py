@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -19,10 +20,11 @@ import torch
 
 from adapters.model_folder import config_model_type
 from adapters.policy_loss import LOSSES
+from adapters.probe import open_model_config, place_of, precision_of, probe_config, probe_loaded
 from adapters.ranks.torch_group import OneRank, TorchGroup
 from adapters.samples.encoder import SampleSpec, SwiftEncoder
 from adapters.samples.measurer import POOL_START_S, SwiftMeasurer
-from adapters.samples.template import open_template
+from adapters.samples.template import open_template, refuse_packing, refuse_remote_code
 from adapters.sequence_loss import FusedLoss, PackedLoss, PaddedLoss
 from adapters.trainer.arguments import TrainingArguments, runs_on_cpu, shards_weights, training_arguments
 from adapters.trainer.checkpoints import Checkpoint, find_checkpoint
@@ -39,11 +41,20 @@ from adapters.workers.policy import PolicySettings, PolicyWorker
 from adapters.workers.ranks import RankWorkers
 from app.planning.split import PlannedSplit, resume_state_of
 from app.wiring.functions import named_function
-from app.wiring.stores import attention_of, read_config, refuse_leaks
+from app.wiring.stores import (
+    asked_of,
+    attention_by,
+    needs_verdict,
+    open_verdicts,
+    read_config,
+    refuse_leaks,
+    stored_verdict,
+    verdict_key,
+)
 from core.batch import Accumulation
-from core.config import RunConfig
-from core.equality import Attention
-from core.errors import ConfigError, Fault, agree, counted
+from core.config import ModelConfig, RunConfig
+from core.equality import LOADED_EQUAL, Attention, PackingVerdict, why_not_here
+from core.errors import ConfigError, Fault, IsolationError, agree, counted
 from core.ports import RankGroup, Workers
 from core.rl import REWARDS, Reward, Sampling
 from core.samples import column
@@ -78,12 +89,86 @@ def joined_ranks(settings: Mapping[str, Any]) -> Iterator[RankGroup]:
 
 def require_isolation(config: RunConfig, *, packed: bool) -> None:
     """
-    Refuse an attention backend that does not run, or, where samples are packed, under which they
-    might see each other.
+    Ask the model whether samples may share its packs, unless that is stored, before anything is
+    measured; refuse an attention that does not run, or under which they might see each other.
+
+    Args:
+        config: The run.
+
+        packed: Whether samples share packs.
     """
-    attention_of(config)
+    on_cpu = runs_on_cpu(config.training.trainer)
     if packed:
-        refuse_leaks(config, on_cpu=runs_on_cpu(config.training.trainer))
+        refuse_leaks(config, None, on_cpu=on_cpu)
+    verdict = verdict_of(config) if needs_verdict(config, packed=packed) else None
+    attention_by(config, verdict)
+    if packed:
+        refuse_leaks(config, verdict, on_cpu=on_cpu)
+
+
+def ask_before_measuring(config: RunConfig) -> PackingVerdict | None:
+    """
+    Refuse a model that may not pack before hours of measuring, and return the verdict on it; None
+    where nothing is packed, or the attention runs on other machines alone.
+    """
+    on_cpu = runs_on_cpu(config.training.trainer)
+    flash = find_spec("flash_attn") is not None
+    if not config.training.packing or why_not_here(config.model.attn_impl, flash_installed=flash, on_cpu=on_cpu):
+        return None
+    require_isolation(config, packed=True)
+    return verdict_of(config)
+
+
+def attention_of(config: RunConfig) -> Attention:
+    """
+    Return the attention that a run takes; the model is asked, unless its verdict is stored.
+
+    Raises:
+        AttentionError: It cannot take the one that `model.attn_impl` names.
+
+        ConfigError: The model's folder does not say what it is.
+    """
+    packed = config.training.packing or config.policy.sequence_packing.enabled
+    return attention_by(config, verdict_of(config) if needs_verdict(config, packed=packed) else None)
+
+
+def verdict_of(config: RunConfig) -> PackingVerdict:
+    """Return the verdict on a run's model: stored, or by probe."""
+    on_cpu = runs_on_cpu(config.training.trainer)
+    stored = stored_verdict(config)
+    if stored is not None and not (stored.strategy == "flash" and on_cpu):
+        return stored
+    refuse_remote_code(config.model)
+    return _probed(verdict_key(config).digest, config.model, asked_of(config), on_cpu=on_cpu)
+
+
+@cache
+def _probed(digest: str, model: ModelConfig, attn_impl: str, *, on_cpu: bool) -> PackingVerdict:
+    """
+    Probe a model, once in a process.
+
+    Args:
+        digest: Of all that the verdict depends on; another one is another verdict.
+
+        model: What to ask.
+
+        attn_impl: See `asked_of`.
+
+        on_cpu: Whether it trains on a CPU.
+    """
+    del digest
+    start = time.monotonic()
+    verdict = probe_config(
+        open_model_config(model), attn_impl=attn_impl, trust_remote_code=model.trust_remote_code, on_cpu=on_cpu
+    )
+    log.info("%s was asked whether it may pack, in %.1f s: %s", verdict.model_type, time.monotonic() - start, verdict)
+    return verdict
+
+
+def keep_verdict(config: RunConfig, verdict: PackingVerdict) -> None:
+    """Keep the verdict on a run's model beside its plans."""
+    if verdict != stored_verdict(config):
+        open_verdicts(config).save(verdict_key(config), verdict)
 
 
 def model_type_of(config: RunConfig) -> str:
@@ -106,6 +191,8 @@ def open_samples(config: RunConfig, *, train_paths: tuple[str, ...] | None = Non
         train_paths: Data files of `train`, if not those of `custom.train_jsonl`.
     """
     template = open_template(config.model, config.template, packing_length=config.packing_length)
+    if config.training.packing:
+        refuse_packing(template)
     opened: dict[str, SwiftEncoder] = {}
     paths = {"train": train_paths or config.custom.train_jsonl, "eval": config.custom.val_jsonl}
     for split, files in paths.items():
@@ -196,14 +283,45 @@ def _open_model(
     model: Any = open_model(
         config.model,
         config.training,
-        attn_impl=_logged_attention(config, group).name,
+        attention=_logged_attention(config, group),
         device=None if shards_weights(arguments) else arguments.device,
     )
+    if config.training.packing:
+        _ask_loaded(config, model, whole=not shards_weights(arguments))
     template.model = getattr(model, "get_base_model", lambda: model)()
     if samples.sees_images and group.world_size > 1:
         ensure_vision_forward(model, template.processor.image_processor)
     template.packing = template.padding_free = config.training.packing
     return template, model
+
+
+def _ask_loaded(config: RunConfig, model: Any, *, whole: bool) -> None:
+    """
+    Ask the model that is about to train too, unless it was asked in this place before, and keep the
+    verdict.
+
+    Args:
+        config: The run.
+
+        model: Ready to train.
+
+        whole: Whether this rank holds all of it.
+
+    Raises:
+        IsolationError: Its samples are not apart, or not equal to themselves alone.
+    """
+    verdict, place = verdict_of(config), place_of(model)
+    if not whole:
+        log.debug("ranks share the weights: the model was asked as a small copy alone")
+    elif verdict.passes and place not in verdict.loaded_on:  # `app.check` looks at those that do not, too
+        measured = probe_loaded(model, native=verdict.native)
+        why_not = measured.why_not(limit=LOADED_EQUAL[precision_of(model)])
+        if why_not is not None:
+            reason = f"the loaded model ({place}) was asked, and {why_not}"
+            raise IsolationError(verdict.model_type, config.model.attn_impl, reason)
+        log.info("the loaded model (%s) was asked too: %s", place, measured)
+        verdict = attrs.evolve(verdict, loaded_on=(*verdict.loaded_on, place))
+    keep_verdict(config, verdict)
 
 
 def build_stream_trainer(
@@ -312,7 +430,7 @@ def build_trainer(
         pack_stats=PackStats.of(
             train.raw, column(train.table, "length").astype(np.int64), packed=config.training.packing
         ),
-        attn_impl=attention_of(config).name,
+        attention=attention_of(config),
         resume_state=lambda progress: attrs.evolve(resume_state_of(train, schedule, config), progress=progress),
         reduction=config.training.loss_reduction,
         model=model,
@@ -345,7 +463,7 @@ def open_policy(config: RunConfig, group: RankGroup, samples: SwiftEncoder) -> P
     cuda = torch.cuda.is_available() and not runs_on_cpu(trainer)
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     open_one = partial(
-        open_model, config.model, config.training, attn_impl=_logged_attention(config, group).name, device=device
+        open_model, config.model, config.training, attention=_logged_attention(config, group), device=device
     )
     model = open_one()
     reference = None

@@ -16,23 +16,50 @@ from core.equality.equality import (
     kind,
     loss_difference,
 )
-from core.equality.isolation import BACKENDS, NATIVE, SHARED_ROWS, VARLEN, Attention, check_isolation, choose_attention
+from core.equality.isolation import Attention, asked_attention, check_isolation, choose_attention, why_not_here
+from core.equality.names import AUTO, BACKENDS, FLASH_BACKENDS, FLEX, MASKED, NATIVE, SHARED_ROWS, VARLEN
+from core.equality.verdict import (
+    EQUAL,
+    LOADED_EQUAL,
+    PROBE_VERSION,
+    STRATEGIES,
+    Measured,
+    PackingVerdict,
+    Strategy,
+    Trial,
+    trials,
+)
 
 __all__ = [
+    "AUTO",
     "BACKENDS",
     "CHECKS",
+    "EQUAL",
+    "FLASH_BACKENDS",
+    "FLEX",
+    "LOADED_EQUAL",
+    "MASKED",
     "NATIVE",
     "PROBE_FACTOR",
+    "PROBE_VERSION",
     "SHARED_ROWS",
+    "STRATEGIES",
     "VARLEN",
     "Attention",
     "Finding",
+    "Measured",
+    "PackingVerdict",
     "Precision",
+    "Strategy",
+    "Trial",
     "Verdict",
+    "asked_attention",
     "check_isolation",
     "choose_attention",
     "choose_packs",
     "judge",
     "kind",
     "loss_difference",
+    "trials",
+    "why_not_here",
 ]

@@ -16,7 +16,7 @@ MODULES = sorted(path for layer in ("core", "adapters", "app") for path in (ROOT
 MANY = 3
 """Arguments from which on each is documented."""
 
-CALLED_BY_TRANSFORMERS = {
+CALLED_BY_TRANSFORMERS = {"sample_mask",
     "attend_to_patches", "evaluation_loop", "get_batch_samples", "log", "on_epoch_end", "on_step_end", "row_mask",
     "training_step",
 }  # fmt: skip

@@ -36,8 +36,16 @@ EXAMPLES = (
     errors.SampleTooLongError(18342, 5120, 4096, 37, 52000, 7168),
     errors.PlanTooShortError(3, 4),
     errors.BatchSizeError(30, 8, 1),
-    errors.IsolationError("qwen2_5_vl", "flex_attention", ("varlen", "sdpa", "eager")),
-    errors.AttentionError("varlen", "varlen is not established for gemma2", "sdpa"),
+    errors.IsolationError(
+        "bloom", "auto", "gradients pass between samples of a row: 0.24 of a sample's own, where 0 is due"
+    ),
+    errors.ProbeError("llama", "its small copy has 31,000,000 weights, more than 20,000,000"),
+    errors.AttentionError(
+        "varlen",
+        "packed samples differ from themselves alone by 0.07, where 2e-05 is allowed, though no gradient passes "
+        "between them",
+        "auto",
+    ),
     errors.WholeBatchLossError("dpo_loss"),
     errors.StaleLengthsError("runs/first/static_packing/train", (OTHER,)),
     errors.PlanChangedError("runs/first/checkpoint-40", (Difference("plan", "ad441f64dbd8", "8bc83601250a"),)),

@@ -264,9 +264,8 @@ def test_a_wrong_layout_is_found(compared, monkeypatch, fault):
         rows.append(varlen_layout.read_layout(*arguments, **options))
         return fault(rows[-1], rows)
 
-    monkeypatch.setattr(varlen, "read_layout", read)
-
-    report, failed = compared("qwen3")
+    # Before it prepares to train, the model is asked whether it may pack: then it would not.
+    report, failed = compared("qwen3", plant=lambda _: monkeypatch.setattr(varlen, "read_layout", read))
 
     assert "varlen" == report.attn_impl
     assert {"logits", "sample loss", "gradients"} <= failed
@@ -283,9 +282,7 @@ def test_a_block_computed_twice_is_found(compared, monkeypatch):
         size = min(first, second)
         return torch.cat([out[:, first : first + size], out[:, size:]], 1) if layout.is_causal else out
 
-    monkeypatch.setattr(varlen, "_by_blocks", twice)
-
-    _, failed = compared("qwen2")
+    _, failed = compared("qwen2", plant=lambda _: monkeypatch.setattr(varlen, "_by_blocks", twice))
 
     assert {"logits", "isolation", "gradients"} <= failed
 

@@ -78,7 +78,7 @@ def check_steps(run, schedule, losses, gradients, reduction) -> None:
     """Hold each step's logged loss and gradients against its samples alone."""
     model = run.trainer.model.eval()
     packs, encode = run.planned["train"].raw.packs, run.samples["train"].encode
-    assert "varlen" == run.trainer.attn_impl
+    assert "varlen" == run.trainer.attention.name
     assert schedule.steps_per_epoch == len(losses) == len(gradients)
     for step, (loss, found) in enumerate(zip(losses, gradients, strict=True)):
         expected = step_alone(model, step_samples(schedule, step, encode, packs), reduction)

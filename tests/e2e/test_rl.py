@@ -431,4 +431,4 @@ def test_only_models_of_text_are_trained(write_rl, demo, capsys):
     document["model"] = {"model": str(demo / "models" / "qwen2"), "attn_impl": "paged|sdpa"}
     path.write_text(yaml.safe_dump(document))
     assert 2 == rl.main([str(path)])
-    assert "not established to keep the samples of a pack apart" in capsys.readouterr().err
+    assert "may not pack under model.attn_impl paged|sdpa" in capsys.readouterr().err

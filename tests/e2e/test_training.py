@@ -14,8 +14,11 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from core.equality import Attention
 from core.errors import ConfigError, ContractError
 from tests.processes import server_context
+
+SDPA = Attention("sdpa", "it is asked for")
 
 pytestmark = pytest.mark.slow
 
@@ -225,13 +228,13 @@ def test_only_what_is_asked_for_is_frozen(write_run, freeze, parts):
     cpu = torch.device("cpu")
     config = training.read_config(write_run())
     assert all(
-        p.requires_grad for p in open_model(config.model, config.training, attn_impl="sdpa", device=cpu).parameters()
+        p.requires_grad for p in open_model(config.model, config.training, attention=SDPA, device=cpu).parameters()
     )
 
     config = training.read_config(write_run(training={freeze: True}))
     frozen = {
         n
-        for n, p in open_model(config.model, config.training, attn_impl="sdpa", device=cpu).named_parameters()
+        for n, p in open_model(config.model, config.training, attention=SDPA, device=cpu).named_parameters()
         if not p.requires_grad
     }
     assert frozen
@@ -245,7 +248,7 @@ def test_a_frozen_part_gets_no_adapter(write_run):
 
     def trained(**keys) -> set[str]:
         config = training.read_config(write_run(training={"tuner_type": "lora", **keys}))
-        model = open_model(config.model, config.training, attn_impl="sdpa", device=torch.device("cpu"))
+        model = open_model(config.model, config.training, attention=SDPA, device=torch.device("cpu"))
         return {name for name, p in model.named_parameters() if p.requires_grad}
 
     assert any("visual" in name for name in trained())

@@ -20,6 +20,7 @@ from app.training.schedule import batch_of, schedule_of
 from app.wiring.stores import read_config, split_folder
 from core.align import align_plan
 from core.checksum import plan_checksum
+from core.equality import Measured, PackingVerdict
 from core.inspection import plan_difference, summarise, summarise_schedule
 from core.plan import build_raw_plan
 from tests.stored import LENGTHS, store_run
@@ -91,24 +92,45 @@ def test_show_is_a_table_for_people(store, said):
 
 
 @pytest.mark.parametrize(
-    ("model_type", "attn_impl", "expected"),
-    [("qwen3", "auto", "varlen"), ("gemma2", "auto", "sdpa"), ("qwen3", "eager", "eager"), ("gemma2", "varlen", None)],
+    ("strategy", "attn_impl", "expected"),
+    [("varlen", "auto", "varlen"), (None, "auto", "eager"), ("own", "sdpa", "sdpa"), (None, "varlen", None)],
 )
 def test_show_says_which_attention_training_takes(  # noqa: PLR0917  # fixtures
-    store, said, tmp_path, model_type, attn_impl, expected
+    store, said, tmp_path, strategy, attn_impl, expected
 ):
-    """And why; what cannot be taken, or is of a model that is not there, is a warning."""
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
-    path = store(model={"model": str(tmp_path), "attn_impl": attn_impl})
+    """And why, with the verdict's numbers; what cannot be taken is a warning."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    verdict = PackingVerdict(
+        "llama", strategy, attn_impl if attn_impl != "auto" else "varlen", "sdpa" if strategy else "eager",
+        split=(), follows_rows=False, measured=Measured(0 if strategy else 0.25, 3e-7), reason="it was looked at",
+    )  # fmt: skip
+    path = store(model={"model": str(tmp_path), "attn_impl": attn_impl}, verdict=verdict)
 
     shown = json.loads(said("show", path, "--json"))["splits"]["train"]
+    table = " ".join(said("show", path).replace("│", " ").split())
 
+    assert PackingVerdict.from_dict(shown["verdict"]) == verdict
+    assert "it was looked at (isolation" in table
+    assert (strategy is None) == any("it was looked at" in warning for warning in shown["warnings"])
     if expected is None:
         assert shown["attention"] is None
         assert any("model.attn_impl varlen cannot be taken" in warning for warning in shown["warnings"])
     else:
         assert expected == shown["attention"]["name"]
-        assert shown["attention"]["reason"] in " ".join(said("show", path).replace("│", " ").split())
+        assert shown["attention"]["reason"] in table
+
+
+def test_show_asks_for_the_verdict_of_the_model_as_it_is(store, said, tmp_path):
+    """Another config.json than the one that was asked is a warning."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    verdict = PackingVerdict("llama", "varlen", "varlen", "sdpa", (), False, Measured(0, 0), "it passes")  # noqa: FBT003
+    path = store(model={"model": str(tmp_path)}, verdict=verdict)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "sliding_window": 8}))
+
+    shown = json.loads(said("show", path, "--json"))["splits"]["train"]
+
+    assert shown["attention"] is shown["verdict"] is None
+    assert any("not yet asked whether samples may share its packs" in warning for warning in shown["warnings"])
     assert any(
         "cannot be said" in w for w in json.loads(said("show", store(), "--json"))["splits"]["train"]["warnings"]
     )
@@ -226,7 +248,7 @@ def test_an_attention_that_training_refuses_is_a_warning(store, said, tmp_path):
     """As where flash-attn is not installed, with what to take instead."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     for attn_impl, words in (
-        ("flash_attention_2", "the package flash-attn is not installed: use model.attn_impl: varlen"),
+        ("flash_attention_2", "the package flash-attn is not installed; set model.attn_impl: auto"),
         ("sdpa", ""),
     ):
         path = store(model={"model": str(tmp_path), "attn_impl": attn_impl})

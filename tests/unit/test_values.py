@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import pickle
 import re
 
@@ -13,7 +14,7 @@ import pytest
 from core import errors
 from core.align import align_plan
 from core.batch import resolve_accumulation
-from core.equality import check_isolation, choose_attention
+from core.equality import Measured, PackingVerdict, check_isolation, choose_attention, trials, why_not_here
 from core.errors import Difference, Fault, IsolationError, PackplanError, agree, counted
 from core.packers import pack
 from core.plan import build_raw_plan, refuse_dropped, refuse_longer
@@ -170,48 +171,64 @@ def test_measurements_survive_the_table():
     assert ("images", 2, 1) == attrs.astuple(rows[0].differences(attrs.evolve(rows[0], images=1))[0])
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "qwen2", "qwen3"])
-def test_established_backends_pass(model_type):
-    """Ours, sdpa and eager; flash attention where it is installed."""
-    check_isolation(model_type, "varlen", flash_installed=False, on_cpu=True)
-    check_isolation(model_type, "sdpa", flash_installed=False, on_cpu=True)
-    check_isolation(model_type, "eager", flash_installed=False, on_cpu=True)
-    check_isolation(model_type, "flash_attention_2", flash_installed=True, on_cpu=False)
-    if model_type.startswith("qwen") and "vl" not in model_type:
-        check_isolation(model_type, "flex_attention", flash_installed=False, on_cpu=False)
+def verdict(strategy="varlen", attention="varlen", **fields):
+    """A verdict that passes, unless its strategy is None."""
+    plain = {
+        "native": "sdpa",
+        "split": (),
+        "follows_rows": False,
+        "measured": Measured(0, 3e-7),
+        "reason": "it says so",
+    }
+    return PackingVerdict("llama", strategy, attention, **{**plain, **fields})
+
+
+def test_a_model_that_passes_packs_and_one_that_does_not_is_refused_with_the_reason():
+    """Whatever its name; ranks that share rows cannot share layers that know the whole row."""
+    check_isolation("auto", verdict())
+    check_isolation("auto", verdict(split=("Mixer",)))
+    with pytest.raises(
+        IsolationError, match=r"llama may not pack under model\.attn_impl sdpa: it says so; set model\.att"
+    ):
+        check_isolation("sdpa", verdict(None))
+    with pytest.raises(IsolationError, match=r"policy\.context_parallel_size"):
+        check_isolation("auto", verdict(split=("Mixer",)), context_parallel_size=2)
 
 
 @pytest.mark.parametrize(
-    ("model_type", "attn_impl", "says"),
+    ("attn_impl", "flash_installed", "on_cpu", "says"),
     [
-        ("qwen2_5_vl", "flex_attention", "varlen or sdpa or eager"),
-        ("qwen2_5_vl", "flash_attention_2", "flash-attn is not installed"),
-        ("qwen3", "flex_attention", "no backward pass on a CPU"),
-        ("llava", "sdpa", "set training.packing: false"),
+        ("flash_attention_2", False, False, "flash-attn is not installed"),
+        ("flash_attention_2", True, True, "on a GPU alone"),
+        ("flash_attention_2", True, False, None),
+        ("flex_attention", False, True, "no backward pass on a CPU"),
+        ("flex_attention", False, False, None),
+        ("auto", False, True, None),
     ],
 )
-def test_other_backends_are_refused_with_what_is_established(model_type, attn_impl, says):
+def test_what_does_not_train_here_is_refused_before_the_model_is_asked(attn_impl, flash_installed, on_cpu, says):
     """Never silently."""
-    with pytest.raises(IsolationError, match=says):
-        check_isolation(model_type, attn_impl, flash_installed=False, on_cpu=True)
+    found = why_not_here(attn_impl, flash_installed=flash_installed, on_cpu=on_cpu)
+
+    assert (says is None) == (found is None)
+    assert says is None or says in found
 
 
 @pytest.mark.parametrize(
-    ("attn_impl", "model_type", "context_parallel_size", "name", "says"),
+    ("attn_impl", "verdict", "context_parallel_size", "name", "says"),
     [
-        ("auto", "qwen3_vl", 1, "varlen", "established for qwen3_vl"),
-        ("varlen", "qwen2", 1, "varlen", "names it"),
-        ("sdpa", "qwen2", 1, "sdpa", "names it"),
-        ("flash_attention_2", "gemma2", 2, "flash_attention_2", "names it"),
-        ("auto", "gemma2", 1, "sdpa", "not established for gemma2"),
-        ("auto", "qwen3", 2, "context_parallel", "policy.context_parallel_size is 2"),
+        ("auto", verdict(), 1, "varlen", "llama was shown to pack by it"),
+        ("varlen", verdict(), 1, "varlen", "names it"),
+        ("sdpa", verdict("own", "sdpa"), 1, "sdpa", "names it"),
+        ("eager", None, 2, "eager", "names it"),
+        ("auto", None, 1, "sdpa", "is auto"),
+        ("auto", verdict(None, native="eager"), 1, "eager", "may not share packs: it says so"),
+        ("auto", verdict("own", "sdpa"), 2, "context_parallel", "policy.context_parallel_size is 2"),
     ],
 )
-def test_auto_takes_varlen_where_it_is_established_and_rows_are_not_shared(
-    attn_impl, model_type, context_parallel_size, name, says
-):
+def test_auto_takes_what_the_model_was_shown_to_pack_by(attn_impl, verdict, context_parallel_size, name, says):
     """What is named is taken as it is; the reason says why."""
-    found = choose_attention(attn_impl, model_type=model_type, context_parallel_size=context_parallel_size)
+    found = choose_attention(attn_impl, verdict, context_parallel_size=context_parallel_size)
 
     assert name == found.name
     assert says in found.reason
@@ -219,17 +236,46 @@ def test_auto_takes_varlen_where_it_is_established_and_rows_are_not_shared(
 
 
 @pytest.mark.parametrize(
-    ("model_type", "context_parallel_size", "says"),
-    [("gemma2", 1, "not established for gemma2; use model.attn_impl: sdpa"),
-     ("gpt_oss", 1, "not established for gpt_oss; use model.attn_impl: sdpa"),
-     ("qwen3", 2, "policy.context_parallel_size is 2, .* use model.attn_impl: auto")],
+    ("verdict", "context_parallel_size", "says"),
+    [(verdict(None), 1, "it says so; use model.attn_impl: auto"),
+     (verdict(), 2, "policy.context_parallel_size is 2, .* use model.attn_impl: auto")],
 )  # fmt: skip
-def test_varlen_by_name_is_refused_where_it_does_not_run(model_type, context_parallel_size, says):
-    """
-    Soft caps, sinks and shared rows among it; the message has the key, the reason, and what to use.
-    """
+def test_varlen_by_name_is_refused_where_it_does_not_run(verdict, context_parallel_size, says):
+    """The message has the key, the reason, and what to use."""
     with pytest.raises(errors.AttentionError, match=f"model.attn_impl varlen .*{says}"):
-        choose_attention("varlen", model_type=model_type, context_parallel_size=context_parallel_size)
+        choose_attention("varlen", verdict, context_parallel_size=context_parallel_size)
+
+
+@pytest.mark.parametrize("number", [0.25, float("inf")])
+def test_a_verdict_survives_json(number):
+    """Numbers that are none too."""
+    one = verdict(None, split=("Mixer", "Other"), measured=Measured(number, 1e-7), not_exercised=("vision",))
+
+    assert one == PackingVerdict.from_dict(json.loads(json.dumps(one.to_dict(), allow_nan=False)))
+
+
+def test_trials_go_from_the_fastest_to_the_slowest():
+    """Flash attention where it runs; what is named is tried alone."""
+
+    def tried(*arguments, **options):
+        return [(one.strategy, one.attention) for one in trials(*arguments, **options)]
+
+    assert ["flash", "varlen", "varlen", "own", "masked"] == [
+        one for one, _ in tried("auto", native="sdpa", flash=True)
+    ]
+    assert [("own", "eager")] == tried("auto", native="eager", flash=False)[2:3]
+    assert {"varlen"} == {one for one, _ in tried("varlen", native="sdpa", flash=True)}
+    assert [("own", "flex_attention")] == tried("flex_attention", native="sdpa", flash=False)
+    assert [("flash", "flash_attention_3")] == tried("flash_attention_3", native="sdpa", flash=True)
+
+
+def test_what_is_measured_passes_if_it_is_apart_and_equal():
+    """Isolation has no threshold; what is not a number passes nothing."""
+    assert Measured(0, 2e-5, 2e-5, 2e-5).passes()
+    assert not Measured(1e-30, 0).passes()
+    assert not Measured(0, 0, 0, 3e-5).passes()
+    assert not Measured(0, float("nan")).passes()
+    assert Measured(0, 5e-2).passes("bfloat16")
 
 
 def test_packing_names_a_length_over_the_capacity_and_an_unknown_algorithm():

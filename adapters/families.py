@@ -1,0 +1,31 @@
+"""
+What has to be known of single families of models, in `families.json`; all else is read off the
+model.
+
+`swift`: architecture -> ms-swift's model type and template, where its registry names several and
+one is meant by default. `complete`: model type -> keys without which transformers' own default
+configuration builds no model, or none that shows its kinds of layers.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+
+@cache
+def _families() -> dict[str, Any]:
+    return dict(json.loads((Path(__file__).parent / "families.json").read_text(encoding="utf-8")))
+
+
+def settled_types(architecture: str) -> tuple[str, str] | None:
+    """Return the model type and template that are meant by default; None if nothing says so."""
+    found = _families()["swift"].get(architecture)
+    return None if found is None else (found[0], found[1])
+
+
+def completed(model_type: str) -> dict[str, Any]:
+    """Return what completes transformers' default configuration of a model type."""
+    return dict(_families()["complete"].get(model_type, {}))

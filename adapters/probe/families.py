@@ -1,0 +1,43 @@
+"""The verdict on each architecture that transformers knows, as its default configuration has it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
+
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
+
+from adapters.families import completed
+from adapters.probe.probe import probe_config
+from adapters.probe.small_model import quiet
+from core.equality import AUTO, PackingVerdict
+
+
+def family_names() -> list[str]:
+    """Return the model types that write text from left to right, those that see images included."""
+    text = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) | set(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    others = set(MODEL_FOR_MASKED_LM_MAPPING_NAMES) | set(MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES)
+    return sorted(text - others)
+
+
+def default_config(family: str) -> Any:
+    """Return transformers' default configuration of a model type, completed where it is none."""
+    with quiet():
+        return CONFIG_MAPPING[family](**completed(family))
+
+
+def probe_family(family: str) -> PackingVerdict:
+    """Ask a small model of a family whether it may pack, whatever its configuration gives."""
+    try:
+        config = default_config(family)
+    except Exception as error:  # noqa: BLE001  # whatever the code of a family raises
+        reason = " ".join(f"its default configuration is refused ({error})".split())[:200]
+        return PackingVerdict(family, None, AUTO, "", split=(), follows_rows=False, measured=None, reason=reason)
+    return probe_config(config)

@@ -1,0 +1,64 @@
+"""Asks the model that is about to train, with short samples: its own weights and kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
+
+import torch
+
+from adapters.attention import native_attention
+from adapters.probe.rows import ProbeRow, measure_alone, measure_packed
+from core.equality import Measured, Precision
+
+LENGTHS = (17, 3, 29)
+
+_IDS = 2000
+"""Ids above may be of images, or of no token at all."""
+
+
+def place_of(model: torch.nn.Module) -> str:
+    """Return where a model is, and how precisely it computes, in words: `cpu, float32`."""
+    weight = next(model.parameters())
+    device = torch.cuda.get_device_name(weight.device) if weight.device.type == "cuda" else weight.device.type
+    return f"{device}, {precision_of(model)}"
+
+
+def precision_of(model: torch.nn.Module) -> Precision:
+    """Return the precision of a model's weights."""
+    names: dict[torch.dtype, Precision] = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
+    return names.get(next(model.parameters()).dtype, "float32")
+
+
+def probe_loaded(model: Any, *, native: str) -> Measured:
+    """
+    Compare a packed row of short samples with the samples alone, on a model that is ready to train.
+
+    Args:
+        model: Of transformers, perhaps with adapters; it is left as it was.
+
+        native: The attention of transformers that samples alone are computed by.
+    """
+    row = ProbeRow.draw(model, LENGTHS, ids=_plain_ids(model.config))
+    was_training = model.training
+    model.eval()  # dropout is no difference
+    try:
+        with native_attention(model, native):
+            alone = measure_alone(model, row, with_gradients=False)
+        return measure_packed(model, row, alone, with_gradients=False)
+    finally:
+        model.train(was_training)
+
+
+def _plain_ids(config: Any) -> list[int]:
+    """Return ids of tokens that no key of the configuration names."""
+    parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
+    special = {
+        value
+        for part in parts
+        if part is not None
+        for key, value in vars(part).items()
+        if key.endswith(("_token_id", "_token_index")) and isinstance(value, int)
+    }
+    return [number for number in range(min(config.get_text_config().vocab_size, _IDS)) if number not in special]

@@ -1,0 +1,235 @@
+"""Asks a model whether it may pack, and how; see `core.equality.PackingVerdict`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
+
+import attrs
+import torch
+
+from adapters.attention import MASKED_NAME, NAME, attend_as
+from adapters.probe.rows import Alone, ProbeRow, measure_alone, measure_packed
+from adapters.probe.shrink import FIRST_ID, LONGEST, VOCABULARY
+from adapters.probe.small_model import build_small, quiet
+from adapters.probe.states import split_found_states
+from core.equality import (
+    AUTO,
+    EQUAL,
+    FLEX,
+    MASKED,
+    NATIVE,
+    VARLEN,
+    Attention,
+    Measured,
+    PackingVerdict,
+    Precision,
+    Trial,
+    trials,
+)
+from core.errors import ProbeError
+
+LENGTHS = (33, 3, LONGEST, 51)
+"""Tokens of the samples that the probe packs: longer and shorter than windows and kernels."""
+
+
+@attrs.frozen(eq=False)
+class _Outcome:
+    """What a trial gave, or why it could not run."""
+
+    trial: Trial
+    measured: Measured | None
+    split: tuple[str, ...] = ()
+    failure: str = ""
+    passed: bool = False
+
+
+def apply_trial(model: Any, trial: Trial, split: tuple[str, ...] = ()) -> None:
+    """
+    Let a model pack by a strategy.
+
+    Args:
+        model: Of transformers, with its native attention.
+
+        trial: The strategy.
+
+        split: Classes of layers that run sample by sample.
+
+    Raises:
+        ProbeError: The model does not take the attention.
+    """
+    name = {VARLEN: NAME, MASKED: MASKED_NAME}.get(trial.attention, trial.attention)
+    if name == trial.attention and model.config._attn_implementation != name:  # noqa: SLF001  # no public question
+        model.set_attn_implementation(name)
+    attend_as(model, Attention(trial.attention, "", split=split, follows_rows=trial.follows_rows))
+    if model.config._attn_implementation != name:  # noqa: SLF001
+        raise ProbeError(model.config.model_type, f"its code takes no attention but its own, not {trial.attention}")
+
+
+def probe_config(
+    config: Any, *, attn_impl: str = AUTO, trust_remote_code: bool = False, on_cpu: bool = True
+) -> PackingVerdict:
+    """
+    Ask a small copy of a model, with random weights.
+
+    Args:
+        config: Of transformers, of the user's own model.
+
+        attn_impl: What `model.attn_impl` says.
+
+        trust_remote_code: Whether code beside the configuration may run.
+
+        on_cpu: Whether the model trains on a CPU; a GPU is used for what runs there alone.
+    """
+    with quiet(), _one_thread():
+        return _probed(config, attn_impl, trust_remote_code=trust_remote_code, on_cpu=on_cpu)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """
+    Compute on one thread, inside: the copies are small, and numbers are the same on any number of
+    cores.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@attrs.frozen(eq=False)
+class _Place:
+    """Where and how precisely small copies of a model are computed."""
+
+    build: Callable[[str], Any]
+    """Builds a copy with an attention of transformers."""
+
+    precision: Precision
+    native: str
+    row: ProbeRow
+    alone: Alone
+
+    @classmethod
+    def of(cls, build: Callable[[str], Any], device: str, precision: Precision) -> _Place:
+        """
+        Choose the native attention, and compute each sample alone under it.
+
+        Args:
+            build: Builds a copy with an attention of transformers, on the CPU in float32.
+
+            device: Where copies are computed.
+
+            precision: How precisely.
+        """
+
+        def place(attention: str) -> Any:
+            return build(attention).to(device, getattr(torch, precision))
+
+        model = place("eager")
+        row = ProbeRow.draw(model, LENGTHS, ids=range(FIRST_ID, VOCABULARY))
+        try:
+            alone = measure_alone(model, row)
+        except Exception as error:
+            reason = f"its small copy does not run ({type(error).__name__}: {error})"
+            raise ProbeError(model.config.model_type, " ".join(reason.split())[:400]) from error
+        native = NATIVE if _gives_the_same(place, row, alone, EQUAL[precision]) else "eager"
+        return cls(place, precision, native, row, alone)
+
+
+def _probed(config: Any, attn_impl: str, *, trust_remote_code: bool, on_cpu: bool) -> PackingVerdict:
+    build = partial(_built, config, trust_remote_code)
+    on_gpu = None if on_cpu else partial(_Place.of, build, "cuda", "bfloat16" if attn_impl != FLEX else "float32")
+    try:
+        place = _Place.of(build, "cpu", "float32")
+    except ProbeError as error:
+        return _refused(config, attn_impl, "", error.reason)
+    flash = on_gpu is not None and find_spec("flash_attn") is not None
+    ran, failure = [], ""
+    for trial in trials(attn_impl, native=place.native, flash=flash):
+        needs_gpu = trial.strategy == "flash" or trial.attention == FLEX
+        outcome = _tried(on_gpu() if on_gpu is not None and needs_gpu else place, trial)
+        if outcome.passed:
+            return PackingVerdict(
+                config.model_type, trial.strategy, trial.attention, place.native, outcome.split,
+                trial.follows_rows or bool(outcome.split), outcome.measured, "no gradient passes between samples, "
+                "and samples are equal to themselves alone",
+            )  # fmt: skip
+        if outcome.measured is not None:
+            ran.append((outcome.measured, outcome))
+        failure = outcome.failure or failure
+    if not ran:
+        return _refused(config, attn_impl, place.native, failure)
+    measured, best = min(ran, key=lambda pair: _badness(pair[0]))
+    why_not = measured.why_not(limit=EQUAL["float32"]) or ""
+    return attrs.evolve(
+        _refused(config, best.trial.attention, place.native, why_not),
+        split=best.split,
+        measured=measured,
+    )
+
+
+def _built(config: Any, trust_remote_code: bool, attention: str) -> Any:  # noqa: FBT001  # bound in order
+    return build_small(config, attention=attention, trust_remote_code=trust_remote_code)
+
+
+def _gives_the_same(build: Callable[[str], Any], row: ProbeRow, eager: Alone, limit: float) -> bool:
+    """
+    Return whether torch's attention computes what the model's own does: no soft cap, no sinks.
+
+    Args:
+        build: Builds a copy with an attention.
+
+        row: The samples.
+
+        eager: What they give alone under the model's own attention.
+
+        limit: Largest relative difference.
+    """
+    try:
+        alone = measure_alone(build(NATIVE), row, with_gradients=False)
+    except (ProbeError, ValueError, RuntimeError):
+        return False
+    scale = max(float(one.abs().max()) for one in eager.logits)
+    return all(
+        float((mine - own).abs().max()) <= limit * scale for mine, own in zip(alone.logits, eager.logits, strict=True)
+    )
+
+
+def _tried(place: _Place, trial: Trial) -> _Outcome:
+    """Return what a trial gives; where samples are not apart, with layers run sample by sample."""
+
+    def measure(split: tuple[str, ...]) -> tuple[Any, Measured]:
+        model = place.build(place.native)
+        apply_trial(model, trial, split)
+        return model, measure_packed(model, place.row, place.alone)
+
+    try:
+        model, measured = measure(())
+    except Exception as error:  # noqa: BLE001  # whatever the code of a family raises
+        return _Outcome(trial, None, failure=" ".join(f"{type(error).__name__}: {error}".split())[:300])
+    first = _Outcome(trial, measured, passed=measured.passes(place.precision))
+    if first.passed or not trial.follows_rows:
+        return first
+    try:
+        split = split_found_states(model, place.row)
+        measured = measure(split)[1] if split else measured
+    except Exception:  # noqa: BLE001  # its layers cannot be split: the numbers without stand
+        return first
+    return _Outcome(trial, measured, split, passed=measured.passes(place.precision))
+
+
+def _badness(measured: Measured) -> tuple[float, float]:
+    return measured.isolation, measured.equality
+
+
+def _refused(config: Any, attention: str, native: str, reason: str) -> PackingVerdict:
+    return PackingVerdict(
+        config.model_type, None, attention, native, split=(), follows_rows=False, measured=None, reason=reason
+    )

@@ -1,0 +1,206 @@
+"""A packed row of a probe, and what a model gives for it: packed, and each sample alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate, pairwise
+from typing import Any
+
+from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
+
+import attrs
+import torch
+import torch.nn.functional as F  # noqa: N812  # its usual name
+
+from core.equality import Measured
+
+Gradients = dict[str, torch.Tensor]
+
+
+@attrs.frozen(eq=False)
+class ProbeRow:
+    """Samples of random tokens, one after the other."""
+
+    ids: torch.Tensor
+    """Token ids; int64 of shape (1, tokens)."""
+
+    lengths: tuple[int, ...]
+
+    rows_of_positions: int
+    """Rows that the model takes: 1, or 4 with those of images."""
+
+    @classmethod
+    def draw(cls, model: Any, lengths: Sequence[int], *, ids: Sequence[int], seed: int = 7) -> ProbeRow:
+        """
+        Draw a row for a model.
+
+        Args:
+            model: Of transformers.
+
+            lengths: Tokens of each sample.
+
+            ids: Of tokens, to draw from.
+
+            seed: Decides the tokens.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        drawn = torch.tensor(ids)[torch.randint(len(ids), (1, sum(lengths)), generator=generator)]
+        sees = any(hasattr(module, "get_rope_index") for module in model.modules())
+        return cls(drawn.to(next(model.parameters()).device), tuple(lengths), 4 if sees else 1)
+
+    @property
+    def spans(self) -> list[slice]:
+        """Where each sample lies."""
+        return [slice(*span) for span in pairwise(accumulate(self.lengths, initial=0))]
+
+    def packed(self) -> dict[str, torch.Tensor]:
+        """Return the row as training gives it to the model: positions that restart, and no mask."""
+        positions = torch.cat([torch.arange(length, device=self.ids.device) for length in self.lengths])[None]
+        if self.rows_of_positions > 1:
+            positions = positions.expand(self.rows_of_positions, 1, -1)
+        return {"input_ids": self.ids, "position_ids": positions}
+
+    def alone(self, number: int) -> dict[str, torch.Tensor]:
+        """Return one sample, with nothing that a packed row needs."""
+        ids = self.ids[:, self.spans[number]]
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+@attrs.frozen(eq=False)
+class Alone:
+    """What the samples of a row give alone, under the model's native attention."""
+
+    logits: list[torch.Tensor]
+    losses: list[float]
+    gradients: Gradients
+    norms: float
+    """Sum of the norms of each sample's gradients."""
+
+
+def losses_of(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Return the mean loss of predicting each token by those before it."""
+    return F.cross_entropy(logits[:-1].float(), ids[1:])
+
+
+def measure_alone(model: Any, row: ProbeRow, *, with_gradients: bool = True) -> Alone:
+    """
+    Compute each sample alone.
+
+    Args:
+        model: In evaluation, under its native attention.
+
+        row: The samples.
+
+        with_gradients: Compute the gradients of the weights too.
+    """
+    logits, losses, norms = [], [], 0.0
+    total: Gradients = {}
+    for number, span in enumerate(row.spans):
+        with torch.set_grad_enabled(with_gradients):
+            one = model(**row.alone(number), use_cache=False).logits[0]
+            loss = losses_of(one, row.ids[0, span])
+        if with_gradients:
+            norms += _add(total, _weight_gradients(model, loss))
+        logits.append(one.detach().float())
+        losses.append(float(loss.detach()))
+    return Alone(logits, losses, total, norms)
+
+
+def measure_packed(model: Any, row: ProbeRow, alone: Alone, *, with_gradients: bool = True) -> Measured:
+    """
+    Compare a packed row with its samples alone, and see whether gradients pass between them.
+
+    Args:
+        model: In evaluation, as it is to pack.
+
+        row: The samples.
+
+        alone: What they give alone.
+
+        with_gradients: Compare the gradients of the weights too.
+    """
+    with _embedded(model) as seen:
+        logits = model(**row.packed(), use_cache=False).logits[0]
+    isolation = _isolation(logits, seen[0], row)
+    scale = max(float(one.abs().max()) for one in alone.logits)
+    different = max(
+        _largest(logits[span].detach().float() - one) for span, one in zip(row.spans, alone.logits, strict=True)
+    )
+    losses = [losses_of(logits[span], row.ids[0, span]) for span in row.spans]
+    loss_difference = max(
+        abs(float(loss.detach()) - expected) / max(abs(expected), 1e-6)
+        for loss, expected in zip(losses, alone.losses, strict=True)
+    )
+    gradients = 0.0
+    if with_gradients:
+        found = _weight_gradients(model, torch.stack(losses).sum())
+        gradients = _difference(found, alone.gradients) / (alone.norms or 1.0)
+    return Measured(isolation, different / (scale or 1.0), _number(loss_difference), _number(gradients))
+
+
+def _isolation(logits: torch.Tensor, embedded: torch.Tensor, row: ProbeRow) -> float:
+    """
+    Return the largest gradient of a sample's logits with respect to another sample's embeddings,
+    over the largest of its own; infinite if the probe is blind: no gradient reaches the sample
+    itself.
+    """
+    weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(11)).to(logits)
+    worst = 0.0
+    for span in row.spans:
+        (reached,) = torch.autograd.grad((logits[span] * weights[span]).sum(), embedded, retain_graph=True)
+        sizes = reached[0].abs().amax(-1)
+        own = float(sizes[span].min()) if span.stop - span.start == 1 else float(sizes[span].max())
+        others = max(_largest(sizes[: span.start]), _largest(sizes[span.stop :]))
+        if not own > 0 or not math.isfinite(own) or not math.isfinite(others):
+            return math.inf
+        worst = max(worst, others / own)
+    return worst
+
+
+@contextmanager
+def _embedded(model: Any) -> Iterator[list[torch.Tensor]]:
+    """Collect the embeddings of a forward pass, as leaves that gradients reach."""
+    seen: list[torch.Tensor] = []
+
+    def leaf(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
+        seen.append(output)
+        return output if output.requires_grad else output.requires_grad_()
+
+    handle = model.get_input_embeddings().register_forward_hook(leaf)
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+def _weight_gradients(model: Any, loss: torch.Tensor) -> Gradients:
+    named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
+    found = torch.autograd.grad(loss, [one for _, one in named], allow_unused=True)
+    return {name: one for (name, _), one in zip(named, found, strict=True) if one is not None}
+
+
+def _add(total: Gradients, gradients: Gradients) -> float:
+    """Add gradients to a total in place, and return their norm."""
+    for name, one in gradients.items():
+        total[name] = total[name] + one if name in total else one
+    return math.sqrt(sum(float(one.double().square().sum()) for one in gradients.values()))
+
+
+def _difference(found: Gradients, expected: Gradients) -> float:
+    square = 0.0
+    for name in found.keys() | expected.keys():
+        mine, own = found.get(name), expected.get(name)
+        one = mine - own if mine is not None and own is not None else mine if own is None else own
+        if one is not None:
+            square += float(one.double().square().sum())
+    return math.sqrt(square)
+
+
+def _largest(values: torch.Tensor) -> float:
+    return float(values.abs().max()) if values.numel() else 0.0
+
+
+def _number(value: float) -> float:
+    return value if math.isfinite(value) else math.inf

@@ -1,0 +1,310 @@
+"""
+A small copy of a model's configuration: what its layers do, and in which order, stays; their sizes
+do not.
+
+Rules go by what a key's name says, not by the family. Windows, chunks, blocks and the lengths at
+which rotary factors change become shorter than the probe's samples, so that each is at work in
+them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+LONGEST = 70
+"""Tokens of the longest sample that the probe packs."""
+
+HIDDEN, HEADS, HEAD = 64, 4, 16
+"""Width of the small model, its attention heads, and the size of each."""
+
+_INNER = 2 * HIDDEN
+"""Width inside of state-carrying layers."""
+
+_WINDOW, _CHUNK, _BLOCK, _ROPE = 24, 16, 8, 48
+"""Tokens of a window, a chunk and a block, and up to which rotary factors are the original ones."""
+
+FIRST_ID, VOCABULARY = 16, 96
+"""Ids below the first are special; the probe's samples have none of them."""
+
+_MOST_LAYERS = 16
+
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks", "depth", "num_layers_per_stack")
+
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
+
+_PERIODS = re.compile(r"(_period|_interval|_pattern|_every_n_layers|_layer_step|_sparse_step)$")
+
+_FIRST = re.compile(r"^(first_k_dense_replace|num_dense_layers|moe_layer_start_index|num_hash_layers)$")
+
+
+@attrs.frozen
+class _Context:
+    """What rules know of the configuration that they shrink."""
+
+    config: Mapping[str, Any]
+    layers: int
+    """Layers before."""
+
+    kept: int
+    """Layers after: the first so many."""
+
+    head: int
+
+    outer: int = HIDDEN
+    """Width of the text that a tower's patches become part of."""
+
+    @property
+    def carries_state(self) -> bool:
+        return "state_size" in self.config or "expand" in self.config
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether rotary factors change with the row's longest position."""
+        rope = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
+        return "dynamic" in (rope.get("rope_type"), rope.get("type"))
+
+
+_Rule = Callable[[Any, _Context], Any]
+
+
+def _few(most: int) -> _Rule:
+    """Return a rule for counts: at most so many, and none where there were none."""
+    return lambda value, _: min(value, most)
+
+
+def _exactly(size: float) -> _Rule:
+    return lambda value, _: size if value else value
+
+
+def _shared_heads(value: int, context: _Context) -> int:
+    """Keep whether heads share keys: none, some, or all of them."""
+    heads = next((context.config[name] for name in _HEADS if context.config.get(name)), value)
+    return 1 if value == 1 else HEADS if value >= heads else HEADS // 2
+
+
+def _heads(_: int, context: _Context) -> int:
+    return _INNER // HEAD if context.carries_state and "head_dim" in context.config else HEADS
+
+
+_RULES: tuple[tuple[str, _Rule], ...] = (
+    (r"vocab_size(_per_layer_input)?", _exactly(VOCABULARY)),
+    (r"(num_hidden_layers|n_layers?|num_layers|num_blocks|depth)", lambda _, c: c.kept),
+    (r"num_layers_per_stack", lambda _, c: c.kept),
+    (r"num_mem_blocks", _few(1)),
+    (r"out_hidden_size", lambda _, c: c.outer),
+    (r"(hidden_size|n_embd|d_model|embedding_dim|embed_dim|word_embed_proj_dim|lru_width)", _exactly(HIDDEN)),
+    (r"attention_hidden_size", lambda v, c: HIDDEN * max(1, round(v / c.config.get("hidden_size", v)))),
+    (r"(num_attention_heads|n_heads?|attention_heads|num_heads)", _heads),
+    (r"(encoder|decoder)_attention_heads", _exactly(HEADS)),
+    (r"(encoder|decoder)_layers", _few(2)),
+    (r"(num_key_value_heads|num_kv_heads|num_query_groups)", _shared_heads),
+    (r"swa_num_attention_heads", _exactly(HEADS)),
+    (r"swa_num_key_value_heads", _exactly(HEADS // 2)),
+    (r"head_dim", lambda v, c: HEAD // 2 if v == c.config.get("qk_rope_head_dim") else c.head),
+    (r"(swa_head_dim|global_head_dim|dim_head|kv_channels|swa_v_head_dim)", lambda v, c: c.head if v else v),
+    (
+        r"attention_head_dim",
+        lambda _, c: (
+            HIDDEN * max(1, round(c.config["attention_hidden_size"] / c.config["hidden_size"])) // HEADS
+            if "attention_hidden_size" in c.config
+            else HEAD
+        ),
+    ),
+    (r"(qk_rope_head_dim|rotary_dim)", _exactly(HEAD // 2)),
+    (r"(qk_nope_head_dim|v_head_dim)", _exactly(HEAD)),
+    (r"qk_head_dim", _exactly(HEAD + HEAD // 2)),
+    (r"(kv_lora_rank|q_lora_rank|o_lora_rank|gated_norm_rank|laurel_rank|adapter_rank|d_rel)", _exactly(HEAD)),
+    (r"index_head_dim", _exactly(HEAD)),
+    # With few heads, scores of zero tie, and ties are broken by the place in the row.
+    (r"index_n_heads", _few(32)),
+    (r"query_pre_attn_scalar", _exactly(HEAD)),
+    (r"(.*intermediate_size(_mlp)?|ffn_dim|.*ffn_hidden_size|dim_ff|dff|n_inner)", _exactly(HIDDEN)),
+    (r"hidden_size_per_layer_input", _exactly(HEAD)),
+    (r"(attn_logit_softcapping|attention_logits_soft_cap)", _exactly(2.0)),
+    (r"router_hidden_size", _exactly(HIDDEN)),
+    # Experts.
+    (r"(num_experts|n_routed_experts|num_local_experts|moe_num_experts|num_routed_experts)", _few(4)),
+    (r"(num_experts_per_tok|num_experts_per_token|moe_topk|moe_k)", _few(2)),
+    (r"(n_shared_experts|num_shared_experts|moe_num_shared_experts)", _few(1)),
+    (r"(n_group|num_expert_group)", _few(2)),
+    (r"topk_group", _few(1)),
+    # State-carrying layers.
+    (r"(mamba_d_state|state_size|ssm_state_size)", _exactly(8)),
+    (r"(mamba_n_heads|mamba_num_heads)", _exactly(_INNER // HEAD)),
+    (r"(mamba_d_head|mamba_head_dim)", _exactly(HEAD)),
+    (r"n_mamba_heads", lambda v, c: _INNER // HEAD if "mamba_headdim" in c.config else min(v, 2)),
+    (r"mamba_headdim", _exactly(HEAD)),
+    (r"mamba_d_ssm", _exactly(_INNER)),
+    (r"(mamba_expand|expand)", _exactly(2)),
+    (r"(mamba_n_groups|n_groups|mamba_ngroups)", _few(2)),
+    (r"(mamba_dt_rank|time_step_rank)", _exactly(4)),
+    (r"(linear_num_key_heads|linear_num_heads)", _exactly(2)),
+    (r"linear_num_value_heads", lambda v, c: 2 * max(1, min(2, v // c.config["linear_num_key_heads"]))),
+    (r"(linear_key_head_dim|linear_value_head_dim|linear_head_dim)", _exactly(HEAD)),
+    # What has to be shorter than a sample.
+    (
+        r"(sliding_window|window_size|attention_window_size|sliding_window_size|local_attention|keep_window_size)",
+        _exactly(_WINDOW),
+    ),
+    (r"(attention_chunk_size|floor_scale|rel_extent)", _exactly(_WINDOW)),
+    (r"((mamba_)?chunk_size|block_size)", _exactly(_CHUNK)),
+    (r"(index_topk|index_block_size)", _exactly(_BLOCK)),
+    (r"index_topk_blocks", _few(2)),
+    (
+        r"compress_rates?",
+        lambda v, _: {name: min(rate, _BLOCK) for name, rate in v.items()} if isinstance(v, dict) else v,
+    ),
+    (r"original_max_position_embeddings", _exactly(_ROPE)),
+    (
+        r"(max_position_embeddings|n_positions|n_ctx|max_seq_len|model_max_length|context_length)",
+        lambda _, c: _ROPE if c.is_dynamic else 512,
+    ),
+    (r"position_bias_max_distance", _exactly(_WINDOW)),
+    (r"position_bias_num_buckets", _few(16)),
+    (r"(prompt_length|prompt_types|segment_types)", _few(4)),
+    (r"num_kv_shared_layers", _few(1)),
+    (r"max_window_layers", lambda v, c: min(v, c.kept)),
+    (r"num_nextn_predict_layers", _exactly(0)),
+    (r"block_multiple_of", _exactly(HEAD)),
+    (r"ffn_round_up_to_multiple_of", _exactly(HEAD)),
+)
+
+_COMPILED = tuple((re.compile(pattern), rule) for pattern, rule in _RULES)
+
+
+def shrink(config: Mapping[str, Any], *, times: int = 1) -> dict[str, Any]:
+    """
+    Return a small copy of a configuration, as `to_dict` gives it; parts of it (text, vision) alike.
+
+    Args:
+        config: To be shrunk.
+
+        times: How often each kind of layer is to be there, where it is so often.
+    """
+    return _shrink(config, outer=HIDDEN, times=times)
+
+
+def _shrink(config: Mapping[str, Any], *, outer: int, times: int) -> dict[str, Any]:
+    layers = next((config[name] for name in _LAYERS if isinstance(config.get(name), int)), 0)
+    context = _Context(config, layers, min(layers, _kept_layers(config, layers, times)), _head(config), outer)
+    small: dict[str, Any] = {}
+    special = 3
+    for key, value in config.items():
+        if key.endswith("_token_id") or key in ("image_token_index", "video_token_index"):
+            known = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+            if value is None:
+                small[key] = None
+            elif key in known:
+                small[key] = known[key]
+            else:
+                small[key], special = special, special + 1
+        elif key in {"rope_parameters", "rope_scaling"}:
+            small[key] = _rope(value, context)
+        elif key == "per_layer_config" and isinstance(value, Mapping):
+            kept = {place: part for place, part in value.items() if int(place) < context.kept}
+            small[key] = {
+                place: {name: _value(name, one, context) for name, one in part.items()} for place, part in kept.items()
+            }
+        elif isinstance(value, Mapping) and key.endswith("config") and not key.startswith("quantization"):
+            small[key] = _shrink(value, outer=outer, times=times)
+        else:
+            small[key] = _value(key, value, context)
+    return small
+
+
+def _value(key: str, value: Any, context: _Context) -> Any:
+    if isinstance(value, (list, tuple)):
+        return _list(key, value, context)
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    for pattern, rule in _COMPILED:
+        if pattern.fullmatch(key):
+            return rule(value, context)
+    return value
+
+
+def _list(key: str, value: Sequence[Any], context: _Context) -> list[Any]:
+    """Keep what is said of the first layers, whether layer by layer or by their positions."""
+    items = list(value)
+    if len(items) == context.layers and context.layers:
+        return [
+            _value(key, item, context) if not isinstance(item, (list, tuple)) else item
+            for item in items[: context.kept]
+        ]
+    whole = all(isinstance(item, int) and not isinstance(item, bool) for item in items)
+    if whole and re.search(r"(indices|indexes|idxs?|_ids|_layers)$", key):
+        return [item for item in items if item < context.kept]
+    return items
+
+
+def _kept_layers(config: Mapping[str, Any], layers: int, times: int) -> int:
+    """
+    Return how many of the first layers show each kind of layer, and each kind after each other.
+
+    Args:
+        config: To be shrunk.
+
+        layers: How many it has.
+
+        times: How often each kind is to be there.
+    """
+    kept = 2
+    shared = 1 if config.get("num_kv_shared_layers") else 0
+    for key, value in config.items():
+        if isinstance(value, (list, tuple)) and len(value) == layers and not key.endswith("_ids"):
+            kinds = [str(item) for item in value]
+            places = ([place for place, one in enumerate(kinds) if one == kind] for kind in set(kinds))
+            kept = max(kept, *(found[:times][-1] + 1 for found in places))
+        elif isinstance(value, (list, tuple)) and re.search(r"(indices|indexes|idxs?|_layer_ids|_layers)$", key):
+            kept = max(kept, *(item + 1 for item in value[:1] if isinstance(item, int)), 0)
+        elif isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            continue
+        elif _PERIODS.search(key) and value < layers:
+            kept = max(kept, value)
+        elif _FIRST.search(key) and value < layers:
+            kept = max(kept, value + 1)
+    return min(kept + shared, _MOST_LAYERS)
+
+
+def _head(config: Mapping[str, Any]) -> int:
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    is_split = "mrope_section" in rope and _partial(config, rope) < 1 and config.get("head_dim")
+    return 2 * HEAD if is_split else HEAD
+
+
+def _partial(config: Mapping[str, Any], rope: Mapping[str, Any]) -> float:
+    return float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
+
+
+def _rope(rope: Any, context: _Context) -> Any:
+    """Shrink rotary parameters, those of each kind of layer alike."""
+    if not isinstance(rope, Mapping):
+        return rope
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        return {kind: _rope(value, context) for kind, value in rope.items()}
+    size = context.head if not context.config.get("qk_rope_head_dim") else HEAD // 2
+    half = int(size * _partial(context.config, rope)) // 2
+    small = dict(rope)
+    for name in ("long_factor", "short_factor"):
+        if isinstance(rope.get(name), (list, tuple)):
+            small[name] = list(rope[name])[:half]
+    if rope.get("mrope_section"):
+        small["mrope_section"] = _sections(rope["mrope_section"], half)
+    if rope.get("original_max_position_embeddings") or rope.get("rope_type", rope.get("type")) in (
+        "dynamic",
+        "longrope",
+    ):
+        small["original_max_position_embeddings"] = _ROPE
+    return small
+
+
+def _sections(sections: Sequence[int], half: int) -> list[int]:
+    """Share *half* frequencies among the sections, as they share theirs; each has one at least."""
+    total = sum(sections)
+    small = [max(1, section * half // total) for section in sections]
+    small[0] += half - sum(small)
+    return small

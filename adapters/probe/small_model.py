@@ -1,0 +1,115 @@
+"""Builds a small copy of a model, with random weights under which each of its mechanisms shows."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers.utils import logging as transformers_logging
+
+from adapters.probe.shrink import shrink
+from core.config import ModelConfig
+from core.errors import ConfigError, ProbeError
+
+_MOST_WEIGHTS = 20_000_000
+
+_PLAIN_STD = 0.05
+"""Weights below are initialised for a wide model; in a narrow one, all scores would be alike."""
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep what transformers says of missing kernels and unusual sizes to itself, inside."""
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity(transformers_logging.CRITICAL)
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
+
+
+def open_model_config(model: ModelConfig) -> Any:
+    """Return transformers' configuration of a model's folder; ConfigError if it refuses it."""
+    try:
+        return AutoConfig.from_pretrained(model.model, trust_remote_code=model.trust_remote_code)
+    except Exception as error:
+        reason = " ".join(f"{error}".split())[:300]
+        raise ConfigError.of(
+            "model.model", f"{model.model} has a config.json that transformers refuses: {reason}"
+        ) from error
+
+
+def build_small(config: Any, *, attention: str, trust_remote_code: bool = False, seed: int = 3) -> Any:
+    """
+    Build a small copy of the model that a configuration describes, in float32, in evaluation.
+
+    Args:
+        config: Of transformers; of the user's own model.
+
+        attention: The attention of transformers that it is built with.
+
+        trust_remote_code: Whether code beside the configuration may run.
+
+        seed: Decides the weights.
+
+    Raises:
+        ProbeError: It cannot be built, or not small.
+    """
+    failures = []
+    for times in (1, 2):
+        small = partial(_small, config, times, attention=attention, trust_remote_code=trust_remote_code)
+        try:
+            return _build(small, seed=seed)
+        except ProbeError:
+            raise
+        except Exception as error:  # noqa: BLE001  # whatever the code of a family raises
+            failures.append(" ".join(f"{type(error).__name__}: {error}".split()))
+    raise ProbeError(config.model_type, f"no small copy of it can be built ({failures[0][:300]})")
+
+
+def _small(config: Any, times: int, *, attention: str, trust_remote_code: bool) -> Any:
+    """Return a small model, of the class that the configuration names, if it is transformers'."""
+    small = type(config).from_dict(shrink(config.to_dict(), times=times))
+    named = getattr(transformers, (config.architectures or [""])[0], None)
+    if named is not None and issubclass(named, transformers.PreTrainedModel):
+        return named._from_config(small, attn_implementation=attention)  # noqa: SLF001  # from_config calls it
+    sees = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    return kind.from_config(small, attn_implementation=attention, trust_remote_code=trust_remote_code)
+
+
+def _build(small: Callable[[], Any], *, seed: int) -> Any:
+    with torch.device("meta"):
+        outline = small()
+    weights = sum(one.numel() for one in outline.parameters())
+    if weights > _MOST_WEIGHTS:
+        reason = f"its small copy has {weights:,} weights, more than {_MOST_WEIGHTS:,}"
+        raise ProbeError(outline.config.model_type, reason)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = small().float().eval()
+        _enliven(model)
+    return model
+
+
+def _enliven(model: torch.nn.Module) -> None:
+    """
+    Let no weights be constant, which might keep a mechanism still, and attention tell tokens apart.
+    """
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.numel() < 2:
+                continue
+            std = float(weight.std())
+            if std == 0:
+                weight.add_(torch.randn_like(weight), alpha=0.05)
+            elif weight.dim() > 1 and std < _PLAIN_STD and abs(float(weight.mean())) < std:
+                weight.mul_(weight.shape[-1] ** -0.5 / std)

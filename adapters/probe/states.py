@@ -1,0 +1,127 @@
+"""
+Finds layers that carry a state along a row by what they do: a sample's part of their output changes
+when another sample's part of their input does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
+
+import torch
+
+from adapters.attention import split_states
+from adapters.probe.rows import ProbeRow
+
+_MOVED = 1e-5
+"""What a sample's output moves by, relative to the largest, when it does not only round."""
+
+_ROUNDS = 4
+
+
+def split_found_states(model: Any, row: ProbeRow) -> tuple[str, ...]:
+    """
+    Let a model's layers that carry a state run sample by sample, from the innermost outwards, and
+    return their classes.
+
+    Args:
+        model: Follows its rows.
+
+        row: To look at them with.
+    """
+    found: set[str] = set()
+    for _ in range(_ROUNDS):
+        new = _leaking(model, row) - found
+        if not new:
+            break
+        split_states(model, new)
+        found |= new
+    return tuple(sorted(found - _within(model, found)))
+
+
+def _within(model: Any, classes: set[str]) -> set[str]:
+    """Return the classes whose layers all lie within layers of the other classes."""
+    places: dict[str, list[str]] = {}
+    for name, module in model.named_modules():
+        if type(module).__name__ in classes:
+            places.setdefault(type(module).__name__, []).append(name)
+    every = [name for names in places.values() for name in names]
+    return {
+        one
+        for one, names in places.items()
+        if all(any(name.startswith(f"{other}.") for other in every) for name in names)
+    }
+
+
+def _leaking(model: Any, row: ProbeRow) -> set[str]:
+    """Return the classes of the innermost layers whose samples are not apart."""
+    leaks: dict[str, str] = {}
+    busy: list[str] = []
+
+    def look(name: str, module: Any, arguments: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
+        if busy:
+            return
+        place = _tokens_in(arguments, options, row)
+        if place is None:
+            return
+        busy.append(name)
+        try:
+            changed, named = _changed(arguments, options, place, row)
+            if _moved(output, module.forward(*changed, **named), row):
+                leaks[name] = type(module).__name__
+        finally:
+            busy.clear()
+
+    handles = [
+        module.register_forward_hook(_hook(look, name), with_kwargs=True)
+        for name, module in model.named_modules()
+        if name and not type(module).__module__.startswith("torch.") and not hasattr(module, "get_input_embeddings")
+    ]
+    try:
+        with torch.no_grad():
+            model(**row.packed(), use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {one for name, one in leaks.items() if not any(other.startswith(f"{name}.") for other in leaks)}
+
+
+def _hook(look: Any, name: str) -> Any:
+    def hook(module: Any, arguments: Any, options: Any, output: Any) -> None:
+        look(name, module, arguments, options, output)
+
+    return hook
+
+
+def _tokens_in(arguments: tuple[Any, ...], options: dict[str, Any], row: ProbeRow) -> int | str | None:
+    """Return which argument has a vector for each token of the row: its position, or its name."""
+    places: list[int | str] = [*range(len(arguments)), *options]
+    for place, value in zip(places, [*arguments, *options.values()], strict=True):
+        if isinstance(value, torch.Tensor) and value.dim() == 3 and value.shape[:2] == (1, sum(row.lengths)):
+            return place
+    return None
+
+
+def _changed(
+    arguments: tuple[Any, ...], options: dict[str, Any], place: int | str, row: ProbeRow
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments with other tokens in every second sample."""
+    values = arguments if isinstance(place, int) else options
+    tokens = values[place].clone()  # type: ignore[index]  # of either kind
+    for span in row.spans[::2]:
+        tokens[:, span] = -tokens[:, span].flip(1)
+    if isinstance(place, int):
+        return (*arguments[:place], tokens, *arguments[place + 1 :]), options
+    return arguments, {**options, place: tokens}
+
+
+def _moved(before: Any, after: Any, row: ProbeRow) -> bool:
+    """Return whether the samples moved whose tokens did not change."""
+    if isinstance(before, (tuple, list)):
+        return any(_moved(one, other, row) for one, other in zip(before, after, strict=True))
+    if not isinstance(before, torch.Tensor) or before.dim() < 2 or before.shape[1] != sum(row.lengths):
+        return False
+    scale = float(before.abs().max())
+    moves = [float((before[:, span].float() - after[:, span].float()).abs().max()) for span in row.spans[1::2]]
+    return not max(moves) <= _MOVED * scale

@@ -1,0 +1,428 @@
+"""
+A model packs if a probe shows that it may: families of every kind, planted faults, and what becomes
+of a verdict.
+"""
+
+from __future__ import annotations
+
+import json
+
+from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoConfig, LlamaConfig, Phi3Config
+from transformers.models.llama import modeling_llama
+
+from adapters.attention import attend_as, layout, varlen
+from adapters.attention.rows import row_of
+from adapters.attention.states import split_states
+from adapters.probe import probe, probe_config, probe_loaded, rows, small_model
+from adapters.probe.families import default_config, family_names, probe_family
+from adapters.probe.shrink import LONGEST, shrink
+from adapters.probe.small_model import build_small
+from adapters.stores.verdicts import DiskVerdictStore
+from app import check
+from core.equality import EQUAL, Attention, PackingVerdict
+from core.errors import CorruptArtefactError, IsolationError, PackplanError
+from core.fingerprint import Fingerprint
+
+pytestmark = pytest.mark.slow
+
+PASSING = {
+    "llama": ("varlen", ()),
+    "mistral": ("varlen", ()),
+    "mixtral": ("varlen", ()),
+    "phi3": ("varlen", ()),
+    "gemma2": ("varlen", ()),
+    "gemma3_text": ("varlen", ()),
+    "qwen3_moe": ("varlen", ()),
+    "glm4_moe": ("varlen", ()),
+    "deepseek_v3": ("varlen", ()),
+    "minimax_m2": ("varlen", ()),
+    "gpt_oss": ("varlen", ()),
+    "qwen3_next": ("varlen", ("Qwen3NextGatedDeltaNet",)),
+    "lfm2": ("varlen", ("Lfm2ShortConv",)),
+    "nemotron_h": ("varlen", ("NemotronHMamba2Mixer",)),
+    "deepseek_v32": ("own", ()),
+    "gptj": ("own", ()),
+    "qwen2_vl": ("varlen", ()),
+    "qwen2_5_vl": ("varlen", ()),
+    "qwen3_vl": ("varlen", ()),
+    "qwen3_vl_moe": ("varlen", ()),
+    "glm4v": ("varlen", ()),
+    "internvl": ("varlen", ()),
+    "qwen3_5": ("varlen", ("Qwen3_5GatedDeltaNet",)),
+}
+"""Family -> its strategy, and the layers that run sample by sample."""
+
+
+@pytest.mark.parametrize("family", PASSING)
+def test_families_of_every_kind_pack(family):
+    """
+    Windows, experts, soft caps, sinks, sparse attention, states, images: none lets a gradient pass.
+    """
+    verdict = probe_family(family)
+
+    assert PASSING[family] == (verdict.strategy, verdict.split), verdict.reason
+    assert 0 == verdict.isolation
+    assert verdict.equality <= EQUAL["float32"] / 4
+
+
+@pytest.mark.parametrize("family", ["bloom", "mpt", "falcon", "xglm", "deepseek_v4"])
+def test_families_that_leak_are_refused_with_the_numbers(family):
+    """Whatever is tried."""
+    verdict = probe_family(family)
+
+    assert not verdict.passes
+    assert verdict.isolation > 0
+    assert f"{verdict.isolation:.2g}" in verdict.reason
+
+
+def rope(kind, **more):
+    return {"rope_type": kind, "rope_theta": 10000.0, **more}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LlamaConfig(rope_parameters=rope("dynamic", factor=2.0)),
+        Phi3Config(
+            rope_parameters=rope(
+                "longrope", short_factor=[1.0] * 48, long_factor=[1.0 + 0.5 * i for i in range(48)],
+                original_max_position_embeddings=4096,
+            ),
+            max_position_embeddings=131072,
+        ),
+    ],
+    ids=["dynamic", "longrope"],
+)  # fmt: skip
+def test_rotary_factors_that_follow_the_row_are_refused_with_the_numbers(config):
+    """No gradient passes, and yet a sample beside a long one is another."""
+    verdict = probe_config(config)
+
+    assert not verdict.passes
+    assert 0 == verdict.isolation
+    assert verdict.equality > 1e-2
+    assert "differ from themselves alone" in verdict.reason
+
+
+def one_block(_, *, length, **__):
+    """Read a row as one sample."""
+    return layout.Layout(torch.tensor([0, length]), is_causal=True)
+
+
+def leak_beyond_64(plain):
+    """Let each token know of the one 64 tokens before it."""
+
+    def forward(self, *arguments, **options):
+        found = plain(self, *arguments, **options)
+        seen = found.last_hidden_state
+        found.last_hidden_state = torch.cat([seen[:, :64], seen[:, 64:] + 1e-3 * seen[:, :-64]], 1)
+        return found
+
+    return forward
+
+
+class BackwardLeak(torch.autograd.Function):
+    """What goes forward as it is, and passes gradients to tokens before."""
+
+    @staticmethod
+    def forward(_, seen):
+        return seen.clone()
+
+    @staticmethod
+    def backward(_, gradient):
+        return gradient + 1e-3 * gradient.roll(-40, 1)
+
+
+def leak_backward(plain):
+    """Compute the right numbers, and wrong gradients."""
+
+    def forward(self, *arguments, **options):
+        found = plain(self, *arguments, **options)
+        found.last_hidden_state = BackwardLeak.apply(found.last_hidden_state)
+        return found
+
+    return forward
+
+
+@pytest.mark.parametrize("plant", [leak_beyond_64, leak_backward])
+def test_a_leak_in_the_model_is_refused(monkeypatch, plant):
+    """One that short rows do not show, and one that no logit shows."""
+    monkeypatch.setattr(modeling_llama.LlamaModel, "forward", plant(modeling_llama.LlamaModel.forward))
+
+    verdict = probe_family("llama")
+
+    assert not verdict.passes
+    assert verdict.isolation > 0
+
+
+def test_a_window_that_is_ignored_is_refused(monkeypatch):
+    """Samples are apart, and see more than they do alone; the model's own mask is taken instead."""
+    plain = layout.read_layout
+    monkeypatch.setattr(varlen, "read_layout", lambda *a, **o: plain(*a, **{**o, "window": None}))
+    monkeypatch.setattr(layout, "sdpa_mask", None)  # unless the window is read off the mask itself
+    monkeypatch.setattr(layout, "_is_causal_within", lambda *_: True)
+
+    by_name, chosen = (probe_config(default_config("mistral"), attn_impl=name) for name in ("varlen", "auto"))
+
+    assert not by_name.passes
+    assert 0 == by_name.isolation
+    assert by_name.equality > 1e-3
+    assert "own" == chosen.strategy
+
+
+def test_a_state_that_is_carried_over_is_refused(monkeypatch):
+    """Where the layers that carry it are not found."""
+    monkeypatch.setattr(probe, "split_found_states", lambda *_: ())
+
+    verdict = probe_family("qwen3_next")
+
+    assert not verdict.passes
+    assert verdict.isolation > 0
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2_vl"])
+def test_positions_that_go_on_or_lack_a_row_are_refused(monkeypatch, family):
+    """As a collator or a hook might hand them over."""
+    plain = rows.ProbeRow.packed
+
+    def packed(row):
+        found = plain(row)
+        positions = found["position_ids"]
+        found["position_ids"] = positions[1:] if len(positions) == 4 else torch.arange(positions.shape[-1])[None]
+        return found
+
+    monkeypatch.setattr(rows.ProbeRow, "packed", packed)
+
+    verdict = probe_family(family)
+
+    assert not verdict.passes
+    assert verdict.isolation > 0
+
+
+def test_a_blind_probe_proves_nothing(monkeypatch):
+    """A model whose logits do not depend on what it reads."""
+    plain = modeling_llama.LlamaModel.forward
+
+    def forward(self, *arguments, **options):
+        found = plain(self, *arguments, **options)
+        found.last_hidden_state = found.last_hidden_state * 0
+        return found
+
+    monkeypatch.setattr(modeling_llama.LlamaModel, "forward", forward)
+
+    verdict = probe_family("llama")
+
+    assert not verdict.passes
+    assert "nothing can be said" in verdict.reason
+
+
+def test_a_copy_that_does_not_fit_is_refused(monkeypatch):
+    """Before it is built."""
+    monkeypatch.setattr(small_model, "_MOST_WEIGHTS", 1000)
+
+    verdict = probe_family("llama")
+
+    assert not verdict.passes
+    assert "more than 1,000" in verdict.reason
+    assert verdict.isolation is None
+
+
+kinds = st.lists(st.sampled_from(["full_attention", "sliding_attention", "linear_attention"]), min_size=3, max_size=14)
+
+
+@given(kinds, st.integers(512, 8192), st.sampled_from([(32, 32), (32, 8), (16, 1)]))
+def test_a_small_copy_keeps_each_kind_of_layer_and_their_order(layers, hidden, heads):
+    """And whether heads share keys; what is long becomes shorter than a sample."""
+    config = {
+        "model_type": "any", "hidden_size": hidden, "num_hidden_layers": len(layers), "layer_types": layers,
+        "num_attention_heads": heads[0], "num_key_value_heads": heads[1], "sliding_window": hidden,
+        "vocab_size": 151936, "pad_token_id": 151643, "rope_parameters": rope("default"),
+    }  # fmt: skip
+
+    small = shrink(config)
+
+    kept = small["layer_types"]
+    assert layers[: len(kept)] == kept
+    assert set(layers) == set(kept)
+    assert len(kept) == small["num_hidden_layers"]
+    assert small["sliding_window"] < LONGEST / 2
+    assert small["pad_token_id"] < small["vocab_size"] <= 128
+    shared = (small["num_attention_heads"] == small["num_key_value_heads"], small["num_key_value_heads"] == 1)
+    assert (heads[0] == heads[1], heads[1] == 1) == shared
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.booleans())
+def test_a_row_is_read_off_positions_that_restart(lengths, four_rows):
+    """The samples that were packed; padded batches and three rows of positions are no row."""
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    some = positions.expand(4, 1, -1) if four_rows else positions
+
+    row = row_of(some)
+
+    assert tuple(lengths) == row.lengths
+    assert [sum(lengths[:i]) for i, length in enumerate(lengths) for _ in range(length)] == row.first.tolist()
+    assert row_of(positions.expand(3, 1, -1)) is row_of(positions.expand(2, -1)) is row_of(None) is None
+
+
+def test_layers_that_are_computed_again_have_the_row_of_their_own_forward_pass():
+    """Under checkpointing, with two rows under way at a time."""
+
+    def gradients(*, checkpointed):
+        model = build_small(default_config("lfm2"), attention="sdpa")
+        attend_as(model, Attention("varlen", "", split=("Lfm2ShortConv",), follows_rows=True))
+        if checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+        drawn = [rows.ProbeRow.draw(model, lengths, ids=range(16, 96)) for lengths in ((9, 21), (4, 11, 15))]
+        losses = [model(**row.packed(), use_cache=False).logits.square().mean() for row in drawn]
+        torch.autograd.backward(losses[0])
+        torch.autograd.backward(losses[1])
+        return {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+
+    plain, again = gradients(checkpointed=False), gradients(checkpointed=True)
+
+    assert plain.keys() == again.keys()
+    for name, expected in plain.items():
+        torch.testing.assert_close(again[name], expected, msg=name)
+
+
+def test_a_split_layer_outside_of_its_model_is_an_error():
+    """It cannot know its row, and would leak without a word."""
+
+    class Mixer(torch.nn.Linear):
+        pass
+
+    layer = torch.nn.Sequential(Mixer(2, 2))
+    split_states(layer, ["Mixer"])
+
+    with pytest.raises(PackplanError, match="outside of its model"):
+        layer(torch.ones(1, 3, 2))
+
+
+def test_the_loaded_model_is_asked_and_left_as_it_was(monkeypatch):
+    """In its own precision; a planted leak is found in it, too."""
+    model = build_small(default_config("llama"), attention="sdpa").bfloat16().train()
+    attend_as(model, Attention("varlen", ""))
+    name = model.config._attn_implementation
+
+    measured = probe_loaded(model, native="sdpa")
+
+    assert 0 == measured.isolation
+    assert measured.equality < 0.05
+    assert model.training
+    assert name == model.config._attn_implementation
+    assert all(weight.grad is None for weight in model.parameters())
+
+    monkeypatch.setattr(varlen, "read_layout", one_block)
+    assert probe_loaded(model, native="sdpa").isolation > 0
+
+
+@pytest.fixture
+def verdict() -> PackingVerdict:
+    return probe_family("llama")
+
+
+def test_a_verdict_is_kept_and_asked_again_when_what_it_depends_on_changes(verdict, tmp_path):
+    """A damaged one is named, with what to do."""
+    store, key = DiskVerdictStore(tmp_path / "static_packing"), Fingerprint({"config.json": "abc", "torch": "2.13"})
+    assert store.load(key) is None
+    store.save(key, verdict)
+
+    assert verdict == store.load(key)
+    assert store.load(Fingerprint({"config.json": "abc", "torch": "2.14"})) is None
+    path = tmp_path / "static_packing" / "verdict.json"
+    path.write_text(path.read_text().replace("varlen", "sdpa"))
+    with pytest.raises(CorruptArtefactError, match="delete it, and the model is asked again"):
+        store.load(key)
+
+
+def test_a_second_start_asks_nothing(write_run, execute, monkeypatch):
+    """Neither the small copy nor the loaded model; another config.json does."""
+    from app.wiring import training
+
+    path = write_run("qwen3")
+    training._probed.cache_clear()
+    execute(path)
+    stored = json.loads((path.parent / "run" / "static_packing" / "verdict.json").read_text())
+    asked = []
+    monkeypatch.setattr(training, "probe_config", lambda *a, **o: asked.append("small") or probe_config(*a, **o))
+    monkeypatch.setattr(training, "probe_loaded", lambda *a, **o: asked.append("loaded") or probe_loaded(*a, **o))
+    training._probed.cache_clear()
+    execute(path)
+
+    assert [] == asked
+    assert ["cpu, float32"] == stored["verdict"]["loaded_on"]
+    execute(write_run("qwen3", model={"attn_impl": "eager"}))
+    assert ["small", "loaded"] == asked
+
+
+def test_a_loaded_model_that_leaks_ends_the_run_before_its_first_step(write_run, execute, monkeypatch):
+    """With the numbers, and nothing trained."""
+    from app.wiring import training
+
+    def leaking(model, **options):
+        monkeypatch.setattr(varlen, "within_samples", None)
+        monkeypatch.setattr(varlen, "read_layout", one_block)
+        return probe_loaded(model, **options)
+
+    monkeypatch.setattr(training, "probe_loaded", leaking)
+
+    with pytest.raises(IsolationError, match=r"the loaded model \(cpu, float32\) was asked, and gradients pass"):
+        execute(write_run("qwen3"))
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ({"model_type": "qwen2", "num_hidden_layers": 2, "layer_types": ["full_attention"] * 3}, "layer"),
+        ({"model_type": "nothing_that_is_known"}, "nothing_that_is_known"),
+        ({"model_type": "llama", "auto_map": {"AutoModelForCausalLM": "m.M"}}, "model.trust_remote_code: true"),
+        ({"model_type": "bloom"}, "gradients pass between samples"),
+    ],
+    ids=["lies", "unknown", "code", "leaks"],
+)
+def test_a_model_that_cannot_be_asked_or_leaks_is_refused_before_measuring(write_run, tmp_path, capfd, content, says):
+    """By training and by building; exit status 2, with the reason and the remedy."""
+    from app import sft
+    from app.plan import __main__ as plan
+
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    path = write_run(model={"model": str(tmp_path)})
+
+    for command in (sft.main, lambda arguments: plan.main(["build", *arguments])):
+        assert 2 == command([str(path)])
+        assert says in capfd.readouterr().err
+    assert not list(tmp_path.rglob("lengths*"))
+
+
+def test_families_are_listed_for_people_and_programs(capsys, tmp_path):
+    """Rows of family, strategy, isolation, equality and whether it passes; a page with versions."""
+    page = tmp_path / "models.md"
+
+    assert 0 == check.main(["--families", "llama", "bloom", "--json", "--quiet", "--output", str(page)])
+    llama, bloom = json.loads(capsys.readouterr().out)["families"]
+    assert {"family": "llama", "strategy": "varlen", "isolation": 0, "passes": True}.items() <= llama.items()
+    assert llama["equality"] < EQUAL["float32"]
+    assert (bloom["strategy"], bloom["passes"]) == (None, False)
+    assert "1 of 2 pass" in " ".join(page.read_text().split())
+    assert f"transformers {__import__('transformers').__version__}" in page.read_text()
+    assert 0 == check.main(["--families", "llama"])
+    assert "varlen" in capsys.readouterr().out
+    assert 2 == check.main(["--families", "nope"])
+    assert "names nope, which transformers" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        check.main([])
+
+
+def test_every_architecture_of_text_that_transformers_knows_is_listed():
+    """Encoders and translators are none."""
+    names = family_names()
+
+    assert {"llama", "qwen3_5", "mamba", "gpt2"} <= set(names)
+    assert not {"bert", "roberta", "bart", "t5"} & set(names)
+    assert AutoConfig.for_model("llama").model_type in names
