@@ -159,10 +159,10 @@ def plan_split(
     planned = PlannedSplit(
         name, table, raw, aligned, plan_checksum(raw.packs), plan_checksum(aligned.packs), data_digest
     )  # fmt: skip
-    _agree(group, f"the {name} plan's checksum", planned.checksum)
+    require_agreement(group, f"the {name} plan's checksum", planned.checksum)
     # A rank that sees other data would train on other samples under the same plan.
-    _agree(group, f"what the {name} lengths depend on", source.fingerprint().digest)
-    _agree(group, f"the {name} data", data_digest)
+    require_agreement(group, f"what the {name} lengths depend on", source.fingerprint().digest)
+    require_agreement(group, f"the {name} data", data_digest)
     return planned
 
 
@@ -236,7 +236,17 @@ def plan_with_progress(
         return build_raw_plan(lengths, policy, quick_bound=quick_bound, report=say)
 
 
-def _agree(group: RankGroup, what: str, value: str) -> None:
+def require_agreement(group: RankGroup, what: str, value: str) -> None:
+    """
+    Compare a value between all ranks; RanksDisagreeError if one holds another.
+
+    Args:
+        group: All ranks.
+
+        what: The value's name, for the error.
+
+        value: This rank's.
+    """
     values = group.gather(value)
     if len(set(values)) > 1:
         raise RanksDisagreeError(what, values)

@@ -5,6 +5,7 @@ command that trains.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,8 +16,9 @@ import attrs
 from adapters.trainer.checkpoints import find_checkpoint, read_attention, read_resume_state
 from app.planning.deadline import Deadline
 from app.planning.log_lines import describe
-from app.planning.split import Alignment, PlannedSplit, plan_split, resume_state_of, usable_folders
+from app.planning.split import Alignment, PlannedSplit, plan_split, require_agreement, resume_state_of, usable_folders
 from app.training.schedule import Batch, batch_of, forced_batches, require_static, schedule_of, warn_of_ignored
+from app.training.works import Work, work_of
 from app.wiring import stores
 from app.wiring import training as wiring
 from core.batch import partial_window
@@ -79,7 +81,11 @@ def prepare(config: RunConfig, group: RankGroup) -> Prepared:
             deadline=deadline,
         )
     group.settle()
-    schedule = schedule_of(config, batch, planned["train"].aligned)
+    work, raw = work_of(config, planned["train"].table), planned["train"].raw
+    pack_works = raw.packs.loads(work.of.samples)
+    # Ranks that counted other works would assign a step's packs in another way.
+    require_agreement(group, "the work of the train packs", hashlib.sha256(pack_works.tobytes()).hexdigest())
+    schedule = schedule_of(config, batch, planned["train"].aligned, pack_works)
     if checkpoint is not None:
         schedule = attrs.evolve(
             schedule, start=_progress_of(checkpoint, resume_state_of(planned["train"], schedule, config))
@@ -90,10 +96,13 @@ def prepare(config: RunConfig, group: RankGroup) -> Prepared:
             for level, line in describe(plan, policies[split]):
                 log.log(level, line)
         _log_schedule(config, batch, schedule)
+        _log_work(work, schedule)
         if checkpoint is not None:
             _log_attention(config, checkpoint)
 
-    trainer = wiring.build_trainer(config, arguments, schedule, group=group, samples=samples, planned=planned)
+    trainer = wiring.build_trainer(
+        config, arguments, schedule, group=group, samples=samples, planned=planned, works=work.of
+    )
     return Prepared(samples, planned, schedule, trainer, checkpoint)
 
 
@@ -131,6 +140,19 @@ def _log_schedule(config: RunConfig, batch: Batch, schedule: EpochSchedule) -> N
     )
     if schedule.start.step:
         _log_resume(schedule, unit)
+
+
+def _log_work(work: Work, schedule: EpochSchedule) -> None:
+    if work.estimated:
+        log.warning("work is estimated from tokens and their squares: %s", work.estimated)
+    if schedule.works is None:
+        return
+    log.info(
+        "packs of a step are assigned to ranks by work, which meet in each %s: %.3f %% above the bound "
+        "(training.packing_balance)",
+        schedule.meeting,
+        100 * schedule.above_bound(schedule.start.epoch),
+    )
 
 
 def _log_attention(config: RunConfig, checkpoint: Path) -> None:

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from adapters import files
 from adapters.config.run import load_config
 from adapters.config.trainer_keys import lacking, stored_keys
-from adapters.model_folder import config_model_type
+from adapters.model_folder import config_model_type, model_sizes
 from adapters.samples.jsonl import JsonlRecords
 from adapters.stores.lengths import DiskLengthStore
 from adapters.stores.lock import FolderLock
@@ -74,6 +75,11 @@ def attention_of(config: RunConfig) -> Attention:
         model_type=config_model_type(config.model),
         context_parallel_size=config.policy.context_parallel_size,
     )
+
+
+def sizes_of(config: RunConfig) -> Mapping[str, Any]:
+    """Return the sizes that a run's model says it has; ConfigError if its folder does not say."""
+    return model_sizes(config.model)
 
 
 def refuse_leaks(config: RunConfig, *, on_cpu: bool | None = None) -> None:
