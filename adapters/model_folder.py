@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from core.config import ModelConfig
 from core.errors import ConfigError
@@ -12,13 +14,23 @@ from core.errors import ConfigError
 
 def config_model_type(model: ModelConfig) -> str:
     """Return the `model_type` of the model's config.json; ConfigError if there is none to read."""
+    return str(model_sizes(model)["model_type"])
+
+
+def model_sizes(model: ModelConfig) -> Mapping[str, Any]:
+    """
+    Return the content of the model's config.json; ConfigError if there is none that names a
+    `model_type`.
+    """
     path = Path(model.model) / "config.json"
     try:
-        return str(json.loads(path.read_text(encoding="utf-8"))["model_type"])
-    except (OSError, ValueError, KeyError):
+        sizes: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        sizes["model_type"]
+    except (OSError, ValueError, KeyError, TypeError):
         raise ConfigError.of(
             "model.model", f"{model.model} is no folder with a config.json that names a model_type"
         ) from None
+    return sizes
 
 
 def config_architecture(model: ModelConfig) -> str:
@@ -26,9 +38,8 @@ def config_architecture(model: ModelConfig) -> str:
     Return the class that the model's config.json names first, or its model type where it names
     none.
     """
-    name = config_model_type(model)
-    content = json.loads((Path(model.model) / "config.json").read_text(encoding="utf-8"))
-    return str((content.get("architectures") or [name])[0])
+    content = model_sizes(model)
+    return str((content.get("architectures") or [content["model_type"]])[0])
 
 
 def config_digest(model: ModelConfig) -> str:
@@ -36,11 +47,8 @@ def config_digest(model: ModelConfig) -> str:
     Return the digest of what the model's config.json says, and of the Python code beside it that a
     run may execute; ConfigError if there is no config.json.
     """
-    config_model_type(model)
-    folder = Path(model.model)
-    content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps(model_sizes(model), sort_keys=True).encode())
     if model.trust_remote_code:
-        for file in sorted(folder.glob("*.py")):
+        for file in sorted(Path(model.model).glob("*.py")):
             digest.update(file.name.encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()

@@ -49,6 +49,7 @@ MORE = {
     "custom.rollout_reward": "modes.md#rollouts",
     "training.packing": "training.md#packed-or-padded",
     "training.packing_algorithm": "planner.md#algorithms",
+    "training.packing_balance": "balance.md",
     "training.packing_mode": "modes.md",
     "training.packing_wait_timeout_s": "how-it-works.md#ranks",
     "training.eval_packing": "training.md#evaluation",

@@ -8,6 +8,7 @@ Everything that this project raises on purpose.
     │   ├── DataSetError           a data set as a whole
     │   ├── ArgumentError          what a library function was given; a ValueError too
     │   │   ├── InvalidLengthError  a length no packer can place: index and value
+    │   │   ├── WorkError           works that cannot be balanced: index and value, or their number
     │   │   ├── TooFewSamplesError  more packs are wanted than there are samples
     │   │   ├── OverBudgetError     a sequence of an RL batch is wider than a microbatch may be
     │   │   ├── UnevenShardsError   the workers do not divide an RL batch
@@ -212,6 +213,36 @@ class InvalidLengthError(ArgumentError):
 
     def _text(self) -> str:
         return f"length {self.index} is {self.value!r}: {self.reason}"
+
+
+@attrs.define(eq=False)
+class WorkError(ArgumentError):
+    """
+    Works that cannot be balanced: of another number than what they are of, negative, or not finite.
+    """
+
+    of: str
+    """What they are of, in the plural."""
+
+    num: int
+    num_works: int
+    index: int | None = None
+    """The first work that is negative or not finite; None if their number is wrong."""
+
+    value: float = 0.0
+    num_wrong: int = 0
+
+    def _text(self) -> str:
+        if self.index is None:
+            return (
+                f"there are {self.num_works:,} works for {self.num:,} {self.of}: give one number for each, as "
+                "core.work.WorkModel.of does"
+            )
+        wrong = f"; {self.num_wrong:,} of {self.num:,} are wrong" if self.num_wrong > 1 else ""
+        return (
+            f"work {self.index} is {self.value}, but the work of {self.of} is a finite number of at least 0{wrong}: "
+            "give FLOPs, as core.work.WorkModel.of does, or seconds"
+        )
 
 
 @attrs.define(eq=False)

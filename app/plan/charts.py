@@ -172,8 +172,8 @@ def _gap(view: PlanView) -> Chart:
 
 def _work(view: PlanView) -> Chart:
     works = works_per_step(
-        view.stored.plan.plan, view.stored.lengths.tokens, view.schedule, packed=view.stored.packed
-    ).astype(np.float64)
+        view.stored.plan.plan, view.stored.lengths.tokens, view.schedule, packed=view.stored.packed, works=view.work.of
+    )
     starts = np.unique(np.linspace(0, len(works), min(POINTS, len(works)) + 1).astype(int))[:-1]
     steps = np.diff([*starts, len(works)])
     lines = {
@@ -190,7 +190,7 @@ def _work(view: PlanView) -> Chart:
             axes.plot(
                 starts, values, dashes, color=colour, label=f"{name} rank", marker="." if len(starts) < 30 else ""
             )
-        axes.set(xlabel="step of the first epoch", ylabel="attention work", ylim=(0, None))
+        axes.set(xlabel="step of the first epoch", ylabel="work, FLOPs", ylim=(0, None))
         axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
         axes.yaxis.set_major_formatter(EngFormatter(sep=""))
         axes.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1))
@@ -199,7 +199,7 @@ def _work(view: PlanView) -> Chart:
     says = (
         f"Over {counted(schedule.world_size, 'rank')}, the busiest does {schedule.work_imbalance:.3f} times the mean "
         "rank's work in a step, "
-        f"{schedule.worst_work_imbalance:.3f} times in the worst step. Work is the sum of the squared lengths"
+        f"{schedule.worst_work_imbalance:.3f} times in the worst step. Work is in {view.work.unit}"
         + (
             f"; each point is the mean of about {len(works) / len(starts):,.0f} steps."
             if len(works) > len(starts)

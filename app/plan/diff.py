@@ -19,11 +19,13 @@ from rich.console import Console
 from app.cli.command import add_overrides, positive_number
 from app.plan.stored import StoredSplit, open_split, split_schedule
 from app.planning.split import Alignment
+from app.training.works import work_of
 from app.wiring import stores
 from core.config import RunConfig
 from core.errors import ConfigError, Difference
 from core.inspection import PlanDifference, figure_differences, plan_difference, summarise_schedule
 from core.schedule import EpochSchedule
+from core.work import SampleWorks
 
 SHOWN = 20
 """Samples of each kind that people see; programs see all."""
@@ -102,9 +104,10 @@ def _compare(first: Side, second: Side, split: str, world_size: int | None) -> d
             *(
                 summarise_schedule(
                     stored.plan.plan, stored.lengths.tokens, packed=stored.packed,
-                    schedule=_schedule(config, stored, world_size),
+                    schedule=_schedule(config, stored, world_size, works), works=works,
                 )
                 for stored, config in ((one, first.config), (other, second.config))
+                for works in [work_of(config, stored.lengths.rows.table).of]
             )
         )  # fmt: skip
     return {
@@ -114,13 +117,22 @@ def _compare(first: Side, second: Side, split: str, world_size: int | None) -> d
     }
 
 
-def _schedule(config: RunConfig, stored: StoredSplit, world_size: int | None) -> EpochSchedule:
+def _schedule(config: RunConfig, stored: StoredSplit, world_size: int | None, works: SampleWorks) -> EpochSchedule:
     """
     Return the schedule over a stored plan; by default on the most ranks that it was aligned for.
+
+    Args:
+        config: The run.
+
+        stored: Its lengths and plan.
+
+        world_size: Ranks, or None.
+
+        works: What its samples cost.
     """
     world_size = world_size or max(stored.plan.world_sizes, default=1)
     aligned = Alignment.of(config, stored.name).align(stored.plan.plan, world_size=world_size)
-    return split_schedule(config, stored.name, aligned)
+    return split_schedule(config, stored.name, aligned, stored.plan.plan.packs.loads(works.samples))
 
 
 def _input_differences(one: StoredSplit, other: StoredSplit) -> Iterable[Difference]:

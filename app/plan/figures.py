@@ -88,9 +88,19 @@ def _epoch(view: PlanView) -> Iterator[Row]:
     yield step, f"{schedule.steps_per_epoch:,}", f"an epoch, {schedule.total_steps:,} in total"
     if schedule.last_step_batches < schedule.gradient_accumulation_steps:
         yield "  ragged window", f"{schedule.last_step_batches:,}", "batches of each rank in an epoch's last step"
-    squared = "squared lengths" if packed else "squared lengths, padded to the longest of a batch"
-    yield "attention work", f"{schedule.work_per_step:,.4g}", f"a step, all ranks: sum of the {squared}"
+    padded = "" if packed else ", padded to the longest of a batch"
+    yield "work", f"{schedule.work_per_step:,.4g}", f"a step, all ranks: {view.work.unit}{padded}"
     yield (
-        "  imbalance", f"{schedule.work_imbalance:.3f}",
+        "  imbalance", f"{schedule.work_imbalance:.4f}",
         f"busiest rank over the mean; worst step {schedule.worst_work_imbalance:.3f}",
     )  # fmt: skip
+    yield (
+        "  of microbatches", f"{schedule.microbatch_imbalance:.4f}",
+        "the same where ranks wait for each other in each microbatch",
+    )  # fmt: skip
+    if schedule.above_bound is not None:
+        remark = (
+            f"microbatches {schedule.unbalanced_microbatch_imbalance:.4f}; now even in each {view.schedule.meeting}, "
+            f"{schedule.above_bound:.3%} above the bound"
+        )
+        yield "  not assigned by work", f"{schedule.unbalanced_work_imbalance:.4f}", remark

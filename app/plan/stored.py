@@ -11,6 +11,7 @@ import attrs
 from app.planning.log_lines import describe
 from app.planning.split import Alignment, PlannedSplit, Stores
 from app.training.schedule import batch_of, evaluation_schedule_of, require_static, schedule_of
+from app.training.works import Work, work_of
 from app.wiring import stores
 from core.align import AlignedPlan
 from core.batch import partial_window
@@ -27,6 +28,7 @@ from core.errors import (
 )
 from core.fingerprint import Fingerprint, configured_inputs
 from core.inspection import PlanSummary, ScheduleSummary, summarise, summarise_schedule
+from core.lengths import IntArray
 from core.plan import build_raw_plan, refuse_dropped, refuse_longer
 from core.policy import PlanPolicy
 from core.ports import LengthStore, StoredLengths, StoredPlan
@@ -61,6 +63,7 @@ class PlanView:
     schedule: EpochSchedule
     plan_summary: PlanSummary
     schedule_summary: ScheduleSummary
+    work: Work
     attention: Attention | None
     """That training takes; None if that cannot be said, which `warnings` then do."""
 
@@ -154,7 +157,8 @@ def inspect_plan(config: RunConfig, split: str, *, world_size: int | None) -> Pl
     raw = stored.plan.plan
     aligned = Alignment.of(config, split).align(raw, world_size=world_size)
     planned = PlannedSplit(split, stored.lengths.rows.table, raw, aligned, stored.lengths.origin.data_digest)
-    schedule = split_schedule(config, split, aligned)
+    work = work_of(config, stored.lengths.rows.table)
+    schedule = split_schedule(config, split, aligned, raw.packs.loads(work.of.samples))
     warnings = list(_warnings(config, stored, planned, schedule))
     attention = verdict = None
     try:
@@ -169,19 +173,22 @@ def inspect_plan(config: RunConfig, split: str, *, world_size: int | None) -> Pl
         warnings.append(f"{split}: training refuses the attention: {error}")
     except UserError as error:
         warnings.append(f"{split}: which attention training takes cannot be said: {error}")
+    if work.estimated:
+        warnings.append(f"{split}: work is estimated from tokens and their squares: {work.estimated}")
     return PlanView(
         stored=stored,
         planned=planned,
         schedule=schedule,
         plan_summary=stored.summary(),
-        schedule_summary=summarise_schedule(raw, stored.lengths.tokens, schedule, packed=stored.packed),
+        schedule_summary=summarise_schedule(raw, stored.lengths.tokens, schedule, packed=stored.packed, works=work.of),
+        work=work,
         attention=attention,
         verdict=verdict,
         warnings=tuple(warnings),
     )
 
 
-def split_schedule(config: RunConfig, split: str, aligned: AlignedPlan) -> EpochSchedule:
+def split_schedule(config: RunConfig, split: str, aligned: AlignedPlan, works: IntArray | None) -> EpochSchedule:
     """
     Return the schedule of training, or of an evaluation; BatchSizeError if the ranks cannot realise
     the batch.
@@ -192,10 +199,13 @@ def split_schedule(config: RunConfig, split: str, aligned: AlignedPlan) -> Epoch
         split: `train` or `eval`.
 
         aligned: The plan of the split.
+
+        works: Work of each pack of the raw plan, shape (num_raw_packs,); None where who trains a
+        pack is of no interest.
     """
     if split == "eval":
         return evaluation_schedule_of(aligned)
-    return schedule_of(config, batch_of(config, world_size=aligned.world_size), aligned)
+    return schedule_of(config, batch_of(config, world_size=aligned.world_size), aligned, works)
 
 
 def stale_inputs(config: RunConfig, lengths: StoredLengths) -> Iterator[str]:

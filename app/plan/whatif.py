@@ -4,7 +4,7 @@ lengths alone.
 
 For each number of ranks the best is marked: the highest coverage x fill / imbalance (tokens planned
 within the packing length, over all tokens; planned tokens over what the packs of all ranks hold;
-the busiest rank's attention work over the mean rank's).
+the busiest rank's work over the mean rank's).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from adapters.progress import progress
 from app.cli.command import add_config_arguments, positive_numbers, world_sizes
 from app.plan.stored import open_lengths, split_schedule, splits_of, stale_inputs
 from app.planning.split import Alignment, plan_with_progress
+from app.training.works import work_of
 from app.wiring import stores
 from core.config import RunConfig
 from core.errors import ConfigError, counted
@@ -98,6 +99,8 @@ def _alternatives(
     config: RunConfig, split: str, stored: StoredLengths, packing_lengths: list[int], world_sizes: list[int]
 ) -> Iterator[Alternative]:
     lengths, alignment = stored.tokens, Alignment.of(config, split)
+    works = work_of(config, stored.rows.table).of
+    samples = works.samples
 
     def plan(packing_length: int) -> RawPlan:
         other = attrs.evolve(config, template=attrs.evolve(config.template, max_length=packing_length))
@@ -108,9 +111,12 @@ def _alternatives(
         return raw
 
     def schedule(raw: RawPlan, world_size: int) -> EpochSchedule:
-        return split_schedule(config, split, alignment.align(raw, world_size=world_size))
+        aligned = alignment.align(raw, world_size=world_size)
+        return split_schedule(config, split, aligned, raw.packs.loads(samples))
 
-    return what_if(lengths, packing_lengths=packing_lengths, world_sizes=world_sizes, plan=plan, schedule=schedule)
+    return what_if(
+        lengths, packing_lengths=packing_lengths, world_sizes=world_sizes, plan=plan, schedule=schedule, works=works
+    )
 
 
 def _print(alternatives: list[Alternative], best: dict[int, Alternative]) -> None:

@@ -158,10 +158,10 @@ class Planner:
         aligned = split.alignment.align(raw, world_size=world_size)
         name, source = split.name, split.source
         planned = PlannedSplit(name, table, raw, aligned, source.data_digest(len(source)))
-        self._agree(f"the {name} plan's checksum", planned.checksum)
+        require_agreement(self.group, f"the {name} plan's checksum", planned.checksum)
         # A rank that sees other data would train on other samples under the same plan.
-        self._agree(f"what the {name} lengths depend on", source.fingerprint().digest)
-        self._agree(f"the {name} data", planned.data_digest)
+        require_agreement(self.group, f"what the {name} lengths depend on", source.fingerprint().digest)
+        require_agreement(self.group, f"the {name} data", planned.data_digest)
         return planned
 
     def _build(self, split: GatheredSplit, world_size: int, report: ReportProgress) -> Arrays:
@@ -177,11 +177,6 @@ class Planner:
             refuse_dropped(raw, measured, policy)
             stores.plans.save_aligned(key, split.alignment.align(raw, world_size=world_size))
         return {"table": table, **plan_to_arrays(raw)}
-
-    def _agree(self, what: str, value: str) -> None:
-        values = self.group.gather(value)
-        if len(set(values)) > 1:
-            raise RanksDisagreeError(what, values)
 
 
 def _require_steady(split: GatheredSplit) -> None:
@@ -265,3 +260,19 @@ def plan_with_progress(
             bar.update()
 
         return build_raw_plan(lengths, policy, quick_bound=quick_bound, report=say)
+
+
+def require_agreement(group: RankGroup, what: str, value: str) -> None:
+    """
+    Compare a value between all ranks; RanksDisagreeError if one holds another.
+
+    Args:
+        group: All ranks.
+
+        what: The value's name, for the error.
+
+        value: This rank's.
+    """
+    values = group.gather(value)
+    if len(set(values)) > 1:
+        raise RanksDisagreeError(what, values)

@@ -5,6 +5,7 @@ command that trains.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -12,8 +13,9 @@ from typing import TYPE_CHECKING
 import attrs
 
 from app.planning.log_lines import log_plan
-from app.planning.split import PlannedSplit, Planner, resume_state_of
+from app.planning.split import PlannedSplit, Planner, require_agreement, resume_state_of
 from app.training.schedule import Batch, batch_of, forced_batches, require_static, schedule_of, warn_of_ignored
+from app.training.works import Work, work_of
 from app.wiring.gather import gather
 from app.wiring.training import attention_of, build_trainer, open_arguments, open_checkpoint
 from core.batch import partial_window
@@ -60,7 +62,11 @@ def prepare(config: RunConfig, group: RankGroup) -> Prepared:
 
     planned = {name: planner.plan(split) for name, split in gathered.splits.items()}
     group.settle()
-    schedule = schedule_of(config, batch, planned["train"].aligned)
+    work, raw = work_of(config, planned["train"].table), planned["train"].raw
+    pack_works = raw.packs.loads(work.of.samples)
+    # Ranks that counted other works would assign a step's packs in another way.
+    require_agreement(group, "the work of the train packs", hashlib.sha256(pack_works.tobytes()).hexdigest())
+    schedule = schedule_of(config, batch, planned["train"].aligned, pack_works)
     if checkpoint is not None:
         schedule = attrs.evolve(
             schedule, start=_progress_of(checkpoint, resume_state_of(planned["train"], schedule, config))
@@ -70,10 +76,13 @@ def prepare(config: RunConfig, group: RankGroup) -> Prepared:
         for name, plan in planned.items():
             log_plan(plan, gathered.splits[name].policy)
         _log_schedule(config, batch, schedule)
+        _log_work(work, schedule)
         if checkpoint is not None:
             _log_attention(config, checkpoint)
 
-    trainer = build_trainer(config, arguments, schedule, group=group, samples=gathered.samples, planned=planned)
+    trainer = build_trainer(
+        config, arguments, schedule, group=group, samples=gathered.samples, planned=planned, works=work.of
+    )
     return Prepared(gathered.samples, planned, schedule, trainer, checkpoint)
 
 
@@ -111,6 +120,19 @@ def _log_schedule(config: RunConfig, batch: Batch, schedule: EpochSchedule) -> N
     )
     if schedule.start.step:
         _log_resume(schedule, unit)
+
+
+def _log_work(work: Work, schedule: EpochSchedule) -> None:
+    if work.estimated:
+        log.warning("work is estimated from tokens and their squares: %s", work.estimated)
+    if schedule.works is None:
+        return
+    log.info(
+        "packs of a step are assigned to ranks by work, which meet in each %s: %.3f %% above the bound "
+        "(training.packing_balance)",
+        schedule.meeting,
+        100 * schedule.above_bound(schedule.start.epoch),
+    )
 
 
 def _log_attention(config: RunConfig, checkpoint: Checkpoint) -> None:

@@ -7,10 +7,12 @@ from collections.abc import Iterator
 
 import attrs
 
+from app.training.works import meeting_of
 from core.align import AlignedPlan
 from core.batch import Accumulation, resolve_accumulation
 from core.config import RunConfig
 from core.errors import ConfigError
+from core.lengths import IntArray
 from core.schedule import EpochSchedule
 
 log = logging.getLogger(__name__)
@@ -65,7 +67,7 @@ def forced_batches(config: RunConfig) -> Iterator[str]:
         yield f"packing forces training.per_device_eval_batch_size from {training.per_device_eval_batch_size:,} to 1"
 
 
-def schedule_of(config: RunConfig, batch: Batch, aligned: AlignedPlan) -> EpochSchedule:
+def schedule_of(config: RunConfig, batch: Batch, aligned: AlignedPlan, works: IntArray | None) -> EpochSchedule:
     """
     Return the schedule of a run from its beginning.
 
@@ -75,8 +77,11 @@ def schedule_of(config: RunConfig, batch: Batch, aligned: AlignedPlan) -> EpochS
         batch: What an optimizer step is made of.
 
         aligned: The plan of its training data.
+
+        works: Work of each pack of the raw plan, shape (num_raw_packs,), to assign the packs of a
+        step by; None where that is of no interest.
     """
-    training = config.training
+    training, meeting = config.training, meeting_of(config)
     return EpochSchedule.of(
         aligned,
         gradient_accumulation_steps=batch.accumulation.gradient_accumulation_steps,
@@ -84,6 +89,8 @@ def schedule_of(config: RunConfig, batch: Batch, aligned: AlignedPlan) -> EpochS
         max_steps=training.max_steps,
         seed=training.trainer.get("data_seed", training.seed),
         shuffle=training.trainer.get("train_dataloader_shuffle", True),
+        works=None if meeting is None else works,
+        meeting=meeting or "step",
     )
 
 

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from adapters import files
 from adapters.config.run import load_config
 from adapters.config.trainer_keys import lacking, stored_keys
-from adapters.model_folder import config_digest, config_model_type
+from adapters.model_folder import config_digest, config_model_type, model_sizes
 from adapters.policy_folder import PolicyFolder
 from adapters.samples.files import open_records, require_files
 from adapters.stores.lengths import DiskLengthStore
@@ -107,6 +108,11 @@ def verdict_key(config: RunConfig) -> Fingerprint:
             **packages,
         }
     )
+
+
+def sizes_of(config: RunConfig) -> Mapping[str, Any]:
+    """Return the sizes that a run's model says it has; ConfigError if its folder does not say."""
+    return model_sizes(config.model)
 
 
 def _version(package: str) -> str | None:

@@ -60,6 +60,7 @@ from core.rl import REWARDS, Reward, Sampling
 from core.samples import column
 from core.schedule import EpochSchedule, PackStats
 from core.stream import CarryOptions, Order
+from core.work import SampleWorks
 
 log = logging.getLogger(__name__)
 
@@ -400,6 +401,7 @@ def build_trainer(
     group: RankGroup,
     samples: Mapping[str, SwiftEncoder],
     planned: Mapping[str, PlannedSplit],
+    works: SampleWorks,
 ) -> PackTrainer:
     """
     Load the model and build its trainer over the planned packs.
@@ -416,6 +418,8 @@ def build_trainer(
         samples: Samples of `train`, and perhaps `eval`.
 
         planned: Plan of each split.
+
+        works: What the samples of `train` cost.
     """
     template, model = _open_model(config, arguments, samples["train"], group)
     grouped = {"train": config.training.packing, "eval": config.eval_packing}
@@ -428,7 +432,7 @@ def build_trainer(
         group=group,
         schedule=schedule,
         pack_stats=PackStats.of(
-            train.raw, column(train.table, "length").astype(np.int64), packed=config.training.packing
+            train.raw, column(train.table, "length").astype(np.int64), packed=config.training.packing, works=works
         ),
         attention=attention_of(config),
         resume_state=lambda progress: attrs.evolve(resume_state_of(train, schedule, config), progress=progress),

@@ -167,6 +167,14 @@ class TrainingConfig:
     Samples that are packed together; of dynamic packing: another value is refused in static mode.
     """
 
+    packing_balance: Literal["auto", "step", "microbatch", "none"] = "auto"
+    """
+    Assign the packs of each optimizer step to its ranks by work: `step` gives every rank the same
+    sum, `microbatch` makes each microbatch even, for ranks that wait for each other in each; `auto`
+    takes `microbatch` under FSDP and under DeepSpeed from stage 2 on, else `step`; `none` takes
+    packs as they come. Which packs a step has stays the same.
+    """
+
     packing_min_fill_ratio: Decimal = Decimal("0.65")
     """
     Packs filled below this share of the packing length are dropped; compared as the decimal it is.

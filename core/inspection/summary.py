@@ -21,6 +21,7 @@ from core.metrics import padded_positions
 from core.patterns.certificate import BoundKind
 from core.plan import RawPlan
 from core.schedule import EpochSchedule, EpochStats, PackStats
+from core.work import SampleWorks
 
 
 @attrs.frozen
@@ -137,8 +138,8 @@ class ScheduleSummary:
 
     work_per_step: float
     """
-    Attention work of a step, all ranks together: the sum of the squares of the samples' lengths
-    (without packing, of their padded ones); mean over the first epoch.
+    Work of a step, all ranks together: FLOPs where they are known, else the sum of the squares of
+    the samples' lengths (without packing, of their padded ones); mean over the first epoch.
     """
 
     work_imbalance: float
@@ -148,6 +149,24 @@ class ScheduleSummary:
 
     worst_work_imbalance: float
     """The same ratio in the step where it is highest."""
+
+    microbatch_imbalance: float
+    """
+    What ranks that wait for each other in each microbatch take, over the mean rank's work; of the
+    first epoch.
+    """
+
+    unbalanced_work_imbalance: float
+    """What `work_imbalance` is if packs are not assigned by work."""
+
+    unbalanced_microbatch_imbalance: float
+    """What `microbatch_imbalance` is if packs are not assigned by work."""
+
+    above_bound: float | None
+    """
+    How far the time of the steps is above what no assignment of their packs can stay below, as a
+    share; None where packs are not assigned by work.
+    """
 
 
 def summarise(plan: RawPlan, lengths: Lengths, *, packed: bool = True) -> PlanSummary:
@@ -215,7 +234,12 @@ def fills(plan: RawPlan, lengths: IntArray) -> NDArray[np.float64]:
 
 
 def summarise_schedule(
-    plan: RawPlan, lengths: Lengths, schedule: EpochSchedule, *, packed: bool = True
+    plan: RawPlan,
+    lengths: Lengths,
+    schedule: EpochSchedule,
+    *,
+    packed: bool = True,
+    works: SampleWorks | None = None,
 ) -> ScheduleSummary:
     """
     Return in numbers what training over a plan looks like.
@@ -228,10 +252,16 @@ def summarise_schedule(
         schedule: Over the plan's packs, from the beginning.
 
         packed: Whether samples share packs; if not, they are padded to the longest of their batch.
+
+        works: What samples cost; None counts the squares of their lengths.
     """
     aligned = schedule.packs_per_epoch
-    works = works_per_step(plan, as_lengths(lengths), schedule, packed=packed)
-    imbalances = works.max(axis=1) / works.mean(axis=1)
+    pack_stats = PackStats.of(plan, as_lengths(lengths), packed=packed, works=works)
+    stats, plain = (EpochStats.of(pack_stats, one, 0) for one in (schedule, attrs.evolve(schedule, works=None)))
+    steps = schedule.steps_per_epoch
+    per_step = stats.works(0, steps)
+    imbalances = per_step.max(axis=1) / per_step.mean(axis=1)
+    before = plain.works(0, steps)
     accumulation = schedule.gradient_accumulation_steps
     return ScheduleSummary(
         world_size=schedule.world_size,
@@ -244,16 +274,26 @@ def summarise_schedule(
         steps_per_epoch=schedule.steps_per_epoch,
         total_steps=schedule.total_steps,
         last_step_batches=schedule.batches_per_epoch % accumulation or accumulation,
-        work_per_step=float(works.sum(axis=1).mean()),
+        work_per_step=float(per_step.sum(axis=1).mean()),
         work_imbalance=float(imbalances.mean()),
         worst_work_imbalance=float(imbalances.max()),
+        microbatch_imbalance=stats.microbatch_imbalance(0, steps),
+        unbalanced_work_imbalance=float((before.max(axis=1) / before.mean(axis=1)).mean()),
+        unbalanced_microbatch_imbalance=plain.microbatch_imbalance(0, steps),
+        above_bound=None if schedule.works is None else schedule.above_bound(0),
     )
 
 
-def works_per_step(plan: RawPlan, lengths: IntArray, schedule: EpochSchedule, *, packed: bool = True) -> IntArray:
+def works_per_step(
+    plan: RawPlan,
+    lengths: IntArray,
+    schedule: EpochSchedule,
+    *,
+    packed: bool = True,
+    works: SampleWorks | None = None,
+) -> NDArray[np.float64]:
     """
-    Return the attention work of each step of the first epoch, on each rank; shape (steps,
-    world_size).
+    Return the work of each step of the first epoch, on each rank; shape (steps, world_size).
 
     Args:
         plan: The raw plan.
@@ -263,6 +303,8 @@ def works_per_step(plan: RawPlan, lengths: IntArray, schedule: EpochSchedule, *,
         schedule: Over the plan's packs, from the beginning.
 
         packed: Whether samples share packs; if not, they are padded to the longest of their batch.
+
+        works: What samples cost; None counts the squares of their lengths.
     """
-    stats = EpochStats.of(PackStats.of(plan, lengths, packed=packed), schedule, 0)
+    stats = EpochStats.of(PackStats.of(plan, lengths, packed=packed, works=works), schedule, 0)
     return stats.works(0, schedule.steps_per_epoch)

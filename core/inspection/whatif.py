@@ -13,6 +13,7 @@ from core.inspection.summary import PlanSummary, ScheduleSummary, summarise, sum
 from core.lengths import Lengths, as_lengths
 from core.plan import RawPlan
 from core.schedule import EpochSchedule
+from core.work import SampleWorks
 
 
 @attrs.frozen
@@ -40,7 +41,7 @@ class Alternative:
         packs that do not fill the ranks and are dropped: a long sample breaks the length that is
         asked about. Fill is the planned tokens over what the packs that all ranks run can hold: a
         pack that repeats counts as empty, one of a long sample holds just that. Imbalance is the
-        busiest rank's attention work over the mean rank's.
+        busiest rank's work over the mean rank's.
         """
         if self.plan is None or self.schedule is None:
             return 0.0
@@ -58,6 +59,7 @@ def what_if(
     world_sizes: Sequence[int],
     plan: Callable[[int], RawPlan],
     schedule: Callable[[RawPlan, int], EpochSchedule],
+    works: SampleWorks | None = None,
 ) -> Iterator[Alternative]:
     """
     Yield every combination, as it is planned.
@@ -72,6 +74,8 @@ def what_if(
         plan: Plans the samples for a packing length; may raise UserError.
 
         schedule: Gives the schedule over a plan at a world size; may raise UserError.
+
+        works: What samples cost; None counts the squares of their lengths.
     """
     array = as_lengths(lengths)
     for packing_length in packing_lengths:
@@ -83,7 +87,7 @@ def what_if(
         summary = summarise(planned, array)
         for world_size in world_sizes:
             try:
-                over = summarise_schedule(planned, array, schedule(planned, world_size))
+                over = summarise_schedule(planned, array, schedule(planned, world_size), works=works)
             except UserError as error:
                 yield Alternative(packing_length, world_size, problem=str(error))
             else:

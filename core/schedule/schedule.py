@@ -6,22 +6,27 @@ A pack is named by its position in the raw plan. In an order, rank r of W takes 
 W, r + 2W, …, so whatever all ranks have consumed together is a prefix of it. Orders follow from the
 seed and the epoch alone, and never change under one `ORDER_VERSION`, since a resumed run counts on
 them.
+
+Where works of packs are given, each optimizer step gives its own packs to its ranks by work: the
+packs of a step, and so whatever is consumed between two steps, are those of the order without.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Self
+from typing import Self, get_args
 
 import attrs
 import numpy as np
+from numpy.typing import NDArray
 
 from core.align import AlignedPlan, aligned_positions, aligned_size, batches_of, require_a_batch
 from core.errors import Difference
 from core.lengths import IntArray, positive
 from core.shuffling import shuffled
+from core.work import Meeting, assign_steps, bounds_of_steps, checked_works, in_units
 
-ORDER_VERSION = 1
+ORDER_VERSION = 2
 """
 Another one whenever a schedule gives a rank other packs in some step than before; a golden order
 guards it.
@@ -92,8 +97,25 @@ class EpochSchedule:
     shuffle: bool = True
     """False takes every epoch in the order of the plan."""
 
+    works: NDArray[np.number] | None = attrs.field(
+        default=None, eq=attrs.cmp_using(eq=np.array_equal), hash=False, repr=False
+    )
+    """
+    Work of each pack of the raw plan, in any unit, by which a step's packs are assigned to its
+    ranks; shape (num_packs,). None leaves them as the order has them. Only for a `batch_size` of 1.
+    """
+
+    meeting: Meeting = "step"
+    """
+    Where the ranks wait for each other, which decides what `works` level: the sums of each rank's
+    packs in a step, or each microbatch.
+    """
+
     start: Progress = Progress()
     """Where training goes on from."""
+
+    _assigned: dict[int, IntArray] = attrs.field(factory=dict, init=False, eq=False, repr=False)
+    """The order of the epoch that was asked for last, which takes long to assign; read-only."""
 
     @classmethod
     def of(
@@ -105,6 +127,8 @@ class EpochSchedule:
         max_steps: int = -1,
         seed: int = 0,
         shuffle: bool = True,
+        works: NDArray[np.number] | None = None,
+        meeting: Meeting = "step",
     ) -> Self:
         """
         Return the schedule that trains an aligned plan from its beginning.
@@ -121,6 +145,11 @@ class EpochSchedule:
             seed: Seed of the order, from 0.
 
             shuffle: False takes every epoch in the order of the plan.
+
+            works: Work of each pack of the raw plan, in any unit, to assign a step's packs to its
+            ranks by; shape (num_raw_packs,). None leaves them as the order has them.
+
+            meeting: Where the ranks wait for each other: `step` or `microbatch`.
 
         >>> from core.align import align_plan
         >>> from core.plan import build_raw_plan
@@ -140,6 +169,8 @@ class EpochSchedule:
             max_steps=max_steps,
             seed=seed,
             shuffle=shuffle,
+            works=works,
+            meeting=meeting,
         )
 
     def __attrs_post_init__(self) -> None:
@@ -148,6 +179,14 @@ class EpochSchedule:
         require_a_batch(
             self.num_packs, world_size=self.world_size, batch_size=self.batch_size, drop_last=self.dataloader_drop_last
         )
+        if self.meeting not in get_args(Meeting):
+            message = f"meeting is {self.meeting!r}, but has to be one of {', '.join(get_args(Meeting))}"
+            raise ValueError(message)
+        if self.works is not None:
+            checked_works(self.works, self.num_packs)
+            if self.batch_size != 1:
+                message = f"works assign packs, so batch_size has to be 1, not {self.batch_size}"
+                raise ValueError(message)
 
     @property
     def packs_per_epoch(self) -> int:
@@ -201,6 +240,43 @@ class EpochSchedule:
         """
         Return the packs still to be consumed in *epoch*, those of all ranks; shape (num_consumed,).
         """
+        if self.works is None:
+            return self._left(epoch)
+        if epoch not in self._assigned:
+            left = self._left(epoch)
+            order = left[assign_steps(self._units(left), meeting=self.meeting, **self._step)]
+            order.flags.writeable = False
+            self._assigned.clear()
+            self._assigned[epoch] = order
+        return self._assigned[epoch]
+
+    def above_bound(self, epoch: int) -> float:
+        """
+        Return how far the steps of *epoch* are above what no assignment of their packs can stay
+        below, as a share of it: all that assigning by `works` leaves to be had.
+
+        0 without works, and where nothing is left of the epoch. `core.work.bounds_of_steps` says
+        what the bound is.
+        """
+        left = self._left(epoch)
+        if self.works is None or not left.size:
+            return 0.0
+        bound = int(bounds_of_steps(self._units(left), meeting=self.meeting, **self._step).sum())
+        rows = self._units(self.order(epoch)).reshape(-1, self.world_size)
+        if self.meeting == "step":
+            rows = np.add.reduceat(rows, np.arange(0, len(rows), self.gradient_accumulation_steps), axis=0)
+        return int(rows.max(axis=1).sum()) / bound - 1 if bound else 0.0
+
+    @property
+    def _step(self) -> dict[str, int]:
+        return {"world_size": self.world_size, "accumulation": self.gradient_accumulation_steps}
+
+    def _units(self, packs: IntArray) -> IntArray:
+        """Return the works of *packs* in whole units, of their shape."""
+        return in_units(checked_works(self.works, self.num_packs))[packs]
+
+    def _left(self, epoch: int) -> IntArray:
+        """Return what `order` does, before packs are assigned by work."""
         return self._orders(epoch)[-1][self._segments(epoch)[-1].pack_offset :]
 
     def consumed(self, epoch: int) -> IntArray:
@@ -218,7 +294,7 @@ class EpochSchedule:
 
     def num_batches(self, epoch: int) -> int:
         """Return how many batches each rank has still to consume in *epoch*."""
-        return self.batches_of(self.order(epoch).size)
+        return self.batches_of(self._left(epoch).size)
 
     def num_steps(self, epoch: int) -> int:
         """Return how many optimizer steps *epoch* still takes."""

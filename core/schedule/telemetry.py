@@ -1,5 +1,5 @@
 """
-What a schedule trains, in numbers: fill, tokens, attention work and its balance, coverage.
+What a schedule trains, in numbers: fill, tokens, work and its balance, coverage.
 
 All of it follows from the plan and the schedule, for all ranks together; nothing is measured or
 gathered. It is true of what ran because every fetched sample is compared with the plan, and every
@@ -15,18 +15,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from core.lengths import IntArray
+from core.packs import Packs
 from core.plan import RawPlan
 from core.schedule.schedule import EpochSchedule
+from core.work import SampleWorks
 
 
 @attrs.frozen(eq=False)
 class PackStats:
     """Numbers of each pack of a raw plan; arrays of shape (num_packs,)."""
 
+    packs: Packs
     samples: IntArray
     tokens: IntArray
     work: IntArray
-    """Attention work: the sum of the squares of the samples' lengths."""
+    """
+    Work: FLOPs where `works` say them, else the sum of the squares of the samples' lengths.
+    """
 
     long: IntArray
     """Samples of the packing length or more: 1 in a pack of its own, else 0."""
@@ -43,8 +48,16 @@ class PackStats:
     packed: bool = True
     """If not, every pack is one sample, and samples are padded to the longest of their batch."""
 
+    works: SampleWorks | None = None
+    """What samples cost; None counts the squares of their lengths."""
+
+    images: NDArray[np.float64] | None = None
+    """FLOPs of the images of each pack, where `works` say them; shape (num_packs,)."""
+
     @classmethod
-    def of(cls, plan: RawPlan, lengths: IntArray, *, packed: bool = True) -> PackStats:
+    def of(
+        cls, plan: RawPlan, lengths: IntArray, *, packed: bool = True, works: SampleWorks | None = None
+    ) -> PackStats:
         """
         Return the pack_stats of a plan over samples of these *lengths*; tokens, shape
         (num_samples,).
@@ -56,20 +69,40 @@ class PackStats:
 
             packed: Whether samples share packs; if not, they are padded to the longest of their
             batch.
+
+            works: What samples cost; None counts the squares of their lengths.
         """
         is_long = np.zeros(lengths.size, dtype=np.int64)
         is_long[list(plan.single_long)] = 1
         packs = plan.packs
         return cls(
+            packs=packs,
             samples=packs.sizes(),
             tokens=packs.loads(lengths),
-            work=packs.loads(lengths**2),
+            work=packs.loads(lengths**2 if works is None else works.samples),
             long=packs.loads(is_long),
             packing_length=plan.packing_length,
             all_samples=plan.num_samples,
             skipped_samples=len(plan.skipped_long),
             packed=packed,
+            works=works,
+            images=None if works is None else np.add.reduceat(works.images[packs.indices], packs.offsets[:-1]),
         )
+
+    def of_squares(self) -> PackStats:
+        """Return the same numbers, but for work that counts the squares of the samples' lengths."""
+        if self.works is None:
+            return self
+        squares = self.packs.loads(self.works.lengths**2)
+        return attrs.evolve(self, work=squares, works=None, images=None)
+
+    def padded_work(self, packs: IntArray, widths: IntArray) -> NDArray[np.number]:
+        """
+        Return the work of packs of one sample each, padded to these *widths*; of their shape.
+        """
+        if self.works is None or self.images is None:
+            return widths**2
+        return self.works.padded(widths) + self.images[packs]
 
 
 @attrs.frozen(eq=False)
@@ -143,26 +176,44 @@ class EpochStats:
         useful = int((self.pack_stats.tokens[packs] * first).sum())
         return Tokens(int(self._widths(self._rows(packs)).sum()), useful)
 
-    def works(self, start: int, stop: int) -> IntArray:
+    def works(self, start: int, stop: int) -> NDArray[np.float64]:
         """
-        Return the attention work of each step from *start* to before *stop*, on each rank; shape
-        (steps, world_size).
+        Return the work of each step from *start* to before *stop*, on each rank; shape (steps,
+        world_size).
+        """
+        works = self._works(start, stop)
+        per_step = self.packs_per_step // self.world_size
+        total: NDArray[np.float64] = np.add.reduceat(works, np.arange(0, len(works), per_step), axis=0)
+        return total
+
+    def microbatch_imbalance(self, start: int, stop: int) -> float:
+        """
+        Return what ranks that meet in each microbatch wait: the sum of the heaviest work of each
+        microbatch over the mean rank's, of the steps from *start* to before *stop*.
+        """
+        works = self._works(start, stop)
+        batches = np.add.reduceat(works, np.arange(0, len(works), self.batch_size), axis=0)
+        return float(batches.max(axis=1).sum() / batches.mean(axis=1).sum())
+
+    def _works(self, start: int, stop: int) -> NDArray[np.float64]:
+        """
+        Return the work of each pack of some steps, a row for each that a rank takes; shape (rows,
+        world_size).
         """
         packs, _ = self._packs(start, stop)
-        rows = self._rows(packs)
-        works = self.pack_stats.work[rows] if self.pack_stats.packed else self._widths(rows) ** 2
-        per_step = self.packs_per_step // self.world_size
-        total: IntArray = np.add.reduceat(works, np.arange(0, len(rows), per_step), axis=0)
-        return total
+        rows, stats = self._rows(packs), self.pack_stats
+        works = stats.work[rows] if stats.packed else stats.padded_work(rows, self._widths(rows))
+        return works.astype(np.float64)
 
     def statistics(self, start: int, stop: int) -> Mapping[str, float]:
         """
         Return what the steps from *start* to before *stop*, at least one, look like.
 
         `fill` (of packs of several samples at most: long samples exceed it), `samples_per_pack`,
-        `long_share` of the samples, `attention_work` of a step over all ranks,
-        `attention_imbalance` (the busiest rank's work over the mean rank's, a mean over steps), and
-        `coverage`: the share of the data set that the epoch has consumed by then.
+        `long_share` of the samples, `work` of a step over all ranks, `work_imbalance` (the busiest
+        rank's work over the mean rank's, a mean over steps), `microbatch_imbalance` (the same where
+        ranks wait for each other in each microbatch), and `coverage`: the share of the data set
+        that the epoch has consumed by then.
         """
         pack_stats, (packs, _) = self.pack_stats, self._packs(start, stop)
         works = self.works(start, stop)
@@ -172,8 +223,9 @@ class EpochStats:
             **({"fill": float(fills.mean())} if fills.size else {}),
             **({"samples_per_pack": samples / packs.size} if pack_stats.packed else {}),
             "long_share": int(pack_stats.long[packs].sum()) / samples,
-            "attention_work": float(works.sum(axis=1).mean()),
-            "attention_imbalance": float((works.max(axis=1) / works.mean(axis=1)).mean()),
+            "work": float(works.sum(axis=1).mean()),
+            "work_imbalance": float((works.max(axis=1) / works.mean(axis=1)).mean()),
+            "microbatch_imbalance": self.microbatch_imbalance(start, stop),
             "coverage": self._coverage(stop),
         }
 

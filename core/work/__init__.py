@@ -1,7 +1,22 @@
-"""What packs cost to train, in FLOPs of the model's own layers."""
+"""
+What packs cost to train, in FLOPs of the model's own layers, and which rank of a step computes
+which.
+"""
 
 from __future__ import annotations
 
-from core.work.model import VisionWork, WorkModel, causal_pairs
+from core.work.assignment import UNITS, Meeting, assign_steps, bounds_of_steps, checked_works, in_units
+from core.work.model import SampleWorks, VisionWork, WorkModel, causal_pairs
 
-__all__ = ["VisionWork", "WorkModel", "causal_pairs"]
+__all__ = [
+    "UNITS",
+    "Meeting",
+    "SampleWorks",
+    "VisionWork",
+    "WorkModel",
+    "assign_steps",
+    "bounds_of_steps",
+    "causal_pairs",
+    "checked_works",
+    "in_units",
+]

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from core.errors import ConfigError
-from core.lengths import Lengths, as_lengths
+from core.lengths import IntArray, Lengths, as_lengths
 
 FLOPs = NDArray[np.float64]
 """Floating-point operations; float64, because those of a large data set pass 64-bit integers."""
@@ -71,6 +71,26 @@ class VisionWork:
     Patches on the side of a window; those at the right and lower edges of an image are smaller. 0
     without windows.
     """
+
+    def of_counts(self, images: Any, patches: Any) -> FLOPs:
+        """
+        Return the forward FLOPs of each sample's images where only their number and patches are
+        known: as if a sample's images had equal sizes and whole windows.
+
+        Args:
+            images: Images of each sample; shape (num_samples,).
+
+            patches: Patches of all images of a sample together; of the same shape.
+
+        >>> vision = VisionWork(per_patch=100, per_image_pair=1, per_window_pair=1, window=4)
+        >>> vision.of_counts([1, 2, 0], [16, 32, 0]).tolist()
+        [2112.0, 4224.0, 0.0]
+        """
+        images, patches = np.asarray(images, dtype=np.float64), np.asarray(patches, dtype=np.float64)
+        pairs = patches**2 / np.maximum(images, 1)
+        windows = self.per_window_pair * float(self.window) ** 2 * patches
+        work: FLOPs = self.per_patch * patches + self.per_image_pair * pairs + windows
+        return work
 
     def of(self, grids: Iterable[Grid]) -> FLOPs:
         """
@@ -131,6 +151,49 @@ class WorkModel:
             vision=vision(_mapping(config, "vision_config")) if vision else None,
         )
 
+    @classmethod
+    def estimated(cls, config: Sizes) -> WorkModel:
+        """
+        Return the work of a model whose architecture is not known: tokens and squares of lengths,
+        in the proportion of ordinary layers of its width.
+
+        Where *config* says neither, it takes 32 layers of a width of 4,096. Images count as the
+        tokens that they become.
+        """
+        text = config.get("text_config") or config
+        width, layers = int(text.get("hidden_size") or 4096), int(text.get("num_hidden_layers") or 32)
+        # Four square matrices of attention, and an MLP of about eight.
+        return cls(
+            per_position=_PER_PRODUCT * layers * 12 * width**2,
+            per_pair=_PER_PRODUCT * _ATTENTION_PRODUCTS * layers * width,
+        )
+
+    def trained(self, *, text: bool = True, vision: bool = True, vision_gradients: bool = True) -> WorkModel:
+        """
+        Return the FLOPs of a forward and a backward pass, from this, the forward pass alone.
+
+        A backward pass takes as many for the gradients of what a layer is given, and as many again
+        for those of its weights, if these are trained; attention has no weights, and two products
+        for each of its own.
+
+        Args:
+            text: Whether the text's weights are trained, not frozen or under adapters.
+
+            vision: The same of the vision tower's weights.
+
+            vision_gradients: Whether gradients reach the vision tower at all: something in it is
+            trained, be it adapters.
+        """
+        tower = self.vision
+        if tower is not None and vision_gradients:
+            tower = attrs.evolve(
+                tower,
+                per_patch=tower.per_patch * (2 + vision),
+                per_image_pair=3 * tower.per_image_pair,
+                per_window_pair=3 * tower.per_window_pair,
+            )
+        return WorkModel(per_position=self.per_position * (2 + text), per_pair=3 * self.per_pair, vision=tower)
+
     def of(self, lengths: Lengths, grids: Sequence[Sequence[Grid]] = ()) -> FLOPs:
         """
         Return the forward FLOPs of each sample under causal attention; shape (num_samples,).
@@ -188,6 +251,50 @@ class WorkModel:
                 raise ValueError(message)
             return np.zeros(0)
         return self.vision.of(grids)
+
+
+@attrs.frozen(eq=False)
+class SampleWorks:
+    """Work of each sample of a data set, from what is measured of it."""
+
+    model: WorkModel
+
+    lengths: IntArray
+    """Tokens of each sample; shape (num_samples,)."""
+
+    images: FLOPs
+    """FLOPs of each sample's images; shape (num_samples,)."""
+
+    @classmethod
+    def of(cls, model: WorkModel, lengths: Lengths, *, images: Any = 0, patches: Any = 0) -> SampleWorks:
+        """
+        Return the works of samples.
+
+        Args:
+            model: What its layers take.
+
+            lengths: Tokens of each sample, image tokens included, each >= 1; shape (num_samples,).
+
+            images: Images of each sample; shape (num_samples,).
+
+            patches: Patches of all images of a sample together; shape (num_samples,).
+        """
+        tokens = as_lengths(lengths)
+        seen = np.zeros(tokens.size) if model.vision is None else model.vision.of_counts(images, patches)
+        return cls(model, tokens, np.broadcast_to(seen, tokens.shape))
+
+    @property
+    def samples(self) -> IntArray:
+        """
+        FLOPs of each sample, whole numbers, whose sums are the same on every processor; shape
+        (num_samples,).
+        """
+        return np.rint(self.padded(self.lengths) + self.images).astype(np.int64)
+
+    def padded(self, widths: Any) -> FLOPs:
+        """Return the FLOPs of text alone, of rows of these *widths*; of their shape."""
+        positions = np.asarray(widths, dtype=np.float64)
+        return self.model.of_positions(positions, causal_pairs(positions))
 
 
 def causal_pairs(lengths: Any) -> Any:

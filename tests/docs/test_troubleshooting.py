@@ -27,6 +27,7 @@ EXAMPLES = (
     errors.RecordError("data/train.jsonl, line 17", "has 2 images, but 1 <image> tag: write one tag for each image"),
     errors.DataSetError("data/train.jsonl holds no record"),
     errors.InvalidLengthError(3, -1, "a length is at least 1 token"),
+    errors.WorkError("packs", 40, 40, 3, float("nan"), 2),
     errors.TooFewSamplesError(5, 8, 1, 8),
     errors.OverBudgetError(7, 530, 576, 512, 3, 640),
     errors.UnevenShardsError(30, 8),

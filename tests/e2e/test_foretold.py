@@ -31,8 +31,8 @@ def test_training_does_what_show_foretold(write_run, execute, capfd, model, sett
     assert shown["checksums"]["aligned_plan"] == result.planned["train"].checksum
     assert settings.get("data_seed", 42) == result.schedule.seed
     assert settings.get("train_dataloader_shuffle", True) == result.schedule.shuffle
-    logged = [entry for entry in result.history if "attention_work" in entry][: shown["course"]["steps_per_epoch"]]
-    works = [entry["attention_work"] for entry in logged]
+    logged = [entry for entry in result.history if "work" in entry][: shown["course"]["steps_per_epoch"]]
+    works = [entry["work"] for entry in logged]
     assert shown["course"]["work_per_step"] == pytest.approx(sum(works) / len(works))
     assert shown["plan"]["sample_coverage"] == pytest.approx(logged[-1]["coverage"])
 
@@ -46,7 +46,7 @@ def test_the_course_is_ordered_as_the_trainers_arguments_say(write_run):
     for settings in ({}, {"data_seed": 7, "train_dataloader_shuffle": False}):
         config = training.read_config(write_run(training=settings))
         batch = batch_of(config, world_size=1)
-        schedule = schedule_of(config, batch, aligned)
+        schedule = schedule_of(config, batch, aligned, None)
         arguments = training.open_arguments(config, batch.size, batch.accumulation)
 
         assert (arguments.data_seed, arguments.train_dataloader_shuffle) == (schedule.seed, schedule.shuffle)

@@ -14,6 +14,8 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from app.training.works import work_of
+from app.wiring.stores import read_config
 from core.equality import Attention
 from core.errors import ConfigError, ContractError
 from tests.processes import server_context
@@ -48,16 +50,15 @@ def test_a_run_trains_every_pack_once_an_epoch_and_counts_its_steps(write_run, e
     lines = [json.loads(line) for line in (tmp_path / "run" / "logging.jsonl").read_text().splitlines()]
     assert result.num_steps == sum("loss" in line for line in lines)
     steps = [line for line in lines if "loss" in line]
-    telemetry = {"fill", "samples_per_pack", "tokens_per_second", "useful_tokens_per_second", "attention_work",
-                 "attention_imbalance", "long_share", "coverage", "token_acc"}  # fmt: skip
+    telemetry = {"fill", "samples_per_pack", "tokens_per_second", "useful_tokens_per_second", "work",
+                 "work_imbalance", "microbatch_imbalance", "long_share", "coverage", "token_acc"}  # fmt: skip
     assert all(telemetry <= step.keys() for step in steps)
     plan = result.planned["train"].raw
     assert [plan.planned_samples / plan.num_samples] * 2 == [
         line["epoch_coverage"] for line in lines if "epoch_coverage" in line
     ]
-    assert sum(step["attention_work"] for step in steps) == 2 * sum(
-        int(row[0]) ** 2 for row in result.planned["train"].table[plan.packs.indices]
-    )
+    samples = work_of(read_config(path), result.planned["train"].table).of.samples
+    assert 2 * samples[plan.packs.indices].sum() == pytest.approx(sum(step["work"] for step in steps))
     # An epoch's line would take the accuracy of the steps since the last log along.
     assert not any("token_acc" in line for line in lines if "epoch_coverage" in line)
     (events,) = (tmp_path / "run").rglob("events.out.tfevents.*")

@@ -23,6 +23,7 @@ from core.checksum import plan_checksum
 from core.equality import Measured, PackingVerdict
 from core.inspection import plan_difference, summarise, summarise_schedule
 from core.plan import build_raw_plan
+from core.work import SampleWorks, WorkModel
 from tests.stored import LENGTHS, store_run
 
 ROOT = Path(__file__).parents[2]
@@ -54,13 +55,15 @@ def test_show_says_what_core_says(store, said):
     path = store(eval_lengths=LENGTHS[:9])
     document = json.loads(said("show", path, "--json", "--world-size", "2"))["splits"]
     config, plan = read_config(path), build_raw_plan(LENGTHS, packing_length=80)
+    works = SampleWorks.of(WorkModel.estimated({}).trained(), LENGTHS)
     schedule = schedule_of(
-        config, batch_of(config, world_size=2), align_plan(plan, world_size=2, dataloader_drop_last=False)
-    )
+        config, batch_of(config, world_size=2), align_plan(plan, world_size=2, dataloader_drop_last=False),
+        plan.packs.loads(works.samples),
+    )  # fmt: skip
 
     assert ["train", "eval"] == list(document)
     assert attrs.asdict(summarise(plan, LENGTHS)) == document["train"]["plan"]
-    assert attrs.asdict(summarise_schedule(plan, LENGTHS, schedule)) == document["train"]["course"]
+    assert attrs.asdict(summarise_schedule(plan, LENGTHS, schedule, works=works)) == document["train"]["course"]
     assert plan_checksum(plan.packs) == document["train"]["checksums"]["raw_plan"]
     evaluated = build_raw_plan(LENGTHS[:9], packing_length=80, drop_last=False)
     assert attrs.asdict(summarise(evaluated, LENGTHS[:9])) == document["eval"]["plan"]

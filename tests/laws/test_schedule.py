@@ -9,6 +9,7 @@ from collections import Counter
 from itertools import chain
 
 import attrs
+import numpy as np
 import pytest
 from hypothesis import assume, event, example, given
 from hypothesis import strategies as st
@@ -25,12 +26,19 @@ ranks = st.integers(1, 5)
 
 @st.composite
 def schedules(draw) -> EpochSchedule:
-    """Courses from the beginning; with padded batches too."""
+    """
+    Schedules from the beginning: with padded batches too, and with steps whose packs are assigned
+    by work.
+    """
     world_size = draw(ranks)
     batch_size = draw(st.sampled_from([1, 1, 1, 2, 3]))
     drop_last = draw(st.booleans())
+    num_packs = draw(st.integers(world_size * batch_size if drop_last else 1, 40))
+    works = None
+    if batch_size == 1 and draw(st.booleans()):
+        works = np.array(draw(st.lists(st.integers(0, 9), min_size=num_packs, max_size=num_packs)))
     return EpochSchedule(
-        num_packs=draw(st.integers(world_size * batch_size if drop_last else 1, 40)),
+        num_packs=num_packs,
         world_size=world_size,
         dataloader_drop_last=drop_last,
         gradient_accumulation_steps=draw(st.integers(1, 4)),
@@ -38,6 +46,8 @@ def schedules(draw) -> EpochSchedule:
         batch_size=batch_size,
         seed=draw(st.integers(0, 3)),
         shuffle=draw(st.booleans()),
+        works=works,
+        meeting=draw(st.sampled_from(["step", "microbatch"])),
     )
 
 
@@ -119,7 +129,7 @@ def test_an_epoch_is_the_aligned_plan_in_another_order(schedule):
 @given(schedules(), st.integers(0, 9))
 def test_another_epoch_and_another_seed_have_another_order(schedule, epoch):
     """Unless the order is that of the plan; twenty packs do not fall into the same order twice."""
-    schedule = attrs.evolve(schedule, num_packs=20, world_size=1)
+    schedule = attrs.evolve(schedule, num_packs=20, world_size=1, works=None)
     orders = [
         schedule.order(epoch),
         schedule.order(epoch + 1),
@@ -129,6 +139,26 @@ def test_another_epoch_and_another_seed_have_another_order(schedule, epoch):
     different = {tuple(order.tolist()) for order in orders}
 
     assert (3 if schedule.shuffle else 1) == len(different)
+
+
+@given(schedules(), ranks, st.data())
+def test_works_decide_who_trains_a_pack_and_never_in_which_step(schedule, world_size, data):
+    """
+    Every step has the packs that it has without works, also after a resume on other ranks: losses,
+    gradients and checkpoints are of the same packs.
+    """
+    plain = attrs.evolve(schedule, works=None)
+
+    def contents(of):
+        return [(epoch, Counter(packs_of([(epoch, step)]))) for epoch, step in trained(of)]
+
+    assert contents(plain) == contents(schedule)
+    stop = data.draw(st.integers(0, schedule.total_steps))
+    assert plain.at(stop) == schedule.at(stop)
+    assume(not schedule.dataloader_drop_last or schedule.num_packs >= world_size * schedule.batch_size)
+    event(f"other ranks in mid-epoch, by work: {world_size != schedule.world_size and schedule.works is not None}")
+    change = {"world_size": world_size, "start": schedule.at(stop)}
+    assert contents(attrs.evolve(plain, **change)) == contents(attrs.evolve(schedule, **change))
 
 
 @given(schedules())
@@ -219,7 +249,7 @@ def test_one_change_of_ranks_trains_each_pack_left_exactly_once(schedule, world_
     The packs of the old order that were not consumed, once each, then filled from their own front,
     or cut.
     """
-    schedule = attrs.evolve(schedule, batch_size=1)
+    schedule = attrs.evolve(schedule, batch_size=1, works=None)
     assume(schedule.world_size != world_size)
     assume(schedule.num_steps(0) > 1)
     assume(not schedule.dataloader_drop_last or schedule.num_packs >= world_size)
@@ -274,6 +304,26 @@ def test_an_epoch_whose_rest_gives_no_batch_takes_no_further_step(  # noqa: PLR0
     assert (stop + num_batches, num_batches) == (last.total_steps, len(trained(last)))
 
 
+@pytest.mark.parametrize(
+    ("works", "options", "message"),
+    [
+        ([1.0] * 7, {}, "there are 7 works for 8 packs"),
+        ([1.0, -2.0] * 4, {}, "work 1 is -2.0, .* 4 of 8 are wrong"),
+        ([1.0] * 7 + [float("nan")], {}, "work 7 is nan, but the work of packs is a finite number of at least 0: give"),
+        ([1.0] * 7 + [float("inf")], {}, "work 7 is inf"),
+        ([1.0] * 8, {"batch_size": 2}, "batch_size has to be 1, not 2"),
+        ([1.0] * 8, {"meeting": "epoch"}, "meeting is 'epoch', but has to be one of step, microbatch"),
+    ],
+)
+def test_works_that_cannot_be_balanced_are_refused(works, options, message):
+    """One finite number for each pack, from 0; index, value and number are named."""
+    with pytest.raises(ValueError, match=message):
+        EpochSchedule(
+            num_packs=8, world_size=2, dataloader_drop_last=False, gradient_accumulation_steps=2,
+            num_train_epochs=1, works=np.array(works), **options,
+        )  # fmt: skip
+
+
 def test_part_of_an_epoch_that_other_ranks_began():
     """
     12 packs on 3 ranks are 4 steps; after one, 9 packs on 1 rank are 9: of the 10, 60 % are 6.
@@ -316,10 +366,19 @@ GOLDEN_ORDERS = {
         "padded batches": [[[2, 5]], [[4, 1]], [[7, 0]], [[3, 6]]],
         "many packs": "64e207512a18fc84eb757dfc749a86ba1546694008d56acb1f77bcc28e4eba91",
     },
+    2: {
+        "ranks": [[[4], [9], [7]], [[8], [3], [2]], [[0], [6], [1]], [[1], [0], [5]]],
+        "second epoch": [0, 1, 2, 8, 1, 5, 3, 9, 6, 0, 4, 7],
+        "resumed on other ranks": [7, 2, 5],
+        "padded batches": [[[2, 5]], [[4, 1]], [[7, 0]], [[3, 6]]],
+        "many packs": "64e207512a18fc84eb757dfc749a86ba1546694008d56acb1f77bcc28e4eba91",
+        "equal work a step": "c2380caf4b96c645cbad8d2574794155a178d0b3eedd406e9743b0b336ae158a",
+        "equal work a microbatch": "513d32426365438b2d6ede182a0d2204cdfd9b778bd49c76b11670ff34de1c7b",
+    },
 }
 """
 What each `ORDER_VERSION` gave: a changed order is a new version, and a new entry here; old ones
-stay as they are.
+stay as they are. Version 2 assigns by work, where works are given.
 """
 
 
@@ -333,6 +392,9 @@ def test_the_golden_order():
     )  # fmt: skip
     padded = attrs.evolve(schedule, batch_size=2, dataloader_drop_last=True, seed=7)
     many = attrs.evolve(schedule, num_packs=1000, seed=1)
+    works = np.arange(1000) ** 2 % 997
+    step = attrs.evolve(many, works=works, world_size=8, gradient_accumulation_steps=4)
+    microbatch = attrs.evolve(step, meeting="microbatch")
 
     assert GOLDEN_ORDERS[ORDER_VERSION] == {
         "ranks": [schedule.batches(0, rank=rank) for rank in range(4)],
@@ -340,6 +402,8 @@ def test_the_golden_order():
         "resumed on other ranks": attrs.evolve(schedule, world_size=3, start=schedule.at(1)).order(0).tolist(),
         "padded batches": [padded.batches(3, rank=rank) for rank in range(4)],
         "many packs": plan_checksum([many.order(epoch).tolist() for epoch in range(3)]),
+        "equal work a step": plan_checksum([step.order(epoch).tolist() for epoch in range(3)]),
+        "equal work a microbatch": plan_checksum([microbatch.order(epoch).tolist() for epoch in range(3)]),
     }
 
 

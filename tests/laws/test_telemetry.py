@@ -87,9 +87,9 @@ def test_a_window_is_what_its_batches_add_up_to(training, data):
     tokens, statistics = stats.tokens(start, stop), stats.statistics(start, stop)
 
     assert (total, useful) == (tokens.total, tokens.useful)
-    assert sum(map(sum, works)) / len(works) == pytest.approx(statistics["attention_work"])
+    assert sum(map(sum, works)) / len(works) == pytest.approx(statistics["work"])
     imbalances = [max(work) / (sum(work) / len(work)) for work in works]
-    assert sum(imbalances) / len(imbalances) == pytest.approx(statistics["attention_imbalance"])
+    assert sum(imbalances) / len(imbalances) == pytest.approx(statistics["work_imbalance"])
     assert sum(index in long for index in samples) / len(samples) == statistics["long_share"]
     covered = {index for pack in seen | seen_before for index in plan.packs[pack]}
     assert len(covered) / len(lengths) == statistics["coverage"]

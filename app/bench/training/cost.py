@@ -132,7 +132,8 @@ def _training(setting: Setting, folder: Path, case: Case) -> Callable[[Turns], d
     prepared, encoded = encoded_run(config)
     if way.rows == "sorted":
         lengths = prepared.trainer.pack_stats.tokens
-        prepared.trainer.schedule = LikeLengths(**attrs.asdict(prepared.schedule, recurse=False), lengths=lengths)
+        fields = attrs.asdict(prepared.schedule, recurse=False, filter=lambda field, _: field.init)
+        prepared.trainer.schedule = LikeLengths(**fields, lengths=lengths)
     return lambda turns: _epochs(prepared, encoded, way, turns, on_gpu=setting.device == "cuda")
 
 
@@ -217,7 +218,8 @@ def _epochs(prepared: Prepared, encoded: Encoded, way: Way, turns: Turns, *, on_
     trainer, callback = prepared.trainer, _EpochByEpoch(turns, on_gpu=on_gpu)
     trainer.add_callback(callback)
     trainer.train()
-    schedule, pack_stats = trainer.schedule, trainer.pack_stats
+    # Ways attend to other pairs of tokens than the work counts, so squares of lengths are needed.
+    schedule, pack_stats = trainer.schedule, trainer.pack_stats.of_squares()
     num_steps = schedule.num_steps(0)
     epochs = [EpochStats.of(pack_stats, schedule, epoch) for epoch in range(1, schedule.num_epochs)]
     tokens = [epoch.tokens(0, num_steps) for epoch in epochs]

@@ -1,0 +1,290 @@
+"""
+Which rank computes which pack of an optimizer step, by work.
+
+A step keeps exactly its packs: loss and gradients are sums over them, whoever computes them. Ranks
+wait for each other where they meet: once a step where gradients are summed at its end, or in each
+microbatch where weights or gradients are sharded. Either way a step takes as long as its busiest
+ranks.
+
+All arithmetic is of whole numbers, and equal works keep their order: every rank, on whatever
+processor, gets the same assignment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from core.errors import WorkError
+from core.lengths import IntArray
+
+Meeting = Literal["step", "microbatch"]
+"""Where ranks wait for each other: at the end of each step, or in each microbatch."""
+
+UNITS = 2**38
+"""Whole units of the heaviest pack: sums of two million packs fit 64 bits."""
+
+_TOLERANCE = 10_000
+"""A step is level once its busiest rank is within this part of the bound."""
+
+_ROUNDS = 60
+"""Rounds of exchange between the ranks of a step, at most; nearly all are level after ten."""
+
+_SINGLE_ROUNDS = 8
+"""
+Rounds that exchange one pack for one, whose table is small; what is not level then exchanges two
+for two in turn.
+"""
+
+_STALE = 8
+"""Rounds after which a step is left as it is if none of them changed it."""
+
+_PAIRS_UP_TO = 8
+"""Packs of a rank up to which two are exchanged at once; with more, one for one is fine enough."""
+
+_BLOCK = 1 << 21
+"""Numbers of an exchange's table that are in memory at once."""
+
+
+def checked_works(works: Any, num: int, *, of: str = "packs") -> NDArray[np.float64]:
+    """
+    Return *works* as float64, shape (num,).
+
+    Args:
+        works: Work of each, in any unit.
+
+        num: How many there have to be.
+
+        of: What they are of, in the plural, for the error.
+
+    Raises:
+        WorkError: They are of another number, or one is negative or not finite.
+    """
+    array = np.asarray(works, dtype=np.float64)
+    if array.shape != (num,):
+        raise WorkError(of, num, array.size)
+    wrong = np.flatnonzero(~((array >= 0) & np.isfinite(array)))
+    if wrong.size:
+        first = int(wrong[0])
+        raise WorkError(of, num, array.size, first, float(array[first]), int(wrong.size))
+    return array
+
+
+def in_units(works: NDArray[Any]) -> IntArray:
+    """
+    Return works as whole numbers, the heaviest as `UNITS`; int64, of the same shape.
+
+    Works that are all scaled alike give the same units.
+    """
+    heaviest = works.max(initial=0)
+    if not heaviest:
+        return np.zeros(works.shape, dtype=np.int64)
+    units: IntArray = np.rint(works / heaviest * UNITS).astype(np.int64)
+    return units
+
+
+def assign_steps(works: IntArray, *, world_size: int, accumulation: int, meeting: Meeting) -> IntArray:
+    """
+    Return the positions of packs in an order that gives the ranks of each step equal work.
+
+    In an order, rank r of W takes the positions r, r + W, r + 2W, …; a step is accumulation x W
+    neighbours, the last one perhaps fewer. Each step keeps its packs.
+
+    Args:
+        works: Work of each pack in the order given, in whole units, see `in_units`; shape
+        (num_packs,), a multiple of *world_size*.
+
+        world_size: Data-parallel learners, >= 1.
+
+        accumulation: Packs of a rank in one step, >= 1.
+
+        meeting: Where ranks wait for each other.
+
+    >>> works = np.array([8, 1, 7, 2, 6, 3, 5, 4])
+    >>> works[assign_steps(works, world_size=2, accumulation=4, meeting="microbatch")].tolist()
+    [8, 7, 5, 6, 4, 3, 1, 2]
+    >>> order = assign_steps(works, world_size=2, accumulation=4, meeting="step")
+    >>> works[order].reshape(4, 2).sum(axis=0).tolist()
+    [18, 18]
+    """
+    assert meeting in get_args(Meeting), meeting  # noqa: S101  # the schedule has checked it
+    order = np.arange(works.size)
+    whole = works.size - works.size % (world_size * accumulation)
+    for part, packs_of_rank in ((order[:whole], accumulation), (order[whole:], (works.size - whole) // world_size)):
+        # Alone there is nobody to wait for, and one pack each leaves nothing to choose.
+        if not part.size or world_size == 1 or packs_of_rank == 1:
+            continue
+        steps = works[part].reshape(-1, packs_of_rank * world_size)
+        places = _places(steps, world_size, meeting)
+        part[:] = (part.reshape(steps.shape)[np.arange(len(steps))[:, None], places]).ravel()
+    return order
+
+
+def bounds_of_steps(works: IntArray, *, world_size: int, accumulation: int, meeting: Meeting) -> IntArray:
+    """
+    Return what no assignment of each step's packs can stay below; int64, shape (num_steps,).
+
+    For ranks that meet once a step: the mean rank's work, rounded up, or the heaviest pack with the
+    lightest ones beside it. For ranks that meet in each microbatch: the sum of each one's heaviest
+    packs, which sorting reaches.
+
+    Args:
+        works: Work of each pack in the order given, in whole units; shape (num_packs,).
+
+        world_size: Data-parallel learners, >= 1.
+
+        accumulation: Packs of a rank in one step, >= 1.
+
+        meeting: Where ranks wait for each other.
+    """
+    per_step = world_size * accumulation
+    bounds = []
+    whole = works.size - works.size % per_step
+    for part, packs_of_rank in ((works[:whole], accumulation), (works[whole:], (works.size - whole) // world_size)):
+        if part.size:
+            rows = np.sort(part.reshape(-1, packs_of_rank * world_size), axis=1)
+            bounds.append(_bounds(rows, world_size) if meeting == "step" else rows[:, ::-world_size].sum(axis=1))
+    return np.concatenate(bounds) if bounds else np.zeros(0, dtype=np.int64)
+
+
+def _bounds(rows: IntArray, world_size: int) -> IntArray:
+    """Return the least work of the busiest rank for steps whose works ascend in *rows*."""
+    packs_of_rank = rows.shape[1] // world_size
+    if packs_of_rank == 2:
+        # The heaviest beside the lightest is optimal.
+        folded: IntArray = (rows + rows[:, ::-1]).max(axis=1)
+        return folded
+    with_lightest = rows[:, -1] + rows[:, : packs_of_rank - 1].sum(axis=1)
+    bounds: IntArray = np.maximum(-(-rows.sum(axis=1) // world_size), with_lightest)
+    return bounds
+
+
+def _places(steps: IntArray, world_size: int, meeting: Meeting) -> IntArray:
+    """Return which place of each step comes where; of the shape of *steps*."""
+    num_steps, per_step = steps.shape
+    falling = np.argsort(-steps, axis=1, kind="stable").reshape(num_steps, -1, world_size)
+    if meeting == "microbatch":
+        # In which of its ranks a microbatch's packs are does not matter to it: turned, so that sums
+        # of ranks are near each other too.
+        falling[:, 1::2] = falling[:, 1::2, ::-1]
+        return falling.reshape(num_steps, per_step)
+    held = _longest_first(steps, falling)
+    _level(steps, held)
+    # From heavy to light on each rank, so that microbatches that run at the same time are alike.
+    heavy_first = np.argsort(-_taken(steps, held), axis=2, kind="stable")
+    held = np.take_along_axis(held, heavy_first, axis=2)
+    return held.transpose(0, 2, 1).reshape(num_steps, per_step)
+
+
+def _taken(steps: IntArray, held: IntArray) -> IntArray:
+    """Return the works of the packs that ranks hold; of the shape of *held*."""
+    return np.take_along_axis(steps, held.reshape(len(steps), -1), axis=1).reshape(held.shape)
+
+
+def _longest_first(steps: IntArray, falling: IntArray) -> IntArray:
+    """
+    Assign packs by falling work, a row of one a rank at a time: the heaviest of a row to the rank
+    that has least so far.
+
+    Args:
+        steps: Works; shape (num_steps, packs of a step).
+
+        falling: Places by falling work; shape (num_steps, packs of a rank, world_size).
+
+    Returns:
+        The places that each rank takes; shape (num_steps, world_size, packs of a rank).
+    """
+    num_steps, packs_of_rank, world_size = falling.shape
+    works = _taken(steps, falling)
+    sums = np.zeros((num_steps, world_size), dtype=np.int64)
+    held = np.empty((num_steps, world_size, packs_of_rank), dtype=np.int64)
+    rows = np.arange(num_steps)[:, None]
+    for number in range(packs_of_rank):
+        ranks = np.argsort(sums, axis=1, kind="stable")
+        held[rows, ranks, number] = falling[:, number]
+        sums[rows, ranks] += works[:, number]
+    return held
+
+
+def _level(steps: IntArray, held: IntArray) -> None:
+    """
+    Exchange packs between busy and idle ranks until each step is level, or nothing helps; in place.
+
+    Args:
+        steps: Works; shape (num_steps, packs of a step).
+
+        held: The places that each rank takes; shape (num_steps, world_size, packs of a rank).
+    """
+    bounds = _bounds(np.sort(steps, axis=1), held.shape[1])
+    limits = bounds + bounds // _TOLERANCE
+    active = np.arange(len(steps))
+    changed = np.zeros(len(steps), dtype=np.int64)
+    swaps = _swaps(held.shape[2])
+    for number in range(_ROUNDS):
+        works = _taken(steps[active], held[active])
+        uneven = (works.sum(axis=2).max(axis=1) > limits[active]) & (number - changed[active] <= _STALE)
+        active, works = active[uneven], works[uneven]
+        if not active.size:
+            return
+        several = number >= _SINGLE_ROUNDS and number % 2
+        exchanged = _exchange(held, active, works, swaps=swaps[-1 if several else 0], number=number)
+        changed[active[exchanged]] = number
+
+
+def _swaps(packs_of_rank: int) -> list[NDArray[np.int64]]:
+    """Return the sets of packs that may be exchanged, one size after the other."""
+    sizes = [1, 2] if 2 < packs_of_rank <= _PAIRS_UP_TO else [1]
+    return [np.array(list(combinations(range(packs_of_rank), size))) for size in sizes]
+
+
+def _exchange(held: IntArray, active: IntArray, works: IntArray, *, swaps: NDArray[np.int64], number: int) -> IntArray:
+    """
+    Let each busy rank exchange packs with an idle one, so that the two are as even as one exchange
+    makes them; return which active steps have changed.
+
+    Args:
+        held: The places that each rank takes; shape (num_steps, world_size, packs of a rank).
+
+        active: Steps to work on.
+
+        works: Works of what they hold; shape (num_active, world_size, packs of a rank).
+
+        swaps: Sets of packs to exchange; shape (num_sets, packs of a set).
+
+        number: Of the round: partners differ from round to round.
+    """
+    sums = works.sum(axis=2)
+    num_active, world_size = sums.shape
+    half = world_size // 2
+    ranks = np.argsort(-sums, axis=1, kind="stable")
+    busy = ranks[:, :half]
+    partner = number if number < _SINGLE_ROUNDS else number // 2
+    idle = np.roll(ranks[:, world_size - half :][:, ::-1], partner, axis=1)
+    step = np.repeat(np.arange(num_active), half)
+    busy, idle = busy.ravel(), idle.ravel()
+    gap = sums[step, busy] - sums[step, idle]
+    changed = np.zeros(num_active, dtype=bool)
+    for part in _blocks(gap.size, len(swaps) ** 2):
+        of, one, other, wanted = step[part], busy[part], idle[part], gap[part]
+        gives = works[of, one][:, swaps].sum(axis=2)
+        takes = works[of, other][:, swaps].sum(axis=2)
+        left = np.abs(wanted[:, None, None] - 2 * (gives[:, :, None] - takes[:, None, :])).reshape(wanted.size, -1)
+        best = left.argmin(axis=1)
+        better = np.flatnonzero(left[np.arange(wanted.size), best] < wanted)
+        changed[of[better]] = True
+        of, one, other = active[of[better]][:, None], one[better][:, None], other[better][:, None]
+        given, taken = swaps[best[better] // len(swaps)], swaps[best[better] % len(swaps)]
+        kept = held[of, one, given].copy()
+        held[of, one, given] = held[of, other, taken]
+        held[of, other, taken] = kept
+    return np.flatnonzero(changed)
+
+
+def _blocks(num: int, width: int) -> Iterator[slice]:
+    """Yield parts of *num* rows, each of about `_BLOCK` numbers when rows are *width* wide."""
+    size = max(1, _BLOCK // width)
+    return (slice(start, start + size) for start in range(0, num, size))

@@ -1,0 +1,41 @@
+"""Assigning the packs of a step by work changes who computes a pack, and nothing that is learnt."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.e2e import rank_main
+from tests.nearness import apart
+from tests.processes import finished
+
+pytestmark = pytest.mark.slow
+
+FLOAT32 = 1e-5
+
+
+def test_balanced_steps_give_the_loss_and_the_gradients_of_the_plain_order(start_ranks, write_run, tmp_path):
+    """
+    Two ranks, four packs of each a step, dropout 0: every step to rounding, while ranks hold other
+    packs.
+    """
+    keys = {"effective_batch_size": 8, "learning_rate": 0.0, "packing_max_dropped_share": 1, "max_grad_norm": 0}
+    found = {}
+    for balance in ("none", "auto", "microbatch"):
+        out = tmp_path / f"out-{balance}"
+        path = write_run(name=balance, training={**keys, "packing_balance": balance}, template={"max_length": 400})
+        assert [0, 0] == finished(start_ranks(2, path, out, "gradients"))
+        found[balance] = rank_main.seen(out, 2), torch.load(out / "gradients0.pt")
+
+    plain, plain_gradients = found.pop("none")
+    steps = [entry for entry in plain[0]["history"] if "loss" in entry]
+    for balance, (ranks, gradients) in found.items():
+        assert [rank["fetched"] for rank in plain] != [rank["fetched"] for rank in ranks]
+        balanced = [entry for entry in ranks[0]["history"] if "loss" in entry]
+        assert [entry["loss"] for entry in steps] == pytest.approx([entry["loss"] for entry in balanced], rel=FLOAT32)
+        assert len(plain_gradients) == len(gradients) == len(steps) > 1
+        for expected, actual in zip(plain_gradients, gradients, strict=True):
+            assert apart(actual, expected) < FLOAT32
+        figure = "work_imbalance" if balance == "auto" else "microbatch_imbalance"
+        assert sum(entry[figure] for entry in balanced) < sum(entry[figure] for entry in steps)
+        assert [entry["work"] for entry in steps] == pytest.approx([entry["work"] for entry in balanced])
