@@ -21,6 +21,7 @@ from core.plan import build_raw_plan, refuse_dropped, refuse_longer
 from core.policy import PlanPolicy
 from core.samples import COLUMNS, Measurement, column, from_row, to_row
 from core.shard import shard_packed, shard_plain
+from core.work import checked_works
 
 EXAMPLES = {
     "num_dropped": 4, "shortest": 51, "dropped_tokens": 212, "num_tokens": 300, "max_dropped_share": "0.01",
@@ -32,6 +33,7 @@ EXAMPLES = {
     "checks": ("logits", "gradients"),
     "why_not": "it is not established for gemma2", "instead": "sdpa",
     "num_findings": 3,
+    "of": "packs", "num": 40, "num_works": 41, "num_wrong": 2,
     "missing": (3, 4),
     "surplus": (),
     "source": "run.yaml", "faults": (Fault("a.b", "is wrong"), Fault("", "at all")), "line": 7, "reason": "is broken",
@@ -98,6 +100,7 @@ def test_no_error_prints_at_length_what_it_quotes(cls):
 
 ARGUMENTS = {
     errors.InvalidLengthError: lambda: pack([9], capacity=8, algorithm="best_fit_decreasing"),
+    errors.WorkError: lambda: checked_works([1.0, -1.0], 2),
     errors.TooFewSamplesError: lambda: pack([1], capacity=8, algorithm="best_fit_decreasing", min_bin_count=2),
     errors.OverBudgetError: lambda: shard_packed([9], shards=1, batch_size=1, max_tokens_per_microbatch=8),
     errors.UnevenShardsError: lambda: shard_plain([1, 2, 3], shards=2, batch_size=3),
