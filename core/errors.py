@@ -235,8 +235,8 @@ class WorkError(ArgumentError):
     def _text(self) -> str:
         if self.index is None:
             return (
-                f"works and {self.of} differ in number ({self.num_works:,} and {self.num:,}): give one work for each, as "
-                "core.work.WorkModel.of does"
+                f"works and {self.of} differ in number ({self.num_works:,} and {self.num:,}): give one work for each, "
+                "as core.work.WorkModel.of does"
             )
         wrong = f"; {self.num_wrong:,} of {self.num:,} are wrong" if self.num_wrong > 1 else ""
         return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -27,11 +28,13 @@ _PLAIN_STD = 0.05
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep what transformers says of missing kernels and unusual sizes to itself, inside."""
+    """Keep what libraries say of missing kernels and unusual sizes to themselves, inside."""
     before = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity(transformers_logging.CRITICAL)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         transformers_logging.set_verbosity(before)
 
