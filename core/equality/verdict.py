@@ -77,6 +77,7 @@ def trials(attn_impl: str, *, native: str, flash: bool) -> Iterator[Trial]:
         yield Trial("flash", attn_impl)
         return
     if attn_impl not in (AUTO, VARLEN):
+        yield Trial("own", attn_impl)
         yield Trial("own", attn_impl, follows_rows=True)
         return
     if attn_impl == AUTO and flash:
