@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,23 +15,18 @@ from rich.table import Table
 from adapters.progress import progress
 from core.equality import STRATEGIES, PackingVerdict
 
-_HEAD = """# Which models pack
+_ABOUT = """Asked of a small model of each family that transformers knows, as its default configuration
+has it: `python -m app.check --families --output docs/models.md` wrote this page on {date}, with
+{versions}. {passing} of {all} pass. A run asks its own model in the same way before it measures
+anything; other configurations of a family may come out otherwise."""
 
-Asked of a small model of each family that transformers knows, as its default configuration has it:
-`python -m app.check --families --output docs/models.md` wrote this page on {date}, with {versions}.
-{passing} of {all} pass. A run asks its own model in the same way before it measures anything; other
-configurations of a family may come out otherwise.
+_TERMS = """**Isolation**: the largest gradient of a sample's logits with respect to another sample,
+over the largest of its own; only 0 passes. **Equality**: the largest relative difference of logits,
+losses and gradients between a sample in a row and the same one alone, under transformers' own
+attention; 2e-05 passes. What a family sees besides text is not asked here."""
 
-**Isolation**: the largest gradient of a sample's logits with respect to another sample, over the
-largest of its own; only 0 passes. **Equality**: the largest relative difference of logits, losses
-and gradients between a sample in a row and the same one alone, under transformers' own attention;
-2e-05 passes. What a family sees besides text is not asked here.
-
-{strategies}
-
-| family | strategy | isolation | equality | remark |
-|---|---|---:|---:|---|
-"""
+_WIDTH = 100
+"""Characters of a line of prose."""
 
 
 def list_families(names: Sequence[str], *, as_json: bool, output: Path | None) -> None:
@@ -82,15 +78,17 @@ def page(verdicts: Sequence[PackingVerdict], versions: Mapping[str, str], *, dat
 
         date: When they were asked.
     """
-    strategies = "\n".join(f"- `{name}`: {what}" for name, what in STRATEGIES.items())
-    head = _HEAD.format(
+    about = _ABOUT.format(
         date=date,
         versions=", ".join(f"{name} {number}" for name, number in versions.items()),
         passing=sum(one.passes for one in verdicts),
         all=len(verdicts),
-        strategies=strategies,
     )
-    return head + "".join(f"| {' | '.join(_cells(one))} |\n" for one in verdicts)
+    prose = [textwrap.fill(" ".join(text.split()), _WIDTH) for text in (about, _TERMS)]
+    strategies = "\n".join(f"- `{name}`: {what}" for name, what in STRATEGIES.items())
+    head = "| family | strategy | isolation | equality | remark |\n|---|---|---:|---:|---|\n"
+    rows = "".join(f"| {' | '.join(_cells(one))} |\n" for one in verdicts)
+    return "\n\n".join(["# Which models pack", *prose, strategies, head + rows])
 
 
 def _cells(verdict: PackingVerdict) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ blocks are, `varlen` attends within them; `vision` projects a tower's patches.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -35,6 +36,7 @@ __all__ = [
     "native_attention",
     "project_patches",
     "split_states",
+    "takes_grids",
 ]
 
 NAME = "packplan_varlen"
@@ -82,8 +84,15 @@ def attend_by_varlen(model: Any) -> None:
 
     The names are in the configuration that the model holds, and in none that it saves.
     """
-    parts = {part: PATCHES_NAME if part == "vision_config" else NAME for part in model.config.sub_configs}
+    parts = {part: PATCHES_NAME if takes_grids(model, part) else NAME for part in model.config.sub_configs}
     model.set_attn_implementation({"": NAME, **parts})
+
+
+def takes_grids(model: Any, part: str) -> bool:
+    """Return whether a part of a model is a tower that sees all images of a row in one pass."""
+    config = getattr(model.config, part, None)
+    towers = (one for one in model.modules() if config is not None and getattr(one, "config", None) is config)
+    return part == "vision_config" and any("grid_thw" in inspect.signature(one.forward).parameters for one in towers)
 
 
 def attend_by_masks(model: Any) -> None:

@@ -2,8 +2,9 @@
 Whether a model keeps the samples of a pack apart, proven on a small copy of it.
 
 `shrink` makes the copy's configuration, `small_model` builds it, `rows` measures a packed row
-against its samples alone, `states` finds layers that carry a state along the row, `probe` tries one
-strategy after the other. `loaded` asks the model that is about to train.
+against its samples alone, `images` what a tower sees, `states` finds layers that carry a state
+along the row, `probe` tries one strategy after the other. `loaded` asks the model that is about to
+train.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -13,7 +13,8 @@ from adapters import torchvision_shim  # noqa: F401  # before transformers  # is
 import attrs
 import torch
 
-from adapters.attention import MASKED_NAME, NAME, attend_as
+from adapters.attention import MASKED_NAME, NAME, attend_as, takes_grids
+from adapters.probe.images import measure_images, sees
 from adapters.probe.rows import Alone, ProbeRow, measure_alone, measure_packed
 from adapters.probe.shrink import FIRST_ID, LONGEST, VOCABULARY
 from adapters.probe.small_model import build_small, quiet
@@ -47,6 +48,7 @@ class _Outcome:
     split: tuple[str, ...] = ()
     failure: str = ""
     passed: bool = False
+    not_exercised: tuple[str, ...] = ()
 
 
 def apply_trial(model: Any, trial: Trial, split: tuple[str, ...] = ()) -> None:
@@ -90,7 +92,7 @@ def probe_config(
         return _probed(config, attn_impl, trust_remote_code=trust_remote_code, on_cpu=on_cpu)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
     """
     Compute on one thread, inside: the copies are small, and numbers are the same on any number of
@@ -156,11 +158,18 @@ def _probed(config: Any, attn_impl: str, *, trust_remote_code: bool, on_cpu: boo
         needs_gpu = trial.strategy == "flash" or trial.attention == FLEX
         outcome = _tried(on_gpu() if on_gpu is not None and needs_gpu else place, trial)
         if outcome.passed:
+            follows = trial.follows_rows and trial.strategy != "own"  # which reads its rows by itself
             return PackingVerdict(
-                config.model_type, trial.strategy, trial.attention, place.native, outcome.split,
-                trial.follows_rows or bool(outcome.split), outcome.measured, "no gradient passes between samples, "
-                "and samples are equal to themselves alone",
-            )  # fmt: skip
+                model_type=config.model_type,
+                strategy=trial.strategy,
+                attention=trial.attention,
+                native=place.native,
+                split=outcome.split,
+                follows_rows=follows or bool(outcome.split),
+                measured=outcome.measured,
+                reason="no gradient passes between samples, and samples are equal to themselves alone",
+                not_exercised=outcome.not_exercised,
+            )
         if outcome.measured is not None:
             ran.append((outcome.measured, outcome))
         failure = outcome.failure or failure
@@ -210,19 +219,41 @@ def _tried(place: _Place, trial: Trial) -> _Outcome:
         apply_trial(model, trial, split)
         return model, measure_packed(model, place.row, place.alone)
 
+    split: tuple[str, ...] = ()
     try:
-        model, measured = measure(())
+        model, measured = measure(split)
     except Exception as error:  # noqa: BLE001  # whatever the code of a family raises
-        return _Outcome(trial, None, failure=" ".join(f"{type(error).__name__}: {error}".split())[:300])
-    first = _Outcome(trial, measured, passed=measured.passes(place.precision))
-    if first.passed or not trial.follows_rows:
-        return first
+        return _Outcome(trial, None, failure=_said(error))
+    if not measured.passes(place.precision) and trial.follows_rows:
+        # Where its layers cannot be split, the numbers without stand.
+        with contextlib.suppress(Exception):
+            found = split_found_states(model, place.row)
+            model, measured = measure(found) if found else (model, measured)
+            split = found
+    outcome = _Outcome(trial, measured, split, passed=measured.passes(place.precision))
+    return _with_images(place, outcome) if outcome.passed and sees(model.config) else outcome
+
+
+def _with_images(place: _Place, outcome: _Outcome) -> _Outcome:
+    """
+    Return what a trial gives with images too. A tower that sees all images of a row in one pass has
+    to be asked; another one sees each by itself.
+    """
+    model = place.build(place.native)
+    apply_trial(model, outcome.trial, outcome.split)
     try:
-        split = split_found_states(model, place.row)
-        measured = measure(split)[1] if split else measured
-    except Exception:  # noqa: BLE001  # its layers cannot be split: the numbers without stand
-        return first
-    return _Outcome(trial, measured, split, passed=measured.passes(place.precision))
+        images = measure_images(model, native=place.native)
+    except Exception as error:  # noqa: BLE001  # whatever the code of a family raises
+        if takes_grids(model, "vision_config"):
+            return attrs.evolve(outcome, passed=False, measured=None, failure=f"its images: {_said(error)}")
+        return attrs.evolve(outcome, not_exercised=("images",))
+    if not images.passes(place.precision):
+        return attrs.evolve(outcome, measured=images, passed=False)
+    return outcome
+
+
+def _said(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def _badness(measured: Measured) -> tuple[float, float]:

@@ -146,8 +146,10 @@ _RULES: tuple[tuple[str, _Rule], ...] = (
     (r"linear_num_value_heads", lambda v, c: 2 * max(1, min(2, v // c.config["linear_num_key_heads"]))),
     (r"(linear_key_head_dim|linear_value_head_dim|linear_head_dim)", _exactly(HEAD)),
     # What has to be shorter than a sample.
+    # A tower's windows are counted in pixels, of patches that keep their size.
+    (r"window_size", lambda v, c: v if "patch_size" in c.config else _WINDOW),
     (
-        r"(sliding_window|window_size|attention_window_size|sliding_window_size|local_attention|keep_window_size)",
+        r"(sliding_window|attention_window_size|sliding_window_size|local_attention|keep_window_size)",
         _exactly(_WINDOW),
     ),
     (r"(attention_chunk_size|floor_scale|rel_extent)", _exactly(_WINDOW)),

@@ -288,7 +288,7 @@ def _open_model(
         device=None if shards_weights(arguments) else arguments.device,
     )
     if config.training.packing:
-        _ask_loaded(config, model, whole=not shards_weights(arguments))
+        _ask_loaded(config, model, whole=not shards_weights(arguments), keep=group.rank == 0)
     template.model = getattr(model, "get_base_model", lambda: model)()
     if samples.sees_images and group.world_size > 1:
         ensure_vision_forward(model, template.processor.image_processor)
@@ -296,10 +296,9 @@ def _open_model(
     return template, model
 
 
-def _ask_loaded(config: RunConfig, model: Any, *, whole: bool) -> None:
+def _ask_loaded(config: RunConfig, model: Any, *, whole: bool, keep: bool) -> None:
     """
-    Ask the model that is about to train too, unless it was asked in this place before, and keep the
-    verdict.
+    Ask the model that is about to train too, unless it was asked in this place before.
 
     Args:
         config: The run.
@@ -307,6 +306,8 @@ def _ask_loaded(config: RunConfig, model: Any, *, whole: bool) -> None:
         model: Ready to train.
 
         whole: Whether this rank holds all of it.
+
+        keep: Whether this rank keeps the verdict.
 
     Raises:
         IsolationError: Its samples are not apart, or not equal to themselves alone.
@@ -322,7 +323,8 @@ def _ask_loaded(config: RunConfig, model: Any, *, whole: bool) -> None:
             raise IsolationError(verdict.model_type, config.model.attn_impl, reason)
         log.info("the loaded model (%s) was asked too: %s", place, measured)
         verdict = attrs.evolve(verdict, loaded_on=(*verdict.loaded_on, place))
-    keep_verdict(config, verdict)
+    if keep:
+        keep_verdict(config, verdict)
 
 
 def build_stream_trainer(

@@ -44,14 +44,17 @@ class ModelConfig:
     """Folder of the model, its tokenizer and its processor."""
 
     model_type: str | None = None
-    """ms-swift's name of the architecture; unset, the model's config.json says it."""
+    """
+    ms-swift's name of the architecture; unset, its registry says it, if it names exactly one for
+    the model's folder or the architecture in its config.json.
+    """
 
     attn_impl: str = "auto"
     """
     Attention backend: `varlen` attends to each sample of a pack by itself, without a mask; sdpa,
-    eager, flex_attention and flash_attention_2 are transformers' own. `auto` takes varlen where it
-    is established for the model, else sdpa. Packing refuses a backend that is not established to
-    keep samples apart.
+    eager, flex_attention and flash_attention_2 are transformers' own. `auto` takes the fastest
+    under which a probe shows that the model keeps the samples of a pack apart, and equal to
+    themselves alone. Packing refuses a model that does not.
     """
 
     torch_dtype: Literal["float32", "bfloat16", "float16"] | None = None
@@ -69,7 +72,10 @@ class TemplateConfig:
     """`template.`: how a record becomes tokens."""
 
     template: str | None = None
-    """ms-swift's name of the chat template; unset, the model type's."""
+    """
+    ms-swift's name of the chat template; unset, its registry says it, if it names exactly one. A
+    template that does not declare packing takes `training.packing: false`.
+    """
 
     max_length: int | None = None
     """

@@ -195,7 +195,8 @@ class PackingVerdict:
     def __str__(self) -> str:
         by = f", with {' and '.join(self.split)} run sample by sample" if self.split else ""
         measured = "" if self.measured is None else f" ({self.measured})"
-        return f"{self.reason}{by}{measured}"
+        unasked = f"; not asked: {' and '.join(self.not_exercised)}" if self.not_exercised else ""
+        return f"{self.reason}{by}{measured}{unasked}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the verdict as JSON's values; infinite numbers as null."""
