@@ -14,10 +14,10 @@ from app.planning.measure import failures
 from app.planning.measure_slices import measure_slices
 from app.planning.split import Alignment, plan_split, usable_folders
 from app.training.schedule import warn_of_ignored
+from app.training.works import policy_of
 from app.wiring.stores import open_slice, open_stores, remove_slices, split_folder
 from core.config import RunConfig
 from core.errors import DataSetError, counted
-from core.policy import PlanPolicy
 from core.ports import LengthSource, RankGroup
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ def build(
     folders = [split_folder(training.output_dir, split) for split in samples]
     group.from_rank_zero(lambda _: usable_folders(folders), **deadline.wait())
     for split, source in samples.items():
-        stores, policy = open_stores(config, split), PlanPolicy.of(config, split)
+        stores, policy = open_stores(config, split), policy_of(config, split)
         flush_every = training.packing_length_cache_persist_every
         if group.world_size > 1:
             measure_slices(

@@ -153,7 +153,7 @@ def _check_plan(
         except DroppedTokensError as error:
             yield Finding("plan", str(folder), f"training refuses the plan: {error}")
     if not differences and not faults:
-        again = plan_with_progress(f"{name} again", policy, tokens, quick_bound=True)
+        again = plan_with_progress(f"{name} again", policy, lengths.rows.table, quick_bound=True)
         if again.packs != stored.plan.packs:
             yield Finding("plan", str(folder), "planned again from the stored lengths, it is another one")
 

@@ -18,9 +18,9 @@ import attrs
 from app.cli.command import add_config_arguments, whole_number
 from app.plan.stored import splits_of
 from app.plan.verification import Finding, verify
+from app.training.works import policy_of
 from app.wiring import stores
 from core.errors import NotBuiltError, UnsoundError, counted
-from core.policy import PlanPolicy
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> None:
     absent: list[NotBuiltError] = []
     for split in splits:
         folder = stores.split_folder(config.training.output_dir, split)
-        policy, source = PlanPolicy.of(config, split), samples[split]
+        policy, source = policy_of(config, split), samples[split]
         try:
             found[split] = list(
                 verify(split, folder, policy, source, num_samples=options.samples, decode=options.decode)

@@ -18,13 +18,12 @@ from app.planning.deadline import Deadline
 from app.planning.log_lines import describe
 from app.planning.split import Alignment, PlannedSplit, plan_split, require_agreement, resume_state_of, usable_folders
 from app.training.schedule import Batch, batch_of, forced_batches, require_static, schedule_of, warn_of_ignored
-from app.training.works import Work, work_of
+from app.training.works import Work, policy_of, work_of
 from app.wiring import stores
 from app.wiring import training as wiring
 from core.batch import partial_window
 from core.config import RunConfig
 from core.errors import PlanChangedError, agree, counted
-from core.policy import PlanPolicy
 from core.ports import RankGroup
 from core.schedule import EpochSchedule, Progress, ResumeState
 
@@ -67,7 +66,7 @@ def prepare(config: RunConfig, group: RankGroup) -> Prepared:
     group.from_rank_zero(lambda _: usable_folders(folders), **deadline.wait())
     arguments = wiring.open_arguments(config, batch.size, batch.accumulation)
 
-    policies = {split: PlanPolicy.of(config, split) for split in samples}
+    policies = {split: policy_of(config, split) for split in samples}
     planned = {}
     for split, source in samples.items():
         planned[split] = plan_split(

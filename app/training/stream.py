@@ -13,6 +13,7 @@ from app.planning.deadline import Deadline
 from app.planning.log_lines import describe
 from app.planning.split import Alignment, plan_split, usable_folders
 from app.training.schedule import batch_of, forced_batches
+from app.training.works import policy_of
 from app.wiring import stores
 from app.wiring import training as wiring
 from app.wiring.functions import named_function
@@ -20,7 +21,6 @@ from app.wiring.mixes import open_mix
 from core.config import RunConfig
 from core.errors import DataSetError, counted
 from core.lengths import IntArray
-from core.policy import PlanPolicy
 from core.ports import RankGroup
 from core.rl import REWARDS, Reward, Sampling
 from core.shuffling import shuffled
@@ -47,7 +47,7 @@ def run(config: RunConfig, group: RankGroup) -> tuple[int, bool, list[dict[str, 
     arguments = wiring.open_arguments(config, batch.size, batch.accumulation)
     planned = None
     if "eval" in samples:
-        policy = PlanPolicy.of(config, "eval")
+        policy = policy_of(config, "eval")
         planned = plan_split(
             "eval", policy, alignment=Alignment.of(config, "eval"), source=samples["eval"],
             stores=stores.open_stores(config, "eval"), group=group,
