@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from math import inf
@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import attrs
 import numpy as np
+from numpy.typing import NDArray
 
 from core.bounds import find_bound
 from core.errors import DroppedTokensError, EmptyPlanError, SampleTooLongError, counted
@@ -18,6 +19,7 @@ from core.packers import pack
 from core.packs import Packs, by_first_index, concatenate
 from core.patterns.certificate import BoundKind
 from core.policy import PlanPolicy
+from core.work import checked_works
 
 BOUND_EFFORT = 120_000
 BOUND_EFFORT_OF_A_SAMPLE = 0.3
@@ -92,6 +94,7 @@ def build_raw_plan(
     lengths: Lengths,
     policy: PlanPolicy | None = None,
     *,
+    works: NDArray[np.number] | Sequence[float] | None = None,
     quick_bound: bool = False,
     report: Callable[[str], None] = lambda _: None,
     **fields: Any,
@@ -103,6 +106,9 @@ def build_raw_plan(
         lengths: Tokens of each sample, >= 1.
 
         policy: How they are planned; by default what *fields* say alone, `packing_length` at least.
+
+        works: Work of each sample in any unit, >= 0, where the algorithm's packs depend on it
+        (`balanced`); None takes tokens and squares of lengths.
 
         quick_bound: Take a lower bound that is found at once, though a stronger one may be known:
         for plans that are
@@ -134,7 +140,15 @@ def build_raw_plan(
     is_long = array >= packing_length
     short, long = np.flatnonzero(~is_long), np.flatnonzero(is_long)
 
-    grouped = pack(array[short], capacity=packing_length, algorithm=policy.algorithm, seed=policy.seed, report=report)
+    weights = None if works is None else checked_works(works, array.size, of="samples")[short]
+    grouped = pack(
+        array[short],
+        capacity=packing_length,
+        algorithm=policy.algorithm,
+        seed=policy.seed,
+        works=weights,
+        report=report,
+    )
     grouped = Packs(grouped.offsets, short[grouped.indices])
     kept, dropped = _filtered(grouped, array, policy)
     single = Packs(np.arange(long.size + 1), long) if allow_single_long else Packs.from_lists([])

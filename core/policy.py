@@ -11,8 +11,9 @@ import attrs
 
 from core.config import RunConfig
 from core.fingerprint import Fingerprint, Value
-from core.lengths import positive, share
+from core.lengths import IntArray, positive, share
 from core.packers import algorithm_named, checked_seed
+from core.work import SampleWorks, WorkModel
 
 
 def _packing_length(value: int) -> int:
@@ -72,14 +73,29 @@ class PlanPolicy:
     it.
     """
 
+    work: WorkModel | None = None
+    """
+    What samples cost, for algorithms whose packs depend on it; None takes tokens and squares of
+    lengths.
+    """
+
     def __attrs_post_init__(self) -> None:
         share("min_fill_ratio", self.min_fill_ratio)
         share("max_dropped_share", self.max_dropped_share)
         algorithm_named(self.algorithm)
 
     @classmethod
-    def of(cls, config: RunConfig, split: str) -> PlanPolicy:
-        """Return how a run plans its split `train` or `eval`; evaluation never drops."""
+    def of(cls, config: RunConfig, split: str, *, work: WorkModel | None = None) -> PlanPolicy:
+        """
+        Return how a run plans its split `train` or `eval`; evaluation never drops.
+
+        Args:
+            config: The run.
+
+            split: `train` or `eval`.
+
+            work: What samples cost, for algorithms whose packs depend on it.
+        """
         training, is_train = config.training, split == "train"
         return cls(
             packing_length=config.packing_length,
@@ -92,7 +108,24 @@ class PlanPolicy:
             seed=training.seed,
             max_dropped_share=training.packing_max_dropped_share,
             refuse_longer=config.template.truncation_strategy == "raise",
+            work=work,
         )
+
+    def works(self, lengths: IntArray, *, images: IntArray, patches: IntArray) -> IntArray | None:
+        """
+        Return the work of each sample, shape (num_samples,); None if the packs do not depend on it.
+
+        Args:
+            lengths: Tokens of each sample; shape (num_samples,).
+
+            images: Images of each sample; of the same shape.
+
+            patches: Patches of all images of a sample together; of the same shape.
+        """
+        if not self.packing or not algorithm_named(self.algorithm).weighs:
+            return None
+        model = self.work or WorkModel.estimated({}).trained()
+        return SampleWorks.of(model, lengths, images=images, patches=patches).samples
 
     def fingerprint(self, lengths_digest: str) -> Fingerprint:
         """
@@ -100,7 +133,8 @@ class PlanPolicy:
         left out.
 
         The algorithm enters with its version; the ratio only where packs are dropped, the seed only
-        where the algorithm draws, and without packing nothing but `packing_length`.
+        where the algorithm draws, the model's work only where it weighs. Without packing,
+        `packing_length` alone decides.
         """
         inputs: dict[str, Value] = {
             "lengths": lengths_digest,
@@ -116,4 +150,6 @@ class PlanPolicy:
             }
             if algorithm.draws:
                 inputs["seed"] = self.seed
+            if algorithm.weighs:
+                inputs["work"] = str(self.work or WorkModel.estimated({}).trained())
         return Fingerprint(inputs)

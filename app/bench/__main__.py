@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from app.bench import inspection, lengths, loss, planner, shard, stream
+from app.bench import inspection, lengths, loss, planner, shard, stream, work
 from app.bench.training import command as training
 from app.cli.command import program, run_command, run_program
 
@@ -19,6 +19,7 @@ BENCHMARKS = {
     "stream": (stream, "dynamic packing"),
     "train": (training, "packed against padded"),
     "shard": (shard, "microbatches of RL batches"),
+    "work": (work, "equal work in every step"),
     "loss": (loss, "losses on packed logits"),
 }
 

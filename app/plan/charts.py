@@ -174,6 +174,14 @@ def _work(view: PlanView) -> Chart:
     works = works_per_step(
         view.stored.plan.plan, view.stored.lengths.tokens, view.schedule, packed=view.stored.packed, works=view.work.of
     )
+    plain = None
+    if view.schedule.works is not None:
+        plain = works_per_step(
+            view.stored.plan.plan,
+            view.stored.lengths.tokens,
+            attrs.evolve(view.schedule, works=None),
+            works=view.work.of,
+        )
     starts = np.unique(np.linspace(0, len(works), min(POINTS, len(works)) + 1).astype(int))[:-1]
     steps = np.diff([*starts, len(works)])
     lines = {
@@ -182,24 +190,28 @@ def _work(view: PlanView) -> Chart:
             ("busiest", works.max(axis=1)),
             ("mean", works.mean(axis=1)),
             ("idlest", works.min(axis=1)),
+            *((("not assigned by work, busiest", plain.max(axis=1)),) if plain is not None else ()),
         )
     }
 
     def draw(axes: Axes) -> None:
-        for (name, values), colour, dashes in zip(lines.items(), (SECOND, INK, FIRST), ("-", "--", "-"), strict=True):
+        for (name, values), colour, dashes in zip(
+            lines.items(), (SECOND, INK, FIRST, THIRD), ("-", "--", "-", ":"), strict=False
+        ):
             axes.plot(
                 starts, values, dashes, color=colour, label=f"{name} rank", marker="." if len(starts) < 30 else ""
             )
         axes.set(xlabel="step of the first epoch", ylabel="work, FLOPs", ylim=(0, None))
         axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
         axes.yaxis.set_major_formatter(EngFormatter(sep=""))
-        axes.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1))
+        axes.legend(ncols=2 if len(lines) > 3 else 3, loc="lower center", bbox_to_anchor=(0.5, 1))
 
     schedule = view.schedule_summary
+    before = "" if plain is None else f", {schedule.unbalanced_work_imbalance:.3f} times if packs came as they are"
     says = (
         f"Over {counted(schedule.world_size, 'rank')}, the busiest does {schedule.work_imbalance:.3f} times the mean "
         "rank's work in a step, "
-        f"{schedule.worst_work_imbalance:.3f} times in the worst step. Work is in {view.work.unit}"
+        f"{schedule.worst_work_imbalance:.3f} times in the worst step{before}. Work is in {view.work.unit}"
         + (
             f"; each point is the mean of about {len(works) / len(starts):,.0f} steps."
             if len(works) > len(starts)

@@ -98,6 +98,11 @@ def _epoch(view: PlanView) -> Iterator[Row]:
         "  of microbatches", f"{schedule.microbatch_imbalance:.4f}",
         "the same where ranks wait for each other in each microbatch",
     )  # fmt: skip
+    packs = counted(schedule.world_size, "pack")
+    remark = (
+        f"busiest of {packs} over the mean; no others of these samples are below {schedule.pack_imbalance_floor:.4f}"
+    )
+    yield "  of random packs", f"{schedule.pack_imbalance:.4f}", remark
     if schedule.above_bound is not None:
         remark = (
             f"microbatches {schedule.unbalanced_microbatch_imbalance:.4f}; now even in each {view.schedule.meeting}, "

@@ -9,9 +9,9 @@ from typing import Any
 import attrs
 
 from app.planning.log_lines import describe
-from app.planning.split import Alignment, PlannedSplit, Stores
+from app.planning.split import Alignment, PlannedSplit, Stores, plan_of
 from app.training.schedule import batch_of, evaluation_schedule_of, require_static, schedule_of
-from app.training.works import Work, work_of
+from app.training.works import Work, policy_of, work_of
 from app.wiring import stores
 from core.align import AlignedPlan
 from core.batch import partial_window
@@ -29,8 +29,7 @@ from core.errors import (
 from core.fingerprint import Fingerprint, configured_inputs
 from core.inspection import PlanSummary, ScheduleSummary, summarise, summarise_schedule
 from core.lengths import IntArray
-from core.plan import build_raw_plan, refuse_dropped, refuse_longer
-from core.policy import PlanPolicy
+from core.plan import refuse_dropped, refuse_longer
 from core.ports import LengthStore, StoredLengths, StoredPlan
 from core.schedule import EpochSchedule
 
@@ -132,9 +131,9 @@ def _open_planned(config: RunConfig, split: str) -> StoredSplit:
     try:
         return open_split(split, kept)
     except NotBuiltError:
-        tokens, policy = open_lengths(kept.lengths).tokens, PlanPolicy.of(config, split)
-        refuse_longer(tokens, policy)
-        build_raw_plan(tokens, policy, quick_bound=True)
+        lengths, policy = open_lengths(kept.lengths), policy_of(config, split)
+        refuse_longer(lengths.tokens, policy)
+        plan_of(lengths.rows.table, policy, quick_bound=True)
         raise
 
 
@@ -220,7 +219,7 @@ def stale_inputs(config: RunConfig, lengths: StoredLengths) -> Iterator[str]:
 
 
 def _warnings(config: RunConfig, stored: StoredSplit, planned: PlannedSplit, schedule: EpochSchedule) -> Iterator[str]:
-    policy = PlanPolicy.of(config, planned.name)
+    policy = policy_of(config, planned.name)
     yield from (f"{planned.name}: {line}" for line in stale_inputs(config, stored.lengths))
     try:
         refuse_longer(stored.lengths.tokens, policy)

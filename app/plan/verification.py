@@ -142,7 +142,7 @@ def _check_plan(split: GatheredSplit, lengths: StoredLengths, stored: StoredPlan
         except DroppedTokensError as error:
             yield Finding("plan", where, f"training refuses the plan: {error}")
     if not differences and not faults:
-        again = plan_with_progress(f"{split.name} again", policy, tokens, quick_bound=True)
+        again = plan_with_progress(f"{split.name} again", policy, lengths.rows.table, quick_bound=True)
         if again.packs != stored.plan.packs:
             yield Finding("plan", where, "planned again from the stored lengths, it is another one")
 

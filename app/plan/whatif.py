@@ -24,13 +24,12 @@ from adapters.progress import progress
 from app.cli.command import add_config_arguments, positive_numbers, world_sizes
 from app.plan.stored import open_lengths, split_schedule, splits_of, stale_inputs
 from app.planning.split import Alignment, plan_with_progress
-from app.training.works import work_of
+from app.training.works import policy_of, work_of
 from app.wiring import stores
 from core.config import RunConfig
 from core.errors import ConfigError, counted
 from core.inspection import Alternative, best_of, what_if
 from core.plan import RawPlan, refuse_dropped, refuse_longer
-from core.policy import PlanPolicy
 from core.ports import StoredLengths
 from core.schedule import EpochSchedule
 
@@ -53,7 +52,7 @@ def run(options: argparse.Namespace) -> None:
     """Plan every combination, then print."""
     config = stores.read_config(options.config, options.overrides)
     (split,) = splits_of(config, options.split)
-    if not PlanPolicy.of(config, split).packing:
+    if not policy_of(config, split).packing:
         raise ConfigError.of(
             "training.packing", f"is false for {split}: nothing is packed, so there is nothing to vary"
         )
@@ -104,9 +103,9 @@ def _alternatives(
 
     def plan(packing_length: int) -> RawPlan:
         other = attrs.evolve(config, template=attrs.evolve(config.template, max_length=packing_length))
-        policy = PlanPolicy.of(other, split)
+        policy = policy_of(other, split)
         refuse_longer(lengths, policy)
-        raw = plan_with_progress(f"packs of {packing_length:,}", policy, lengths, quick_bound=True)
+        raw = plan_with_progress(f"packs of {packing_length:,}", policy, stored.rows.table, quick_bound=True)
         refuse_dropped(raw, lengths, policy)
         return raw
 

@@ -21,7 +21,6 @@ from core.checksum import plan_checksum
 from core.config import RunConfig
 from core.errors import DataSetError, EmptyPlanError, RanksDisagreeError, counted
 from core.fingerprint import Fingerprint
-from core.lengths import IntArray
 from core.plan import (
     RawPlan,
     build_raw_plan,
@@ -36,6 +35,12 @@ from core.samples import Table, column
 from core.schedule import ORDER_VERSION, EpochSchedule, ResumeState
 
 log = logging.getLogger(__name__)
+
+TAKES_LONG = {
+    "certified": "looks for the fewest packs, which may take minutes",
+    "balanced": "levels the work of packs, which takes about 15 s a million samples",
+}
+"""Algorithms that say how far they are, and why."""
 
 
 @attrs.frozen
@@ -173,7 +178,7 @@ class Planner:
             refuse_longer(measured, policy)
             report(f"planning {name}")
             key = policy.fingerprint(stores.lengths.digest())
-            raw = _plan(name, policy, measured, key, stores.plans, report=report)
+            raw = _plan(name, policy, table, key, stores.plans, report=report)
             refuse_dropped(raw, measured, policy)
             stores.plans.save_aligned(key, split.alignment.align(raw, world_size=world_size))
         return {"table": table, **plan_to_arrays(raw)}
@@ -210,18 +215,18 @@ def resume_state_of(planned: PlannedSplit, schedule: EpochSchedule, config: RunC
 
 
 def _plan(
-    name: str, policy: PlanPolicy, lengths: IntArray, key: Fingerprint, plans: PlanStore, *, report: ReportProgress
+    name: str, policy: PlanPolicy, table: Table, key: Fingerprint, plans: PlanStore, *, report: ReportProgress
 ) -> RawPlan:
     raw = plans.load(key)
     if raw is not None:
         log.info("%s: the stored plan fits and is used again", name)
         return raw
-    log.info("%s: planning %s", name, counted(lengths.size, "sample"))
-    takes_long = policy.packing and policy.algorithm == "certified"
+    log.info("%s: planning %s", name, counted(len(table), "sample"))
+    takes_long = policy.packing and policy.algorithm in TAKES_LONG
     if takes_long:
-        log.info("%s: %s looks for the fewest packs, which may take minutes", name, policy.algorithm)
+        log.info("%s: %s %s", name, policy.algorithm, TAKES_LONG[policy.algorithm])
     started = time.monotonic()
-    raw = plan_with_progress(name, policy, lengths, report=report)
+    raw = plan_with_progress(name, policy, table, report=report)
     if takes_long:
         log.info("%s: %s took %.1f s", name, policy.algorithm, time.monotonic() - started)
     plans.save(key, raw)
@@ -231,7 +236,7 @@ def _plan(
 def plan_with_progress(
     name: str,
     policy: PlanPolicy,
-    lengths: IntArray,
+    table: Table,
     *,
     quick_bound: bool = False,
     report: ReportProgress = lambda _: None,
@@ -244,14 +249,14 @@ def plan_with_progress(
 
         policy: How it is planned.
 
-        lengths: Tokens of each sample, shape (num_samples,).
+        table: Measurements of the samples; shape (num_samples, num_columns).
 
         quick_bound: Take a bound that is found at once, where plans are only compared.
 
         report: Hears how far it is, too.
     """
     look = "{desc}{postfix} [{elapsed}]"
-    delay = 0 if policy.algorithm == "certified" else BRIEF_S
+    delay = 0 if policy.algorithm in TAKES_LONG else BRIEF_S
     with progress(desc=f"planning {name}", bar_format=look, miniters=1, delay=delay, leave=not delay) as bar:
 
         def say(words: str) -> None:
@@ -259,7 +264,27 @@ def plan_with_progress(
             bar.set_postfix_str(words, refresh=False)
             bar.update()
 
-        return build_raw_plan(lengths, policy, quick_bound=quick_bound, report=say)
+        return plan_of(table, policy, quick_bound=quick_bound, report=say)
+
+
+def plan_of(
+    table: Table, policy: PlanPolicy, *, quick_bound: bool = False, report: ReportProgress = lambda _: None
+) -> RawPlan:
+    """
+    Plan measured samples; what `core.plan.build_raw_plan` raises.
+
+    Args:
+        table: Measurements of the samples; shape (num_samples, num_columns).
+
+        policy: How they are planned.
+
+        quick_bound: Take a bound that is found at once, where plans are only compared.
+
+        report: Hears how far it is.
+    """
+    lengths, images, patches = (column(table, name).astype(np.int64) for name in ("length", "images", "patches"))
+    works = policy.works(lengths, images=images, patches=patches)
+    return build_raw_plan(lengths, policy, works=works, quick_bound=quick_bound, report=report)
 
 
 def require_agreement(group: RankGroup, what: str, value: str) -> None:

@@ -12,6 +12,8 @@ import attrs
 from app.wiring import stores
 from core.config import RunConfig
 from core.errors import ConfigError
+from core.packers import ALGORITHMS
+from core.policy import PlanPolicy
 from core.samples import Table, column
 from core.work import Meeting, SampleWorks, WorkModel
 
@@ -44,19 +46,27 @@ def work_of(config: RunConfig, table: Table) -> Work:
 
         table: Measurements of the samples; shape (num_samples, num_columns).
     """
-    model, estimated = _model_of(config)
-    training = config.training
-    adapters = training.tuner_type == "lora"
-    model = model.trained(
-        text=not adapters and not training.freeze_llm,
-        vision=not adapters and not training.freeze_vit,
-        vision_gradients=not training.freeze_vit,
-    )
+    model, estimated = _trained(config)
     works = SampleWorks.of(
         model, column(table, "length"), images=column(table, "images"), patches=column(table, "patches")
     )
     counted = "FLOPs of an ordinary model" if estimated else "FLOPs of the model"
     return Work(works, f"{counted}, forward and backward", estimated)
+
+
+def _trained(config: RunConfig) -> tuple[WorkModel, str | None]:
+    """
+    Return the work of the model, forward and backward, and why it is only estimated, if it is.
+    """
+    model, estimated = _model_of(config)
+    training = config.training
+    adapters = training.tuner_type == "lora"
+    trained = model.trained(
+        text=not adapters and not training.freeze_llm,
+        vision=not adapters and not training.freeze_vit,
+        vision_gradients=not training.freeze_vit,
+    )
+    return trained, estimated
 
 
 def _model_of(config: RunConfig) -> tuple[WorkModel, str | None]:
@@ -69,6 +79,15 @@ def _model_of(config: RunConfig) -> tuple[WorkModel, str | None]:
         return WorkModel.from_config(sizes), None
     except ConfigError as error:
         return WorkModel.estimated(sizes), error.faults[0].reason
+
+
+def policy_of(config: RunConfig, split: str) -> PlanPolicy:
+    """
+    Return how a run plans its split `train` or `eval`, with what its model's samples cost if its
+    packs depend on that.
+    """
+    weighs = config.training.packing and ALGORITHMS[config.training.packing_algorithm].weighs
+    return PlanPolicy.of(config, split, work=_trained(config)[0] if weighs else None)
 
 
 def meeting_of(config: RunConfig) -> Meeting | None:

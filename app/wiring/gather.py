@@ -11,10 +11,10 @@ import attrs
 
 from adapters.samples.encoder import SwiftEncoder
 from app.planning.split import Alignment, GatheredSplit
+from app.training.works import policy_of
 from app.wiring.stores import open_stores
 from app.wiring.training import open_measurer, open_samples
 from core.config import RunConfig
-from core.policy import PlanPolicy
 
 
 @attrs.frozen
@@ -43,7 +43,7 @@ def gather(config: RunConfig, *, measuring_ranks: int = 1, train_paths: tuple[st
     splits = {
         name: GatheredSplit(
             name,
-            PlanPolicy.of(config, name),
+            policy_of(config, name),
             open_measurer(config, encoder, measuring_ranks=measuring_ranks),
             open_stores(config, name),
             Alignment.of(config, name),

@@ -21,7 +21,7 @@ from core.metrics import padded_positions
 from core.patterns.certificate import BoundKind
 from core.plan import RawPlan
 from core.schedule import EpochSchedule, EpochStats, PackStats
-from core.work import SampleWorks
+from core.work import SampleWorks, expected_imbalance, floor_of
 
 
 @attrs.frozen
@@ -162,6 +162,16 @@ class ScheduleSummary:
     unbalanced_microbatch_imbalance: float
     """What `microbatch_imbalance` is if packs are not assigned by work."""
 
+    pack_imbalance: float
+    """
+    The busiest of as many random packs as there are ranks, over the mean pack: what
+    `microbatch_imbalance` is about without assigning packs by work, and with one pack a rank and
+    step.
+    """
+
+    pack_imbalance_floor: float
+    """What no other packs of the same number and samples can stay below in `pack_imbalance`."""
+
     above_bound: float | None
     """
     How far the time of the steps is above what no assignment of their packs can stay below, as a
@@ -256,7 +266,9 @@ def summarise_schedule(
         works: What samples cost; None counts the squares of their lengths.
     """
     aligned = schedule.packs_per_epoch
-    pack_stats = PackStats.of(plan, as_lengths(lengths), packed=packed, works=works)
+    array = as_lengths(lengths)
+    pack_stats = PackStats.of(plan, array, packed=packed, works=works)
+    samples = (array**2 if works is None else works.samples)[plan.packs.indices]
     stats, plain = (EpochStats.of(pack_stats, one, 0) for one in (schedule, attrs.evolve(schedule, works=None)))
     steps = schedule.steps_per_epoch
     per_step = stats.works(0, steps)
@@ -280,6 +292,10 @@ def summarise_schedule(
         microbatch_imbalance=stats.microbatch_imbalance(0, steps),
         unbalanced_work_imbalance=float((before.max(axis=1) / before.mean(axis=1)).mean()),
         unbalanced_microbatch_imbalance=plain.microbatch_imbalance(0, steps),
+        pack_imbalance=expected_imbalance(pack_stats.work, world_size=schedule.world_size),
+        pack_imbalance_floor=expected_imbalance(
+            floor_of(samples, num_packs=len(plan.packs)), world_size=schedule.world_size
+        ),
         above_bound=None if schedule.works is None else schedule.above_bound(0),
     )
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from types import MappingProxyType
 from typing import Any, Protocol
 
 import attrs
+import numpy as np
 import scipy
+from numpy.typing import NDArray
 
 from core.lengths import IntArray, Lengths, lengths_up_to, positive
+from core.packers.balanced import balanced
 from core.packers.best_fit_decreasing import best_fit_decreasing
 from core.packers.bin_count import with_bin_count
 from core.packers.certified import certified
@@ -21,6 +24,7 @@ from core.packers.first_fit_shuffle import first_fit_shuffle
 from core.packers.modified_first_fit_decreasing import modified_first_fit_decreasing
 from core.packs import Packs
 from core.runs import PackingTrace, Runs
+from core.work import WorkModel, checked_works
 
 __all__ = ["ALGORITHMS", "Algorithm", "Packer", "algorithm_named", "checked_seed", "pack", "with_bin_count"]
 
@@ -28,7 +32,16 @@ __all__ = ["ALGORITHMS", "Algorithm", "Packer", "algorithm_named", "checked_seed
 class Packer(Protocol):
     """Puts samples into packs."""
 
-    def __call__(self, lengths: IntArray, /, *, capacity: int, seed: int, report: Callable[[str], None]) -> Packs:
+    def __call__(
+        self,
+        lengths: IntArray,
+        /,
+        *,
+        capacity: int,
+        seed: int,
+        works: NDArray[np.float64],
+        report: Callable[[str], None],
+    ) -> Packs:
         """
         Return packs in canonical order; *lengths* are from 1 to *capacity*. What takes long says
         how far it is.
@@ -50,6 +63,9 @@ class Algorithm:
     draws: bool = False
     """Whether the packs depend on the seed."""
 
+    weighs: bool = False
+    """Whether the packs depend on the work of the samples."""
+
 
 def _over_runs(plan: Callable[..., PackingTrace]) -> Packer:
     """Turn an algorithm over runs of equal length into one over samples."""
@@ -69,6 +85,16 @@ def _first_fit_shuffle(lengths: IntArray, /, *, capacity: int, seed: int, **_: A
     return first_fit_shuffle(lengths, capacity=capacity, seed=seed)
 
 
+def _certified(lengths: IntArray, /, *, capacity: int, seed: int, report: Callable[[str], None], **_: Any) -> Packs:
+    return certified(lengths, capacity=capacity, seed=seed, report=report)
+
+
+def _balanced(
+    lengths: IntArray, /, *, capacity: int, works: NDArray[np.float64], report: Callable[[str], None], **_: Any
+) -> Packs:
+    return balanced(lengths, capacity=capacity, works=works, report=report)
+
+
 ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
     {
         "constant_volume": Algorithm(_over_runs(constant_volume), "1"),
@@ -77,7 +103,8 @@ ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
         "modified_first_fit_decreasing": Algorithm(_over_runs(modified_first_fit_decreasing), "1"),
         "concatenative": Algorithm(_concatenative, "1"),
         "first_fit_shuffle": Algorithm(_first_fit_shuffle, "1", draws=True),
-        "certified": Algorithm(certified, f"1, scipy {scipy.__version__}", draws=True),
+        "balanced": Algorithm(_balanced, "1", weighs=True),
+        "certified": Algorithm(_certified, f"1, scipy {scipy.__version__}", draws=True),
     }
 )
 """What `training.packing_algorithm` may name."""
@@ -107,6 +134,7 @@ def pack(
     seed: int = 0,
     min_bin_count: int = 1,
     bin_count_multiple: int = 1,
+    works: NDArray[np.number] | Sequence[float] | None = None,
     report: Callable[[str], None] = lambda _: None,
 ) -> Packs:
     """
@@ -126,10 +154,18 @@ def pack(
 
         bin_count_multiple: The number of packs is made a multiple of this, likewise.
 
-        report: Hears how far `certified` is; the others are done at once.
+        works: Work of each sample, for `balanced`, >= 0 in any unit; None takes tokens and squares
+        of lengths in the proportion of an ordinary model.
+
+        report: Hears how far `certified` and `balanced` are; the others are done at once.
 
     Raises:
         InvalidLengthError: A length is not a whole number from 1 to *capacity*.
+
+        WorkError: The works are of another number than the lengths, or one is negative or not
+        finite.
+
+        ValueError: Works are given to an algorithm whose packs do not depend on them.
 
         TooFewSamplesError: More packs are wanted than there are samples.
 
@@ -142,9 +178,15 @@ def pack(
     seed = checked_seed(seed)
     chosen = algorithm_named(algorithm)
     array = lengths_up_to(lengths, capacity=capacity)
+    if works is not None and not chosen.weighs:
+        message = f"works do not change the packs of {algorithm}: take algorithm='balanced', or give none"
+        raise ValueError(message)
+    weights = (
+        WorkModel.estimated({}).trained().of(array) if works is None else checked_works(works, array.size, of="samples")
+    )
     packs = Packs.from_lists([])
     if array.size:
         # No pack holds more than all tokens, and their sum fits 64 bits where the capacity may not.
         capacity = min(capacity, int(array.sum()))
-        packs = chosen.packer(array, capacity=capacity, seed=seed, report=report)
+        packs = chosen.packer(array, capacity=capacity, seed=seed, works=weights, report=report)
     return with_bin_count(packs, array, minimum=min_bin_count, multiple=bin_count_multiple)

@@ -6,6 +6,7 @@ which.
 from __future__ import annotations
 
 from core.work.assignment import UNITS, Meeting, assign_steps, bounds_of_steps, checked_works, in_units
+from core.work.imbalance import expected_imbalance, floor_of
 from core.work.model import SampleWorks, VisionWork, WorkModel, causal_pairs
 
 __all__ = [
@@ -18,5 +19,7 @@ __all__ = [
     "bounds_of_steps",
     "causal_pairs",
     "checked_works",
+    "expected_imbalance",
+    "floor_of",
     "in_units",
 ]

@@ -403,3 +403,31 @@ def test_sharding_is_measured_in_every_mode(capsys):
     assert 1 <= balanced["excess"] < 1.02
     assert 0 == main(wanted)
     assert 6 == len(capsys.readouterr().out.splitlines())
+
+
+def test_work_is_compared_with_other_ways_to_even_it(capsys):
+    """Ours are below random steps and no worse than others; no pack is too full; all is told."""
+    wanted = ["work", "--samples", "6000", "--ranks", "4,8", "--accumulation", "1,4", "--packing-lengths", "8192"]
+
+    assert 0 == main([*wanted, "--json"])
+
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert {"vision", "chat"} == {row["data"] for row in rows}
+    ways = {(row["data"], row["ranks"], row["accumulation"], row["way"]): row for row in rows}
+    assert 2 * 2 * 2 * 7 == len(ways) == len(rows)
+    for data in ("vision", "chat"):
+        for ranks in (4, 8):
+            one, four = (
+                {way: row for (*group, way), row in ways.items() if group == [data, ranks, accumulation]}
+                for accumulation in (1, 4)
+            )
+            assert one["ours: balanced"]["mean_step"] < one["random"]["mean_step"] == one["ours: by work"]["mean_step"]
+            assert four["ours: by work"]["mean_step"] <= four["karmarkar-karp"]["mean_step"]
+            assert four["karmarkar-karp"]["mean_step"] < four["random"]["mean_step"]
+            assert one["ours: balanced"]["packs"] <= 1.005 * one["random"]["packs"]
+            assert one["sampling and filtering"]["packs"] > one["ours: balanced"]["packs"]
+            assert one["ours: balanced"]["saved"] > 0 == one["random"]["saved"]
+    assert all(row["breaches"] == 0 and 1 <= row["mean_step"] <= row["worst_step"] for row in rows)
+    assert all(0 <= row[ratio] < 1 for row in rows for ratio in ("pad_ratio", "vision_distance", "language_distance"))
+    assert 0 == main(["work", "--samples", "2000", "--data", "chat", "--ranks", "2", "--accumulation", "1"])
+    assert 2 + 7 == len(capsys.readouterr().out.splitlines())

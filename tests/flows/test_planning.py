@@ -27,6 +27,8 @@ from core.errors import (
 )
 from core.plan import build_raw_plan
 from core.policy import PlanPolicy
+from core.samples import column
+from core.work import SampleWorks, VisionWork, WorkModel
 from tests.fakes import (
     ElsewhereSource,
     FailingSource,
@@ -87,6 +89,21 @@ def test_a_changed_policy_plans_anew_and_measures_nothing():
 
     assert 90 == desk.plan(packing_length=90).raw.packing_length
     assert [] == desk.source.measured
+    assert 2 == desk.plans.saves
+
+
+def test_packs_of_equal_work_are_planned_from_what_was_measured():
+    """Lengths and patches by the model's sizes; another model's work plans again."""
+    work = WorkModel(per_position=10, per_pair=1, vision=VisionWork(100, 1, 0, 0))
+    desk = Desk()
+    planned = desk.plan(algorithm="balanced", work=work)
+    table = planned.table
+    works = SampleWorks.of(work, LENGTHS, images=column(table, "images"), patches=column(table, "patches")).samples
+
+    assert build_raw_plan(LENGTHS, packing_length=80, algorithm="balanced", works=works) == planned.raw
+    assert planned.raw_checksum == desk.plan(algorithm="balanced", work=work).raw_checksum
+    assert 1 == desk.plans.saves
+    desk.plan(algorithm="balanced", work=work.trained())
     assert 2 == desk.plans.saves
 
 

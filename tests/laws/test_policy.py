@@ -16,10 +16,13 @@ from hypothesis import strategies as st
 from core.packers import ALGORITHMS
 from core.plan import build_raw_plan, one_sample_packs
 from core.policy import PlanPolicy
+from core.work import WorkModel
 from tests.strategies import raw_lengths
 
 POLICY = PlanPolicy(packing_length=80, algorithm="first_fit_shuffle", seed=42)
-"""Its algorithm draws, so that every field that decides packs does."""
+"""Its algorithm draws, so that every field that decides packs does, but for the work."""
+
+WEIGHED = attrs.evolve(POLICY, algorithm="balanced")
 
 OTHERS = {
     "packing_length": 81,
@@ -29,6 +32,7 @@ OTHERS = {
     "drop_last": False,
     "allow_single_long": False,
     "seed": 7,
+    "work": WorkModel(per_position=5, per_pair=3),
 }
 
 ACCEPTANCE = {"max_dropped_share": "0.5", "refuse_longer": True}
@@ -43,7 +47,8 @@ def test_every_field_is_known_to_decide_packs_or_not_to():
 @pytest.mark.parametrize(("name", "value"), OTHERS.items())
 def test_every_field_that_decides_packs_enters_the_fingerprint(name, value):
     """Changing one changes the digest; so do other lengths."""
-    assert attrs.evolve(POLICY, **{name: value}).fingerprint("d") != POLICY.fingerprint("d")
+    policy = WEIGHED if name == "work" else POLICY
+    assert attrs.evolve(policy, **{name: value}).fingerprint("d") != policy.fingerprint("d")
     assert POLICY.fingerprint("e") != POLICY.fingerprint("d")
 
 
@@ -64,6 +69,7 @@ def test_a_field_without_effect_stays_out_of_the_fingerprint():
     for fixed, name in (
         ({"drop_last": False}, "min_fill_ratio"),
         ({"algorithm": "constant_volume"}, "seed"),
+        ({"algorithm": "certified"}, "work"),
         *(({"packing": False}, name) for name in OTHERS if name not in {"packing", "packing_length"}),
     ):
         policy = attrs.evolve(POLICY, **fixed)

@@ -1,0 +1,403 @@
+"""
+Equal work in every step: how long steps take by the packs and by who computes them.
+
+The samples are a made mix of texts and images, or real chat lengths; work is in FLOPs of a 7B
+model, of whose vision tower images take their part. A step takes as long as its busiest rank. Ways
+are compared with random steps of packs of best fit: `sorted` takes packs of neighbouring work into
+one step, which biases it; `karmarkar-karp` assigns each random step's packs by largest differences;
+`sampling and filtering` makes packs as OmniBal (ICML 2025) describes it, implemented again from the
+paper's idea: groups in a drawn order until tokens or patches reach their share, of which those that
+are full enough stay, and the others are drawn again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from heapq import heapify, heappop, heappush
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from app.bench.distributions import trace
+from app.bench.measure import Measured, NotMeasured, measure
+from app.bench.table import aligned
+from app.cli.command import positive_number, positive_numbers
+from core.lengths import IntArray
+from core.packers import pack
+from core.packs import Packs
+from core.shuffling import shuffled
+from core.work import SampleWorks, VisionWork, WorkModel, assign_steps, in_units
+
+MODEL = WorkModel(
+    per_position=14 * 10**9,
+    per_pair=4 * 28 * 3584,
+    vision=VisionWork(per_patch=1_340_000_000, per_image_pair=4 * 1280, per_window_pair=0, window=0),
+).trained()
+"""A 7B model with a vision tower of 0.67B, most of whose layers attend within small windows."""
+
+PATCHES_OF_A_TOKEN = 4
+
+ITERATIONS, FULL_ENOUGH = 10, 0.97
+"""Of sampling and filtering: rounds, and the share of a limit that a group has to reach to stay."""
+
+LIMIT_S = 600.0
+
+
+@attrs.frozen(eq=False)
+class Samples:
+    """What is packed; arrays of shape (num_samples,)."""
+
+    tokens: IntArray
+    images: IntArray
+    patches: IntArray
+
+    @property
+    def works(self) -> IntArray:
+        """FLOPs of each sample, forward and backward."""
+        return SampleWorks.of(MODEL, self.tokens, images=self.images, patches=self.patches).samples
+
+    def below(self, capacity: int) -> Samples:
+        """Return the samples that are shorter than a pack."""
+        keep = self.tokens < capacity
+        return Samples(self.tokens[keep], self.images[keep], self.patches[keep])
+
+
+def made_mix(num_samples: int, *, seed: int) -> Samples:
+    """
+    Return texts with no image, one, two or four of common sizes.
+
+    Args:
+        num_samples: How many, >= 1.
+
+        seed: Of what is drawn, from 0.
+    """
+    rng = np.random.default_rng(seed)
+    text = np.clip(rng.lognormal(5.2, 0.9, num_samples), 16, 8000).astype(np.int64)
+    images = rng.choice([0, 1, 1, 1, 2, 4], num_samples)
+    sizes = rng.choice([256, 576, 1024, 1280, 2560], int(images.sum()), p=[0.2, 0.3, 0.25, 0.15, 0.1])
+    shown = np.zeros(num_samples, dtype=np.int64)
+    np.add.at(shown, np.repeat(np.arange(num_samples), images), sizes)
+    return Samples(text + shown, images, shown * PATCHES_OF_A_TOKEN)
+
+
+def chat(num_samples: int, *, seed: int) -> Samples:
+    """
+    Return real lengths of chats, without images.
+
+    Args:
+        num_samples: How many, >= 1.
+
+        seed: Of what is drawn, from 0.
+    """
+    tokens = np.random.default_rng(seed).choice(trace("chat"), num_samples).astype(np.int64)
+    return Samples(tokens, np.zeros_like(tokens), np.zeros_like(tokens))
+
+
+DATA = {"vision": made_mix, "chat": chat}
+
+
+@attrs.frozen
+class Row:
+    """One way on one number of ranks; times are over those of ranks that are all busy."""
+
+    data: str
+    packing_length: int
+    way: str
+    ranks: int
+    accumulation: int
+    packs: int
+
+    planning_s: float | None
+    """Of its packs, in a process of its own; None if that took too long."""
+
+    planning_bytes: int | None
+    """Memory that planning took beyond the samples."""
+
+    mean_step: float
+    """The busiest rank's work over the mean rank's, of a mean step."""
+
+    worst_step: float
+
+    saved: float
+    """Share of a run's time that is saved against random steps of packs of best fit."""
+
+    pad_ratio: float
+    """Share of positions that were padding if packs of a microbatch were padded to the longest."""
+
+    vision_distance: float
+    """Patches that the mean rank has fewer than the one with most, over the latter's; a mean."""
+
+    language_distance: float
+    """The same of tokens."""
+
+    breaches: int
+    """Packs above the packing length."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the command takes."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--data", nargs="+", choices=list(DATA), default=list(DATA), metavar="NAME", help="(both)")
+    parser.add_argument("--samples", type=positive_number, default=100_000, metavar="N", help="(default: %(default)s)")
+    parser.add_argument(
+        "--packing-lengths", type=positive_numbers, default=[8192], metavar="N,N", help="tokens of a pack (8192)"
+    )
+    parser.add_argument(
+        "--ranks", type=positive_numbers, default=[8, 64, 512], metavar="N,N", help="(default: 8,64,512)"
+    )
+    parser.add_argument(
+        "--accumulation", type=positive_numbers, default=[1, 4, 8], metavar="N,N", help="packs of a rank in a step"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of samples and steps (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure, then print."""
+    rows = [
+        row
+        for name in options.data
+        for packing_length in options.packing_lengths
+        for row in _compared(name, packing_length, options)
+    ]
+    if options.json:
+        print(json.dumps({"rows": [attrs.asdict(row) for row in rows]}, indent=1))
+        return
+    head = ("data", "packs of", "way", "ranks", "packs of a rank", "packs", "s", "MB", "mean step", "worst", "saved",
+            "pad", "vision", "language", "over")  # fmt: skip
+    print("\n".join(aligned([head, *map(_cells, rows)], left={0, 2})))
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    seconds = "-" if row.planning_s is None else f"{row.planning_s:.2f}"
+    memory = "-" if row.planning_bytes is None else f"{row.planning_bytes / 1e6:.0f}"
+    return (
+        row.data, f"{row.packing_length:,}", row.way, f"{row.ranks:,}", f"{row.accumulation}", f"{row.packs:,}",
+        seconds, memory, f"{row.mean_step:.4f}", f"{row.worst_step:.4f}", f"{row.saved:.2%}", f"{row.pad_ratio:.2%}",
+        f"{row.vision_distance:.2%}", f"{row.language_distance:.2%}", f"{row.breaches}",
+    )  # fmt: skip
+
+
+Order = Callable[[IntArray, int, int], IntArray]
+"""Works of packs in a random order, ranks, packs of a rank -> positions, step by step."""
+
+
+def _as_they_come(works: IntArray, _ranks: int, _accumulation: int) -> IntArray:
+    return np.arange(works.size)
+
+
+def _sorted(works: IntArray, _ranks: int, _accumulation: int) -> IntArray:
+    return np.argsort(works, kind="stable")
+
+
+def _by_work(works: IntArray, ranks: int, accumulation: int) -> IntArray:
+    return assign_steps(works, world_size=ranks, accumulation=accumulation, meeting="step")
+
+
+def _by_differences(works: IntArray, ranks: int, accumulation: int) -> IntArray:
+    order = np.arange(works.size)
+    per_step = ranks * accumulation
+    for start in range(0, works.size, per_step):
+        order[start : start + per_step] = start + largest_differences(works[start : start + per_step], ranks)
+    return order
+
+
+def largest_differences(works: IntArray, ranks: int) -> IntArray:
+    """
+    Return a step's packs assigned by Karmarkar and Karp's differencing, as many to each rank, in an
+    order of which every so-many-th is a rank's.
+
+    Args:
+        works: Work of each pack, a multiple of *ranks*.
+
+        ranks: How many share the step.
+
+    >>> works = np.array([8, 7, 6, 5])
+    >>> works[largest_differences(works, 2)].reshape(2, 2).sum(axis=0).tolist()
+    [13, 13]
+    """
+    falling = np.argsort(-works, kind="stable").reshape(-1, ranks)
+    states = [(int(works[row[-1]] - works[row[0]]), number, row[None, :]) for number, row in enumerate(falling)]
+    heapify(states)
+    number = len(states)
+    while len(states) > 1:
+        (_, _, one), (_, _, other) = heappop(states), heappop(states)
+        # The ranks that have most of the one take those that have least of the other.
+        most = np.argsort(-works[one].sum(axis=0), kind="stable")
+        least = np.argsort(works[other].sum(axis=0), kind="stable")
+        both = np.concatenate([one[:, most], other[:, least]])
+        sums = works[both].sum(axis=0)
+        heappush(states, (int(sums.min() - sums.max()), number, both))
+        number += 1
+    order: IntArray = states[0][2].ravel()
+    return order
+
+
+def sampling_and_filtering(samples: Samples, *, capacity: int, seed: int) -> Packs:
+    """
+    Return packs by iterative sampling and filtering.
+
+    Args:
+        samples: What is packed, each shorter than *capacity*.
+
+        capacity: Tokens a pack may hold.
+
+        seed: Of the orders that samples are drawn in.
+    """
+    most_patches = capacity * int(samples.patches.sum()) / int(samples.tokens.sum())
+    left = np.arange(samples.tokens.size)
+    kept: list[list[int]] = []
+    for iteration in range(ITERATIONS):
+        left = left[shuffled(left.size, seed=(seed, iteration))]
+        again: list[list[int]] = []
+        groups = _groups(left.tolist(), samples, capacity, most_patches)
+        last = iteration == ITERATIONS - 1
+        for members, tokens, patches in groups:
+            full = tokens >= FULL_ENOUGH * capacity or (most_patches and patches >= FULL_ENOUGH * most_patches)
+            (kept if last or full else again).append(members)
+        left = np.array([index for members in again for index in members], dtype=np.int64)
+        if not left.size:
+            break
+    return Packs.from_lists(kept)
+
+
+def _groups(
+    order: list[int], samples: Samples, capacity: int, most_patches: float
+) -> Iterator[tuple[list[int], int, int]]:
+    """Yield neighbours that stay within both limits, with their tokens and patches."""
+    tokens, patches = samples.tokens.tolist(), samples.patches.tolist()
+    members: list[int] = []
+    held = seen = 0
+    for index in order:
+        if members and (held + tokens[index] > capacity or seen + patches[index] > most_patches):
+            yield members, held, seen
+            members, held, seen = [], 0, 0
+        members.append(index)
+        held, seen = held + tokens[index], seen + patches[index]
+    if members:
+        yield members, held, seen
+
+
+def _compared(name: str, packing_length: int, options: argparse.Namespace) -> Iterator[Row]:
+    """Yield every way on every number of ranks, on one data set."""
+    samples = DATA[name](options.samples, seed=options.seed).below(packing_length)
+    planners: dict[str, Callable[[], Packs]] = {
+        "best fit": partial(pack, samples.tokens, capacity=packing_length, algorithm="best_fit_decreasing"),
+        "sampling": partial(sampling_and_filtering, samples, capacity=packing_length, seed=options.seed),
+        "balanced": partial(pack, samples.tokens, capacity=packing_length, algorithm="balanced", works=samples.works),
+    }
+    planned = {planner: (call(), _cost(call)) for planner, call in planners.items()}
+    ways: tuple[tuple[str, str, Order], ...] = (
+        ("random", "best fit", _as_they_come),
+        ("sorted", "best fit", _sorted),
+        ("karmarkar-karp", "best fit", _by_differences),
+        ("sampling and filtering", "sampling", _as_they_come),
+        ("ours: by work", "best fit", _by_work),
+        ("ours: balanced", "balanced", _as_they_come),
+        ("ours: balanced, by work", "balanced", _by_work),
+    )
+    for ranks in options.ranks:
+        for accumulation in options.accumulation:
+            plain: float | None = None
+            for way, planner, order in ways:
+                packs, cost = planned[planner]
+                steps = _Steps.of(packs, samples, order, ranks=ranks, accumulation=accumulation, seed=options.seed)
+                if steps is None:
+                    continue
+                plain = plain or steps.seconds
+                yield Row(
+                    data=name, packing_length=packing_length, way=way, ranks=ranks, accumulation=accumulation,
+                    packs=len(packs), breaches=int((packs.loads(samples.tokens) > packing_length).sum()),
+                    planning_s=cost.seconds if isinstance(cost, Measured) else None,
+                    planning_bytes=cost.peak_bytes if isinstance(cost, Measured) else None,
+                    saved=1 - steps.seconds / plain, **steps.figures(),
+                )  # fmt: skip
+
+
+def _cost(call: Callable[[], Packs]) -> Measured | NotMeasured:
+    return measure(lambda: call, lambda _: None, repeat=1, limit_s=LIMIT_S)
+
+
+@attrs.frozen(eq=False)
+class _Steps:
+    """An epoch's whole steps; arrays of shape (steps, packs of a rank, ranks)."""
+
+    works: NDArray[np.float64]
+    tokens: IntArray
+    patches: IntArray
+
+    num_packs: int
+    """Of the epoch, those beyond the last whole step included."""
+
+    @classmethod
+    def of(
+        cls, packs: Packs, samples: Samples, order: Order, *, ranks: int, accumulation: int, seed: int
+    ) -> _Steps | None:
+        """
+        Return the steps of packs in an order; None if there is not one whole step.
+
+        Args:
+            packs: Of the samples.
+
+            samples: What they hold.
+
+            order: How the packs of random steps are ordered again.
+
+            ranks: That share a step.
+
+            accumulation: Packs of a rank in one step.
+
+            seed: Of the random order.
+        """
+        works = samples.works
+        per_step = ranks * accumulation
+        num_steps = len(packs) // per_step
+        if not num_steps:
+            return None
+        drawn = shuffled(len(packs), seed=seed)[: num_steps * per_step]
+        chosen = drawn[order(in_units(packs.loads(works)[drawn]), ranks, accumulation)]
+        tables = (
+            packs.loads(values)[chosen].reshape(num_steps, accumulation, ranks)
+            for values in (works, samples.tokens, samples.patches)
+        )
+        of_works, tokens, patches = tables
+        return cls(of_works.astype(np.float64), tokens, patches, len(packs))
+
+    @property
+    def _ranks(self) -> NDArray[np.float64]:
+        sums: NDArray[np.float64] = self.works.sum(axis=1)
+        return sums
+
+    @property
+    def seconds(self) -> float:
+        """Time of the epoch, in work of one rank; a part of a step counts as that part."""
+        steps = self.num_packs / (self.works.shape[1] * self.works.shape[2])
+        seconds: float = float(self._ranks.max(axis=1).mean()) * steps
+        return seconds
+
+    def figures(self) -> dict[str, float]:
+        """Return what a row says of the steps."""
+        ratios = self._ranks.max(axis=1) / self._ranks.mean(axis=1)
+        longest = self.tokens.max(axis=2).sum() * self.tokens.shape[2]
+        return {
+            "mean_step": float(self._ranks.max(axis=1).sum() / self._ranks.mean(axis=1).sum()),
+            "worst_step": float(ratios.max()),
+            "pad_ratio": 1 - float(self.tokens.sum() / longest),
+            "vision_distance": _distance(self.patches.sum(axis=1)),
+            "language_distance": _distance(self.tokens.sum(axis=1)),
+        }
+
+
+def _distance(ranks: IntArray) -> float:
+    """Return how far the mean rank is below the highest, as a share of that; a mean over steps."""
+    highest = ranks.max(axis=1)
+    has_any = highest > 0
+    if not has_any.any():
+        return 0.0
+    below: NDArray[np.float64] = 1 - ranks.mean(axis=1)[has_any] / highest[has_any]
+    return float(below.mean())

@@ -1,0 +1,202 @@
+"""
+Balanced: packs of equal work within the capacity, at most one in two hundred more than the fewest.
+
+Groups of some thousand packs are levelled by themselves: each group gets every so-many-th sample by
+length and work, so that groups are alike, and time and memory are linear in the samples. Inside a
+group samples go, longest first, to the emptiest pack, whatever the capacity; exchanges then make
+the packs fit, and level their work. Where that does not make them fit, packs of best fit are
+levelled instead, of a smaller capacity if their number allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from heapq import heapreplace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from core.bounds import find_bound
+from core.errors import counted
+from core.lengths import IntArray
+from core.packers.best_fit_decreasing import best_fit_decreasing
+from core.packers.certified import certified
+from core.packers.exchange import Exchange
+from core.packs import Packs
+from core.runs import Runs
+from core.work import in_units
+
+MORE = 200
+"""One pack in so many may be one more than are needed: room to level work in."""
+
+_GROUP_SAMPLES, _GROUP_PACKS = 1 << 15, 1 << 10
+"""Samples and packs of a group, at least."""
+
+_SHARES = (996, 998, 1000)
+"""Thousandths of the capacity that best fit may use, where it is what is levelled."""
+
+
+def balanced(lengths: IntArray, *, capacity: int, works: NDArray[np.number], report: Callable[[str], None]) -> Packs:
+    """
+    Return packs of equal work.
+
+    Args:
+        lengths: Tokens, each from 1 to *capacity*.
+
+        capacity: Tokens a pack may hold.
+
+        works: Work of each sample, in any unit, >= 0; of the shape of *lengths*.
+
+        report: Hears how far it is.
+    """
+    units = in_units(works)
+    fewest = _fewest(lengths, capacity=capacity, report=report)
+    limit = min(lengths.size, fewest.num + fewest.num // MORE)
+    labels = _spread(lengths, units, num=limit, capacity=capacity, report=report)
+    if labels is None:
+        report("the packs of best fit are levelled")
+        labels = _levelled(lengths, units, fewest.within(limit), capacity=capacity, report=report)
+    return Packs.from_labels(np.unique(labels, return_inverse=True)[1].astype(np.int32))
+
+
+class _Fewest:
+    """As few packs as are known to be needed."""
+
+    def __init__(self, lengths: IntArray, capacity: int, packs: Packs, num: int) -> None:
+        self._lengths, self._capacity, self._packs = lengths, capacity, packs
+        self.num = num
+        """A number that the certified packing does not go below."""
+
+    def within(self, limit: int) -> IntArray:
+        """Return the pack of each sample in at most *limit* packs, with room where there is any."""
+        packs = self._packs
+        for share in _SHARES:
+            capacity = max(int(self._lengths.max()), self._capacity * share // 1000)
+            smaller = _best_fit(self._lengths, capacity)
+            if len(smaller) <= limit:
+                packs = smaller
+                break
+        labels = np.empty(self._lengths.size, dtype=np.int64)
+        labels[packs.indices] = np.repeat(np.arange(len(packs)), packs.sizes())
+        return labels
+
+
+def _best_fit(lengths: IntArray, capacity: int) -> Packs:
+    runs = Runs.of(lengths)
+    return best_fit_decreasing(runs, capacity=capacity).packs(lengths, runs)
+
+
+def _fewest(lengths: IntArray, *, capacity: int, report: Callable[[str], None]) -> _Fewest:
+    """
+    Return a number of packs that is near the fewest: the quick bound, if best fit is within what
+    may be spent above it, else that of the certified packing.
+    """
+    packs = _best_fit(lengths, capacity)
+    num = find_bound(lengths, capacity=capacity, known=len(packs), effort=0).packs
+    if len(packs) > num + num // MORE:
+        packs = certified(lengths, capacity=capacity, seed=0, report=report)
+        num = len(packs)
+    return _Fewest(lengths, capacity, packs, num)
+
+
+def _spread(
+    lengths: IntArray, units: IntArray, *, num: int, capacity: int, report: Callable[[str], None]
+) -> IntArray | None:
+    """
+    Return the pack of each sample in *num* packs of equal work; None if they do not all fit.
+
+    Args:
+        lengths: Tokens of each sample.
+
+        units: Work of each sample, in whole units.
+
+        num: Packs.
+
+        capacity: Tokens a pack may hold.
+
+        report: Hears which group is levelled.
+    """
+    if int(lengths.sum()) > num * capacity:
+        return None
+    labels = np.empty(lengths.size, dtype=np.int64)
+    num_groups = _num_groups(lengths.size, num)
+    order = np.lexsort((-units, -lengths))
+    start = 0
+    for number, members in enumerate(_alike(order, num_groups)):
+        report(f"{counted(num, 'pack')}, levelling group {number + 1:,} of {num_groups:,}")
+        size = num // num_groups + (number < num % num_groups)
+        group = Exchange(
+            lengths[members], units[members], _emptiest_first(lengths[members].tolist(), size), size, capacity
+        )
+        if not group.fit():
+            return None
+        group.level()
+        labels[members] = start + group.labels
+        start += size
+    return labels
+
+
+def _levelled(
+    lengths: IntArray, units: IntArray, labels: IntArray, *, capacity: int, report: Callable[[str], None]
+) -> IntArray:
+    """
+    Level packs that fit, groups of them by themselves; return the pack of each sample.
+
+    Args:
+        lengths: Tokens of each sample.
+
+        units: Work of each sample, in whole units.
+
+        labels: The pack of each sample.
+
+        capacity: Tokens a pack may hold.
+
+        report: Hears which group is levelled.
+    """
+    num = int(labels.max()) + 1
+    sums = np.zeros(num, dtype=np.int64)
+    np.add.at(sums, labels, units)
+    num_groups = _num_groups(lengths.size, num)
+    group_of, place = np.empty(num, dtype=np.int64), np.empty(num, dtype=np.int64)
+    parts = list(_alike(np.argsort(-sums, kind="stable"), num_groups))
+    for number, packs in enumerate(parts):
+        group_of[packs], place[packs] = number, np.arange(packs.size)
+    result = np.empty(lengths.size, dtype=np.int64)
+    by_group = np.argsort(group_of[labels], kind="stable")
+    ends = np.cumsum(np.bincount(group_of[labels], minlength=num_groups))
+    start = 0
+    for number, members in enumerate(np.split(by_group, ends[:-1])):
+        report(f"{counted(num, 'pack')}, levelling group {number + 1:,} of {num_groups:,}")
+        group = Exchange(lengths[members], units[members], place[labels[members]], parts[number].size, capacity)
+        group.level()
+        result[members] = start + group.labels
+        start += parts[number].size
+    return result
+
+
+def _num_groups(num_samples: int, num_packs: int) -> int:
+    return max(1, min(num_samples // _GROUP_SAMPLES, num_packs // _GROUP_PACKS))
+
+
+def _alike(order: IntArray, num_groups: int) -> Iterator[IntArray]:
+    """
+    Yield groups of what is in an order, each of every so-many-th, turning at the ends, so that
+    their sums are alike.
+    """
+    places = np.arange(order.size)
+    row, column = places // num_groups, places % num_groups
+    groups = np.where(row % 2, num_groups - 1 - column, column)
+    by_group = np.argsort(groups, kind="stable")
+    ends = np.cumsum(np.bincount(groups, minlength=num_groups))
+    return (order[part] for part in np.split(by_group, ends[:-1]))
+
+
+def _emptiest_first(lengths: list[int], num: int) -> IntArray:
+    """Return the pack of each sample, in the order given: the emptiest so far, of *num*."""
+    heap = list(range(num))  # load and pack in one number
+    labels = []
+    for length in lengths:
+        key = heap[0]
+        labels.append(key % num)
+        heapreplace(heap, key + length * num)
+    return np.array(labels)

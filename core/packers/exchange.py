@@ -1,0 +1,232 @@
+"""
+Packs of equal work by exchange: parts of two packs that have about as many tokens change places.
+
+All parts of all packs stand in one order by tokens: single samples, and now and then a few samples
+of a pack drawn together. Each part looks at one some places on, so what changes places is nearly of
+one length, and packs stay within the capacity. Of all exchanges that help, those that help most are
+made at once, at most one a pack.
+
+Drawn is from one stream of raw numbers, and all arithmetic is of whole numbers: the packs are the
+same on every machine, and the number of rounds does not depend on a clock.
+"""
+
+from __future__ import annotations
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from core.lengths import IntArray
+from core.packs import count_up
+
+_SAMPLE_ROUNDS = {True: 60, False: 6}
+"""Rounds that exchange one sample for one: to level work, and to make packs fit."""
+
+_CYCLES = (20, 60)
+"""Times that parts of several samples are drawn, at most: where packs hold many, and few."""
+
+_DRAWS = 150
+"""Times that parts are drawn for each of a pack's samples, all together, between those limits."""
+
+_ROUNDS_OF_A_CYCLE = (4, 16)
+"""
+Rounds on parts that were drawn once, as long as few packs have changed: parts of those are of no
+use any more.
+"""
+
+_PARTS, _SAMPLES_OF_A_PART = 4, 4
+"""Parts drawn of a pack, and the samples of a part, at most; a part may be empty."""
+
+_PLACES = 11
+"""Parts look at most 2 to this power places on."""
+
+_TOLERANCE, _GAIN = 1000, 4000
+"""A pack is level within that part of the mean work; an exchange gains at least that part of it."""
+
+_FEW, _MANY = 500, 8
+"""One pack in so many not level is few enough to end; one in so many changed, to draw again."""
+
+
+@attrs.frozen(eq=False)
+class _Parts:
+    """Parts of packs, by rising tokens; arrays of one shape."""
+
+    packs: IntArray
+    tokens: IntArray
+    works: IntArray
+
+    first: IntArray
+    """Where each part's samples start among the samples in order of packs."""
+
+    stop: IntArray
+
+
+@attrs.define(eq=False)
+class Exchange:
+    """Packs under way."""
+
+    tokens: IntArray
+    """Tokens of each sample; shape (num_samples,)."""
+
+    works: IntArray
+    """Work of each sample, in whole units; shape (num_samples,)."""
+
+    labels: IntArray
+    """The pack of each sample; changed in place."""
+
+    num: int
+    """Packs."""
+
+    capacity: int
+    """Tokens a pack may hold."""
+
+    loads: IntArray = attrs.field(init=False)
+    sums: IntArray = attrs.field(init=False)
+    _mean: int = attrs.field(init=False)
+    _stream: np.random.PCG64 = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.loads, self.sums = (np.zeros(self.num, dtype=np.int64) for _ in range(2))
+        np.add.at(self.loads, self.labels, self.tokens)
+        np.add.at(self.sums, self.labels, self.works)
+        self._mean = int(self.sums.sum()) // self.num
+        self._stream = np.random.PCG64(self.tokens.size)
+
+    def fit(self) -> bool:
+        """Exchange until no pack is above the capacity; return whether that succeeded."""
+        self._exchange(level=False)
+        return bool(self.loads.max() <= self.capacity)
+
+    def level(self) -> None:
+        """Exchange until packs have equal work, or nothing helps; none has to be too full."""
+        self._exchange(level=True)
+
+    def _exchange(self, *, level: bool) -> None:
+        singles = _sorting(self.tokens)
+        for _ in range(_SAMPLE_ROUNDS[level]):
+            if not self._unsettled(level=level).any():
+                return
+            self._exchange_samples(singles, level=level)
+        least, most = _CYCLES
+        cycles = max(least, min(most, _DRAWS * self.num // self.tokens.size)) if level else most
+        for _ in range(cycles):
+            if self._unsettled(level=level).sum() <= (self.num // _FEW if level else 0):
+                return
+            order, parts = self._drawn_parts()
+            touched = np.zeros(self.num, dtype=bool)
+            for number in range(_ROUNDS_OF_A_CYCLE[1]):
+                self._exchange_parts(order, parts, touched, level=level)
+                if number + 1 >= _ROUNDS_OF_A_CYCLE[0] and touched.sum() > self.num // _MANY:
+                    break
+
+    def _unsettled(self, *, level: bool) -> NDArray[np.bool_]:
+        """Return which packs are too full, or not level; shape (num,)."""
+        if level:
+            return np.abs(self.sums - self._mean) > self._mean // _TOLERANCE
+        return self.loads > self.capacity
+
+    def _exchange_samples(self, singles: IntArray, *, level: bool) -> None:
+        """Exchange one sample for one."""
+        tokens, works = self.tokens[singles], self.works[singles]
+        parts = _Parts(self.labels[singles], tokens, works, singles, singles)
+        low, high = self._chosen(parts, np.zeros(self.num, dtype=bool), level=level)
+        self._moved(parts, low, high)
+        self.labels[singles[low]], self.labels[singles[high]] = parts.packs[high], parts.packs[low]
+
+    def _exchange_parts(self, order: IntArray, parts: _Parts, touched: NDArray[np.bool_], *, level: bool) -> None:
+        """
+        Exchange parts of several samples.
+
+        Args:
+            order: Samples in order of packs.
+
+            parts: Of these.
+
+            touched: Packs that have changed since their parts were drawn; changed in place.
+
+            level: Whether to level work, or to make packs fit.
+        """
+        low, high = self._chosen(parts, touched, level=level)
+        self._moved(parts, low, high)
+        for moved, to in ((low, parts.packs[high]), (high, parts.packs[low])):
+            sizes = (parts.stop - parts.first)[moved]
+            self.labels[order[count_up(sizes, starts=parts.first[moved])]] = np.repeat(to, sizes)
+            touched[to] = True
+
+    def _moved(self, parts: _Parts, low: IntArray, high: IntArray) -> None:
+        """Count what packs hold once parts *low* and *high* have changed places."""
+        more, harder = parts.tokens[high] - parts.tokens[low], parts.works[high] - parts.works[low]
+        to, of = parts.packs[low], parts.packs[high]
+        self.loads[to] += more
+        self.loads[of] -= more
+        self.sums[to] += harder
+        self.sums[of] -= harder
+
+    def _chosen(self, parts: _Parts, touched: NDArray[np.bool_], *, level: bool) -> tuple[IntArray, IntArray]:
+        """
+        Return which parts change places with which, no pack more than once; the second have as many
+        tokens, or more.
+        """
+        low, high = self._candidates(parts, touched, level=level)
+        to, of = parts.packs[low], parts.packs[high]
+        more = parts.tokens[high] - parts.tokens[low]
+        if level:
+            gap = self.sums[of] - self.sums[to]
+            gain = np.abs(gap) - np.abs(gap - 2 * (parts.works[high] - parts.works[low]))
+            useful = (gain > self._mean // _GAIN) & (self.loads[to] + more <= self.capacity)
+        else:
+            over = np.maximum(self.loads - self.capacity, 0)
+            left = np.maximum(self.loads[to] + more - self.capacity, 0)
+            left += np.maximum(self.loads[of] - more - self.capacity, 0)
+            gain = over[to] + over[of] - left
+            useful = gain > 0
+        helps = np.flatnonzero(useful & (to != of))
+        helps = helps[np.argsort(-gain[helps], kind="stable")]
+        to, of, number = to[helps], of[helps], np.arange(helps.size)
+        # The first exchange that names a pack is the one that helps it most.
+        first = np.full(self.num, helps.size)
+        np.minimum.at(first, to, number)
+        np.minimum.at(first, of, number)
+        made = helps[(first[to] == number) & (first[of] == number)]
+        return low[made], high[made]
+
+    def _candidates(self, parts: _Parts, touched: NDArray[np.bool_], *, level: bool) -> tuple[IntArray, IntArray]:
+        """Return pairs of parts of which one is of a pack that has to change, and none touched."""
+        scale, places = (int(number) for number in self._stream.random_raw(2))
+        away = 1 + places % min(2 ** (scale % (_PLACES + 1)), max(1, parts.tokens.size - 1))
+        unsettled = (self._unsettled(level=level) & ~touched)[parts.packs]
+        low = np.flatnonzero(unsettled[:-away] | unsettled[away:])
+        usable = ~touched[parts.packs]
+        low = low[usable[low] & usable[low + away]]
+        return low, low + away
+
+    def _drawn_parts(self) -> tuple[IntArray, _Parts]:
+        """Return samples in order of packs, and parts of it: each sample, and some drawn."""
+        num = self.tokens.size
+        shuffled = np.argsort(self._drawn(num), kind="stable")
+        order = shuffled[_sorting(self.labels[shuffled])]
+        counts = np.bincount(self.labels, minlength=self.num)
+        starts = np.cumsum(counts) - counts
+        shape = self.num, _PARTS
+        sizes = (self._drawn(self.num * _PARTS) % (_SAMPLES_OF_A_PART + 1)).astype(np.int64).reshape(shape)
+        sizes = np.minimum(sizes, counts[:, None])
+        # A place among those that are free, by the share of 2**16 that was drawn.
+        free = counts[:, None] - sizes + 1
+        first = starts[:, None] + (self._drawn(self.num * _PARTS).astype(np.int64).reshape(shape) * free >> 16)
+        first = np.concatenate([np.arange(num), first.ravel()])
+        stop = first + np.concatenate([np.ones(num, dtype=np.int64), sizes.ravel()])
+        packs = np.concatenate([self.labels[order], np.repeat(np.arange(self.num), _PARTS)])
+        before = [np.concatenate([[0], np.cumsum(values[order])]) for values in (self.tokens, self.works)]
+        tokens, works = (sums[stop] - sums[first] for sums in before)
+        by = _sorting(tokens)
+        return order, _Parts(packs[by], tokens[by], works[by], first[by], stop[by])
+
+    def _drawn(self, num: int) -> NDArray[np.uint16]:
+        """Return so many numbers below 2**16; short keys, which are sorted fastest."""
+        return self._stream.random_raw(-(-num // 4)).view(np.uint16)[:num]
+
+
+def _sorting(keys: IntArray) -> IntArray:
+    """Return a stable argsort of numbers from 0; those below 2**16 are sorted by their digits."""
+    small = keys.size and int(keys.max()) < 1 << 16
+    return np.argsort(keys.astype(np.uint16) if small else keys, kind="stable")

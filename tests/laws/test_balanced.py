@@ -1,0 +1,175 @@
+"""Packs of equal work: under the limit, few more than are needed, and even."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import event, given
+from hypothesis import strategies as st
+
+from core.errors import WorkError
+from core.packers import pack
+from core.packers.exchange import Exchange
+from core.plan import build_raw_plan
+from core.work import WorkModel, expected_imbalance, floor_of
+from tests.strategies import packable
+
+MODEL = WorkModel(per_position=14 * 10**9, per_pair=4 * 28 * 3584)
+
+
+def made_samples(num: int, capacity: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """
+    Return lengths below the capacity and works of a made mix: short texts, and images whose tokens
+    cost a third more.
+    """
+    rng = np.random.default_rng(seed)
+    text = np.clip(rng.lognormal(5.2, 0.9, num), 16, 8000).astype(np.int64)
+    images = rng.choice([0, 256, 576, 1280, 2560], num)
+    fits = text + images < capacity
+    text, images = text[fits], images[fits]
+    return text + images, MODEL.of(text + images) + 5e9 * images
+
+
+@given(packable(min_size=1), st.data())
+def test_works_of_every_kind_are_packed_under_the_limit(case, data):
+    """Each sample once, no pack too full, at most one in two hundred more than best fit."""
+    lengths, capacity = case
+    works = data.draw(st.lists(st.sampled_from([0, 1, 2, 1e9]), min_size=len(lengths), max_size=len(lengths)))
+
+    packs = pack(lengths, capacity=capacity, algorithm="balanced", works=works)
+
+    fewest = len(pack(lengths, capacity=capacity, algorithm="certified"))
+    event(f"more than one pack: {len(packs) > 1}")
+    assert sorted(packs.indices.tolist()) == list(range(len(lengths)))
+    assert packs.loads(np.array(lengths)).max() <= capacity
+    assert fewest <= len(packs) <= fewest + fewest // 200
+
+
+@pytest.mark.parametrize(("capacity", "eight", "many"), [(4096, 1.02, 1.045), (8192, 1.01, 1.02), (16384, 1.005, 1.01)])
+def test_random_steps_of_balanced_packs_are_even(capacity, eight, many):
+    """Of eight ranks and of 64, beside packs of best fit, which are not; packs are 0.5 % more."""
+    lengths, works = made_samples(12_000, capacity)
+    packs = pack(lengths, capacity=capacity, algorithm="balanced", works=works)
+    fit = pack(lengths, capacity=capacity, algorithm="best_fit_decreasing")
+
+    of_packs, of_fit = (np.bincount(np.arange(lengths.size), works)[one.indices] for one in (packs, fit))
+    even, uneven = (np.add.reduceat(values, one.offsets[:-1]) for values, one in ((of_packs, packs), (of_fit, fit)))
+
+    assert packs.loads(lengths).max() <= capacity
+    assert len(packs) <= 1.005 * len(fit)
+    for ranks, most in ((8, eight), (64, many)):
+        assert expected_imbalance(even, world_size=ranks) < most < expected_imbalance(uneven, world_size=ranks)
+        assert expected_imbalance(floor_of(works, num_packs=len(packs)), world_size=ranks) <= (
+            expected_imbalance(even, world_size=ranks) + 1e-9
+        )
+
+
+@given(packable(min_size=1), st.data(), st.integers(1, 2**16))
+def test_the_unit_of_work_changes_nothing(case, data, factor):
+    """FLOPs or seconds: packs are the same; so they are for lists and arrays."""
+    lengths, capacity = case
+    works = data.draw(st.lists(st.integers(0, 1000), min_size=len(lengths), max_size=len(lengths)))
+    options = {"capacity": capacity, "algorithm": "balanced"}
+
+    packs = pack(lengths, works=works, **options)
+
+    assert packs == pack(lengths, works=np.array(works) * factor, **options)
+    assert packs == pack(np.array(lengths), works=np.array(works, dtype=np.float64), **options)
+
+
+def test_groups_are_packed_by_themselves_and_alike():
+    """More samples than a group has: still even, and every time the same."""
+    lengths, works = made_samples(80_000, 8192)
+    packs = pack(lengths, capacity=8192, algorithm="balanced", works=works)
+
+    assert packs == pack(lengths, capacity=8192, algorithm="balanced", works=works, seed=5)
+    assert expected_imbalance(np.add.reduceat(works[packs.indices], packs.offsets[:-1]), world_size=8) < 1.01
+    assert packs.loads(lengths).max() <= 8192
+
+
+def test_packs_that_no_exchange_makes_fit_are_those_of_best_fit():
+    """Three of four samples are more than half a pack: each stays alone, but for small ones."""
+    lengths = np.array([60, 61, 62, 63] * 60 + [20] * 80)
+    works = np.arange(lengths.size) % 7 + 1
+    packs = pack(lengths, capacity=100, algorithm="balanced", works=works)
+
+    assert 240 <= len(packs) <= 241
+    assert packs.loads(lengths).max() <= 100
+    plain = pack(lengths, capacity=100, algorithm="best_fit_decreasing")
+    assert packs.loads(works).std() < plain.loads(works).std()
+
+
+@pytest.mark.parametrize(
+    ("works", "message"),
+    [
+        ([1.0], "there are 1 works for 3 samples"),
+        ([1.0, float("nan"), 2.0], "work 1 is nan, but the work of samples"),
+        ([1.0, 2.0, -1.0], "work 2 is -1.0"),
+        ([[1.0, 2.0, 3.0]], "works for 3 samples"),
+    ],
+)
+def test_works_that_are_none_are_refused(works, message):
+    """One finite number for each sample, from 0; also where long samples are set aside."""
+    with pytest.raises(WorkError, match=message):
+        pack([5, 5, 5], capacity=10, algorithm="balanced", works=works)
+    with pytest.raises(WorkError, match=message):
+        build_raw_plan([5, 5, 12], packing_length=10, algorithm="balanced", works=works)
+
+
+def test_works_are_refused_where_they_would_change_nothing():
+    """Rather than being passed over."""
+    with pytest.raises(ValueError, match="works do not change the packs of certified: take algorithm='balanced'"):
+        pack([5, 5], capacity=10, algorithm="certified", works=[1, 2])
+
+
+def test_a_plan_sets_long_samples_aside_with_their_works():
+    """The works of the others go with their lengths."""
+    lengths, works = [12, 6, 2, 5, 3, 4, 4], [99, 6, 2, 5, 3, 4, 4]
+    plan = build_raw_plan(lengths, packing_length=8 + 1, algorithm="balanced", works=works)
+
+    assert (0,) == plan.single_long
+    assert [[0], [1, 2], [3, 4], [5, 6]] == plan.packs.tolist()
+
+
+@given(
+    works=st.lists(st.integers(0, 50), min_size=1, max_size=7).map(np.array),
+    ranks=st.integers(1, 9),
+)
+def test_the_expected_imbalance_is_the_mean_over_all_draws(works, ranks):
+    """Every set of so many packs is as likely; zeros are even."""
+    draws = list(combinations(works.tolist(), min(ranks, works.size)))
+    mean = works.mean()
+
+    expected = sum(map(max, draws)) / len(draws) / mean if mean else 1.0
+
+    assert expected == pytest.approx(expected_imbalance(works, world_size=ranks))
+
+
+@given(works=st.lists(st.integers(0, 50), min_size=1, max_size=7).map(np.array), data=st.data())
+def test_no_packs_are_more_even_than_the_floor(works, data):
+    """Whichever samples go together, the heaviest packs are at least as heavy; nothing is lost."""
+    num = data.draw(st.integers(1, works.size))
+    labels = np.array(data.draw(st.lists(st.integers(0, num - 1), min_size=works.size, max_size=works.size)))
+    sums = np.sort(np.bincount(labels, works, minlength=num))[::-1]
+
+    floor = floor_of(works, num_packs=num)
+
+    assert num == floor.size
+    assert works.sum() == pytest.approx(floor.sum())
+    assert np.all(np.cumsum(floor) <= np.cumsum(sums) + 1e-9)
+
+
+def test_exchanges_count_what_packs_hold():
+    """Loads and sums are those of the samples that the labels say, after many exchanges."""
+    lengths, works = made_samples(3000, 4096)
+    units = np.rint(works / 1e9).astype(np.int64)
+    labels = np.arange(lengths.size) % 1100
+    exchange = Exchange(lengths, units, labels, 1100, 4096)
+
+    assert exchange.fit() == (exchange.loads.max() <= 4096)
+    exchange.level()
+
+    assert np.bincount(exchange.labels, lengths, minlength=1100).tolist() == exchange.loads.tolist()
+    assert np.bincount(exchange.labels, units, minlength=1100).tolist() == exchange.sums.tolist()
