@@ -31,6 +31,9 @@ class SampleSpec:
     paths: tuple[str, ...]
     packing_length: int
 
+    cache: Path | None = None
+    """Where copies of packed data files are kept."""
+
 
 class SwiftEncoder:
     """Encodes samples for training, where `adapters.samples.measurer` measured them."""
@@ -45,7 +48,7 @@ class SwiftEncoder:
             template: To share with a trainer; built from the spec if None.
         """
         self.spec = spec
-        self.records = open_records(spec.paths, max_line_bytes=spec.custom.max_line_bytes)
+        self.records = open_records(spec.paths, max_line_bytes=spec.custom.max_line_bytes, cache=spec.cache)
         self.template = template or open_template(spec.model, spec.template, packing_length=spec.packing_length)
 
     def __len__(self) -> int:

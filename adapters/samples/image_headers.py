@@ -23,13 +23,7 @@ from PIL import Image
 from qwen_vl_utils.vision_process import smart_resize
 from swift.template import Template
 
-from core.samples import ImageFacts
-
-HEAD_BYTES = 65_536
-"""
-Bytes of an image file that are digested: its header, and enough of its content to tell it from
-another.
-"""
+from core.samples import HEAD_BYTES, ImageFacts
 
 PROVEN = frozenset({"qwen2_5_vl", "qwen3_vl"})
 """Templates whose lengths this gives; the audit compares them with full encodes all the same."""

@@ -39,7 +39,7 @@ from adapters.workers.policy import PolicySettings, PolicyWorker
 from adapters.workers.ranks import RankWorkers
 from app.planning.split import PlannedSplit, resume_state_of
 from app.wiring.functions import named_function
-from app.wiring.stores import attention_of, read_config, refuse_leaks
+from app.wiring.stores import attention_of, read_config, records_cache, refuse_leaks
 from core.batch import Accumulation
 from core.config import RunConfig
 from core.equality import Attention
@@ -111,7 +111,9 @@ def open_samples(config: RunConfig, *, train_paths: tuple[str, ...] | None = Non
     for split, files in paths.items():
         if not files:
             continue
-        spec = SampleSpec(config.model, config.template, config.custom, files, config.packing_length)
+        spec = SampleSpec(
+            config.model, config.template, config.custom, files, config.packing_length, records_cache(config)
+        )
         opened[split] = SwiftEncoder(spec, template=template)
         with_tags = opened[split].records.num_with_media_tags
         if with_tags and os.environ.get("RANK", "0") == "0":

@@ -96,8 +96,9 @@ class CustomConfig:
 
     train_jsonl: tuple[PathText, ...] = ()
     """
-    Data files, one record a line; relative image paths start at the folder of their file. Needed,
-    unless `fusion_config` names the data.
+    Data files, or patterns of their names (`data/*.parquet`): JSON Lines, JSON arrays, CSV, either
+    of them packed (.gz, .zst), Parquet, folders of `datasets.save_to_disk`. Relative image paths
+    start at the folder of their file. Needed, unless `fusion_config` names the data.
     """
 
     val_jsonl: tuple[PathText, ...] = ()
@@ -126,6 +127,12 @@ class CustomConfig:
 
     max_messages: int = MAX_MESSAGES
     """Messages of a record; more are refused."""
+
+    records_cache: PathText | None = None
+    """
+    Folder of copies of Parquet and packed files, which are written once so that records can be read
+    in any order; unset, `records` in `training.output_dir`.
+    """
 
     rollout_reward: str | None = None
     """Scores the model's own answers, the best of which the rollout variant trains: one of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from core.samples.identity import DIGEST_BYTES, HEAD_BYTES, digest_of, inline_image, unreadable_digest
 from core.samples.measurement import (
     COLUMNS,
     IMAGE_COLUMNS,
@@ -22,6 +23,8 @@ from core.samples.records import MAX_MESSAGES, REFUSED, SUPPORTED, to_messages
 
 __all__ = [
     "COLUMNS",
+    "DIGEST_BYTES",
+    "HEAD_BYTES",
     "IMAGE_COLUMNS",
     "MAX_MESSAGES",
     "REFUSED",
@@ -34,9 +37,12 @@ __all__ = [
     "Place",
     "Table",
     "column",
+    "digest_of",
     "from_row",
     "from_tables",
+    "inline_image",
     "to_messages",
     "to_row",
     "to_tables",
+    "unreadable_digest",
 ]
