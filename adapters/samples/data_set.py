@@ -47,6 +47,11 @@ class FileRecords:
     def __len__(self) -> int:
         return int(self._ends[-1])
 
+    @property
+    def firsts(self) -> list[int]:
+        """The first record of each file."""
+        return [0, *self._ends[:-1].tolist()]
+
     def __getitem__(self, index: int) -> Any:
         """Return the JSON value of record *index*; RecordError naming file and line."""
         file, row = self._find(index)

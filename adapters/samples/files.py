@@ -8,6 +8,7 @@ Lines are what is left.
 
 from __future__ import annotations
 
+import base64
 import glob
 import os
 import re
@@ -24,6 +25,7 @@ from adapters.samples.rewriting import DIGESTS, GZIP, ROWS, TEXT, ZSTD, copy_of,
 from adapters.samples.spans import Named, SpanFile
 from core.errors import DataSetError
 from core.ports import Records
+from core.samples import IMAGE_KEYS, inline_image
 
 _PACKED = {".gz", ".zst", ".zstd"}
 
@@ -194,14 +196,52 @@ def rebased(record: Any, folder: Path, onto: Path) -> Any:
     Return a record of a file in *folder* as one in *onto* has to read: with the same images.
 
     Args:
-        record: A record's JSON value.
+        record: A record's JSON value, or that of a column.
 
         folder: Where its relative images start.
 
         onto: Folder of the file that it is written to.
     """
-    images = record.get("images") if isinstance(record, dict) else None
-    if not images:
+    record = as_json(record)
+    if not isinstance(record, dict):
         return record
-    paths = [images] if isinstance(images, str) else images
-    return {**record, "images": [os.path.relpath(folder / image, onto) for image in paths]}
+    moved = {}
+    for name in IMAGE_KEYS:
+        if images := record.get(name):
+            listed = images if isinstance(images, list) else [images]
+            moved[name] = [_rebased_image(image, folder, onto) for image in listed]
+    if isinstance(messages := record.get("messages"), list):
+        moved["messages"] = [_rebased_message(message, folder, onto) for message in messages]
+    return {**record, **moved}
+
+
+def _rebased_message(message: Any, folder: Path, onto: Path) -> Any:
+    """Return a message whose parts name the same images from another folder."""
+    if not isinstance(message, dict) or not isinstance(parts := message.get("content"), list):
+        return message
+    return {**message, "content": [_rebased_part(part, folder, onto) for part in parts]}
+
+
+def _rebased_part(part: Any, folder: Path, onto: Path) -> Any:
+    if not isinstance(part, dict) or not (image := part.get("image")):
+        return part
+    return {**part, "image": _rebased_image(image, folder, onto)}
+
+
+def _rebased_image(image: Any, folder: Path, onto: Path) -> Any:
+    """Return a path from another folder; an image that stands in the record stays."""
+    if isinstance(image, dict):
+        path = image.get("path")
+        return image if image.get("bytes") or not path else {**image, "path": os.path.relpath(folder / path, onto)}
+    if not isinstance(image, str) or inline_image(image) is not None or "://" in image:
+        return image
+    return os.path.relpath(folder / image, onto)
+
+
+def as_json(value: Any) -> Any:
+    """Return a value of a column as JSON has it: bytes in base64."""
+    if isinstance(value, dict):
+        return {name: as_json(held) for name, held in value.items()}
+    if isinstance(value, list):
+        return [as_json(held) for held in value]
+    return base64.b64encode(value).decode() if isinstance(value, bytes) else value

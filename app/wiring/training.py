@@ -115,6 +115,9 @@ def open_samples(config: RunConfig, *, train_paths: tuple[str, ...] | None = Non
             config.model, config.template, config.custom, files, config.packing_length, records_cache(config)
         )
         opened[split] = SwiftEncoder(spec, template=template)
+        if os.environ.get("RANK", "0") == "0":
+            for file, shape in opened[split].shapes():
+                log.info("%s: %s has records of the shape %s", split, file, shape)
         with_tags = opened[split].records.num_with_media_tags
         if with_tags and os.environ.get("RANK", "0") == "0":
             log.warning(

@@ -13,8 +13,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 CORE_MAY_IMPORT = {
-    "__future__", "ast", "attrs", "base64", "bisect", "collections", "contextlib", "core", "decimal", "fractions", "functools",
-    "hashlib", "heapq", "itertools", "json",
+    "__future__", "ast", "attrs", "base64", "bisect", "collections", "contextlib", "core", "decimal",
+    "fractions", "functools", "hashlib", "heapq", "itertools", "json",
     "math", "numbers", "numpy", "re", "scipy", "types", "typing",
 }  # fmt: skip
 """Pure arithmetic and values; of scipy, its linear programming alone; of ast, texts of literals."""
