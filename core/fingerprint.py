@@ -70,6 +70,7 @@ def configured_inputs(template: TemplateConfig, custom: CustomConfig, *, packing
     return {
         "custom.object_field_order": custom.object_field_order,
         "custom.use_summary": custom.use_summary,
+        "custom.columns": json.dumps(dict(custom.columns), sort_keys=True) if custom.columns else None,
         "template.system": template.system,
         "template.max_pixels": template.max_pixels,
         "template.truncation_strategy": cut,

@@ -36,6 +36,10 @@ class Records(Protocol):
     def num_with_media_tags(self) -> int:
         """How many records say `<video>` or `<audio>`."""
 
+    @property
+    def firsts(self) -> Sequence[int]:
+        """The first record of each file, ascending; no file is empty."""
+
     def where(self, index: int, /) -> Place:
         """Return where the record stands."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,12 @@ from adapters.samples.image_headers import read_size
 from adapters.samples.template import open_template
 from core.config import CustomConfig, ModelConfig, TemplateConfig
 from core.errors import ContractError, RecordError
-from core.samples import Measurement, Table, from_row, to_messages
+from core.samples import Image, Measurement, Table, from_row, shaped, to_messages
 
 IGNORED_LABEL = -100
+
+_TRIED = 1000
+"""Records of a file, from its first, that may be none before its shape is said to be unknown."""
 
 
 @attrs.frozen
@@ -30,6 +34,9 @@ class SampleSpec:
     custom: CustomConfig
     paths: tuple[str, ...]
     packing_length: int
+
+    cache: Path | None = None
+    """Where copies of packed data files are kept."""
 
 
 class SwiftEncoder:
@@ -45,7 +52,9 @@ class SwiftEncoder:
             template: To share with a trainer; built from the spec if None.
         """
         self.spec = spec
-        self.records = open_records(spec.paths, max_line_bytes=spec.custom.max_line_bytes)
+        self.records = open_records(spec.paths, max_line_bytes=spec.custom.max_line_bytes, cache=spec.cache)
+        self._first_shapes: dict[int, tuple[int, str]] = {}
+        """Number of a file -> its first record of known shape, and the shape."""
         self.template = template or open_template(spec.model, spec.template, packing_length=spec.packing_length)
 
     def __len__(self) -> int:
@@ -100,30 +109,70 @@ class SwiftEncoder:
                 self.image_size(index, image, decode=True)
             raise
 
-    def read(self, index: int) -> tuple[dict[str, Any], list[str]]:
-        """Return sample *index* as messages, and the paths of its images."""
+    def read(self, index: int) -> tuple[dict[str, Any], list[Image]]:
+        """Return sample *index* as messages, and its images: paths, or the bytes of files."""
+        record = self.records[index]
+        self._refuse_mixed(index, record)
         try:
             sample = to_messages(
-                self.records[index],
+                record,
                 object_field_order=self.spec.custom.object_field_order,
                 use_summary=self.spec.custom.use_summary,
                 max_messages=self.spec.custom.max_messages,
+                columns=self.spec.custom.columns,
             )
         except ValueError as error:
             raise self.fault(index, f"the record {error}") from None
-        images = [str(Path(self.records.folder(index), image)) for image in sample.get("images", ())]
+        folder = self.records.folder(index)
+        images = [image if isinstance(image, bytes) else str(Path(folder, image)) for image in sample.get("images", ())]
         if images and not self.sees_images:
             raise self.fault(index, "the record has images, but the model reads text only")
         return sample, images
 
-    def image_size(self, index: int, image: str, *, decode: bool = False) -> tuple[int, int]:
+    def shapes(self) -> list[tuple[str, str]]:
+        """Return the name of each data file, and the shape of its records; RecordError if mixed."""
+        return [(self.records.where(first).file, self._first_shape(first)[1]) for first in self.records.firsts]
+
+    def _first_shape(self, index: int) -> tuple[int, str]:
+        """Return the first record of known shape of the file of record *index*, and the shape."""
+        number = bisect.bisect_right(self.records.firsts, index) - 1
+        if number not in self._first_shapes:
+            first = self.records.firsts[number]
+            after = [*self.records.firsts, len(self.records)][number + 1]
+            self._first_shapes[number] = (first, "unknown")
+            for place in range(first, min(after, first + _TRIED)):
+                try:
+                    shape = shaped(self.records[place], self.spec.custom.columns).shape
+                except (ValueError, RecordError):
+                    continue
+                self._first_shapes[number] = (place, shape)
+                break
+        return self._first_shapes[number]
+
+    def _refuse_mixed(self, index: int, record: object) -> None:
+        """Refuse a record of another shape than those before it in its file."""
+        first, expected = self._first_shape(index)
+        if index == first or expected == "unknown":
+            return
+        try:
+            shape = shaped(record, self.spec.custom.columns).shape
+        except ValueError:
+            return  # which `to_messages` says
+        if shape != expected:
+            reason = (
+                f"the record is of the shape {shape}, but {self.records.where(first)} is of the shape {expected}: a "
+                "file has records of one shape; put the others into a file of their own"
+            )
+            raise self.fault(index, reason)
+
+    def image_size(self, index: int, image: Image, *, decode: bool = False) -> tuple[int, int]:
         """
         Return width and height of an image of sample *index*.
 
         Args:
             index: Position of the sample.
 
-            image: Path of the image.
+            image: Path of the image, or what its file would hold.
 
             decode: Read its pixels too, to find damage behind the header.
 
@@ -140,6 +189,9 @@ class SwiftEncoder:
         Encode what `read` gave of sample *index*, or what stands in for it; RecordError if the
         template cannot.
         """
+        if images := sample.get("images"):
+            held = [{"bytes": image, "path": None} if isinstance(image, bytes) else image for image in images]
+            sample = {**sample, "images": held}
         try:
             return dict(self.template.encode(sample, return_length=True))
         except Exception as error:

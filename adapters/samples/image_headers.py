@@ -14,6 +14,7 @@ import math
 import stat
 import warnings
 from functools import cached_property
+from io import BytesIO
 from pathlib import Path
 
 from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
@@ -23,13 +24,9 @@ from PIL import Image
 from qwen_vl_utils.vision_process import smart_resize
 from swift.template import Template
 
-from core.samples import ImageFacts
-
-HEAD_BYTES = 65_536
-"""
-Bytes of an image file that are digested: its header, and enough of its content to tell it from
-another.
-"""
+from core.errors import counted
+from core.samples import HEAD_BYTES, ImageFacts
+from core.samples import Image as Held
 
 PROVEN = frozenset({"qwen2_5_vl", "qwen3_vl"})
 """Templates whose lengths this gives; the audit compares them with full encodes all the same."""
@@ -72,27 +69,28 @@ class ImageArithmetic:
         return int(rows // self.patch_size) * int(columns // self.patch_size)
 
 
-def read_size(path: str, *, decode: bool = False) -> tuple[int, int]:
+def read_size(image: Held, *, decode: bool = False) -> tuple[int, int]:
     """
     Return the width and height that an image's header gives, in pixels.
 
     Args:
-        path: Of the file.
+        image: Path of the file, or what it would hold.
 
         decode: Read the pixels too, to find damage behind the header.
 
     Raises:
         ValueError: The image cannot be used, and why.
     """
+    path = image if isinstance(image, str) else f"of {counted(len(image), 'byte')} in the record"
     try:
         # A pipe would wait for a writer that never comes.
-        if stat.S_ISREG(Path(path).stat().st_mode):
+        if isinstance(image, bytes) or stat.S_ISREG(Path(image).stat().st_mode):
             with warnings.catch_warnings():
                 warnings.simplefilter("error", Image.DecompressionBombWarning)
-                with Image.open(path) as image:
+                with Image.open(BytesIO(image) if isinstance(image, bytes) else image) as opened:
                     if decode:
-                        image.load()
-                    return image.size
+                        opened.load()
+                    return opened.size
         reason = f"the image {path} is a folder, a pipe or a device: name an image file"
     except FileNotFoundError:
         reason = f"the image {path} does not exist: relative paths start at the folder of the data file"
@@ -105,19 +103,23 @@ def read_size(path: str, *, decode: bool = False) -> tuple[int, int]:
     raise ValueError(reason)
 
 
-def image_facts(path: str, *, decode: bool = False) -> ImageFacts:
+def image_facts(image: Held, *, decode: bool = False) -> ImageFacts:
     """
-    Return what tells an image file from another.
+    Return what tells an image from another.
 
     Args:
-        path: Of the file.
+        image: Path of the file, or what it would hold.
 
         decode: Read the pixels too, to find damage behind the header.
 
     Raises:
         ValueError: The image cannot be used, and why.
     """
-    width, height = read_size(path, decode=decode)
-    with Path(path).open("rb") as file:
-        digest = hashlib.sha256(file.read(HEAD_BYTES)).digest()
-    return ImageFacts(Path(path).stat().st_size, width, height, int.from_bytes(digest[:8], "little", signed=True))
+    width, height = read_size(image, decode=decode)
+    if isinstance(image, bytes):
+        head, size = image[:HEAD_BYTES], len(image)
+    else:
+        with Path(image).open("rb") as file:
+            head, size = file.read(HEAD_BYTES), Path(image).stat().st_size
+    digest = hashlib.sha256(head).digest()
+    return ImageFacts(size, width, height, int.from_bytes(digest[:8], "little", signed=True))

@@ -53,7 +53,7 @@ _PROCESSING_VARIABLES = (
 )
 """Environment variables that ms-swift and qwen_vl_utils read while encoding text and images."""
 
-MEASURING = 1
+MEASURING = 2
 """
 Version of this project's own part in a length: records to messages, headers to patches. A change
 that moves one raises it.

@@ -15,7 +15,7 @@ from app.training.schedule import batch_of, forced_batches
 from app.wiring.functions import named_function
 from app.wiring.gather import gather
 from app.wiring.mixes import open_mix
-from app.wiring.stores import records_of
+from app.wiring.stores import records_cache, records_of
 from app.wiring.training import build_stream_trainer, open_arguments, require_isolation
 from core.config import RunConfig
 from core.errors import DataSetError, counted
@@ -93,7 +93,7 @@ def _order(config: RunConfig) -> tuple[Order, tuple[str, ...]]:
     if custom.fusion_config is None:
         total = len(records_of(config, "train"))
         return (lambda epoch: shuffled(total, seed=(seed, epoch))), custom.train_jsonl
-    mix, records = open_mix(custom.fusion_config)
+    mix, records = open_mix(custom.fusion_config, cache=records_cache(config))
     sizes = [len(one) for one in records]
     firsts = np.cumsum([0, *sizes])
 

@@ -20,13 +20,22 @@ from core.stream import Mix, Schedule, mix_faults, schedule, share_faults
 log = logging.getLogger(__name__)
 
 
-def open_mix(path: str, overrides: Sequence[str] = ()) -> tuple[Mix, list[Records]]:
+def open_mix(path: str, overrides: Sequence[str] = (), *, cache: Path) -> tuple[Mix, list[Records]]:
     """
-    Read a mix, some of its keys overridden, and its sources; ConfigError with all that is wrong
-    with them.
+    Read a mix, and its sources.
+
+    Args:
+        path: The mix, a YAML.
+
+        overrides: Values for single keys of the mix, as `samples_per_epoch=100`.
+
+        cache: Where copies of packed sources are kept.
+
+    Raises:
+        ConfigError: All that is wrong with them.
     """
     mix = load_mix(path, overrides)
-    records = [open_records((source.jsonl,)) for source in mix.sources]
+    records = [open_records((source.jsonl,), cache=cache) for source in mix.sources]
     sizes = [len(one) for one in records]
     faults = list(mix_faults(mix, sizes)) or list(share_faults(mix, sizes))
     if faults:
@@ -53,7 +62,7 @@ def materialise(path: str, output: Path, *, overrides: Sequence[str] = (), seed:
         PackplanError: Something is wrong with the mix or its records, or the file cannot be
         written.
     """
-    mix, records = open_mix(path, overrides)
+    mix, records = open_mix(path, overrides, cache=output.parent / "records")
     if output.is_dir() or any(output.resolve() == Path(source.jsonl).resolve() for source in mix.sources):
         reason = "is a folder" if output.is_dir() else "is one of the sources, which would be lost"
         raise ConfigError.of("--output", f"{output} {reason}: name another file")

@@ -215,7 +215,13 @@ def records_of(config: RunConfig, split: str) -> Records:
     Open the data files of a split, to count its records or say where they stand; DataSetError if
     one cannot be read.
     """
-    return open_records(config.custom.train_jsonl if split == "train" else config.custom.val_jsonl)
+    paths = config.custom.train_jsonl if split == "train" else config.custom.val_jsonl
+    return open_records(paths, cache=records_cache(config))
+
+
+def records_cache(config: RunConfig) -> Path:
+    """Return where a run keeps copies of data files that cannot be read in any order."""
+    return Path(config.custom.records_cache or Path(config.training.output_dir) / "records")
 
 
 def open_policy_folder(config: RunConfig) -> PolicyFolder:

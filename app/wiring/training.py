@@ -47,6 +47,7 @@ from app.wiring.stores import (
     needs_verdict,
     open_verdicts,
     read_config,
+    records_cache,
     refuse_leaks,
     stored_verdict,
     verdict_key,
@@ -199,8 +200,13 @@ def open_samples(config: RunConfig, *, train_paths: tuple[str, ...] | None = Non
     for split, files in paths.items():
         if not files:
             continue
-        spec = SampleSpec(config.model, config.template, config.custom, files, config.packing_length)
+        spec = SampleSpec(
+            config.model, config.template, config.custom, files, config.packing_length, records_cache(config)
+        )
         opened[split] = SwiftEncoder(spec, template=template)
+        if os.environ.get("RANK", "0") == "0":
+            for file, shape in opened[split].shapes():
+                log.info("%s: %s has records of the shape %s", split, file, shape)
         with_tags = opened[split].records.num_with_media_tags
         if with_tags and os.environ.get("RANK", "0") == "0":
             log.warning(

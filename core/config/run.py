@@ -18,7 +18,7 @@ from core.config.rl import GrpoConfig, PolicyConfig
 from core.equality import BACKENDS
 from core.errors import Fault
 from core.packers import ALGORITHMS
-from core.samples import MAX_MESSAGES
+from core.samples import MAX_MESSAGES, READ
 
 PathText: TypeAlias = Annotated[str, "path"]
 """Path of a file or folder, in which `~` and `${NAME}` are replaced when the YAML is read."""
@@ -102,8 +102,9 @@ class CustomConfig:
 
     train_jsonl: tuple[PathText, ...] = ()
     """
-    Data files, one record a line; relative image paths start at the folder of their file. Needed,
-    unless `fusion_config` names the data.
+    Data files, or patterns of their names (`data/*.parquet`): JSON Lines, JSON arrays, CSV, either
+    of them packed (.gz, .zst), Parquet, folders of `datasets.save_to_disk`. Relative image paths
+    start at the folder of their file. Needed, unless `fusion_config` names the data.
     """
 
     val_jsonl: tuple[PathText, ...] = ()
@@ -132,6 +133,18 @@ class CustomConfig:
 
     max_messages: int = MAX_MESSAGES
     """Messages of a record; more are refused."""
+
+    columns: Mapping[str, str] = attrs.field(factory=dict)
+    """
+    Names of the data's keys -> the names that they have in docs/records.md, as `{q: query, a:
+    response}`.
+    """
+
+    records_cache: PathText | None = None
+    """
+    Folder of copies of Parquet and packed files, which are written once so that records can be read
+    in any order; unset, `records` in `training.output_dir`.
+    """
 
     rollout_reward: str | None = None
     """Scores the model's own answers, the best of which the rollout variant trains: one of
@@ -359,6 +372,7 @@ REFUSED_TRAINING_KEYS = MappingProxyType(
 def faults(config: RunConfig) -> Iterator[Fault]:
     """Yield everything wrong with a configuration that its types cannot say."""
     yield from _number_faults(config)
+    yield from _column_faults(config.custom)
     yield from _mode_faults(config)
     if not (config.template.max_length or config.global_max_length or config.model.max_model_len):
         yield Fault("template.max_length", "is not set, and it is the budget of a pack: set it to a number of tokens")
@@ -418,6 +432,12 @@ def _share_faults(training: TrainingConfig) -> Iterator[Fault]:
             yield Fault(f"training.{name}", f"is {share}, but has to be from 0 to 1")
     if not 0 <= training.lora_dropout < 1:
         yield Fault("training.lora_dropout", f"is {training.lora_dropout}, but has to be from 0 to below 1")
+
+
+def _column_faults(custom: CustomConfig) -> Iterator[Fault]:
+    for name, known in custom.columns.items():
+        if known not in READ:
+            yield Fault(f"custom.columns.{name}", f"is {known}, but has to be one of {', '.join(sorted(READ))}")
 
 
 def _mode_faults(config: RunConfig) -> Iterator[Fault]:

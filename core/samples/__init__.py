@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from core.samples.identity import DIGEST_BYTES, HEAD_BYTES, digest_of, inline_image, unreadable_digest
+from core.samples.images import Image
 from core.samples.measurement import (
     COLUMNS,
     IMAGE_COLUMNS,
@@ -18,25 +20,36 @@ from core.samples.measurement import (
     to_tables,
 )
 from core.samples.place import Place
-from core.samples.records import MAX_MESSAGES, REFUSED, SUPPORTED, to_messages
+from core.samples.records import MAX_MESSAGES, REFUSED, SUPPORTED, shaped, to_messages
+from core.samples.shapes import IMAGE_KEYS, READ, Shaped
 
 __all__ = [
     "COLUMNS",
+    "DIGEST_BYTES",
+    "HEAD_BYTES",
     "IMAGE_COLUMNS",
+    "IMAGE_KEYS",
     "MAX_MESSAGES",
+    "READ",
     "REFUSED",
     "SUPPORTED",
+    "Image",
     "ImageFacts",
     "ImageTable",
     "Measured",
     "Measurement",
     "Outcome",
     "Place",
+    "Shaped",
     "Table",
     "column",
+    "digest_of",
     "from_row",
     "from_tables",
+    "inline_image",
+    "shaped",
     "to_messages",
     "to_row",
     "to_tables",
+    "unreadable_digest",
 ]

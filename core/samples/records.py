@@ -1,21 +1,20 @@
 """
 Records -> chat messages, by pure rules.
 
-A record is either one of ms-swift's (`messages`, `images`, …) or a dense caption (`images`,
-`objects` with a `desc` and a `bbox_2d` or `poly`, `width`, `height`, optionally `summary`), which
-is turned into messages here.
+A record has one of the shapes of `core.samples.shapes`, or is a dense caption (`images`, `objects`
+with a `desc` and a `bbox_2d` or `poly`, `width`, `height`, optionally `summary`), which is turned
+into messages here.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from typing import Any, Literal, NoReturn
 
 from core.errors import counted
-
-IMAGE_TAG = "<image>"
+from core.samples.images import to_images
+from core.samples.shapes import IMAGE_TAG, READ, Shaped, is_empty, to_shape
 
 MAX_MESSAGES = 4096
 """Messages of a record, unless `custom.max_messages` says otherwise."""
@@ -26,13 +25,12 @@ SUMMARY_PROMPT = "Summarise the image in one sentence."
 
 FieldOrder = Literal["desc_first", "geometry_first"]
 
-SUPPORTED = ("messages", "images", "objects", "channel", "system")
-"""Columns of ms-swift's that a record may have; dense captions have some of their own."""
+SUPPORTED = tuple(sorted(READ))
+"""Columns that a record may have."""
 
 _NO_MEDIA = "Packplan trains on text and images: leave such records out"
 _NO_PAIRS = "pairs and contrasts are no packing task: leave them out"
 _NO_TASK = "ms-swift reads it for another task than training on answers: remove it, or give it another name"
-_AS_MESSAGES = "write it into 'messages', each an object with a role and a content, or remove it"
 _AS_CONTENT = "write it into the 'content' of the answer, between the tags that the model thinks in, or remove it"
 
 REFUSED = {
@@ -50,13 +48,10 @@ REFUSED = {
         ("label", "questions", "kinds", "options", "target_probs", "state", "question_ids", "criteria"), _NO_TASK
     ),
     **dict.fromkeys(("omnijev_column_keys", "extra_kwargs", "mm_processor_kwargs", "add_eos"), _NO_TASK),
-    **dict.fromkeys(("query", "response", "history", "conversation", "conversations"), _AS_MESSAGES),
     **dict.fromkeys(("reasoning_content", "reasoning", "thinking", "thinking_content"), _AS_CONTENT),
     **dict.fromkeys(("tools", "functions"), "write the tools into the system message"),
     "loss_scale": "an answer is trained, or is not with 'loss': false in its message: remove it",
     "chat_template_kwargs": "a template is set for all records, in the section 'template': remove it",
-    "image": "call it 'images' and write a list",
-    "system_prompt": "call it 'system'",
 }
 """
 Keys of a record -> what to do about them: what ms-swift, or another program that reads such data,
@@ -84,17 +79,6 @@ _REFUSED_IN_MESSAGES = {
 
 _OTHERWISE = "write what it says into 'content', or remove it"
 
-_SCHEME = re.compile(r"(?P<name>[A-Za-z][A-Za-z0-9+.-]+)://")
-
-_BASE64_IMAGE = re.compile(r"(?:/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk[0-3])[A-Za-z0-9+/_\s-]{60,}={0,2}\Z")
-"""
-A JPEG, PNG, GIF, WebP or BMP in base64, by the bytes that it starts with; a path has a dot before
-its extension.
-"""
-
-_LONGEST_PATH = 4096
-"""Characters of a path that Linux opens."""
-
 _GEOMETRY = {"bbox_2d": 4, "poly": 6}
 """Kind of geometry -> fewest coordinates."""
 
@@ -105,9 +89,11 @@ def to_messages(
     object_field_order: FieldOrder = "desc_first",
     use_summary: bool = False,
     max_messages: int = MAX_MESSAGES,
+    columns: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """
-    Return *record* as ms-swift reads it: `messages`, and `images` and `channel` where it has them.
+    Return *record* as ms-swift reads it: `messages`, and `images` and `channel` where it has them;
+    an image is a path, or the bytes of its file.
 
     Args:
         record: One JSON value of a data file.
@@ -118,6 +104,8 @@ def to_messages(
 
         max_messages: A record of more messages is refused.
 
+        columns: Names of the record's keys -> the names that they have here.
+
     Raises:
         ValueError: What is wrong with the record, in words for its author.
 
@@ -126,16 +114,13 @@ def to_messages(
     >>> to_messages(record)["messages"][1]["content"]
     '[{"desc": "red dot", "bbox_2d": [1, 2, 3, 4]}]'
     """
-    if not isinstance(record, Mapping):
-        _fail("is not a JSON object: write {…} with 'messages' or 'objects'")
+    record = shaped(record, columns).record
     _refuse_keys(record)
-    images = _images(record)
+    images = to_images(record.get("images"))
     if "messages" in record:
         messages = _messages(record["messages"], max_messages)
-    elif "objects" in record:
-        messages = _dense(record, len(images), object_field_order, use_summary=use_summary)
     else:
-        _fail("has neither 'messages' nor 'objects', so there is nothing to learn from it")
+        messages = _dense(record, len(images), object_field_order, use_summary=use_summary)
     if (system := record.get("system")) is not None and not isinstance(system, str):
         _fail(f"has the 'system' {system!r}, but it has to be a text")
     if system:
@@ -143,6 +128,9 @@ def to_messages(
             _fail("has 'system' and a system message: keep one")
         messages = [{"role": "system", "content": system}, *messages]
     tags = sum(message["content"].count(IMAGE_TAG) for message in messages)
+    if images and not tags:
+        tags = len(images)
+        messages = _with_tags(messages, tags)
     if tags != len(images):
         _fail(
             f"has {counted(tags, f'{IMAGE_TAG} tag')} but {counted(len(images), 'image')}: write one tag for each image"
@@ -154,13 +142,27 @@ def to_messages(
     }
 
 
+def shaped(record: object, columns: Mapping[str, str] | None = None) -> Shaped:
+    """Return a record in the one shape that is read here; ValueError if it has no known shape."""
+    if not isinstance(record, Mapping):
+        _fail("is not a JSON object: write {…} with 'messages', or another shape of docs/records.md")
+    return to_shape(record, columns=columns)
+
+
 def _fail(reason: str) -> NoReturn:
     raise ValueError(reason)
 
 
-def _is_empty(value: object) -> bool:
-    """Return whether a key holds nothing, as exports write what a record does not have."""
-    return value is None or (isinstance(value, (str, list, Mapping)) and not value)
+def _with_tags(messages: list[dict[str, Any]], number: int) -> list[dict[str, Any]]:
+    """Return messages that say nowhere where their images are: before what the user says first."""
+    for place, message in enumerate(messages):
+        if message["role"] == "user":
+            return [
+                *messages[:place],
+                {**message, "content": IMAGE_TAG * number + message["content"]},
+                *messages[place + 1 :],
+            ]
+    _fail(f"has {counted(number, 'image')}, but no {IMAGE_TAG} tag and no user who could show them: write the tags")
 
 
 def _refuse_keys(record: Mapping[str, Any]) -> None:
@@ -170,46 +172,20 @@ def _refuse_keys(record: Mapping[str, Any]) -> None:
     """
     for name, value in record.items():
         plain = name.lower()
-        if _is_empty(value):
+        if is_empty(value):
             continue
         if plain in REFUSED:
             _fail(f"has {name!r}: {REFUSED[plain]}")
-        if plain in SUPPORTED and plain != name:
-            _fail(f"has {name!r}: call it {plain!r}")
-    if "messages" in record and not _is_empty(record.get("objects")):
+    if "messages" in record and not is_empty(record.get("objects")):
         _fail(
             "has 'messages' and 'objects', which would be ignored: write into the messages what they say, or remove one"
         )
 
 
-def _images(record: Mapping[str, Any]) -> list[str]:
-    images = record.get("images") or []
-    if isinstance(images, str):
-        images = [images]
-    if not isinstance(images, list) or not all(isinstance(image, str) and image for image in images):
-        _fail("has 'images' that are not a list of paths")
-    for image in images:
-        if remedy := _why_no_path(image):
-            _fail(f"has the image {image[:60]!r}: {remedy}")
-    return list(images)
-
-
-def _why_no_path(image: str) -> str | None:
-    """Return what to do about an image that is no path of a file, or None if it is one."""
-    if image.startswith("data:") or _BASE64_IMAGE.match(image) or len(image) > _LONGEST_PATH:
-        return "the image itself is no path: write it to a file, and name that"
-    scheme = _SCHEME.match(image)
-    if scheme is None:
-        return None
-    if scheme["name"].lower() == "file":
-        return f"write the path alone, without {scheme[0]}"
-    return "only files are read, so that training needs no network: copy it to this machine, and name the file"
-
-
 def _refuse_keys_of_message(message: Mapping[str, Any]) -> None:
     """Refuse what a message has that would be ignored."""
     for name, held in message.items():
-        if name not in _KNOWN_IN_MESSAGES and not _is_empty(held):
+        if name not in _KNOWN_IN_MESSAGES and not is_empty(held):
             _fail(f"has a message with {name!r}, which would be ignored: {_REFUSED_IN_MESSAGES.get(name, _OTHERWISE)}")
     for name in ("loss", "loss_scale"):
         if message.get(name) not in (None, 0, 1):

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.samples import jsonl
-from adapters.samples.jsonl import JsonlRecords
+from adapters.samples import jsonl, spans
+from adapters.samples.files import open_records
 from core.errors import DataSetError, RecordError
 
 json_values = st.recursive(
@@ -30,7 +30,7 @@ def test_every_record_comes_back_from_its_line(tmp_path_factory, rows):
     text = "".join(f"{json.dumps(value)}{end}" for value, end in rows)
     path.write_bytes(text.encode())
 
-    records = pickle.loads(pickle.dumps(JsonlRecords((str(path),))))  # noqa: S301  # our own bytes
+    records = pickle.loads(pickle.dumps(open_records((str(path),))))  # noqa: S301  # our own bytes
 
     assert [value for value, _ in rows] == [records[index] for index in range(len(records))]
     lines = text.encode().split(b"\n")
@@ -43,19 +43,19 @@ def test_the_digest_of_the_first_records_knows_nothing_of_the_rest(tmp_path: Pat
         (tmp_path / folder).mkdir()
     path = tmp_path / "one" / "a.jsonl"
     path.write_text("1\n2")
-    records = JsonlRecords((str(path),))
+    records = open_records((str(path),))
     first, both = records.digest(1), records.digest(2)
     assert first == records.digest(1)
     assert first != both
 
     path.write_text("1\n2\n3\n")
-    assert both == JsonlRecords((str(path),)).digest(2)
+    assert both == open_records((str(path),)).digest(2)
     path.write_text("1\n4\n")
-    assert first == JsonlRecords((str(path),)).digest(1)
-    assert both != JsonlRecords((str(path),)).digest(2)
+    assert first == open_records((str(path),)).digest(1)
+    assert both != open_records((str(path),)).digest(2)
     other = tmp_path / "two" / "a.jsonl"
     other.write_text("1\n2\n")
-    assert both != JsonlRecords((str(other),)).digest(2)
+    assert both != open_records((str(other),)).digest(2)
 
 
 @given(st.data())
@@ -64,14 +64,14 @@ def test_the_digest_of_a_slice_knows_nothing_of_the_rest(tmp_path_factory, data)
     folder = tmp_path_factory.mktemp("slices")
     path = folder / "all.jsonl"
     path.write_text("".join(f"{number}\n" for number in range(9)))
-    records = JsonlRecords((str(path),))
+    records = open_records((str(path),))
 
     for _ in range(3):
         start = data.draw(st.integers(0, 8))
         count = data.draw(st.integers(1, 9 - start))
         alone = folder / f"{start}-{count}.jsonl"
         alone.write_text("".join(f"{number}\n" for number in range(start, start + count)))
-        assert JsonlRecords((str(alone),)).digest(count) == records.digest(count, start=start)
+        assert open_records((str(alone),)).digest(count) == records.digest(count, start=start)
 
 
 def test_several_files_are_one_data_set(tmp_path: Path):
@@ -80,7 +80,7 @@ def test_several_files_are_one_data_set(tmp_path: Path):
     (tmp_path / "a.jsonl").write_text("1\n2")
     (tmp_path / "sub" / "b.jsonl").write_text("\ufeff3\n", encoding="utf-8")
 
-    records = JsonlRecords((str(tmp_path / "a.jsonl"), str(tmp_path / "sub" / "b.jsonl")))
+    records = open_records((str(tmp_path / "a.jsonl"), str(tmp_path / "sub" / "b.jsonl")))
 
     assert [1, 2, 3] == [records[index] for index in range(3)]
     assert f"{tmp_path / 'sub' / 'b.jsonl'}, line 1" == str(records.where(2))
@@ -106,7 +106,7 @@ def test_a_malformed_line_is_named(tmp_path: Path, line, says):
     """Line 7, when line 7 is wrong, and only when it is read."""
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"{}\n" * 5 + b"\n" + line + b"\n{}\n")
-    records = JsonlRecords((str(path),))
+    records = open_records((str(path),))
 
     assert {} == records[4]
     with pytest.raises(RecordError, match=rf"a\.jsonl, line 7: .*{says}") as it:
@@ -118,7 +118,7 @@ def test_what_only_looks_like_half_a_character_is_none(tmp_path: Path):
     """A whole pair, and an escaped backslash."""
     (tmp_path / "a.jsonl").write_bytes(b'["\\ud83d\\ude00", "\\\\ud83d"]')
 
-    assert ["\U0001f600", "\\ud83d"] == JsonlRecords((str(tmp_path / "a.jsonl"),))[0]
+    assert ["\U0001f600", "\\ud83d"] == open_records((str(tmp_path / "a.jsonl"),))[0]
 
 
 @given(st.lists(st.sampled_from([1, 2, 7, 8, 9, 30]), min_size=1), st.integers(1, 10))
@@ -129,10 +129,11 @@ def test_lines_are_found_whatever_is_read_at_once(tmp_path_factory, sizes, chunk
     """
     path = tmp_path_factory.mktemp("chunks") / "a.jsonl"
     path.write_text("".join(f"  {'1' * size} \n\n" for size in sizes))
-    plain = JsonlRecords((str(path),))
+    plain = open_records((str(path),))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jsonl, "_CHUNK", chunk)
-        records = JsonlRecords((str(path),), max_line_bytes=12)
+        patch.setattr(jsonl, "CHUNK", chunk)
+        patch.setattr(spans, "CHUNK", chunk)
+        records = open_records((str(path),), max_line_bytes=12)
 
         assert plain.digest(len(plain)) == records.digest(len(records))
         for index, size in enumerate(sizes):
@@ -157,7 +158,7 @@ def test_a_long_line_is_never_in_memory_whole(tmp_path: Path):
 
     tracemalloc.start()
     try:
-        records = pickle.loads(pickle.dumps(JsonlRecords((str(path),), max_line_bytes=1000)))  # noqa: S301  # our own bytes
+        records = pickle.loads(pickle.dumps(open_records((str(path),), max_line_bytes=1000)))  # noqa: S301  # our own bytes
         records.digest(2)
         with pytest.raises(RecordError, match="line 1: the line has 64,000,010 bytes"):
             records[0]
@@ -173,21 +174,23 @@ def test_records_that_name_other_media_are_counted(tmp_path: Path):
     rows = ["<video> and <video>", "a video", "<audio>", "\\u003cvideo\\u003E", "<videos>", "<image>"]
     (tmp_path / "a.jsonl").write_text("".join(f'"{row}"\n' for row in rows))
 
-    assert 3 == JsonlRecords((str(tmp_path / "a.jsonl"),)).num_with_media_tags
+    assert 3 == open_records((str(tmp_path / "a.jsonl"),)).num_with_media_tags
 
 
 def test_a_pipe_is_no_data_file(tmp_path: Path):
     """It is refused, and not waited for; a folder too."""
     os.mkfifo(tmp_path / "pipe.jsonl")
     for path in (tmp_path / "pipe.jsonl", tmp_path):
-        with pytest.raises(DataSetError, match="is a folder, a pipe or a device: name a JSONL file"):
-            JsonlRecords((str(path),))
+        with pytest.raises(
+            DataSetError, match=r"is a (folder that datasets\.save_to_disk did not write|pipe or a device): name"
+        ):
+            open_records((str(path),))
 
 
 def test_files_that_hold_nothing_or_are_not_there(tmp_path: Path):
     """Both name the file."""
     (tmp_path / "empty.jsonl").write_text("\n  \n")
     with pytest.raises(DataSetError, match=r"empty\.jsonl holds no record"):
-        JsonlRecords((str(tmp_path / "empty.jsonl"),))
+        open_records((str(tmp_path / "empty.jsonl"),))
     with pytest.raises(DataSetError, match=r"gone\.jsonl cannot be read"):
-        JsonlRecords((str(tmp_path / "gone.jsonl"),))
+        open_records((str(tmp_path / "gone.jsonl"),))

@@ -64,7 +64,7 @@ def outcome(write_run, tmp_path, capfd, monkeypatch):
     ("record", "says"),
     [
         ('{"messages": [', "no valid JSON"),
-        ({"id": 3}, "neither 'messages' nor 'objects'"),
+        ({"id": 3}, "is of no known shape"),
         ({"messages": [QUESTION]}, "assistant"),
         ({**SEEN, "images": []}, "1 <image> tag but 0 images"),
         ({**GOOD, "images": ["a.png"]}, "0 <image> tags but 1 image:"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from core.samples import REFUSED, SUPPORTED
 
 OWN = {
-    "add_eos", "query", "response", "history", "reasoning_content", "reasoning", "thinking", "thinking_content",
+    "add_eos", "reasoning_content", "reasoning", "thinking", "thinking_content",
     "functions",
     "loss_scale",
 }  # fmt: skip
@@ -25,14 +25,14 @@ def test_every_column_of_ms_swift_is_supported_or_refused():
     """
     from dataclasses import fields
 
-    from swift.dataset.preprocessor.core import MessagesPreprocessor, RowPreprocessor
+    from swift.dataset.preprocessor.core import MessagesPreprocessor, ResponsePreprocessor, RowPreprocessor
     from swift.template.template_inputs import StdTemplateInputs
 
     from adapters import torchvision_shim  # noqa: F401  # before swift
 
-    columns = {*RowPreprocessor.standard_keys, *MessagesPreprocessor().columns}
+    columns = {*RowPreprocessor.standard_keys, *MessagesPreprocessor().columns, *ResponsePreprocessor().columns}
     columns |= {field.name for field in fields(StdTemplateInputs)}
 
-    assert columns == {*SUPPORTED, *REFUSED} - OWN
+    assert columns == {*SUPPORTED, *REFUSED} - OWN - {"history", "summary"}
     assert not {*SUPPORTED} & {*REFUSED}
     assert OWN <= {*REFUSED}

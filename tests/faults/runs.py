@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from adapters.lifeline import end_with_parent
-from adapters.samples.jsonl import JsonlRecords
+from adapters.samples.files import open_records
 from adapters.stores.lengths import DiskLengthStore
 from adapters.stores.lock import FolderLock
 from adapters.stores.plans import DiskPlanStore
@@ -35,7 +35,7 @@ class FileSource(ListSource):
     """Lengths that a JSONL file holds."""
 
     def __init__(self, path: Path, *, before_each: Callable[[int], None] = lambda _: None) -> None:
-        self.records = JsonlRecords((str(path),))
+        self.records = open_records((str(path),))
         super().__init__([self.records[index] for index in range(len(self.records))], name="file")
         self._before_each = before_each
 

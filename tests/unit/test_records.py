@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 
 import pytest
@@ -80,11 +81,11 @@ def test_polygons_and_text_alone():
     ("record", "reason"),
     [
         ([1], "is not a JSON object"),
-        ({}, "neither 'messages' nor 'objects'"),
+        ({}, "is of no known shape: messages lacks 'messages'; .* or name them in custom.columns"),
         ({"messages": []}, "no message"),
-        ({"messages": "hi"}, "no message"),
+        ({"messages": "hi"}, "a text that is neither JSON nor Python"),
         ({"messages": [{"role": "user"}]}, "text 'content'"),
-        ({"messages": [{"role": "bot", "content": "x"}]}, "role 'bot'"),
+        ({"messages": [{"role": "narrator", "content": "x"}]}, "role 'narrator'"),
         ({"messages": [QUESTION]}, "assistant"),
         (
             {"messages": [QUESTION, {**ANSWER, "reasoning_content": "because"}]},
@@ -93,11 +94,15 @@ def test_polygons_and_text_alone():
         ({"messages": [QUESTION, {**ANSWER, "tool_calls": [{}]}]}, "'tool_calls', which would be ignored"),
         ({"messages": [QUESTION, *[ANSWER] * 4096]}, "has 4,097 messages, but may have 4,096: .* custom.max_messages"),
         ({"messages": [QUESTION, {"role": "assistant", "content": " "}]}, "assistant"),
-        ({"messages": [QUESTION, ANSWER], "images": ["a.png"]}, "0 <image> tags but 1 image:"),
+        ({"messages": [ANSWER], "images": ["a.png"]}, "1 image, but no <image> tag and no user who could show them"),
+        (
+            {"messages": [{**QUESTION, "content": "<image>"}, ANSWER], "images": ["a", "b"]},
+            "1 <image> tag but 2 images",
+        ),
         ({"messages": [{"role": "user", "content": "<image>"}, ANSWER]}, "1 <image> tag but 0 images"),
         ({"messages": [QUESTION, ANSWER], "videos": ["a.mp4"]}, "'videos'"),
         ({"messages": [QUESTION, ANSWER], "audios": ["a.wav"]}, "'audios'"),
-        ({"messages": [QUESTION, ANSWER], "image": "a.png"}, "call it 'images'"),
+        ({"messages": [QUESTION, ANSWER], "image": "a.png", "images": ["b.png"]}, "'images' and 'image', which mean"),
         ({"messages": [QUESTION, ANSWER], "rejected_response": "no"}, "pairs"),
         ({"messages": [{"role": "system", "content": "a"}, ANSWER], "system": "b"}, "keep one"),
         (dense(images="https://example.org/a.png"), "only files"),
@@ -134,11 +139,23 @@ def test_a_key_that_would_be_ignored_is_refused_whatever_it_holds(key, written, 
         assert to_messages({"messages": [QUESTION, ANSWER], written(key): empty})
 
 
-@pytest.mark.parametrize("key", [key for key in SUPPORTED if key != "messages"])
-def test_a_supported_key_in_capitals_is_no_other_column(key):
-    """ms-swift would take it; the remedy is its name."""
-    with pytest.raises(ValueError, match=f"has '{key.title()}': call it '{key}'"):
-        to_messages({"messages": [QUESTION, ANSWER], key.title(): "x"})
+@pytest.mark.parametrize("key", [key for key in SUPPORTED if key not in {"messages", "conversation", "conversations"}])
+def test_a_supported_key_in_capitals_is_the_same_column(key):
+    """As ms-swift takes it; twice, it is refused, whichever comes first."""
+    record = {"messages": [QUESTION, ANSWER], key: "x"}
+    written = {"messages": [QUESTION, ANSWER], key.title(): "x"}
+
+    assert outcome(record) == outcome(written)
+    for both in ({**record, key.upper(): "y"}, {key.upper(): "y", **record}):
+        with pytest.raises(ValueError, match=f"has '{key}' twice, once as"):
+            to_messages(both)
+
+
+def outcome(record):
+    try:
+        return to_messages(record)
+    except ValueError as error:
+        return str(error)
 
 
 @pytest.mark.parametrize("objects", [[BOX], {"ref": ["dot"], "bbox": [[1, 2, 3, 4]]}])
@@ -187,25 +204,62 @@ def test_a_message_has_the_keys_that_are_read_and_notes(key):
 @pytest.mark.parametrize(
     ("image", "remedy"),
     [
-        ("data:image/png;base64,iVBORw0KGgo=", "write it to a file, and name that"),
-        ("/9j/4AAQSkZJRgABAQ" + "A" * 90, "write it to a file, and name that"),
-        (
-            "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg==",
-            "write it to a file",
-        ),
-        ("Qk1" + "A" * 5000, "write it to a file"),
-        ("x" * 5000, "write it to a file"),
+        ("data:image/png;base64,iVBORw0KGgo=A", "has a data URI that is no base64"),
+        ("data:image/png,iVBORw0KGgo=", "a data URI has to begin with data:image/…;base64,"),
+        ("data:text/plain;base64,iVBORw0KGgo=", "a data URI has to begin with data:image/…;base64,"),
+        ("data:image/jpeg;base64,iVBORw0KGgo=", "says image/jpeg, but holds a png"),
+        ("/9j/4AAQSkZJRgABAQ" + "A" * 91, "has an image that is no base64"),
+        ({"bytes": "ä"}, "has 'bytes' that is no base64"),
+        ({"path": "https://example.org/a.png", "bytes": None}, "copy it to this machine"),
+        ({"url": "https://example.org/a.png"}, "copy it to this machine"),
+        ({"name": "a.png"}, "not a list of paths, or of images"),
+        ("x" * 5000, "neither a path nor an image in base64"),
         ("file:///data/a.png", "write the path alone, without file://"),
         ("s3://bucket/a.png", "copy it to this machine"),
         ("https://example.org/a.png", "copy it to this machine"),
     ],
 )
-def test_an_image_that_is_no_path_is_refused_with_what_to_do(image, remedy):
+def test_an_image_that_is_none_is_refused_with_what_to_do(image, remedy):
     """As exports of other programs have them; a path of letters alone is one."""
     with pytest.raises(ValueError, match=remedy):
         to_messages(dense(images=[image]))
     for path in ("a.png", "C://a.png", "/9j/a.jpg", "iVBORw0KGgo", "a/" * 2000 + "a"):
         assert [path] == to_messages(dense(images=[path]))["images"]
+
+
+PNG = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
+)
+CODED = base64.b64encode(PNG).decode()
+
+
+@pytest.mark.parametrize(
+    "images",
+    [
+        CODED,
+        [CODED],
+        [f"{CODED[:76]}\n{CODED[76:]}\n"],
+        f"data:image/png;base64,{CODED}",
+        {"bytes": CODED},
+        [{"bytes": PNG, "path": "a.jpg"}],
+        [PNG],
+    ],
+)
+@pytest.mark.parametrize("key", ["images", "image"])
+def test_an_image_in_a_record_is_what_its_file_would_hold(key, images):
+    """In every notation, by itself or in a list; and a path is a path."""
+    record = {"query": "what?", "response": "a dot", key: images}
+
+    assert [PNG] == to_messages(record)["images"]
+    assert ["a.png"] == to_messages({**record, key: {"path": "a.png", "bytes": None}})["images"]
+
+
+@pytest.mark.parametrize(("head", "kind"), [(b"\xff\xd8\xff", "jpg"), (b"RIFF....WEBP", "webp"), (b"GIF89a", "gif")])
+def test_a_data_uri_says_its_kind(head, kind):
+    """By any of its names; what is not known is left to who reads it."""
+    for held, said in ((head, kind), (b"\0\0", "heic")):
+        uri = f"data:image/{said};base64,{base64.b64encode(held).decode()}"
+        assert [held] == to_messages(dense(images=[uri]))["images"]
 
 
 def test_what_a_message_holds_empty_is_no_concern():

@@ -1,0 +1,208 @@
+"""Rows of Arrow files, mapped into memory: of `datasets.save_to_disk`, or rewritten ones."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from adapters.samples.spans import Named, has_media_tag
+from core.errors import DataSetError, RecordError, counted
+from core.samples import DIGEST_BYTES, Place, digest_of, unreadable_digest
+
+MAX_UNPACKED = 2**26
+"""Bytes that opening Arrow files may take in memory: mapped ones take none."""
+
+_STATE, _SPLITS = "state.json", "dataset_dict.json"
+
+_WORDS = re.compile(rb"<(?:video|audio)>")
+
+
+def is_arrow_folder(path: Path) -> bool:
+    """
+    Return whether `datasets.save_to_disk` wrote a folder; DataSetError if it has several splits.
+    """
+    if (path / _SPLITS).is_file():
+        splits = ", ".join(sorted(entry.name for entry in path.iterdir() if (entry / _STATE).is_file()))
+        message = f"{path} holds several splits: name one of its folders, {splits}"
+        raise DataSetError(message)
+    return (path / _STATE).is_file()
+
+
+def parts_of_folder(path: Path) -> list[Path]:
+    """Return the Arrow files of a folder of `datasets.save_to_disk`, in their order."""
+    try:
+        names = [entry["filename"] for entry in json.loads((path / _STATE).read_text(encoding="utf-8"))["_data_files"]]
+        parts = [path / name for name in names]
+    except (OSError, ValueError, KeyError, TypeError):
+        message = f"{path / _STATE} is none that datasets.save_to_disk wrote: save the data set again"
+        raise DataSetError(message) from None
+    if any(part.parent != path for part in parts):
+        message = f"{path / _STATE} names files outside of its folder: save the data set again"
+        raise DataSetError(message)
+    return parts
+
+
+class ArrowFile:
+    """Rows of Arrow files that follow each other; they are counted from 1."""
+
+    unit = "row"
+
+    def __init__(
+        self, parts: list[Path], *, named: Named, max_bytes: int | None = None, digests: Path | None = None
+    ) -> None:
+        """
+        Map the files.
+
+        Args:
+            parts: The files.
+
+            named: How they are spoken of.
+
+            max_bytes: A row with a text longer than that is refused; None reads all.
+
+            digests: Digest of each row, one after the other, if they are known.
+
+        Raises:
+            DataSetError: A file is damaged, or compressed.
+        """
+        self.parts, self.named, self.max_bytes, self._digest_file = parts, named, max_bytes, digests
+        self._open()
+
+    def _open(self) -> None:
+        import pyarrow as pa
+
+        self._batches: list[Any] = []
+        self.num_with_media_tags = 0
+        before = pa.total_allocated_bytes()
+        for part in self.parts:
+            try:
+                batches = _batches_of(part)
+                for batch in batches:
+                    batch.validate()
+                    self.num_with_media_tags += _num_with_tags(batch)
+            except (OSError, ValueError, pa.ArrowException) as error:
+                message = f"{self.named.name}: {part.name} is damaged, or no Arrow file ({_short(error)})"
+                raise DataSetError(message) from None
+            self._batches += batches
+            if pa.total_allocated_bytes() - before > MAX_UNPACKED:
+                message = f"{self.named.name}: {part.name} is compressed, which has to be unpacked: save it as Parquet"
+                raise DataSetError(message)
+        self._ends = np.cumsum([0, *(batch.num_rows for batch in self._batches)])
+        self._sound = np.zeros(len(self._batches), dtype=bool)
+        """Batches whose offsets and texts were found to be sound, before a row of them was read."""
+        self._digests = None
+        if self._digest_file is not None and len(self):
+            self._digests = np.memmap(self._digest_file, dtype=np.uint8, mode="r", shape=(len(self), DIGEST_BYTES))
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = ("parts", "named", "max_bytes", "_digest_file")
+        return {name: self.__dict__[name] for name in kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open()
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, row: int) -> Any:
+        """
+        Return a row as a JSON value, without the columns that hold nothing; RecordError if damaged.
+        """
+        value = self._read(row)
+        if self.max_bytes is not None and (size := _text_size(value)) > self.max_bytes:
+            reason = (
+                f"the row has {counted(size, 'byte')} of text, but may have {self.max_bytes:,}: shorten it, or raise "
+                "custom.max_line_bytes"
+            )
+            raise RecordError(str(self.where(row)), reason)
+        return value
+
+    def _read(self, row: int) -> Any:
+        import pyarrow as pa
+
+        number = int(np.searchsorted(self._ends, row, side="right")) - 1
+        batch = self._batches[number]
+        try:
+            if not self._sound[number]:
+                batch.validate(full=True)
+                self._sound[number] = True
+            return _without_nulls(batch.slice(row - int(self._ends[number]), 1).to_pylist()[0])
+        except (pa.ArrowException, UnicodeDecodeError, ValueError, OverflowError) as error:
+            raise RecordError(str(self.where(row)), f"is damaged: {_short(error)}") from None
+
+    def where(self, row: int) -> Place:
+        """Return where a row stands."""
+        return Place(self.named.name, row + 1, self.unit)
+
+    def digests(self, start: int, stop: int) -> Iterator[bytes]:
+        """Yield the digest of each row from *start* to before *stop*."""
+        for row in range(start, stop):
+            yield self._digests[row].tobytes() if self._digests is not None else self._digest(row)
+
+    def _digest(self, row: int) -> bytes:
+        try:
+            return digest_of(self._read(row))
+        except RecordError as error:
+            return unreadable_digest([error.reason.encode()])
+
+
+def _batches_of(part: Path) -> list[Any]:
+    import pyarrow as pa
+
+    held = pa.memory_map(str(part))
+    if held.read(6) == b"ARROW1":
+        file = pa.ipc.open_file(held)
+        return [file.get_batch(number) for number in range(file.num_record_batches)]
+    held.seek(0)
+    return list(pa.ipc.open_stream(held))
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(held) for key, held in value.items() if held is not None}
+    if isinstance(value, list):
+        return [_without_nulls(held) for held in value]
+    return value
+
+
+def _text_size(value: Any) -> int:
+    """Return the bytes of a value's texts, about as its JSON would have."""
+    if isinstance(value, str):
+        return len(value.encode("utf-8", "surrogatepass")) + 2
+    if isinstance(value, dict):
+        return sum(len(key) + 4 + _text_size(held) for key, held in value.items())
+    if isinstance(value, list):
+        return sum(_text_size(held) + 1 for held in value)
+    return 0 if isinstance(value, bytes) else len(str(value))
+
+
+def _num_with_tags(batch: Any) -> int:
+    """Return how many rows of a batch say <video> or <audio>; none is made before its text does."""
+    if not any(_WORDS.search(text) for column in batch.columns for text in _texts(column)):
+        return 0
+    rows = (json.dumps(row, ensure_ascii=False, default=str) for row in batch.to_pylist())
+    return sum(has_media_tag(row.encode("utf-8", "surrogatepass")) for row in rows)
+
+
+def _texts(column: Any) -> Iterator[Any]:
+    """Yield the bytes of the texts of a column; images are not looked at."""
+    import pyarrow as pa
+
+    kind = column.type
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        yield from (buffer for buffer in column.buffers()[2:] if buffer)
+    elif pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        yield from _texts(column.values)
+    elif pa.types.is_struct(kind):
+        for number in range(kind.num_fields):
+            yield from _texts(column.field(number))
+
+
+def _short(error: Exception) -> str:
+    return str(error).split("\n")[0][:200]

@@ -1,0 +1,102 @@
+"""A table of text: a record a row, named by the header; nothing is taken for a number."""
+
+from __future__ import annotations
+
+import mmap
+import re
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from adapters.progress import BRIEF_S, progress
+from adapters.samples.spans import SpanFile, as_spans, has_media_tag
+from core.errors import DataSetError, RecordError, counted
+
+_BOM = b"\xef\xbb\xbf"
+
+_QUOTED = re.compile(r'"((?:[^"]++|"")*+)"(.*)', re.DOTALL)
+
+LONGEST_HEADER = 2**20
+
+
+class CsvFile(SpanFile):
+    """Records of one CSV file; rows are counted from 1, the header is none."""
+
+    unit = "row"
+
+    comma = b","
+
+    def _scan(self) -> tuple[NDArray[np.int64], int]:
+        """Return the spans of the rows; DataSetError if one does not end."""
+        comma = self.comma
+        plain = rb"[^" + comma + rb"\r\n]*+"
+        field = rb'(?:"(?:[^"]++|"")*+"' + plain + rb'|(?!")' + plain + rb")"
+        self._field = re.compile(field, re.DOTALL)
+        row = re.compile(field + rb"(?:" + comma + field + rb")*+(?:\r\n|\n|\r|\Z)", re.DOTALL)
+        held, rows, num_with_tags = self.mapped(), list[tuple[int, int, int]](), 0
+        place, self.columns = len(_BOM) if held[: len(_BOM)] == _BOM else 0, list[str]()
+        bar = progress(total=len(held), desc=f"reading {self.path.name}", unit=" bytes", leave=False, delay=BRIEF_S)
+        with bar:
+            while place < len(held):
+                found = row.match(held, place)
+                if found is None:
+                    message = f"{self.named.name}, row {len(rows) + 1}: a quote opens a text that does not end"
+                    raise DataSetError(message)
+                start, place = place, found.end()
+                bar.update(place - start)
+                if place - start <= 2 and not held[start:place].strip():
+                    continue
+                if not self.columns:
+                    self.columns = self._header(held[start : min(place, start + LONGEST_HEADER)].rstrip(b"\r\n"))
+                    continue
+                rows.append((start, place, len(rows) + 1))
+                num_with_tags += has_media_tag(held[start:place])
+        return as_spans(rows), num_with_tags
+
+    def _header(self, text: bytes) -> list[str]:
+        try:
+            columns = [name.strip() for name in self._fields(text)]
+        except UnicodeDecodeError:
+            message = f"{self.named.name} is not UTF-8 text: save it as UTF-8"
+            raise DataSetError(message) from None
+        if twice := next((name for name in columns if name and columns.count(name) > 1), None):
+            message = f"{self.named.name} names the column {twice!r} twice in its header: rename one"
+            raise DataSetError(message)
+        return columns
+
+    def _fields(self, text: bytes) -> list[str]:
+        """Return the texts of a row, without the quotes around them."""
+        fields, place = list[str](), 0
+        while True:
+            found = self._field.match(text, place)
+            assert found is not None  # noqa: S101  # the scan found the whole row
+            fields.append(_unquoted(found[0].decode()))
+            place = found.end() + 1
+            if place > len(text):
+                return fields
+
+    def _value(self, text: bytes, place: str) -> Any:
+        try:
+            fields = self._fields(text)
+        except UnicodeDecodeError:
+            raise RecordError(place, "is not UTF-8 text") from None
+        if len(fields) != len(self.columns):
+            reason = f"has {counted(len(fields), 'field')}, but the header names {len(self.columns)}"
+            raise RecordError(place, f"{reason}: put quotes around a text that has commas")
+        return {name: field for name, field in zip(self.columns, fields, strict=True) if field}
+
+    def _bounds(self, held: mmap.mmap, start: int, end: int) -> tuple[int, int]:
+        """Return where a row begins and ends: a blank may be a field."""
+        return start, end - len(held[max(start, end - 2) : end]) + len(held[max(start, end - 2) : end].rstrip(b"\r\n"))
+
+
+class TsvFile(CsvFile):
+    """Records of one file whose fields tabs separate."""
+
+    comma = b"\t"
+
+
+def _unquoted(field: str) -> str:
+    quoted = _QUOTED.fullmatch(field)
+    return field if quoted is None else quoted[1].replace('""', '"') + quoted[2]

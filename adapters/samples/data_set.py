@@ -1,0 +1,127 @@
+"""Data files of any formats, one behind the other, as one data set."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from adapters.progress import BRIEF_S, progress
+from adapters.samples.spans import Named
+from core.samples import Place
+
+_NOTHING = hashlib.sha256()
+
+
+class RecordFile(Protocol):
+    """Records of one file, whatever its format."""
+
+    named: Named
+    num_with_media_tags: int
+
+    def __len__(self) -> int:
+        """Return the number of records."""
+
+    def __getitem__(self, row: int, /) -> Any:
+        """Return a record's JSON value; RecordError naming its place if there is none."""
+
+    def where(self, row: int, /) -> Place:
+        """Return where a record stands."""
+
+    def digests(self, start: int, stop: int, /) -> Iterator[bytes]:
+        """Yield the digest of each record from *start* to before *stop*."""
+
+
+class FileRecords:
+    """A `core.ports.Records` over data files, in order."""
+
+    def __init__(self, files: Sequence[RecordFile]) -> None:
+        self._files = list(files)
+        self._ends = np.cumsum([len(file) for file in files])
+        self.num_with_media_tags = sum(file.num_with_media_tags for file in files)
+        self._digest, self._digested = _NOTHING.copy(), range(0)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    @property
+    def firsts(self) -> list[int]:
+        """The first record of each file."""
+        return [0, *self._ends[:-1].tolist()]
+
+    def __getitem__(self, index: int) -> Any:
+        """Return the JSON value of record *index*; RecordError naming file and line."""
+        file, row = self._find(index)
+        return file[row]
+
+    def where(self, index: int) -> Place:
+        """Return the file of record *index*, and its line or row there."""
+        file, row = self._find(index)
+        return file.where(row)
+
+    def folder(self, index: int) -> str:
+        """Return the folder that relative media of record *index* start at."""
+        return self._find(index)[0].named.folder
+
+    def digest(self, count: int, *, start: int = 0) -> str:
+        """
+        Return the SHA-256 of *count* records from *start* on: their content, and the folders that
+        their media start at.
+
+        Other rows leave it as it is, and so does another format with the same records. Asked for
+        rising counts, it reads each record once.
+        """
+        if start != self._digested.start or start + count < self._digested.stop:
+            self._digest, self._digested = _NOTHING.copy(), range(start, start)
+        bar = progress(
+            total=start + count - self._digested.stop,
+            desc="hashing the data", unit=" records", leave=False, delay=BRIEF_S,
+        )  # fmt: skip
+        with bar:
+            while (index := self._digested.stop) < start + count:
+                stop = min(start + count, self._hash_file(index, start, start + count))
+                bar.update(stop - index)
+                self._digested = range(start, stop)
+        return self._digest.hexdigest()
+
+    def _hash_file(self, index: int, start: int, stop: int) -> int:
+        """
+        Add some records of the file of record *index* to the digest, and return the first that is
+        not in it.
+
+        Args:
+            index: The first of them.
+
+            start: First record of all that are digested.
+
+            stop: The one behind the last of all.
+        """
+        file, row = self._find(index)
+        folder = file.named.folder
+        if index == start or self.folder(index - 1) != folder:
+            self._digest.update(f"{Path(folder).resolve()}\n".encode())
+        count = min(len(file) - row, stop - index, _AT_ONCE)
+        for digest in file.digests(row, row + count):
+            self._digest.update(digest)
+        return index + count
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_files": self._files, "_ends": self._ends, "num_with_media_tags": self.num_with_media_tags}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _digest=_NOTHING.copy(), _digested=range(0))
+
+    def _find(self, index: int) -> tuple[RecordFile, int]:
+        """Return the file of a record, and its row there."""
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        if not 0 <= index < len(self):
+            message = f"record {index} of {len(self)}"
+            raise IndexError(message)
+        return self._files[number], index - (int(self._ends[number - 1]) if number else 0)
+
+
+_AT_ONCE = 1000
+"""Records that are hashed between two lines of progress."""

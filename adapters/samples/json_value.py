@@ -1,0 +1,78 @@
+"""The JSON text of a record -> its value, with everything refused that would be read otherwise."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from typing import Any
+
+from core.errors import RecordError
+
+
+def read_value(text: bytes, place: str) -> Any:
+    """Return the JSON value of a record's text; RecordError naming its *place* if there is none."""
+    try:
+        value = json.loads(
+            text.decode("utf-8-sig"),
+            parse_constant=_no_constant,
+            parse_int=_whole_number,
+            parse_float=_number,
+            object_pairs_hook=_unique,
+        )
+        if b"\\ud" in text or b"\\uD" in text:
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = ascii(error.object[error.start]).strip("'")
+        reason = f"has {half} without its other half, which is no character: write the whole pair, or remove it"
+        raise RecordError(place, reason) from None
+    except UnicodeDecodeError:
+        raise RecordError(place, "is not UTF-8 text") from None
+    except _UnreadableNumberError as error:
+        raise RecordError(place, str(error)) from None
+    except ValueError as error:
+        raise RecordError(place, f"is no valid JSON: {error}") from None
+    except RecursionError:
+        raise RecordError(place, "is no usable JSON: it is nested too deeply") from None
+    return value
+
+
+class _UnreadableNumberError(Exception):
+    """A number that is JSON, and that no program reads as it is written."""
+
+
+def _whole_number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        message = (
+            f"has a number of {len(text.removeprefix('-')):,} digits, which cannot be read: write it as text, in quotes"
+        )
+        raise _UnreadableNumberError(message) from None
+
+
+def _number(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        message = f"has the number {text[:40]}, which is too large to be read: write it as text, in quotes"
+        raise _UnreadableNumberError(message)
+    return number
+
+
+def _no_constant(name: str) -> None:
+    message = f"{name} is no JSON number"
+    raise ValueError(message)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """
+    Return an object's keys and values; ValueError if a key is there twice, of which JSON would keep
+    the last.
+    """
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        # In one pass: counting each name would take hours in a long line.
+        twice = next(name for name, times in Counter(name for name, _ in pairs).items() if times > 1)
+        message = f"the key {twice!r} is written twice in one object"
+        raise ValueError(message)
+    return found

@@ -1,0 +1,284 @@
+"""
+What cannot be read in any order, and so is rewritten once: compressed text, and Parquet.
+
+The copy stands in a folder named by the content of its file, beside other copies, and is published
+by a rename: a reader sees the whole of it or none. A file that was read whole once is known again
+by its size, times and inode, as version control does, so that a start need not read it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import hashlib
+import logging
+import os
+import shutil
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from filelock import FileLock, Timeout
+
+from adapters import files
+from adapters.progress import BRIEF_S, progress
+from core.errors import CorruptArtefactError, DataSetError, counted
+from core.samples import digest_of
+
+log = logging.getLogger(__name__)
+
+VERSION = 1
+"""Version of the copies; a change of what they hold raises it."""
+
+TEXT, ROWS, DIGESTS = "text", "rows.arrow", "digests.bin"
+
+GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+"""What archives begin with."""
+
+_SOURCE = "packplan.source/1"
+
+_LEAST_LIMIT, _MOST_RATIO = 2**30, 200
+"""A copy may always have so many bytes; beyond, so many times those of its file."""
+
+_FEED = 1024
+"""Compressed bytes that are unpacked at once: zstd may make 32 MB of them."""
+
+_CHUNK = 2**20
+
+_MOST_BATCH, _MOST_ROWS = 2**29, 1000
+"""Bytes and rows of a batch of Parquet."""
+
+_AIM = 2**23
+
+_SETTLED_NS = 2 * 10**9
+"""A file that changed within this before it was read might change again without being seen to."""
+
+
+def copy_of(path: Path, cache: Path | None, write: Callable[[Path, Path], None]) -> Path:
+    """
+    Return the folder of a file's copy, made if there is none.
+
+    Args:
+        path: The file.
+
+        cache: Where copies are kept; None refuses to make one.
+
+        write: Writes the copy of a file into a folder.
+
+    Raises:
+        DataSetError: The file is damaged, or may not be rewritten.
+
+        OutputError: There is no room for the copy.
+    """
+    if cache is None:
+        message = f"{path} cannot be read in any order as it is: unpack or convert it to JSON Lines first"
+        raise DataSetError(message)
+    with files.writing(cache):
+        cache.mkdir(parents=True, exist_ok=True)
+    with _held(cache / f"{_key(path)}.lock", path):
+        folder = cache / f"{_content(path, cache)[:32]}-{VERSION}"
+        if not folder.is_dir():
+            _publish(path, folder, write)
+    return folder
+
+
+def _publish(path: Path, folder: Path, write: Callable[[Path, Path], None]) -> None:
+    """Write a copy under another name and rename it; a killed writer's is written over."""
+    started = folder.with_name(f".{folder.name}.tmp")
+    log.info("%s is rewritten once, to be read in any order: %s", path, folder)
+    with files.writing(folder):
+        shutil.rmtree(started, ignore_errors=True)
+        started.mkdir()
+        try:
+            write(path, started)
+            for part in started.iterdir():
+                with part.open("rb") as file:
+                    os.fsync(file.fileno())
+            files.sync_folder(started)
+            started.rename(folder)
+        except BaseException:
+            shutil.rmtree(started, ignore_errors=True)
+            raise
+        files.sync_folder(folder.parent)
+
+
+@contextlib.contextmanager
+def _held(path: Path, source: Path) -> Iterator[None]:
+    """Let one process rewrite a file; the others wait for its copy."""
+    lock = FileLock(path)
+    with progress(desc=f"waiting for a copy of {source.name}", bar_format="{desc} [{elapsed}]", leave=False) as bar:
+        while True:
+            with files.writing(path):
+                try:
+                    lock.acquire(timeout=0.5)
+                    break
+                except Timeout:
+                    bar.update()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _key(path: Path) -> str:
+    return hashlib.sha256(str(path.resolve()).encode("utf-8", "surrogateescape")).hexdigest()[:32]
+
+
+def _content(path: Path, cache: Path) -> str:
+    """Return the SHA-256 of a file, read where it is not known by how it stands on disk."""
+    known = cache / f"{_key(path)}.json"
+    standing = _standing(path)
+    with contextlib.suppress(CorruptArtefactError):
+        manifest = files.read_manifest(known, _SOURCE)
+        if manifest is not None and manifest["standing"] == standing:
+            return str(manifest["sha256"])
+    started = time.time_ns()
+    digest = hashlib.sha256()
+    bar = progress(total=standing["size"], desc=f"reading {path.name}", unit=" bytes", leave=False, delay=BRIEF_S)
+    with path.open("rb") as file, bar:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+            bar.update(len(chunk))
+    if standing != _standing(path):
+        message = f"{path} changed while it was read: start again when it is complete"
+        raise DataSetError(message)
+    if started - max(standing["mtime_ns"], standing["ctime_ns"]) > _SETTLED_NS:
+        manifest = {"schema": _SOURCE, "path": str(path), "standing": standing, "sha256": digest.hexdigest()}
+        files.write_manifest(known, manifest)
+    return digest.hexdigest()
+
+
+def _standing(path: Path) -> dict[str, int]:
+    """Return how a file stands on disk: any write, rename or change of its times changes this."""
+    stat = path.stat()
+    return {
+        "size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "ctime_ns": stat.st_ctime_ns, "inode": stat.st_ino,
+    }  # fmt: skip
+
+
+class _Bound:
+    """Bytes that a copy may have, so that an archive that is an attack ends soon."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._size = path, path.stat().st_size
+        self._most = max(_LEAST_LIMIT, _MOST_RATIO * self._size)
+        self._written = 0
+
+    def add(self, number: int) -> None:
+        """Count bytes; DataSetError if they are too many."""
+        self._written += number
+        if self._written > self._most:
+            message = (
+                f"{self._path} has {counted(self._size, 'byte')} but unpacks to more than {self._most:,}, which may be "
+                "an attack: unpack it yourself, and name what comes out"
+            )
+            raise DataSetError(message)
+
+
+def unpack(path: Path, folder: Path) -> None:
+    """Write the text of a .gz or .zst into a folder; DataSetError if it is damaged."""
+    bound = _Bound(path)
+    with path.open("rb") as file:
+        unpacked = _gzip_parts if file.read(len(GZIP)) == GZIP else _zstd_parts
+    bar = progress(desc=f"unpacking {path.name}", unit=" bytes", delay=BRIEF_S, leave=False)
+    with (folder / TEXT).open("wb") as target, bar:
+        try:
+            for part in unpacked(path):
+                bound.add(len(part))
+                target.write(part)
+                bar.update(len(part))
+        except _DamagedError as error:
+            target.flush()
+            message = f"{path}, line {_lines(folder / TEXT):,}: the archive {error}: get the whole file again"
+            raise DataSetError(message) from None
+
+
+class _DamagedError(Exception):
+    """An archive ends before its end, or is not what its check sums say."""
+
+
+def _lines(path: Path) -> int:
+    """Return the number of the line that a text ends in."""
+    with path.open("rb") as file:
+        return 1 + sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(_CHUNK), b""))
+
+
+def _gzip_parts(path: Path) -> Iterator[bytes]:
+    try:
+        with gzip.open(path) as file:
+            while part := file.read(_CHUNK):
+                yield part
+    except EOFError:
+        raise _DamagedError("ends here, before its end") from None
+    except (gzip.BadGzipFile, zlib.error) as error:
+        raise _DamagedError(f"is damaged here ({error})") from None
+
+
+def _zstd_parts(path: Path) -> Iterator[bytes]:
+    import zstandard
+
+    frame: Any = None
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(_FEED):
+                while chunk:
+                    if frame is None:
+                        frame = zstandard.ZstdDecompressor(max_window_size=2**27).decompressobj()
+                    yield frame.decompress(chunk)
+                    chunk = frame.unused_data if frame.eof else b""
+                    frame = None if frame.eof else frame
+    except zstandard.ZstdError as error:
+        raise _DamagedError(f"is damaged here ({error})") from None
+    if frame is not None:
+        raise _DamagedError("ends here, before its end")
+
+
+def rewrite_parquet(path: Path, folder: Path) -> None:
+    """Write a Parquet file's rows as Arrow, and their digests; DataSetError if it is damaged."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    bound, done = _Bound(path), 0
+    try:
+        source = pq.ParquetFile(path, memory_map=True)
+        total = source.metadata.num_rows
+        bound.add(32 * total)
+        size = sum(source.metadata.row_group(number).total_byte_size for number in range(source.num_row_groups))
+        rows = max(1, min(_MOST_ROWS, _AIM * total // max(size, 1)))
+        bar = progress(total=total, desc=f"rewriting {path.name}", unit=" rows", delay=BRIEF_S, leave=False)
+        with pa.OSFile(str(folder / ROWS), "wb") as sink, (folder / DIGESTS).open("wb") as digests, bar:
+            schema = _plain(source.schema_arrow)
+            with pa.ipc.new_stream(sink, schema) as writer:
+                for batch in source.iter_batches(batch_size=rows, use_threads=False):
+                    if batch.nbytes > _MOST_BATCH:
+                        message = (
+                            f"{path}, row {done + 1}: {counted(batch.num_rows, 'row')} take {batch.nbytes:,} bytes"
+                        )
+                        raise DataSetError(f"{message}, which may be an attack: split them")
+                    bound.add(batch.nbytes)
+                    batch.validate(full=True)
+                    writer.write_batch(batch.cast(schema))
+                    _write_digests(batch, digests)
+                    done += batch.num_rows
+                    bar.update(batch.num_rows)
+    except (pa.ArrowException, UnicodeDecodeError, OSError) as error:
+        if getattr(error, "errno", None):  # the disk's, not the file's
+            raise
+        message = f"{path}, row {done + 1}: the file is damaged, or no Parquet ({str(error).splitlines()[0][:200]})"
+        raise DataSetError(message) from None
+
+
+def _plain(schema: Any) -> Any:
+    """Return a schema whose texts stand by themselves, instead of as numbers of a dictionary."""
+    import pyarrow as pa
+
+    columns = (
+        column.with_type(column.type.value_type) if pa.types.is_dictionary(column.type) else column for column in schema
+    )
+    return pa.schema(columns)
+
+
+def _write_digests(batch: Any, file: BinaryIO) -> None:
+    file.writelines(digest_of(batch.slice(row, 1).to_pylist()[0]) for row in range(batch.num_rows))

@@ -1,0 +1,153 @@
+"""Files of text whose records stand at known bytes: mapped into memory, parsed when asked for."""
+
+from __future__ import annotations
+
+import mmap
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from adapters.samples.json_value import read_value
+from core.errors import DataSetError, RecordError, counted
+from core.samples import Place, digest_of, unreadable_digest
+
+CHUNK = 2**20
+"""Bytes of a long record that are in memory at once."""
+
+LONGEST_PARSED = 2**25
+"""Bytes of a record beyond which its digest is that of its text: it is never parsed for it."""
+
+_MEDIA_TAG = re.compile(rb"(?:<|\\u003[cC])(?:video|audio)(?:>|\\u003[eE])")
+"""`<video>` or `<audio>`, as JSON may write it."""
+
+
+@attrs.frozen
+class Named:
+    """How a file is spoken of: under the name that the user gave it, wherever its text is."""
+
+    name: str
+
+    folder: str
+    """Where relative media of its records start."""
+
+    @classmethod
+    def of(cls, path: Path) -> Named:
+        """Return how a file is spoken of that is read where it is."""
+        return cls(str(path), str(path.parent))
+
+
+class SpanFile:
+    """
+    Records of one file by their bytes; a format says where they are, and what their text means.
+
+    Attributes:
+        spans: First byte, end, and number in *unit*, of each record; shape (num_records, 3).
+        num_with_media_tags: Records that say <video> or <audio>.
+    """
+
+    unit = "line"
+
+    def __init__(self, path: Path, *, named: Named | None = None, max_bytes: int | None = None) -> None:
+        """
+        Find every record's place, in one pass.
+
+        Args:
+            path: Where the text is.
+
+            named: How the file is spoken of; None by its own path.
+
+            max_bytes: A longer record is refused when it is asked for, and never read; None reads
+            all.
+
+        Raises:
+            DataSetError: The file cannot be read as what it is.
+        """
+        self.path, self.named, self.max_bytes = path, named or Named.of(path), max_bytes
+        self._map: mmap.mmap | None = None
+        try:
+            spans, self.num_with_media_tags = self._scan()
+        except OSError as error:
+            message = f"{self.named.name} cannot be read ({error.strerror}): name an existing data file"
+            raise DataSetError(message) from None
+        self.spans: NDArray[np.int64] = spans
+
+    def _scan(self) -> tuple[NDArray[np.int64], int]:
+        """Return the spans, and how many records say <video> or <audio>."""
+        raise NotImplementedError
+
+    def _value(self, text: bytes, place: str) -> Any:
+        """Return the JSON value of a record's text; RecordError if there is none."""
+        return read_value(text, place)
+
+    def __len__(self) -> int:
+        return len(self.spans)
+
+    def __getitem__(self, row: int) -> Any:
+        """Return the JSON value of a record; RecordError naming file and place."""
+        place, size = str(self.where(row)), self._size(row)
+        if self.max_bytes is not None and size > self.max_bytes:
+            reason = (
+                f"the {self.unit} has {counted(size, 'byte')}, but may have {self.max_bytes:,}: shorten it, or raise "
+                "custom.max_line_bytes"
+            )
+            raise RecordError(place, reason)
+        return self._value(b"".join(self._text(row)), place)
+
+    def where(self, row: int) -> Place:
+        """Return where a record stands."""
+        return Place(self.named.name, int(self.spans[row, 2]), self.unit)
+
+    def digests(self, start: int, stop: int) -> Iterator[bytes]:
+        """Yield the digest of each record from *start* to before *stop*."""
+        for row in range(start, stop):
+            if self._size(row) > LONGEST_PARSED:
+                yield unreadable_digest(self._text(row))
+                continue
+            text = b"".join(self._text(row))
+            try:
+                yield digest_of(self._value(text, ""))
+            except RecordError:
+                yield unreadable_digest([text])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_map": None}
+
+    def _size(self, row: int) -> int:
+        return int(self.spans[row, 1] - self.spans[row, 0])
+
+    def mapped(self) -> mmap.mmap:
+        """Return the file's bytes."""
+        if self._map is None:
+            with self.path.open("rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return self._map
+
+    def _text(self, row: int) -> Iterator[bytes]:
+        """Yield a record's bytes in parts, without what is around it."""
+        held = self.mapped()
+        start, end = self._bounds(held, *self.spans[row, :2].tolist())
+        for place in range(start, end, CHUNK):
+            yield held[place : min(place + CHUNK, end)]
+
+    def _bounds(self, held: mmap.mmap, start: int, end: int) -> tuple[int, int]:
+        """Return where a record's text begins and ends: without the blanks around it."""
+        while held[start : start + 1].isspace():
+            start += 1
+        while held[end - 1 : end].isspace():
+            end -= 1
+        return start, end
+
+
+def has_media_tag(text: bytes) -> bool:
+    """Return whether a part of a record says <video> or <audio>."""
+    return (b"video" in text or b"audio" in text) and _MEDIA_TAG.search(text) is not None
+
+
+def as_spans(rows: list[tuple[int, int, int]]) -> NDArray[np.int64]:
+    """Return the spans of records as an array."""
+    return np.array(rows, dtype=np.int64).reshape(-1, 3)

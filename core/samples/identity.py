@@ -1,0 +1,94 @@
+"""
+What a record is, whatever file it stands in: a digest of its content.
+
+Two records are the same if their JSON values are, whatever the order of their keys, the blanks
+between them and the format of their file; a key that holds `null` is as one that is not there, for
+that is how columns write what a record lacks. An image inside a record counts by its size and its
+head, as image files do.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+HEAD_BYTES = 65_536
+"""
+Bytes of an image that are digested: its header, and enough of its content to tell it from another.
+"""
+
+DIGEST_BYTES = 32
+
+_DATA_URI = re.compile(r"data:[\w.+-]+/[\w.+-]+;base64,")
+
+_BASE64 = re.compile(r"(?:/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk[0-3])[A-Za-z0-9+/]{60,}={0,2}\Z")
+"""A JPEG, PNG, GIF, WebP or BMP in base64, by the bytes that it starts with."""
+
+_MAY_DIFFER = re.compile(r'null|"(?:data:|/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk[0-3])')
+"""What a record's text has to have, for its canonical form to be another than its plain one."""
+
+
+def digest_of(record: object) -> bytes:
+    """
+    Return the SHA-256 of a record's content.
+
+    >>> digest_of({"a": 1, "b": None}) == digest_of({"a": 1})
+    True
+    """
+    text = _encode(record)
+    if _MAY_DIFFER.search(text):
+        text = _encode(_canonical(record))
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+
+
+def unreadable_digest(texts: Iterable[bytes]) -> bytes:
+    """Return the SHA-256 of a record that cannot be read; *texts* are the parts of its bytes."""
+    digest = hashlib.sha256(b"unreadable\n")
+    for text in texts:
+        digest.update(text)
+    return digest.digest()
+
+
+def inline_image(text: str) -> str | None:
+    """
+    Return the base64 of an image that stands in a text itself, as a data URI or alone; None if the
+    text is something else.
+    """
+    if (prefix := _DATA_URI.match(text)) is not None:
+        return text[prefix.end() :]
+    return text if _BASE64.match(text) else None
+
+
+def _bytes_or_text(value: object) -> str:
+    """Return what stands for a value that JSON has no type for."""
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return _medium(len(value), bytes(value[:HEAD_BYTES]))
+    return f"{type(value).__name__} {value}"
+
+
+_encode = json.JSONEncoder(
+    sort_keys=True, separators=(",", ":"), ensure_ascii=False, check_circular=False, default=_bytes_or_text
+).encode
+
+
+def _medium(size: int, head: bytes) -> str:
+    return f"medium of {size} bytes {hashlib.sha256(head).hexdigest()}"
+
+
+def _canonical(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _canonical(held) for key, held in value.items() if held is not None}
+    if isinstance(value, (list, tuple)):
+        return [_canonical(held) for held in value]
+    if isinstance(value, str) and (coded := inline_image(value)) is not None:
+        # The head alone is decoded: four characters for three bytes.
+        try:
+            head = base64.b64decode(coded[: -(-HEAD_BYTES // 3) * 4], validate=True)[:HEAD_BYTES]
+        except ValueError:
+            return value
+        return _medium(len(coded) * 3 // 4 - coded[-2:].count("="), head)
+    return value

@@ -1,0 +1,106 @@
+"""The images of a record, in the notations that they have: a path, or the image itself."""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+Image = str | bytes
+"""Path of an image file, or what such a file would hold."""
+
+_DATA_URI = re.compile(r"data:(?P<type>[^;,]*)(?P<coded>;base64)?,")
+
+_BASE64 = re.compile(r"\s*(?:/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk[0-3])[A-Za-z0-9+/\s]{60,}={0,2}\s*\Z")
+"""
+A JPEG, PNG, GIF, WebP or BMP in base64, by the bytes that it starts with; a path has a dot before
+its extension.
+"""
+
+_SCHEME = re.compile(r"(?P<name>[A-Za-z][A-Za-z0-9+.-]+)://")
+
+_LONGEST_PATH = 4096
+"""Characters of a path that Linux opens."""
+
+_KINDS = {b"\xff\xd8\xff": "jpeg", b"\x89PNG\r\n\x1a\n": "png", b"GIF8": "gif", b"BM": "bmp"}
+"""What an image begins with -> its kind."""
+
+_CALLED = {"jpg": "jpeg", "pjpeg": "jpeg", "x-png": "png", "x-ms-bmp": "bmp", "x-bmp": "bmp"}
+
+
+def to_images(value: object) -> list[Image]:
+    """
+    Return the images of a record, each a path or the bytes of its file.
+
+    >>> to_images([{"path": "a.png"}, "b.png"])
+    ['a.png', 'b.png']
+
+    Raises:
+        ValueError: One is neither, or of another kind than it says.
+    """
+    if value is None or (isinstance(value, (str, bytes, list, Mapping)) and not value):
+        return []
+    listed = value if isinstance(value, list) else [value]
+    return [_to_image(image) for image in listed]
+
+
+def _fail(reason: str) -> NoReturn:
+    raise ValueError(reason)
+
+
+def _to_image(image: Any) -> Image:
+    if isinstance(image, Mapping):
+        if held := image.get("bytes"):
+            return held if isinstance(held, bytes) else _decoded(held, "'bytes'")
+        image = image.get("path") or image.get("url")
+    if isinstance(image, bytes) and image:
+        return image
+    if not isinstance(image, str) or not image:
+        _fail("has 'images' that are not a list of paths, or of images as data URIs, base64 or {path} or {bytes}")
+    if image.startswith("data:"):
+        return _of_uri(image)
+    if _BASE64.match(image):
+        return _decoded(image, "an image")
+    if remedy := _why_no_path(image):
+        _fail(f"has the image {image[:60]!r}: {remedy}")
+    return image
+
+
+def _of_uri(image: str) -> bytes:
+    """Return the image of a data URI; ValueError if it is none, or of another kind than it says."""
+    uri = _DATA_URI.match(image)
+    if uri is None or uri["coded"] is None or not uri["type"].lower().startswith("image/"):
+        _fail(f"has the image {image[:60]!r}: a data URI has to begin with data:image/…;base64,")
+    held = _decoded(image[uri.end() :], "a data URI")
+    said = uri["type"].lower().removeprefix("image/")
+    kind = _kind(held)
+    if kind is not None and _CALLED.get(said, said) != kind:
+        _fail(f"has a data URI that says image/{said}, but holds a {kind}: write image/{kind}")
+    return held
+
+
+def _decoded(text: object, where: str) -> bytes:
+    try:
+        return base64.b64decode("".join(str(text).split()), validate=True)
+    except ValueError:
+        _fail(f"has {where} that is no base64: write it again")
+
+
+def _kind(held: bytes) -> str | None:
+    """Return the kind of image that bytes begin as; None if it is not known."""
+    if held.startswith(b"RIFF") and held[8:12] == b"WEBP":
+        return "webp"
+    return next((kind for start, kind in _KINDS.items() if held.startswith(start)), None)
+
+
+def _why_no_path(image: str) -> str | None:
+    """Return what to do about an image that is no path of a file, or None if it is one."""
+    if len(image) > _LONGEST_PATH:
+        return "is neither a path nor an image in base64: write one of them"
+    scheme = _SCHEME.match(image)
+    if scheme is None:
+        return None
+    if scheme["name"].lower() == "file":
+        return f"write the path alone, without {scheme[0]}"
+    return "only files are read, so that training needs no network: copy it to this machine, and name the file"

@@ -1,0 +1,356 @@
+"""
+The shapes that records have out there -> the one that is read here, by pure rules.
+
+ms-swift reads messages in several notations, and takes columns of many names for a question and its
+answer; what it takes a record for, this takes it for too. Where it would leave something out, or
+choose between two columns, the record is refused, and says what to do.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+import attrs
+
+IMAGE_TAG = "<image>"
+
+MESSAGE_KEYS = ("messages", "conversations", "conversation")
+
+SYSTEM_KEYS = ("system", "system_prompt")
+
+IMAGE_KEYS = ("images", "image")
+
+QUERY_KEYS = ("query", "prompt", "input", "instruction", "question", "problem")
+
+RESPONSE_KEYS = (
+    "response", "answer", "output", "targets", "target", "answer_key", "answers", "solution", "text", "completion",
+    "content",
+)  # fmt: skip
+
+READ = frozenset(
+    {*MESSAGE_KEYS, *SYSTEM_KEYS, *IMAGE_KEYS, *QUERY_KEYS, *RESPONSE_KEYS, "history", "objects", "summary", "channel"}
+)
+"""Keys of a record that some shape reads, in small letters and in capitals."""
+
+_ANSWERED = (
+    "query", "response", "history", "instruction", "output", "prompt", "completion", "question", "answer",
+)  # fmt: skip
+"""Keys that say more than the objects beside them; the first three, than messages too."""
+
+_ROLES = {
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "bot": "assistant",
+    "system": "system",
+}
+"""What messages call a role -> what it is called here."""
+
+_SHAPES = {
+    "messages": ("messages",),
+    "conversations": ("conversations",),
+    "instruction, output": ("instruction", "output"),
+    "query, response": ("query", "response"),
+    "question, answer": ("question", "answer"),
+    "prompt, completion": ("prompt", "completion"),
+    "text": ("text",),
+    "dense captions": ("images", "objects"),
+}
+"""Shapes that a record may be near to -> what it would have to have."""
+
+
+@attrs.frozen
+class Shaped:
+    """A record as messages, and the shape that it had."""
+
+    shape: str
+
+    record: Mapping[str, Any]
+    """Its `messages`, `images`, `system`, `objects` and what else it has, under these names."""
+
+
+def to_shape(record: Mapping[str, Any], *, columns: Mapping[str, str] | None = None) -> Shaped:
+    """
+    Recognise the shape of a record, and return it as messages.
+
+    Args:
+        record: A JSON object of a data file.
+
+        columns: Names of its keys -> the names that they have here.
+
+    Raises:
+        ValueError: It has no known shape, or would lose something.
+
+    >>> to_shape({"question": "Why?", "answer": "So."}).shape
+    'question, answer'
+    """
+    record = _renamed(record, columns or {})
+    for names in (SYSTEM_KEYS, IMAGE_KEYS, MESSAGE_KEYS):
+        record = _under_one_name(record, names)
+    for known, others in (("messages", _ANSWERED[:3]), ("objects", _ANSWERED)):
+        if has(record, known) and (other := next((name for name in others if has(record, name)), None)):
+            _fail(f"has {known!r} and {other!r}, of which one would be ignored: remove one")
+    if has(record, "messages"):
+        return _of_messages(record)
+    if has(record, "objects"):
+        return Shaped("dense captions", {**record, "objects": _parsed(record["objects"], "objects")})
+    if any(has(record, name) for name in RESPONSE_KEYS):
+        return _of_columns(record)
+    for known, held in (("messages", "message"), ("objects", "object")):
+        if known in record:
+            _fail(f"has no {held} in {known!r}, so there is nothing to learn from it")
+    return _fail(f"is of no known shape: {_nearest(record)}")
+
+
+def is_empty(value: object) -> bool:
+    """Return whether a key holds nothing, as exports write what a record does not have."""
+    return value is None or (isinstance(value, (str, list, Mapping)) and not value)
+
+
+def has(record: Mapping[str, Any], name: str) -> bool:
+    """Return whether a record has something under a key."""
+    return not is_empty(record.get(name))
+
+
+def _fail(reason: str) -> NoReturn:
+    raise ValueError(reason)
+
+
+def _renamed(record: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
+    """Return a record whose keys have the names that the user gives them, in small letters."""
+    renamed: dict[str, Any] = {}
+    for name, held in record.items():
+        known = columns.get(name) or (name.lower() if name.lower() in READ else name)
+        if not has(renamed, known):
+            renamed[known] = held
+        elif not is_empty(held):
+            _fail(f"has {known!r} twice, once as {name!r}: remove one, or name one otherwise in custom.columns")
+    return renamed
+
+
+def _under_one_name(record: Mapping[str, Any], names: Sequence[str]) -> Mapping[str, Any]:
+    """Return a record that holds under the first of *names* what it holds under one of them."""
+    found = [name for name in names if has(record, name)]
+    if len(found) > 1:
+        _fail(f"has {found[0]!r} and {found[1]!r}, which mean the same: remove one")
+    if not found or found == [names[0]]:
+        return record
+    return {**{name: held for name, held in record.items() if name not in names}, names[0]: record[found[0]]}
+
+
+def _parsed(value: Any, name: str) -> Any:
+    """Return what a text says, where a table has to write lists and objects as texts."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        pass
+    try:
+        return ast.literal_eval(value)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        _fail(f"has {name!r} as a text that is neither JSON nor Python: write a list")
+
+
+# Messages, in the notations that they have.
+
+
+def _of_messages(record: Mapping[str, Any]) -> Shaped:
+    """Return a record with its messages in the notation that is read here."""
+    messages = _parsed(record["messages"], "messages")
+    if not isinstance(messages, list) or not messages:
+        _fail("has no message in 'messages'")
+    if not all(isinstance(message, Mapping) for message in messages):
+        _fail("has a message that is not an object with a role and a content")
+    images: list[Any] = []
+    if any(name in messages[0] for name in ("role", "from", "content", "value")):
+        shape = "messages of role and content" if "role" in messages[0] else "conversations of from and value"
+        turned = [_with_content(_with_role(message), images) for message in messages]
+    else:
+        shape = "conversations of user and assistant"
+        turned = [one for message in messages for one in _of_pair(message)]
+    return Shaped(shape, _with_images({**record, "messages": turned}, images))
+
+
+def _with_images(record: Mapping[str, Any], images: list[Any]) -> Mapping[str, Any]:
+    """Return a record with the images that its messages hold themselves."""
+    if images and has(record, "images"):
+        _fail("has images in its messages and in 'images', of which one would be ignored: keep one")
+    return {**record, "images": images} if images else record
+
+
+def _with_role(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message that says `role` and `content`."""
+    turned = {name: held for name, held in message.items() if name not in {"from", "value"}}
+    for name, other in (("role", "from"), ("content", "value")):
+        if other in message:
+            if not is_empty(message.get(name)) and message[name] != message[other]:
+                _fail(f"has a message with {name!r} and {other!r}, of which one would be ignored: keep one")
+            turned[name] = message[other]
+    if isinstance(role := turned.get("role"), str):
+        turned["role"] = _ROLES.get(role, role)
+    return turned
+
+
+def _with_content(message: dict[str, Any], images: list[Any]) -> dict[str, Any]:
+    """Return a message whose content is a text; images of its parts are added to *images*."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    return {**message, "content": "".join(_of_part(part, images) for part in content)}
+
+
+def _of_part(part: object, images: list[Any]) -> str:
+    """Return what a part of a message says, an image its tag."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if not isinstance(part, Mapping) or not isinstance(kind, str):
+        _fail("has a part of a message that is not an object with a type: write a text, or a list of such objects")
+    if kind == "text":
+        if not isinstance(part.get("text"), str):
+            _fail("has a part of a message of the type text without a 'text'")
+        return str(part["text"])
+    if kind not in {"image", "image_url"}:
+        _fail(f"has a part of a message of the type {kind!r}; known are text, image and image_url")
+    image = part.get(kind)
+    if image is None and isinstance(source := part.get("source"), Mapping):
+        image = _of_source(source)
+    if isinstance(image, Mapping) and "url" in image:
+        image = image["url"]
+    if not is_empty(image):
+        images.append(image)
+    return IMAGE_TAG
+
+
+def _of_source(source: Mapping[str, Any]) -> str:
+    """Return an image that a part says by its `source`: its URL, or the image as a data URI."""
+    if source.get("type") == "base64" and isinstance(source.get("data"), str):
+        return f"data:{source.get('media_type')};base64,{source['data']}"
+    if isinstance(source.get("url"), str):
+        return str(source["url"])
+    _fail("has an image whose source is neither base64 nor a url")
+
+
+def _of_pair(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a question and its answer, from an object that has both."""
+    for role in ("user", "assistant"):
+        found = [name for name, known in _ROLES.items() if known == role and name in message]
+        if len(found) != 1:
+            _fail(
+                "has a message with neither a role nor one question and one answer: write 'role' and 'content' (or "
+                "'from' and 'value'), or 'user' and 'assistant'"
+            )
+        yield {"role": role, "content": message[found[0]]}
+    if more := [name for name, held in message.items() if name not in _ROLES and not is_empty(held)]:
+        _fail(f"has a message with {more[0]!r}, which would be ignored: remove it")
+
+
+# Columns that hold a question and its answer.
+
+
+def _of_columns(record: Mapping[str, Any]) -> Shaped:
+    """Return a record of columns as messages."""
+    query: Any = None
+    answer = "output" if has(record, "instruction") and has(record, "output") else _one_of(record, RESPONSE_KEYS)
+    if has(record, "instruction") or (has(record, "input") and answer == "output"):
+        query, asked = _instruction(record)
+    elif asked := _one_of(record, QUERY_KEYS) or "":
+        query = record[asked]
+    response = record[answer]
+    if isinstance(response, list) and len(response) == 1 and isinstance(response[0], str):
+        response = response[0]
+    images: list[Any] = []
+    if _is_chat(query) or _is_chat(response):
+        messages = [*_as_chat(query, "user", images), *_as_chat(response, "assistant", images)]
+    else:
+        messages = [*_of_history(record), *_of_turn(query, response, (asked, answer))]
+    read = {*asked.split(", "), answer, "history", "input", "instruction"}
+    rest = {name: held for name, held in record.items() if name not in read}
+    return Shaped(", ".join(filter(None, (asked, answer))), _with_images({**rest, "messages": messages}, images))
+
+
+def _instruction(record: Mapping[str, Any]) -> tuple[str, str]:
+    """Return an instruction with its input, as alpaca writes them, and the name of this shape."""
+    parts = {name: record[name] for name in ("instruction", "input") if has(record, name)}
+    for name, part in parts.items():
+        if not isinstance(part, str):
+            _fail(f"has {name!r} that is no text")
+    if other := next((name for name in QUERY_KEYS if name not in {"instruction", "input"} and has(record, name)), None):
+        _fail(f"has {next(iter(parts))!r} and {other!r}, of which one would be ignored: name one in custom.columns")
+    return "\n".join(parts.values()), "instruction"
+
+
+def _one_of(record: Mapping[str, Any], names: Sequence[str]) -> str:
+    """
+    Return the key that holds a question, or an answer: the first of *names*, which is its own, or
+    the only one; nothing if there is none.
+    """
+    found = [name for name in names if has(record, name)]
+    if len(found) > 1 and found[0] != names[0]:
+        _fail(
+            f"has {found[0]!r} and {found[1]!r}, of which one would be ignored: say which one is the {names[0]} "
+            f"(custom.columns: {{{found[0]}: {names[0]}}})"
+        )
+    return found[0] if found else ""
+
+
+def _of_history(record: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the messages of a record's `history`: earlier questions, each with its answer."""
+    history = _parsed(record["history"], "history") if has(record, "history") else []
+    if not isinstance(history, list):
+        _fail("has a 'history' that is not a list of questions with their answers")
+    for turn in history:
+        if not isinstance(turn, (list, tuple)) or len(turn) != 2:
+            _fail("has a 'history' that is not a list of questions with their answers, [question, answer] each")
+        yield from _of_turn(turn[0], turn[1], ("history", "history"))
+
+
+def _of_turn(query: object, response: object, names: tuple[str, str]) -> Iterator[dict[str, Any]]:
+    """
+    Yield a question and its answer; one that is null is left out.
+
+    Args:
+        query: The question.
+
+        response: The answer.
+
+        names: Keys that they stand in.
+    """
+    for role, text, name in (("user", query, names[0]), ("assistant", response, names[1])):
+        if text is None:
+            continue
+        if not isinstance(text, str):
+            _fail(f"has {name!r} that is no text: write one text")
+        yield {"role": role, "content": text}
+
+
+def _is_chat(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(one, Mapping) for one in value)
+
+
+def _as_chat(value: Any, role: str, images: list[Any]) -> list[dict[str, Any]]:
+    """
+    Return messages that stand in a question or an answer, or a text as one message.
+
+    Args:
+        value: The question or the answer.
+
+        role: Who says a text.
+
+        images: Those of parts are added here.
+    """
+    if _is_chat(value):
+        return [_with_content(_with_role(message), images) for message in value]
+    return [] if value is None else [{"role": role, "content": value}]
+
+
+def _nearest(record: Mapping[str, Any]) -> str:
+    """Return the shapes that a record is nearest to, and what it lacks of them."""
+    present = {name.lower() for name in record if isinstance(name, str) and has(record, name)}
+    missing = {shape: [name for name in names if name not in present] for shape, names in _SHAPES.items()}
+    near = sorted(missing, key=lambda shape: (len(missing[shape]) - len(_SHAPES[shape]), len(missing[shape])))[:3]
+    said = "; ".join(f"{shape} lacks {' and '.join(map(repr, missing[shape]))}" for shape in near)
+    return f"{said}. Give the keys these names, or name them in custom.columns"

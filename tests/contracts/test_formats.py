@@ -1,0 +1,419 @@
+"""The same records are the same data set, whatever format their files have."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import os
+import pickle
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from hypothesis import event, given
+from hypothesis import strategies as st
+
+from adapters.samples import rewriting
+from adapters.samples.files import open_records, require_files
+from core.errors import DataSetError, OutputError, PackplanError, RecordError
+
+MESSAGES = [
+    {"role": "user", "content": '“Ünïcode”, \n"quoted" and a null: \0'},
+    {"role": "assistant", "content": "a,b"},
+]
+
+RECORDS = [
+    {"messages": MESSAGES, "images": ["a.png", "b.png"], "id": number, "note": "x" * number or None}
+    for number in range(7)
+]
+
+
+def lines(records) -> bytes:
+    return "".join(f"{json.dumps(record)}\n" for record in records).encode()
+
+
+def array(records) -> bytes:
+    return json.dumps(records, indent=1, ensure_ascii=False).encode()
+
+
+def zst(data: bytes) -> bytes:
+    return zstandard.ZstdCompressor().compress(data)
+
+
+def table(records) -> pa.Table:
+    return pa.Table.from_pylist(records)
+
+
+def parquet(records) -> bytes:
+    sink = io.BytesIO()
+    pq.write_table(table(records), sink, row_group_size=3)
+    return sink.getvalue()
+
+
+def arrow_stream(records) -> bytes:
+    sink = io.BytesIO()
+    with pa.ipc.new_stream(sink, table(records).schema) as writer:
+        writer.write_table(table(records), max_chunksize=2)
+    return sink.getvalue()
+
+
+def arrow_file(records) -> bytes:
+    sink = io.BytesIO()
+    with pa.ipc.new_file(sink, table(records).schema) as writer:
+        writer.write_table(table(records), max_chunksize=2)
+    return sink.getvalue()
+
+
+FORMATS = {
+    "a.jsonl": lines,
+    "a.json": array,
+    "a.jsonl.gz": lambda records: gzip.compress(lines(records)),
+    "a.json.gz": lambda records: gzip.compress(array(records)),
+    "a.jsonl.zst": lambda records: zst(lines(records)),
+    "a.json.zst": lambda records: zst(array(records)),
+    "a.parquet": parquet,
+    "a.arrow": arrow_stream,
+    "b.arrow": arrow_file,
+}
+"""Name of a file -> how records are written to it."""
+
+PACKED = ["a.jsonl.gz", "a.json.gz", "a.jsonl.zst", "a.json.zst", "a.parquet"]
+
+every_format = pytest.mark.parametrize("name", FORMATS)
+
+
+def write(folder: Path, name: str, records=RECORDS) -> Path:
+    path = folder / name
+    path.write_bytes(FORMATS[name](records))
+    return path
+
+
+def opened(path: Path, **options):
+    return open_records((str(path),), cache=path.parent / "cache", **options)
+
+
+def plain(record):
+    """A record without what it does not have."""
+    return {key: value for key, value in record.items() if value is not None}
+
+
+@every_format
+def test_every_record_comes_back_from_its_place(tmp_path, name):
+    """In any order; in another process too; each place names the file and the row or line."""
+    path = write(tmp_path, name)
+
+    records = pickle.loads(pickle.dumps(opened(path)))  # noqa: S301  # our own bytes
+
+    assert [plain(record) for record in RECORDS] == [plain(records[index]) for index in range(len(records))]
+    assert plain(RECORDS[5]) == plain(records[5])
+    unit = "line" if "jsonl" in name else "row"
+    assert f"{path}, {unit} 6" == str(records.where(5))
+    assert str(tmp_path) == records.folder(5)
+    with pytest.raises(IndexError):
+        records[len(records)]
+
+
+@every_format
+def test_equal_records_have_one_digest_in_every_format(tmp_path, name):
+    """Of any slice, in any order, from one file or two; another value is another digest."""
+    (tmp_path / "plain.jsonl").write_bytes(lines(RECORDS))
+    reference, records = opened(tmp_path / "plain.jsonl"), opened(write(tmp_path, name))
+
+    for start, count in ((0, 3), (0, 7), (2, 4), (0, 1), (6, 1)):
+        assert reference.digest(count, start=start) == records.digest(count, start=start)
+    (tmp_path / "first.jsonl").write_bytes(lines(RECORDS[:4]))
+    (tmp_path / "last.jsonl").write_bytes(lines([dict(reversed(record.items())) for record in RECORDS[4:]]))
+    halves = open_records((str(tmp_path / "first.jsonl"), str(tmp_path / "last.jsonl")))
+    assert halves.digest(7) == records.digest(7)
+    other = write(tmp_path, name, [*RECORDS[:6], {**RECORDS[6], "id": 7}])
+    assert records.digest(6) == opened(other).digest(6)
+    assert reference.digest(7) != opened(other).digest(7)
+
+
+@every_format
+def test_a_file_that_is_cut_off_gives_no_other_record(tmp_path, name):
+    """At any byte: it is refused by name; lines before the cut are what they were."""
+    whole = FORMATS[name](RECORDS)
+    path = tmp_path / name
+    for end in range(0, len(whole) - 1, max(1, len(whole) // 41)):
+        path.write_bytes(whole[:end])
+        try:
+            records = opened(path)
+        except DataSetError as error:
+            assert name in str(error)  # noqa: PT017
+            continue
+        assert "jsonl" in name or "arrow" in name, end
+        found = []
+        for index in range(len(records)):
+            try:
+                found.append(plain(records[index]))
+            except RecordError as error:
+                assert name in str(error)  # noqa: PT017
+        assert [plain(record) for record in RECORDS][: len(found)] == found
+        assert len(found) < len(RECORDS) or name == "a.arrow"
+
+
+@pytest.mark.parametrize("name", [*PACKED, "a.arrow", "b.arrow"])
+def test_a_damaged_byte_never_ends_the_process(tmp_path, name):
+    """Anywhere in the file: an error that names it, or records; in one process for all."""
+    whole = FORMATS[name](RECORDS)
+    path = tmp_path / name
+    for place in range(0, len(whole), max(1, len(whole) // 61)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
+        try:
+            records = opened(path)
+            records.digest(len(records))
+            for index in range(len(records)):
+                records[index]
+        except PackplanError as error:
+            assert name in str(error)  # noqa: PT017
+
+
+def test_a_folder_of_datasets_is_a_data_set(tmp_path):
+    """What `save_to_disk` wrote, in several files; a folder of splits names them."""
+    import datasets
+
+    rows = datasets.Dataset.from_list(RECORDS)
+    rows.save_to_disk(tmp_path / "set", num_shards=2)
+    datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "both")
+    (tmp_path / "set.jsonl").write_bytes(lines(RECORDS))
+
+    records = opened(tmp_path / "set")
+
+    assert [plain(record) for record in RECORDS] == [records[index] for index in range(7)]
+    assert str(tmp_path / "set") == records.folder(0)
+    assert f"{tmp_path / 'set'}, row 7" == str(records.where(6))
+    assert 7 == len(opened(tmp_path / "both" / "train"))
+    with pytest.raises(DataSetError, match="both holds several splits: name one of its folders, test, train"):
+        require_files([str(tmp_path / "both")])
+    (tmp_path / "set" / "state.json").write_text('{"_data_files": [{"filename": "../set.jsonl"}]}')
+    with pytest.raises(DataSetError, match="names files outside of its folder"):
+        opened(tmp_path / "set")
+    (tmp_path / "set" / "state.json").write_text("[]")
+    with pytest.raises(DataSetError, match=r"state\.json is none that datasets\.save_to_disk wrote"):
+        opened(tmp_path / "set")
+
+
+@given(st.lists(st.lists(st.text(alphabet='a,"\n\t é', max_size=4), min_size=2, max_size=2), min_size=1, max_size=4))
+def test_a_table_of_text_comes_back_as_the_csv_module_wrote_it(tmp_path_factory, rows):
+    """Quotes, commas and line ends in a field; with tabs too; an empty field is none."""
+    event(f"quoted: {any(',' in field for row in rows for field in row)}")
+    folder = tmp_path_factory.mktemp("csv")
+    for name, delimiter in (("a.csv", ","), ("a.tsv", "\t")):
+        with (folder / name).open("w", newline="", encoding="utf-8-sig") as file:
+            csv.writer(file, delimiter=delimiter, quoting=csv.QUOTE_ALL).writerow(["query", "response"])
+            csv.writer(file, delimiter=delimiter).writerows(rows)
+
+        kept = [dict(zip(("query", "response"), row, strict=True)) for row in rows]
+        records = pickle.loads(pickle.dumps(opened(folder / name)))  # noqa: S301  # our own bytes
+        found = [records[index] for index in range(len(records))]
+        assert [{key: field for key, field in record.items() if field} for record in kept] == found
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (b'a,b\n1,2\n"x,3\n4,5\n', "row 2: a quote opens a text that does not end"),
+        (b"a,a\n1,2\n", "names the column 'a' twice"),
+        (b"a,\xff\n1,2\n", "is not UTF-8"),
+        (b"a,b\n", "holds no record"),
+        (b"", "holds no record"),
+    ],
+)
+def test_a_table_that_is_none_is_refused(tmp_path, text, says):
+    """With its row."""
+    (tmp_path / "a.csv").write_bytes(text)
+    with pytest.raises(DataSetError, match=rf"a\.csv.*{says}"):
+        opened(tmp_path / "a.csv")
+
+
+def test_a_row_of_a_table_that_does_not_fit_its_header_is_named(tmp_path):
+    """Its neighbours are read."""
+    (tmp_path / "a.csv").write_bytes(b"a,b\n1,2\n1,2,3\n\xff,2\n5,6")
+    records = opened(tmp_path / "a.csv")
+
+    assert {"a": "5", "b": "6"} == records[3]
+    with pytest.raises(RecordError, match=r"row 2: has 3 fields, but the header names 2"):
+        records[1]
+    with pytest.raises(RecordError, match=r"row 3: is not UTF-8"):
+        records[2]
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(alphabet='[]{}",\\ a', max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.lists(json_values, min_size=1), st.sampled_from([None, 1]))
+def test_an_array_of_anything_is_found_as_the_json_module_reads_it(tmp_path_factory, values, indent):
+    """Brackets, quotes and backslashes in texts; with blanks and without."""
+    path = tmp_path_factory.mktemp("array") / "a.json"
+    path.write_text(json.dumps(values, indent=indent))
+
+    records = opened(path)
+
+    assert values == [records[index] for index in range(len(records))]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('[{"a": 1}, {"a": "x', "row 2: has a text that does not end"),
+        ('[{"a": 1}, {"a": [', "row 2: does not end"),
+        ('[{"a": 1}, ', "row 2: holds no JSON value"),
+        ('[{"a": 1} {"a": 2}]', "row 1: is not followed by a comma"),
+        ('[{"a": 1}, ]', "row 2: holds no JSON value"),
+        ('[{"a": 1}] 2', "row 1: is the last of the array, but more follows"),
+        ("[]", "holds no record"),
+    ],
+)
+def test_an_array_that_is_none_is_refused(tmp_path, text, says):
+    """With its row."""
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(DataSetError, match=rf"a\.json.*{says}"):
+        opened(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "says"),
+    [
+        ("a.zip", b"PK\x03\x04xx", "is a zip archive.*unpack it"),
+        ("a.jsonl.gz", gzip.compress(b"\0" * 257 + b"ustar"), "is a tar archive"),
+        ("a.jsonl.gz", gzip.compress(gzip.compress(b"{}")), "holds a file that is packed itself"),
+        ("a.parquet", b"{}\n", r"is named \.parquet, but is not Parquet"),
+        ("a.jsonl.gz", b"{}\n", r"is named \.gz, but is not a gzip archive"),
+        ("a.arrow", b"{}\n", "is damaged, or no Arrow file"),
+    ],
+)
+def test_what_is_no_data_file_is_refused_for_what_it_is(tmp_path, name, data, says):
+    """By its first bytes, whatever its name says."""
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(DataSetError, match=says):
+        opened(tmp_path / name)
+
+
+def test_a_pattern_names_files_in_order(tmp_path):
+    """By name; one that matches nothing, or the same data twice, is refused."""
+    for number in (2, 10, 1):
+        (tmp_path / f"{number}.jsonl").write_text(f"{number}\n")
+
+    records = open_records((f"{tmp_path}/*.jsonl",))
+
+    assert [1, 10, 2] == [records[index] for index in range(3)]
+    with pytest.raises(DataSetError, match=r"\*\.csv matches no file"):
+        require_files([f"{tmp_path}/*.csv"])
+    (tmp_path / "1.jsonl.gz").write_bytes(gzip.compress(b"1\n"))
+    with pytest.raises(DataSetError, match=r"matches .*1\.jsonl and .*1\.jsonl\.gz, the same data"):
+        open_records((f"{tmp_path}/*",))
+    (tmp_path / "[x].jsonl").write_text("7\n")
+    assert 7 == open_records((f"{tmp_path}/[x].jsonl",))[0]
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_a_copy_is_made_once_and_knows_its_file(tmp_path, name, monkeypatch):
+    """A second start does not write it again; other content is another copy."""
+    path = write(tmp_path, name)
+    monkeypatch.setattr(rewriting, "_SETTLED_NS", -(10**18))
+    digest = opened(path).digest(7)
+    copies = {folder.name for folder in (tmp_path / "cache").iterdir() if folder.is_dir()}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rewriting, "_publish", None)
+        patch.setattr(rewriting, "hashlib", type("", (), {"sha256": rewriting.hashlib.sha256}))
+        assert digest == opened(path).digest(7)
+    assert 1 == len(copies)
+    write(tmp_path, name, RECORDS[:3])
+    assert 3 == len(opened(path))
+    path.rename(tmp_path / f"moved-{name}")
+    assert 3 == len(opened(tmp_path / f"moved-{name}"))
+    assert 2 == sum(folder.is_dir() for folder in (tmp_path / "cache").iterdir())
+
+
+def test_a_file_that_changed_unseen_is_read_again(tmp_path):
+    """The same size and time of change: a copy of other content is never taken."""
+    path = write(tmp_path, "a.jsonl.gz", [{"a": 1}])
+    assert {"a": 1} == opened(path)[0]
+    times = path.stat()
+    path.write_bytes(gzip.compress(lines([{"a": 2}])))
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+    assert {"a": 2} == opened(path)[0]
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_a_killed_writer_leaves_no_copy(tmp_path, name, monkeypatch):
+    """The next start makes it, whatever was left."""
+    path = write(tmp_path, name)
+    with monkeypatch.context() as patch:
+        patch.setattr(rewriting.os, "fsync", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            opened(path)
+    assert not any(folder.is_dir() for folder in (tmp_path / "cache").iterdir())
+    for folder in (tmp_path / "cache").iterdir():
+        folder.with_suffix(".tmp").mkdir()
+
+    assert 7 == len(opened(path))
+
+
+def test_no_room_for_a_copy_is_an_error_of_the_output(tmp_path, monkeypatch):
+    """And without a place for copies, a packed file is refused."""
+    path = write(tmp_path, "a.jsonl.gz")
+    with pytest.raises(DataSetError, match="unpack or convert it"):
+        open_records((str(path),))
+
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(rewriting.os, "fsync", full)
+    with pytest.raises(OutputError, match="No space left"):
+        opened(path)
+
+
+def bomb_of_columns() -> bytes:
+    sink = io.BytesIO()
+    pq.write_table(pa.table({"text": pa.array(["x" * 100_000] * 400)}), sink)
+    return sink.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("a.jsonl.gz", lambda: gzip.compress(b"\0" * 60_000_000)),
+        ("a.json.zst", lambda: zst(b"{}\n" * 20_000_000)),
+        ("a.parquet", bomb_of_columns),
+    ],
+)
+def test_an_archive_that_is_an_attack_ends_soon(tmp_path, name, data, monkeypatch):
+    """It unpacks to no more than the bound, and leaves nothing."""
+    monkeypatch.setattr(rewriting, "_LEAST_LIMIT", 2**22)
+    monkeypatch.setattr(rewriting, "_MOST_RATIO", 3)
+    path = tmp_path / name
+    path.write_bytes(data())
+
+    with pytest.raises(DataSetError, match=r"a\..*may be an attack"):
+        opened(path)
+    assert not any(folder.is_dir() for folder in (tmp_path / "cache").iterdir())
+
+
+def test_records_that_name_other_media_are_counted_in_columns(tmp_path):
+    """Each once, in texts at any depth."""
+    rows = [{"m": [{"c": "<video><video>"}]}, {"m": [{"c": "a video"}]}, {"m": [{"c": "<audio>"}]}]
+    assert 2 == opened(write(tmp_path, "a.parquet", rows)).num_with_media_tags
+    assert 2 == opened(write(tmp_path, "a.arrow", rows)).num_with_media_tags
+
+
+def test_a_long_text_of_a_column_is_refused_by_its_row(tmp_path):
+    """Bytes of images do not count; the digest is that of all the row."""
+    rows = [{"t": "x", "i": b"y" * 900}, {"t": "x" * 500, "i": b"y"}]
+    records = opened(write(tmp_path, "a.parquet", rows), max_line_bytes=100)
+
+    assert rows[0] == records[0]
+    with pytest.raises(RecordError, match=r"row 2: the row has 5\d\d bytes of text, but may have 100.*max_line_bytes"):
+        records[1]
+    assert opened(tmp_path / "a.parquet").digest(2) == records.digest(2)

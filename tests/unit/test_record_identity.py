@@ -1,0 +1,63 @@
+"""What a record is does not depend on how its file writes it."""
+
+from __future__ import annotations
+
+import base64
+import datetime as dt
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from core.samples import HEAD_BYTES, digest_of, inline_image, unreadable_digest
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 400
+
+
+@given(st.dictionaries(st.text(max_size=3), values, max_size=4))
+def test_order_blanks_and_absent_keys_are_no_content(record):
+    """A record is the same with its keys in another order, and with keys that hold nothing."""
+    turned = dict(reversed(record.items()))
+
+    assert digest_of(record) == digest_of(json.loads(json.dumps(turned, indent=2)))
+    assert digest_of(record) == digest_of({**record, "a key of its own": None})
+
+
+@given(values, values)
+def test_other_values_are_other_records(one, other):
+    """1 is not true, and a text is not its number."""
+    without = [json.dumps(value, sort_keys=True) for value in (one, other)]
+    if without[0] != without[1] and "null" not in "".join(without):
+        assert digest_of(one) != digest_of(other)
+
+
+@pytest.mark.parametrize("size", [100, HEAD_BYTES - 1, HEAD_BYTES, HEAD_BYTES + 1, len(PNG)])
+def test_an_image_in_a_record_is_known_by_size_and_head(size):
+    """Bytes of a column are the same as base64; what follows the head counts by its size."""
+    coded = base64.b64encode(PNG[:size]).decode()
+    uri = f"data:image/png;base64,{coded}"
+
+    assert digest_of({"bytes": PNG[:size]}) == digest_of({"bytes": coded}) == digest_of({"bytes": uri})
+    assert digest_of({"bytes": PNG[:size]}) != digest_of({"bytes": PNG[: size - 1]})
+    assert digest_of({"bytes": PNG[:size]}) != digest_of({"bytes": b"\x88" + PNG[1:size]})
+    assert coded == inline_image(coded) == inline_image(uri)
+
+
+@pytest.mark.parametrize("text", ["data:image/png;base64,ä", "data:image/png;base64,A", "iVBORw0KGgo.png", "data:x"])
+def test_what_is_no_image_is_text(text):
+    """Whole."""
+    assert digest_of([text]) != digest_of([f"{text}x"])
+
+
+def test_values_that_json_has_not_and_records_that_cannot_be_read():
+    """Each is told from others."""
+    days = [dt.date(2026, 1, day) for day in (1, 2)]
+    assert digest_of({"day": days[0]}) != digest_of({"day": days[1]})
+    assert unreadable_digest([b"a", b"b"]) == unreadable_digest([b"ab"]) != digest_of("ab")
+    assert digest_of("\ud83d") != digest_of("\ud83e")

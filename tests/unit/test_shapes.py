@@ -1,0 +1,175 @@
+"""Records of every shape become messages, or say what they lack."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from core.samples import shaped, to_messages
+
+ASKED = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "so."}]
+
+TOLD = [{"role": "system", "content": "be"}, *ASKED]
+
+SHAPES = {
+    "messages of role and content": [
+        {"messages": ASKED},
+        {"messages": json.dumps(ASKED)},
+        {"messages": repr(ASKED)},
+        {"conversations": ASKED},
+        {"messages": [{"role": "human", "content": "why?"}, {"role": "gpt", "content": "so."}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "why?"}]}, ASKED[1]]},
+        {"Messages": ASKED, "prompt": "why?"},
+    ],
+    "conversations of from and value": [
+        {"conversations": [{"from": "human", "value": "why?"}, {"from": "gpt", "value": "so."}]},
+        {"conversation": [{"from": "user", "value": "why?"}, {"from": "bot", "value": "so."}], "id": 3},
+    ],
+    "conversations of user and assistant": [
+        {"conversation": [{"human": "why?", "assistant": "so."}]},
+        {"messages": [{"user": "why?", "bot": "so."}]},
+    ],
+    "instruction, output": [
+        {"instruction": "why?", "input": "", "output": "so."},
+        {"instruction": "why?", "output": "so.", "text": "### why? so."},
+        {"input": "why?", "output": "so."},
+    ],
+    "instruction, response": [{"instruction": "why?", "response": "so."}],
+    "query, response": [
+        {"query": "why?", "response": "so."},
+        {"query": "why?", "response": ["so."], "answer": "left out", "prompt": "left out"},
+    ],
+    "question, answer": [{"Question": "why?", "Answer": "so."}],
+    "prompt, completion": [{"prompt": "why?", "completion": "so."}, {"prompt": ASKED[:1], "completion": ASKED[1:]}],
+    "problem, solution": [{"problem": "why?", "solution": "so."}],
+}
+
+CASES = [(shape, record) for shape, records in SHAPES.items() for record in records]
+
+
+@pytest.mark.parametrize(("shape", "record"), CASES)
+def test_records_of_every_shape_become_the_same_messages(shape, record):
+    """With a system prompt under either name, and with null for what they lack."""
+    assert shape == shaped(record).shape
+    assert ASKED == to_messages(record)["messages"]
+    for system in ("system", "system_prompt"):
+        assert TOLD == to_messages({**record, system: "be", "images": None})["messages"]
+
+
+def test_an_instruction_has_its_input_below():
+    """As alpaca writes them."""
+    record = {"instruction": "Add.", "input": "1 2", "output": "3"}
+
+    assert "Add.\n1 2" == to_messages(record)["messages"][0]["content"]
+
+
+@pytest.mark.parametrize(
+    "history", [[["a", "b"], ["c", None]], '[["a", "b"], ["c", null]]', "[('a', 'b'), ('c', None)]"]
+)
+def test_a_history_comes_before_its_question(history):
+    """In order; what is null is left out."""
+    said = to_messages({"query": "why?", "response": "so.", "history": history})["messages"]
+
+    assert ["a", "b", "c", "why?", "so."] == [message["content"] for message in said]
+
+
+def test_text_alone_is_an_answer_without_a_question():
+    """And a question that is null is none."""
+    for record in ({"text": "so."}, {"query": None, "response": "so."}):
+        assert ASKED[1:] == to_messages(record)["messages"]
+
+
+@pytest.mark.parametrize(
+    ("part", "image"),
+    [
+        ({"type": "image", "image": "a.png"}, "a.png"),
+        ({"type": "image_url", "image_url": {"url": "a.png"}}, "a.png"),
+        ({"type": "image_url", "image_url": "a.png"}, "a.png"),
+        ({"type": "image", "image": {"path": "a.png"}}, "a.png"),
+        ({"type": "image", "source": {"type": "base64", "media_type": "image/x", "data": "QUI="}}, b"AB"),
+        ({"type": "image"}, "top.png"),
+    ],
+)
+def test_an_image_between_texts_is_a_tag_there(part, image):
+    """Its file is the part's own, or the next of the record."""
+    said = [
+        {"role": "user", "content": [{"type": "text", "text": "see "}, part, {"type": "text", "text": "?"}]},
+        ASKED[1],
+    ]
+
+    sample = to_messages({"messages": said, **({"images": ["top.png"]} if image == "top.png" else {})})
+
+    assert "see <image>?" == sample["messages"][0]["content"]
+    assert [image] == sample["images"]
+
+
+@given(st.integers(1, 3), st.booleans())
+def test_images_that_no_tag_places_come_before_what_the_user_says_first(number, told):
+    """As ms-swift shows them."""
+    record = {"query": "why?", "response": "so.", "images": ["a.png"] * number, **({"system": "be"} if told else {})}
+
+    assert "<image>" * number + "why?" == to_messages(record)["messages"][told]["content"]
+
+
+@pytest.mark.parametrize(
+    ("record", "says"),
+    [
+        ({"instruction": "a"}, "instruction, output lacks 'output'"),
+        ({"q": "a", "a": "b"}, "no known shape: .*custom.columns"),
+        ({"conversations": [{"speaker": "x", "text": "y"}]}, "neither a role nor one question and one answer"),
+        ({"conversations": [{"human": "x", "gpt": "y", "score": 3}]}, "with 'score', which would be ignored"),
+        ({"conversations": ["x"]}, "not an object with a role and a content"),
+        ({"messages": [{**ASKED[0], "from": "gpt"}, ASKED[1]]}, "'role' and 'from', of which one would be ignored"),
+        ({"messages": ASKED, "conversations": ASKED}, "'messages' and 'conversations', which mean the same"),
+        ({"messages": ASKED, "query": "x"}, "'messages' and 'query', of which one would be ignored"),
+        ({"objects": [{}], "instruction": "x"}, "'objects' and 'instruction', of which one would be ignored"),
+        ({"prompt": "a", "question": "b", "answer": "c"}, "'prompt' and 'question', .*{prompt: query}"),
+        ({"question": "a", "answer": "b", "solution": "c"}, "'answer' and 'solution', .*{answer: response}"),
+        ({"instruction": "a", "query": "b", "output": "c"}, "'instruction' and 'query', of which one"),
+        ({"instruction": 3, "output": "c"}, "'instruction' that is no text"),
+        ({"query": "a", "response": ["b", "c"]}, "'response' that is no text: write one text"),
+        ({"query": "a", "response": 3}, "'response' that is no text"),
+        ({"query": "a", "response": "b", "history": "x"}, "'history' as a text that is neither JSON nor Python"),
+        ({"query": "a", "response": "b", "history": {"a": 1}}, "not a list of questions with their answers"),
+        ({"query": "a", "response": "b", "history": [["a"]]}, r"\[question, answer\] each"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "video", "video": "a"}]}, ASKED[1]]},
+            "type 'video'; known",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}, ASKED[1]]},
+            "of the type text without a 'text'",
+        ),
+        ({"messages": [{"role": "user", "content": ["x"]}, ASKED[1]]}, "not an object with a type"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "file"}}]}, ASKED[1]]},
+            "source is neither base64 nor a url",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {"url": "http://a"}}]}, ASKED[1]]},
+            "only files are read",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "image": "a"}]}, ASKED[1]], "images": ["b"]},
+            "images in its messages and in 'images'",
+        ),
+    ],
+)
+def test_a_record_that_would_lose_something_is_refused(record, says):
+    """With what to do."""
+    with pytest.raises(ValueError, match=says):
+        to_messages(record)
+
+
+def test_keys_have_the_names_that_the_user_gives_them():
+    """Two may change places; a name that is taken is refused."""
+    columns = {"q": "query", "a": "response"}
+    assert ASKED == to_messages({"q": "why?", "a": "so."}, columns=columns)["messages"]
+    swapped = {"query": "response", "response": "query"}
+    assert ASKED == to_messages({"query": "so.", "response": "why?"}, columns=swapped)["messages"]
+    assert ASKED == to_messages({"prompt": "why?", "query": None, "a": "so."}, columns={"a": "answer"})["messages"]
+    with pytest.raises(ValueError, match="has 'query' twice, once as 'q'"):
+        to_messages({"query": "x", "q": "why?", "a": "so."}, columns=columns)
