@@ -4,6 +4,7 @@ Profiles of hypothesis, and what tests of every folder start from: the demo's da
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import subprocess
@@ -68,6 +69,14 @@ def server(tmp_path_factory):
     started = Server(server_context(), tmp_path_factory.mktemp("processes"))
     yield started
     started.kill()
+
+
+@pytest.fixture
+def ray_alone(tmp_path_factory):
+    """Wait until no other worker of pytest-xdist runs Ray: its servers find each other's ports."""
+    with (tmp_path_factory.getbasetemp().parent / "ray.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 @pytest.fixture

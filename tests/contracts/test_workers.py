@@ -33,7 +33,7 @@ def of_ray():
 
 
 @pytest.fixture
-def ray_workers(monkeypatch):
+def ray_workers(monkeypatch, ray_alone):
     """Two actors, which import from here."""
     monkeypatch.setenv("PYTHONPATH", os.getcwd())  # noqa: PTH109  # as a shell would say it
     workers = of_ray()

@@ -306,6 +306,7 @@ def test_a_step_of_several_updates_says_what_all_of_them_did(write_rl, tmp_path,
     assert trained["loss/ratio"].mean() == pytest.approx(entry["loss/ratio"])
 
 
+@pytest.mark.usefixtures("ray_alone")
 def test_ranks_and_ray_give_the_same(server, write_rl, tmp_path):
     """The same rollouts, losses and figures from two ranks and from two actors."""
     from app.rl import __main__ as rl

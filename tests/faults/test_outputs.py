@@ -134,7 +134,12 @@ def test_ctrl_c_in_the_first_second_ends_with_a_line(tmp_path, words, module):
     """Whatever is being imported."""
     (tmp_path / "sitecustomize.py").write_text(INTERRUPT)
     env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "INTERRUPT_AT": module}
-    with start(*words, str(store_run(tmp_path, world_sizes=(1,))), env=env) as process:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "qwen2"}')
+    (tmp_path / "data.jsonl").write_text("{}\n")
+    run = store_run(tmp_path, world_sizes=(1,), model={"model": str(model)})
+    with start(*words, str(run), env=env) as process:
         said = process.stderr.read()
 
     # As a shell sees it, both are 130.
