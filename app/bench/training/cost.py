@@ -228,7 +228,7 @@ def _epochs(prepared: Prepared, encoded: Encoded, way: Way, turns: Turns, *, on_
     images = float(work.of_images(encoded.grids).sum())
     useful, positions = sum(one.useful for one in tokens), sum(one.total for one in tokens)
     return {
-        "attention": trainer.attn_impl,
+        "attention": trainer.attention.name,
         "batch_size": schedule.batch_size,
         "num_steps": num_steps,
         "padding_share": 1 - useful / positions,

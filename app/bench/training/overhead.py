@@ -109,7 +109,7 @@ def _pairs(prepared: Prepared, encoded: Encoded, repeat: int) -> dict[str, Any]:
     # The first pair warms up.
     pairs = [(_cpu_seconds(ours), _cpu_seconds(plain)) for _ in range(repeat + 1)][1:]
     return {
-        "attention": ours.attn_impl,
+        "attention": ours.attention.name,
         "ratios": [mine / other for mine, other in pairs],
         "step_s": statistics.median(mine for mine, _ in pairs) / num_steps,
         "encode_s_per_step": encoded.seconds / num_steps,
