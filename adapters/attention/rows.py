@@ -161,7 +161,7 @@ def follow_rows(model: torch.nn.Module) -> None:
             checkpoint = getattr(module, "_gradient_checkpointing_func", None)
             if checkpoint is not None and not isinstance(checkpoint, _Bound):
                 module._gradient_checkpointing_func = _Bound(checkpoint)  # noqa: SLF001  # no public way
-        given = signature.bind_partial(*arguments, **options).arguments
+        given = {**signature.bind_partial(*arguments).arguments, **options}
         with computing(_row_of_call(given.get("position_ids"), given.get("attention_mask"))):
             return plain(*arguments, **options)
 
