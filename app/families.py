@@ -23,7 +23,7 @@ anything; other configurations of a family may come out otherwise."""
 _TERMS = """**Isolation**: the largest gradient of a sample's logits with respect to another sample,
 over the largest of its own; only 0 passes. **Equality**: the largest relative difference of logits,
 losses and gradients between a sample in a row and the same one alone, under transformers' own
-attention; 2e-05 passes. What a family sees besides text is not asked here."""
+attention; 2e-05 passes. Of what a family takes besides text, images alone are asked."""
 
 _WIDTH = 100
 """Characters of a line of prose."""

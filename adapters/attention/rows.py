@@ -9,6 +9,7 @@ backward pass, as the row that they had.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -92,6 +93,14 @@ def row_of(position_ids: torch.Tensor | None) -> Row | None:
     return Row(torch.cat([text.new_zeros(1), (text.diff() != 1).cumsum(0)]).long())
 
 
+def _row_of_call(position_ids: torch.Tensor | None, attention_mask: torch.Tensor | None) -> Row | None:
+    """Return the row of a call; PackplanError if it is one whose samples cannot be told."""
+    if position_ids is not None and tuple(position_ids.shape[:2]) == (3, 1) and attention_mask is None:
+        message = "the positions of a packed row lack their first row, the text's, which tells its samples apart"
+        raise PackplanError(message)
+    return row_of(position_ids)
+
+
 def packed_row(tokens: int) -> Row | None:
     """
     Return the row that the model computes, if it is one of so many tokens; None outside of models
@@ -143,7 +152,7 @@ class _Bound:
 
 def follow_rows(model: torch.nn.Module) -> None:
     """Let a model note its row while it computes one; see the module."""
-    plain = model.forward
+    plain, signature = model.forward, inspect.signature(model.forward)
     checkpointed: list[Any] = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
 
     @wraps(plain)
@@ -152,7 +161,8 @@ def follow_rows(model: torch.nn.Module) -> None:
             checkpoint = getattr(module, "_gradient_checkpointing_func", None)
             if checkpoint is not None and not isinstance(checkpoint, _Bound):
                 module._gradient_checkpointing_func = _Bound(checkpoint)  # noqa: SLF001  # no public way
-        with computing(row_of(options.get("position_ids"))):
+        given = {**signature.bind_partial(*arguments).arguments, **options}
+        with computing(_row_of_call(given.get("position_ids"), given.get("attention_mask"))):
             return plain(*arguments, **options)
 
     model.forward = forward

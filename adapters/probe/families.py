@@ -6,6 +6,7 @@ from typing import Any
 
 from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
 
+import attrs
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -40,4 +41,4 @@ def probe_family(family: str) -> PackingVerdict:
     except Exception as error:  # noqa: BLE001  # whatever the code of a family raises
         reason = " ".join(f"its default configuration is refused ({error})".split())[:200]
         return PackingVerdict(family, None, AUTO, "", split=(), follows_rows=False, measured=None, reason=reason)
-    return probe_config(config)
+    return attrs.evolve(probe_config(config), model_type=family)  # some share a configuration

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
@@ -33,14 +32,32 @@ def measure_images(model: Any, *, native: str) -> Measured:
 
         native: The attention of transformers that images alone are computed by.
     """
+    vision, error = model.config.vision_config, None
     by_grid = "image_grid_thw" in inspect.signature(model.get_image_features).parameters
-    images = list(_by_grid(model.config.vision_config) if by_grid else _squares(model.config.vision_config))
+    for images in [_by_grid(vision, flat=True), _by_grid(vision, flat=False)] if by_grid else [_squares(vision)]:
+        try:
+            return _compare(model, images, native)
+        except (ValueError, RuntimeError) as found:  # its tower takes images of another shape
+            error = found
+    raise error or ValueError
+
+
+def _compare(model: Any, images: list[dict[str, torch.Tensor]], native: str) -> Measured:
+    """
+    Compare the features of some images.
+
+    Args:
+        model: As it is to pack.
+
+        images: Each as the arguments of `get_image_features`.
+
+        native: The attention of transformers that images alone are computed by.
+    """
     together = _features(model, images)
     with native_attention(model, native), torch.no_grad():
         alone = [_features(model, [image])[0] for image in images]
-    isolation = 0.0
+    pixels, isolation = [image["pixel_values"] for image in images], 0.0
     for number, feature in enumerate(together):
-        pixels = [image["pixel_values"] for image in images]
         reached = torch.autograd.grad(feature.square().sum(), pixels, retain_graph=True, allow_unused=True)
         sizes = [0.0 if one is None else float(one.abs().max()) for one in reached]
         own = sizes.pop(number)
@@ -50,24 +67,26 @@ def measure_images(model: Any, *, native: str) -> Measured:
     return Measured(isolation, max(float((mine.detach() - own).abs().max()) for mine, own in pairs) / scale)
 
 
-def _by_grid(vision: Any) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield images as rows of patches, with how many there are each way."""
+def _by_grid(vision: Any, *, flat: bool) -> list[dict[str, torch.Tensor]]:
+    """Return images as rows of patches, flat or as pictures, and how many go each way."""
     channels: int = getattr(vision, "in_channels", None) or getattr(vision, "in_chans", None) or 3
-    size = channels * getattr(vision, "temporal_patch_size", 1) * vision.patch_size**2
+    depth, side = getattr(vision, "temporal_patch_size", 1), vision.patch_size
+    shape = (channels * depth * side**2,) if flat else (channels, side, side)
     generator = torch.Generator().manual_seed(5)
-    for grid in _GRIDS:
-        patches = torch.randn(grid[0] * grid[1] * grid[2], size, generator=generator)
-        yield {"pixel_values": patches.requires_grad_(), "image_grid_thw": torch.tensor([grid])}
+    drawn = [torch.randn(grid[0] * grid[1] * grid[2], *shape, generator=generator) for grid in _GRIDS]
+    return [
+        {"pixel_values": patches.requires_grad_(), "image_grid_thw": torch.tensor([grid])}
+        for patches, grid in zip(drawn, _GRIDS, strict=True)
+    ]
 
 
-def _squares(vision: Any) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield images of the one size that the tower takes."""
+def _squares(vision: Any) -> list[dict[str, torch.Tensor]]:
+    """Return images of the one size that the tower takes."""
     size = vision.image_size
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
-    channels = getattr(vision, "num_channels", 3)
+    shape = (1, getattr(vision, "num_channels", 3), height, width)
     generator = torch.Generator().manual_seed(5)
-    for _ in range(_IMAGES):
-        yield {"pixel_values": torch.randn(1, channels, height, width, generator=generator).requires_grad_()}
+    return [{"pixel_values": torch.randn(shape, generator=generator).requires_grad_()} for _ in range(_IMAGES)]
 
 
 def _features(model: Any, images: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:

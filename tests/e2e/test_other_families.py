@@ -65,7 +65,7 @@ Family -> a model of the demo whose tokenizer it has, its configuration, and wha
 it, since ms-swift knows several.
 """
 
-KEYS = {"num_train_epochs": 2, "effective_batch_size": 2, "save_strategy": "steps", "save_steps": 2,
+KEYS = {"max_steps": 4, "effective_batch_size": 2, "save_strategy": "steps", "save_steps": 2,
         "packing_drop_last": False, "gradient_checkpointing": True}  # fmt: skip
 
 

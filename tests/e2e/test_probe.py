@@ -6,6 +6,7 @@ of a verdict.
 from __future__ import annotations
 
 import json
+from functools import wraps
 
 from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
 
@@ -46,6 +47,8 @@ PASSING = {
     "qwen3_next": ("varlen", ("Qwen3NextGatedDeltaNet",)),
     "lfm2": ("varlen", ("Lfm2ShortConv",)),
     "nemotron_h": ("varlen", ("NemotronHMamba2Mixer",)),
+    "mamba": ("varlen", ("MambaMixer",)),
+    "rwkv": ("own", ("RwkvFeedForward", "RwkvSelfAttention")),
     "deepseek_v32": ("own", ()),
     "gptj": ("own", ()),
     "qwen2_vl": ("varlen", ()),
@@ -185,7 +188,7 @@ def test_a_state_that_is_carried_over_is_refused(monkeypatch):
     assert verdict.isolation > 0
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2_vl"])
+@pytest.mark.parametrize("family", ["llama", "qwen2_vl", "qwen3_5"])
 def test_positions_that_go_on_or_lack_a_row_are_refused(monkeypatch, family):
     """As a collator or a hook might hand them over."""
     plain = rows.ProbeRow.packed
@@ -197,6 +200,28 @@ def test_positions_that_go_on_or_lack_a_row_are_refused(monkeypatch, family):
         return found
 
     monkeypatch.setattr(rows.ProbeRow, "packed", packed)
+
+    verdict = probe_family(family)
+
+    assert not verdict.passes
+    assert verdict.isolation is None or verdict.isolation > 0
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "internvl"])
+def test_images_that_see_each_other_are_refused(monkeypatch, family):
+    """A leak in the tower, which rows of text alone would not show."""
+    kind = type(build_small(default_config(family), attention="sdpa"))
+    plain = kind.get_image_features
+
+    @wraps(plain)
+    def blurred(*arguments, **options):
+        found = plain(*arguments, **options)
+        features = found.pooler_output
+        mean = (torch.cat(list(features)) if isinstance(features, (tuple, list)) else features.flatten(0, -2)).mean(0)
+        found.pooler_output = [one + 1e-3 * mean for one in features]
+        return found
+
+    monkeypatch.setattr(kind, "get_image_features", blurred)
 
     verdict = probe_family(family)
 
