@@ -42,6 +42,8 @@ _TYPES = {
 
 MORE = {
     "custom.train_jsonl": "records.md",
+    "custom.columns": "records.md#shapes",
+    "custom.records_cache": "records.md#files",
     "custom.fusion_config": "mixing.md",
     "custom.max_line_bytes": "records.md",
     "custom.max_messages": "records.md",
@@ -139,13 +141,13 @@ def _type(kind: Any) -> str:
     if typing.get_origin(kind) is tuple:
         one = _TYPES.get(typing.get_args(kind)[0])
         return f"{one}, or a list of {one}s" if one else "list"
-    return _TYPES[kind]
+    return "names, each with another" if typing.get_origin(kind) is dict else _TYPES[kind]
 
 
 def _default(field: Any) -> str:
     if field.default is attrs.NOTHING:
         return "(needed)"
-    if field.default in {None, ()}:
+    if field.default in {None, ()} or isinstance(field.default, attrs.Factory):  # type: ignore[arg-type]
         return "(unset)"
     if isinstance(field.default, bool):
         return f"`{str(field.default).lower()}`"

@@ -134,10 +134,9 @@ class CustomConfig:
     max_messages: int = MAX_MESSAGES
     """Messages of a record; more are refused."""
 
-    columns: Mapping[str, str] = attrs.field(factory=dict)
+    columns: dict[str, str] = attrs.field(factory=dict)
     """
-    Names of the data's keys -> the names that they have in docs/records.md, as `{q: query, a:
-    response}`.
+    Names of the data's keys -> the names that records have, as `{q: query, a: response}`.
     """
 
     records_cache: PathText | None = None
