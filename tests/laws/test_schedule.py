@@ -163,6 +163,16 @@ def test_works_decide_who_trains_a_pack_and_never_in_which_step(schedule, world_
     assert contents(attrs.evolve(plain, **change)) == contents(attrs.evolve(schedule, **change))
 
 
+@given(schedules())
+def test_the_time_of_an_epoch_is_told_beside_its_bound(schedule):
+    """0 where nothing is assigned, and where microbatches are; never below the bound."""
+    above = schedule.above_bound(0)
+
+    assert above >= 0
+    if schedule.works is None or schedule.meeting == "microbatch":
+        assert 0 == above
+
+
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(0, 9), st.data())
 def test_steps_grouped_by_work_hold_neighbours_of_their_window(world_size, accumulation, window, seed, data):
     """
