@@ -42,7 +42,7 @@ MODEL = WorkModel(
 PATCHES_OF_A_TOKEN = 4
 
 ITERATIONS, FULL_ENOUGH = 10, 0.97
-"""Of sampling and filtering: rounds, and the share of a limit that a group has to reach to stay."""
+"""Rounds of sampling and filtering, and the share of a limit that a group has to reach to stay."""
 
 LIMIT_S = 600.0
 
@@ -112,7 +112,7 @@ class Row:
     packs: int
 
     planning_s: float | None
-    """Of its packs, in a process of its own; None if that took too long."""
+    """Seconds to plan its packs, in a process of their own; None if that took too long."""
 
     planning_bytes: int | None
     """Memory that planning took beyond the samples."""

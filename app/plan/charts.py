@@ -179,7 +179,7 @@ def _work(view: PlanView) -> Chart:
         plain = works_per_step(
             view.stored.plan.plan,
             view.stored.lengths.tokens,
-            attrs.evolve(view.schedule, works=None),
+            attrs.evolve(view.schedule, works=None, group_by_work=0),
             works=view.work.of,
         )
     starts = np.unique(np.linspace(0, len(works), min(POINTS, len(works)) + 1).astype(int))[:-1]

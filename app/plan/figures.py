@@ -103,6 +103,9 @@ def _epoch(view: PlanView) -> Iterator[Row]:
         f"busiest of {packs} over the mean; no others of these samples are below {schedule.pack_imbalance_floor:.4f}"
     )
     yield "  of random packs", f"{schedule.pack_imbalance:.4f}", remark
+    if view.schedule.group_by_work:
+        remark = f"of the mean, standard deviation; {schedule.ungrouped_work_spread:.2%} if not grouped by work"
+        yield "  steps differ by", f"{schedule.work_spread:.2%}", remark
     if schedule.above_bound is not None:
         remark = (
             f"microbatches {schedule.unbalanced_microbatch_imbalance:.4f}; now even in each {view.schedule.meeting}, "

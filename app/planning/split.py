@@ -210,7 +210,14 @@ def resume_state_of(planned: PlannedSplit, schedule: EpochSchedule, config: RunC
     """
     tuner = config.training.tuner_type
     return ResumeState(
-        planned.raw_checksum, planned.data_digest, schedule.seed, schedule.shuffle, tuner, ORDER_VERSION, schedule.start
+        planned.raw_checksum,
+        planned.data_digest,
+        schedule.seed,
+        schedule.shuffle,
+        tuner,
+        ORDER_VERSION,
+        schedule.start,
+        schedule.grouping,
     )
 
 

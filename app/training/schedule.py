@@ -91,6 +91,7 @@ def schedule_of(config: RunConfig, batch: Batch, aligned: AlignedPlan, works: In
         shuffle=training.trainer.get("train_dataloader_shuffle", True),
         works=None if meeting is None else works,
         meeting=meeting or "step",
+        group_by_work=training.packing_group_by_work if meeting is not None and works is not None else 0,
     )
 
 

@@ -194,6 +194,13 @@ class TrainingConfig:
     packs as they come. Which packs a step has stays the same.
     """
 
+    packing_group_by_work: int = 0
+    """
+    Optimizer steps of a window in which packs of like work come into one step, for ranks that have
+    one pack each; 0 leaves steps as they are drawn. Grouped steps are biased: `show` says how much
+    they differ.
+    """
+
     packing_min_fill_ratio: Decimal = Decimal("0.65")
     """
     Packs filled below this share of the packing length are dropped; compared as the decimal it is.
@@ -404,6 +411,13 @@ def _number_faults(config: RunConfig) -> Iterator[Fault]:
     for path, value in at_least_one.items():
         if value is not None and value < 1:
             yield Fault(path, f"is {value}, but has to be at least 1")
+    if training.packing_group_by_work < 0:
+        yield Fault(
+            "training.packing_group_by_work", f"is {training.packing_group_by_work}, but has to be at least 0 steps"
+        )
+    if training.packing_group_by_work and (training.packing_balance == "none" or not training.packing):
+        reason = "groups packs by work, which needs training.packing, and training.packing_balance other than none"
+        yield Fault("training.packing_group_by_work", f"{reason}: set those, or remove it")
     yield from _share_faults(training)
     if not 0 <= training.packing_wait_timeout_s < float("inf"):
         yield Fault(

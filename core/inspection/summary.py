@@ -162,6 +162,15 @@ class ScheduleSummary:
     unbalanced_microbatch_imbalance: float
     """What `microbatch_imbalance` is if packs are not assigned by work."""
 
+    work_spread: float
+    """
+    Standard deviation of a step's work over the mean step's: how unlike steps are, which grouping
+    by work raises; the last step, which may be shorter, aside.
+    """
+
+    ungrouped_work_spread: float
+    """What `work_spread` is if steps are not grouped by work."""
+
     pack_imbalance: float
     """
     The busiest of as many random packs as there are ranks, over the mean pack: what
@@ -269,7 +278,9 @@ def summarise_schedule(
     array = as_lengths(lengths)
     pack_stats = PackStats.of(plan, array, packed=packed, works=works)
     samples = (array**2 if works is None else works.samples)[plan.packs.indices]
-    stats, plain = (EpochStats.of(pack_stats, one, 0) for one in (schedule, attrs.evolve(schedule, works=None)))
+    stats, plain = (
+        EpochStats.of(pack_stats, one, 0) for one in (schedule, attrs.evolve(schedule, works=None, group_by_work=0))
+    )
     steps = schedule.steps_per_epoch
     per_step = stats.works(0, steps)
     imbalances = per_step.max(axis=1) / per_step.mean(axis=1)
@@ -292,12 +303,20 @@ def summarise_schedule(
         microbatch_imbalance=stats.microbatch_imbalance(0, steps),
         unbalanced_work_imbalance=float((before.max(axis=1) / before.mean(axis=1)).mean()),
         unbalanced_microbatch_imbalance=plain.microbatch_imbalance(0, steps),
+        work_spread=_spread(per_step),
+        ungrouped_work_spread=_spread(before),
         pack_imbalance=expected_imbalance(pack_stats.work, world_size=schedule.world_size),
         pack_imbalance_floor=expected_imbalance(
             floor_of(samples, num_packs=len(plan.packs)), world_size=schedule.world_size
         ),
         above_bound=None if schedule.works is None else schedule.above_bound(0),
     )
+
+
+def _spread(works: NDArray[np.float64]) -> float:
+    """Return how unlike steps are, the last one aside; *works* of shape (steps, world_size)."""
+    steps = works[:-1].sum(axis=1) if len(works) > 1 else works.sum(axis=1)
+    return float(steps.std() / steps.mean())
 
 
 def works_per_step(

@@ -8,11 +8,13 @@ seed and the epoch alone, and never change under one `ORDER_VERSION`, since a re
 them.
 
 Where works of packs are given, each optimizer step gives its own packs to its ranks by work: the
-packs of a step, and so whatever is consumed between two steps, are those of the order without.
+packs of a step, and so whatever is consumed between two steps, are those of the order without,
+unless steps are to be grouped by work.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from typing import Self, get_args
 
@@ -24,7 +26,7 @@ from core.align import AlignedPlan, aligned_positions, aligned_size, batches_of,
 from core.errors import Difference
 from core.lengths import IntArray, positive
 from core.shuffling import shuffled
-from core.work import Meeting, assign_steps, bounds_of_steps, checked_works, in_units
+from core.work import Meeting, assign_steps, bounds_of_steps, checked_works, group_steps, in_units
 
 ORDER_VERSION = 2
 """
@@ -41,6 +43,12 @@ class EpochSegment:
     dataloader_drop_last: bool
     pack_offset: int
     """Packs of this segment's order that all ranks together have consumed."""
+
+    group_packs: int = 0
+    """Packs of a step that holds packs of like work; 0 where steps are not grouped."""
+
+    group_steps: int = 0
+    """Steps of a window in which packs of like work are found; 0 where steps are not grouped."""
 
 
 @attrs.frozen
@@ -111,6 +119,12 @@ class EpochSchedule:
     packs in a step, or each microbatch.
     """
 
+    group_by_work: int = 0
+    """
+    Steps of a window in which packs of like work, by `works`, come into one step; 0 leaves steps as
+    they are drawn. Grouped steps are even, and biased: each holds packs of one kind.
+    """
+
     start: Progress = Progress()
     """Where training goes on from."""
 
@@ -129,6 +143,7 @@ class EpochSchedule:
         shuffle: bool = True,
         works: NDArray[np.number] | None = None,
         meeting: Meeting = "step",
+        group_by_work: int = 0,
     ) -> Self:
         """
         Return the schedule that trains an aligned plan from its beginning.
@@ -151,6 +166,9 @@ class EpochSchedule:
 
             meeting: Where the ranks wait for each other: `step` or `microbatch`.
 
+            group_by_work: Steps of a window in which packs of like work come into one step; 0
+            leaves steps as they are drawn.
+
         >>> from core.align import align_plan
         >>> from core.plan import build_raw_plan
         >>> plan = build_raw_plan([5, 5, 5], packing_length=5)
@@ -171,6 +189,7 @@ class EpochSchedule:
             shuffle=shuffle,
             works=works,
             meeting=meeting,
+            group_by_work=group_by_work,
         )
 
     def __attrs_post_init__(self) -> None:
@@ -181,6 +200,9 @@ class EpochSchedule:
         )
         if self.meeting not in get_args(Meeting):
             message = f"meeting is {self.meeting!r}, but has to be one of {', '.join(get_args(Meeting))}"
+            raise ValueError(message)
+        if self.group_by_work < 0 or (self.group_by_work and self.works is None):
+            message = f"group_by_work is {self.group_by_work}, but has to be at least 0, and above it needs works"
             raise ValueError(message)
         if self.works is not None:
             checked_works(self.works, self.num_packs)
@@ -268,6 +290,16 @@ class EpochSchedule:
         return int(rows.max(axis=1).sum()) / bound - 1 if bound else 0.0
 
     @property
+    def grouping(self) -> str:
+        """
+        What decides which packs steps have, if they are grouped by work, in short; empty if not.
+        """
+        if not self.group_by_work:
+            return ""
+        works = hashlib.sha256(self._units(np.arange(self.num_packs)).tobytes()).hexdigest()[:16]
+        return f"{self.group_by_work} steps by the works {works}"
+
+    @property
     def _step(self) -> dict[str, int]:
         return {"world_size": self.world_size, "accumulation": self.gradient_accumulation_steps}
 
@@ -324,7 +356,8 @@ class EpochSchedule:
         Return the segments of *epoch* at `start`; these ranks go on with the last one, or begin it.
         """
         earlier = self.start.segments if epoch == self.start.epoch else ()
-        mine = EpochSegment(self.world_size, self.dataloader_drop_last, 0)
+        grouped = self.world_size * self.gradient_accumulation_steps if self.group_by_work else 0
+        mine = EpochSegment(self.world_size, self.dataloader_drop_last, 0, grouped, self.group_by_work)
         if earlier and attrs.evolve(earlier[-1], pack_offset=0) == mine:
             return earlier
         return (*earlier, mine)
@@ -342,7 +375,13 @@ class EpochSchedule:
     def _whole_order(self, epoch: int, segment: EpochSegment) -> IntArray:
         """Return the order of an epoch that the ranks of *segment* train from its beginning."""
         positions = aligned_positions(self.num_packs, segment.world_size, segment.dataloader_drop_last)
-        return positions[shuffled(positions.size, seed=(self.seed, epoch))] if self.shuffle else positions
+        if self.shuffle:
+            positions = positions[shuffled(positions.size, seed=(self.seed, epoch))]
+        if not segment.group_steps:
+            return positions
+        works = self._units(positions)
+        options = {"packs_per_step": segment.group_packs, "steps": segment.group_steps}
+        return positions[group_steps(works, **options, seed=(self.seed, epoch))]
 
     def batches_of(self, num_packs: int) -> int:
         """
@@ -384,8 +423,11 @@ class ResumeState:
 
     progress: Progress
 
+    grouping: str = ""
+    """By which works, in which windows, steps are grouped; empty where they are not."""
+
     def differences(self, now: ResumeState) -> tuple[Difference, ...]:
         """Return in what the plan to be trained now differs from this, the one that was trained."""
-        names = ("plan", "data", "seed", "shuffle", "tuner", "order_version")
+        names = ("plan", "data", "seed", "shuffle", "tuner", "order_version", "grouping")
         pairs = [(name, getattr(self, name), getattr(now, name)) for name in names]
         return tuple(Difference(name, then, found) for name, then, found in pairs if then != found)

@@ -5,7 +5,7 @@ which.
 
 from __future__ import annotations
 
-from core.work.assignment import UNITS, Meeting, assign_steps, bounds_of_steps, checked_works, in_units
+from core.work.assignment import UNITS, Meeting, assign_steps, bounds_of_steps, checked_works, group_steps, in_units
 from core.work.imbalance import expected_imbalance, floor_of
 from core.work.model import SampleWorks, VisionWork, WorkModel, causal_pairs
 
@@ -21,5 +21,6 @@ __all__ = [
     "checked_works",
     "expected_imbalance",
     "floor_of",
+    "group_steps",
     "in_units",
 ]

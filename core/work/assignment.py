@@ -12,7 +12,7 @@ processor, gets the same assignment.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 from typing import Any, Literal, get_args
 
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from core.errors import WorkError
 from core.lengths import IntArray
+from core.shuffling import shuffled
 
 Meeting = Literal["step", "microbatch"]
 """Where ranks wait for each other: at the end of each step, or in each microbatch."""
@@ -121,6 +122,37 @@ def assign_steps(works: IntArray, *, world_size: int, accumulation: int, meeting
         steps = works[part].reshape(-1, packs_of_rank * world_size)
         places = _places(steps, world_size, meeting)
         part[:] = (part.reshape(steps.shape)[np.arange(len(steps))[:, None], places]).ravel()
+    return order
+
+
+def group_steps(works: IntArray, *, packs_per_step: int, steps: int, seed: Sequence[int]) -> IntArray:
+    """
+    Return the positions of packs in an order whose steps hold packs of like work.
+
+    Windows of so many steps are sorted by work and cut into steps again, which come in a drawn
+    order; no pack leaves its window, and the packs beyond the last whole step stay at the end.
+    Steps become biased: each holds packs of one kind.
+
+    Args:
+        works: Work of each pack in the order given, in whole units; shape (num_packs,).
+
+        packs_per_step: Packs of a step, all ranks together, >= 1.
+
+        steps: Steps of a window, >= 1.
+
+        seed: Of the order of the steps of a window; numbers from 0.
+
+    >>> works = np.array([5, 1, 4, 2, 3, 6, 9])
+    >>> grouped = works[group_steps(works, packs_per_step=2, steps=3, seed=(0,))]
+    >>> sorted(map(sorted, grouped[:6].reshape(3, 2).tolist())), grouped[6].item()
+    ([[1, 2], [3, 4], [5, 6]], 9)
+    """
+    order = np.arange(works.size)
+    whole = works.size - works.size % packs_per_step
+    for number, start in enumerate(range(0, whole, steps * packs_per_step)):
+        window = order[start : min(start + steps * packs_per_step, whole)]
+        alike = window[np.argsort(works[window], kind="stable")].reshape(-1, packs_per_step)
+        order[start : start + window.size] = alike[shuffled(len(alike), seed=(*seed, number))].ravel()
     return order
 
 

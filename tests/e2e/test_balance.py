@@ -39,3 +39,18 @@ def test_balanced_steps_give_the_loss_and_the_gradients_of_the_plain_order(start
         figure = "work_imbalance" if balance == "auto" else "microbatch_imbalance"
         assert sum(entry[figure] for entry in balanced) < sum(entry[figure] for entry in steps)
         assert [entry["work"] for entry in steps] == pytest.approx([entry["work"] for entry in balanced])
+
+
+def test_packs_of_equal_work_are_trained_as_planned(start_ranks, write_run, tmp_path):
+    """Two ranks train every balanced pack once; a second run takes the stored plan."""
+    keys = {"packing_algorithm": "balanced", "effective_batch_size": 4, "packing_max_dropped_share": 1}
+    path = write_run("qwen3_vl", training=keys, template={"max_length": 600})
+    for number in range(2):
+        out = tmp_path / f"out{number}"
+        assert [0, 0] == finished(start_ranks(2, path, out))
+        ranks = rank_main.seen(out, 2)
+        trained = sorted(pack for rank in ranks for pack in rank["fetched"])
+        assert sorted([*range(ranks[0]["num_raw"]), *ranks[0]["repeated"]]) == trained
+        plans = {rank["raw"] for rank in ranks}
+        assert 1 == len(plans)
+    assert plans == {rank["raw"] for rank in rank_main.seen(tmp_path / "out0", 2)}

@@ -102,6 +102,23 @@ def test_packs_that_no_exchange_makes_fit_are_those_of_best_fit():
 
 
 @pytest.mark.parametrize(
+    "lengths",
+    [
+        # Best fit is levelled; the certified packs are, too; they say that few more are allowed.
+        [10, 17, 17, 11, 26, 9, 6, 24, 22, 8, 23, 26, 10, 1, 21],
+        [2, 4, 20, 25, 1, 17, 6, 25, 5, 12, 21, 6, 13, 16, 7, 17, 17, 22],
+        [7, 27, 16, 26, 11, 1, 12, 19, 10, 28],
+    ],
+)
+def test_what_exchanges_do_not_make_fit_is_still_packed(lengths):
+    """As few packs as the certified ones, which leave no room here."""
+    packs = pack(lengths, capacity=40, algorithm="balanced", works=range(len(lengths)))
+
+    assert len(pack(lengths, capacity=40, algorithm="certified")) == len(packs)
+    assert packs.loads(np.array(lengths)).max() <= 40
+
+
+@pytest.mark.parametrize(
     ("works", "message"),
     [
         ([1.0], "there are 1 works for 3 samples"),

@@ -48,6 +48,7 @@ def schedules(draw) -> EpochSchedule:
         shuffle=draw(st.booleans()),
         works=works,
         meeting=draw(st.sampled_from(["step", "microbatch"])),
+        group_by_work=0 if works is None else draw(st.sampled_from([0, 0, 1, 3])),
     )
 
 
@@ -129,7 +130,7 @@ def test_an_epoch_is_the_aligned_plan_in_another_order(schedule):
 @given(schedules(), st.integers(0, 9))
 def test_another_epoch_and_another_seed_have_another_order(schedule, epoch):
     """Unless the order is that of the plan; twenty packs do not fall into the same order twice."""
-    schedule = attrs.evolve(schedule, num_packs=20, world_size=1, works=None)
+    schedule = attrs.evolve(schedule, num_packs=20, world_size=1, works=None, group_by_work=0)
     orders = [
         schedule.order(epoch),
         schedule.order(epoch + 1),
@@ -147,6 +148,7 @@ def test_works_decide_who_trains_a_pack_and_never_in_which_step(schedule, world_
     Every step has the packs that it has without works, also after a resume on other ranks: losses,
     gradients and checkpoints are of the same packs.
     """
+    schedule = attrs.evolve(schedule, group_by_work=0)
     plain = attrs.evolve(schedule, works=None)
 
     def contents(of):
@@ -159,6 +161,48 @@ def test_works_decide_who_trains_a_pack_and_never_in_which_step(schedule, world_
     event(f"other ranks in mid-epoch, by work: {world_size != schedule.world_size and schedule.works is not None}")
     change = {"world_size": world_size, "start": schedule.at(stop)}
     assert contents(attrs.evolve(plain, **change)) == contents(attrs.evolve(schedule, **change))
+
+
+@given(schedules())
+def test_the_time_of_an_epoch_is_told_beside_its_bound(schedule):
+    """0 where nothing is assigned, and where microbatches are; never below the bound."""
+    above = schedule.above_bound(0)
+
+    assert above >= 0
+    if schedule.works is None or schedule.meeting == "microbatch":
+        assert 0 == above
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(0, 9), st.data())
+def test_steps_grouped_by_work_hold_neighbours_of_their_window(world_size, accumulation, window, seed, data):
+    """
+    Each pack of a window once, a step's packs next to each other by work; on other ranks each pack
+    that is left is trained once.
+    """
+    per_step = world_size * accumulation
+    num_packs = per_step * data.draw(st.integers(1, 7))
+    works = np.array(data.draw(st.lists(st.integers(0, 99), min_size=num_packs, max_size=num_packs)))
+    plain = EpochSchedule(
+        num_packs=num_packs, world_size=world_size, dataloader_drop_last=False, num_train_epochs=1, seed=seed,
+        gradient_accumulation_steps=accumulation, works=works,
+    )  # fmt: skip
+    schedule = attrs.evolve(plain, group_by_work=window)
+    event(f"several windows: {num_packs > window * per_step}")
+
+    order, drawn = schedule.order(0), plain.order(0)
+
+    for start in range(0, num_packs, window * per_step):
+        here, grouped = (one[start : start + window * per_step] for one in (drawn, order))
+        assert sorted(here.tolist()) == sorted(grouped.tolist())
+        sums = sorted(sorted(works[step].tolist()) for step in grouped.reshape(-1, per_step))
+        assert sorted(works[here].tolist()) == [work for step in sums for work in step]
+    stop = data.draw(st.integers(1, schedule.steps_per_epoch))
+    other = attrs.evolve(schedule, world_size=world_size + 1, start=schedule.at(stop))
+    done = set(order[: stop * per_step].tolist())
+    assert set(range(num_packs)) - done == set(other.order(0).tolist()) if stop * per_step < num_packs else True
+    assert schedule.grouping.startswith(f"{window} steps by the works ")
+    assert schedule.grouping == attrs.evolve(schedule, works=works * 3).grouping
+    assert not plain.grouping
 
 
 @given(schedules())
@@ -199,7 +243,7 @@ def test_resumes_on_other_ranks_finish_the_epoch_with_what_it_has_not_consumed(s
     However often the ranks change: each pack once, fillers or what is cut aside, fewer than ranks
     each time.
     """
-    schedule = attrs.evolve(schedule, batch_size=1, num_train_epochs=2)
+    schedule = attrs.evolve(schedule, batch_size=1, num_train_epochs=2, group_by_work=0)
     consumed = []
     cut, fillers = schedule.num_packs % schedule.world_size, -schedule.num_packs % schedule.world_size
     for world_size, accumulation in changes:
@@ -249,7 +293,7 @@ def test_one_change_of_ranks_trains_each_pack_left_exactly_once(schedule, world_
     The packs of the old order that were not consumed, once each, then filled from their own front,
     or cut.
     """
-    schedule = attrs.evolve(schedule, batch_size=1, works=None)
+    schedule = attrs.evolve(schedule, batch_size=1, works=None, group_by_work=0)
     assume(schedule.world_size != world_size)
     assume(schedule.num_steps(0) > 1)
     assume(not schedule.dataloader_drop_last or schedule.num_packs >= world_size)
@@ -312,6 +356,7 @@ def test_an_epoch_whose_rest_gives_no_batch_takes_no_further_step(  # noqa: PLR0
         ([1.0] * 7 + [float("nan")], {}, "work 7 is nan, but the work of packs is a finite number of at least 0: give"),
         ([1.0] * 7 + [float("inf")], {}, "work 7 is inf"),
         ([1.0] * 8, {"batch_size": 2}, "batch_size has to be 1, not 2"),
+        ([1.0] * 8, {"group_by_work": -1}, "group_by_work is -1, but has to be at least 0"),
         ([1.0] * 8, {"meeting": "epoch"}, "meeting is 'epoch', but has to be one of step, microbatch"),
     ],
 )
@@ -351,6 +396,8 @@ def test_a_resume_state_names_what_has_changed():
     other = str(PlanChangedError("checkpoint-1", (order,)))
     assert "install the one that wrote the checkpoint, or start again" in other
     assert "restore the data" not in other
+    (grouped,) = then.differences(attrs.evolve(then, grouping="3 steps by the works a1"))
+    assert "grouping: stored '', now '3 steps by the works a1'" == str(grouped)
     (difference,) = then.differences(attrs.evolve(then, plan="b2"))
     assert "plan: stored 'a1', now 'b2'" == str(difference)
     assert "install" not in str(PlanChangedError("checkpoint-1", (difference,)))
@@ -373,6 +420,7 @@ GOLDEN_ORDERS = {
         "padded batches": [[[2, 5]], [[4, 1]], [[7, 0]], [[3, 6]]],
         "many packs": "64e207512a18fc84eb757dfc749a86ba1546694008d56acb1f77bcc28e4eba91",
         "equal work a step": "c2380caf4b96c645cbad8d2574794155a178d0b3eedd406e9743b0b336ae158a",
+        "grouped by work": "2b19cbabeb41e48d260ca7fcc6594b4e3d97fbff845cecbde09fdf0fd656c97b",
         "equal work a microbatch": "513d32426365438b2d6ede182a0d2204cdfd9b778bd49c76b11670ff34de1c7b",
     },
 }
@@ -403,6 +451,9 @@ def test_the_golden_order():
         "padded batches": [padded.batches(3, rank=rank) for rank in range(4)],
         "many packs": plan_checksum([many.order(epoch).tolist() for epoch in range(3)]),
         "equal work a step": plan_checksum([step.order(epoch).tolist() for epoch in range(3)]),
+        "grouped by work": plan_checksum(
+            [attrs.evolve(step, group_by_work=5).order(epoch).tolist() for epoch in range(3)]
+        ),
         "equal work a microbatch": plan_checksum([microbatch.order(epoch).tolist() for epoch in range(3)]),
     }
 

@@ -10,7 +10,10 @@ from hypothesis import strategies as st
 
 from core.plan import EmptyPlanError, build_raw_plan, one_sample_packs
 from core.schedule import EpochSchedule, EpochStats, PackStats
+from core.work import SampleWorks, VisionWork, WorkModel
 from tests.strategies import raw_lengths
+
+MODEL = WorkModel(per_position=4, per_pair=2, vision=VisionWork(5, 1, 0, 0))
 
 
 @st.composite
@@ -36,7 +39,11 @@ def trainings(draw):
         batch_size=1 if packed else draw(st.integers(1, 3)),
         seed=draw(st.integers(0, 9)),
     )
-    pack_stats = PackStats.of(plan, np.array(lengths), packed=packed)
+    works = None
+    if draw(st.booleans()):
+        images = np.array(draw(st.lists(st.integers(0, 2), min_size=len(lengths), max_size=len(lengths))))
+        works = SampleWorks.of(MODEL, lengths, images=images, patches=4 * images)
+    pack_stats = PackStats.of(plan, np.array(lengths), packed=packed, works=works)
     return lengths, plan, schedule, pack_stats
 
 
@@ -46,9 +53,15 @@ def step_batches(schedule: EpochSchedule, step: int) -> list[list[list[int]]]:
     return [schedule.batches(0, rank=rank)[step * size : (step + 1) * size] for rank in range(schedule.world_size)]
 
 
-def works_and_widths(lengths, plan, batch, packed) -> tuple[int, int]:
-    """Return the attention work and the positions of a batch."""
-    samples = [lengths[index] for pack in batch for index in plan.packs[pack]]
+def works_and_widths(lengths, plan, batch, pack_stats) -> tuple[int, int]:
+    """Return the work and the positions of a batch."""
+    packed, works = pack_stats.packed, pack_stats.works
+    indices = [index for pack in batch for index in plan.packs[pack]]
+    samples = [lengths[index] for index in indices]
+    if works is not None:
+        widths = samples if packed else [max(samples)] * len(samples)
+        text = sum(MODEL.per_position * width + MODEL.per_pair * width * (width + 1) / 2 for width in widths)
+        return text + sum(works.images[index] for index in indices), sum(widths)
     if packed:
         return sum(length**2 for length in samples), sum(samples)
     return len(samples) * max(samples) ** 2, len(samples) * max(samples)
@@ -72,7 +85,7 @@ def test_a_window_is_what_its_batches_add_up_to(training, data):
         (seen if step >= start else seen_before).update(here)
         if step >= start:
             packs += here
-            measured = [[works_and_widths(lengths, plan, batch, pack_stats.packed) for batch in mine] for mine in ranks]
+            measured = [[works_and_widths(lengths, plan, batch, pack_stats) for batch in mine] for mine in ranks]
             works.append([sum(work for work, _ in mine) for mine in measured])
             total += sum(width for mine in measured for _, width in mine)
     useful = sum(lengths[index] for pack in seen - seen_before for index in plan.packs[pack])
@@ -84,12 +97,21 @@ def test_a_window_is_what_its_batches_add_up_to(training, data):
         if not long & set(plan.packs[pack])
     ]
 
+    size = schedule.gradient_accumulation_steps
+    ranks = [schedule.batches(0, rank=rank)[start * size : stop * size] for rank in range(schedule.world_size)]
+    batches = [[[works_and_widths(lengths, plan, batch, pack_stats)[0] for batch in mine] for mine in ranks]]
     tokens, statistics = stats.tokens(start, stop), stats.statistics(start, stop)
 
     assert (total, useful) == (tokens.total, tokens.useful)
     assert sum(map(sum, works)) / len(works) == pytest.approx(statistics["work"])
     imbalances = [max(work) / (sum(work) / len(work)) for work in works]
     assert sum(imbalances) / len(imbalances) == pytest.approx(statistics["work_imbalance"])
+    together = [list(zip(*mine, strict=True)) for mine in batches]
+    waited = sum(max(works) for works in together[0]) / (sum(map(sum, together[0])) / schedule.world_size)
+    assert waited == pytest.approx(stats.microbatch_imbalance(start, stop))
+    squares = EpochStats.of(pack_stats.of_squares(), schedule, 0)
+    plain = EpochStats.of(PackStats.of(plan, np.array(lengths), packed=pack_stats.packed), schedule, 0)
+    assert plain.works(start, stop).tolist() == squares.works(start, stop).tolist()
     assert sum(index in long for index in samples) / len(samples) == statistics["long_share"]
     covered = {index for pack in seen | seen_before for index in plan.packs[pack]}
     assert len(covered) / len(lengths) == statistics["coverage"]

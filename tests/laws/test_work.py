@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.errors import ConfigError, InvalidLengthError
-from core.work import VisionWork, WorkModel, causal_pairs
+from core.work import SampleWorks, VisionWork, WorkModel, causal_pairs
 
 GRIDS = st.tuples(st.integers(1, 3), st.integers(1, 20).map(lambda n: 2 * n), st.integers(1, 20).map(lambda n: 2 * n))
 
@@ -30,6 +30,45 @@ def window_pairs(rows: int, columns: int, window: int) -> int:
             place = row // window, column // window
             sizes[place] = sizes.get(place, 0) + 1
     return sum(size**2 for size in sizes.values())
+
+
+@given(st.lists(st.tuples(st.integers(1, 500), st.integers(0, 3), st.integers(1, 40)), min_size=1, max_size=9))
+def test_counts_give_what_images_of_equal_size_take(samples):
+    """Where a sample's images are alike and its windows whole; the works are whole numbers."""
+    grids = [[(1, 8, 8 * side)] * images for _, images, side in samples]
+    lengths, images = [length for length, _, _ in samples], [images for _, images, _ in samples]
+    patches = [64 * side * images for _, images, side in samples]
+
+    works = SampleWorks.of(MODEL, lengths, images=images, patches=patches)
+
+    assert MODEL.of(lengths, grids).tolist() == pytest.approx(works.samples.tolist())
+    assert np.int64 == works.samples.dtype
+    text = WorkModel(MODEL.per_position, MODEL.per_pair)
+    assert text.of(lengths).tolist() == SampleWorks.of(text, lengths, images=images, patches=patches).samples.tolist()
+
+
+def test_a_backward_pass_takes_twice_as_many_where_weights_are_trained():
+    """Once more for what a layer is given, once more for its weights; attention has none."""
+    forward = MODEL.of([9], [[(1, 8, 8)]])[0]
+
+    assert 3 * forward == MODEL.trained().of([9], [[(1, 8, 8)]])[0]
+    frozen = MODEL.trained(text=False, vision=False, vision_gradients=False)
+    assert (2 * MODEL.per_position, 3 * MODEL.per_pair, MODEL.vision) == (
+        frozen.per_position, frozen.per_pair, frozen.vision
+    )  # fmt: skip
+    adapters = MODEL.trained(text=False, vision=False).vision
+    assert (2 * MODEL.vision.per_patch, 3 * MODEL.vision.per_image_pair) == (
+        adapters.per_patch, adapters.per_image_pair
+    )  # fmt: skip
+    assert WorkModel(30, 6) == WorkModel(10, 2).trained()
+
+
+def test_sizes_that_a_config_lacks_are_those_of_an_ordinary_model():
+    """32 layers of a width of 4,096; those that it has are taken."""
+    assert WorkModel(2 * 32 * 12 * 4096**2, 4 * 32 * 4096) == WorkModel.estimated({})
+    assert WorkModel(2 * 3 * 12 * 64, 4 * 3 * 8) == WorkModel.estimated(
+        {"text_config": {"hidden_size": 8, "num_hidden_layers": 3}}
+    )
 
 
 @given(SAMPLES)

@@ -1,0 +1,119 @@
+"""What samples of a run cost, and where its ranks meet, as its YAML and its model say."""
+
+from __future__ import annotations
+
+import json
+
+import attrs
+import numpy as np
+import pytest
+
+from app.training.works import meeting_of, policy_of, work_of
+from core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
+from core.config.run import faults
+from core.work import WorkModel
+
+TEXT = {"model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "vocab_size": 100}  # fmt: skip
+
+TABLE = np.array([[8, 4, 0, 0, 0], [3, 1, 1, 16, 0]], dtype=np.int32)
+"""Length, supervised, images, patches, cut."""
+
+
+def run(model: str = "none", **training) -> RunConfig:
+    return RunConfig(
+        model=ModelConfig(model=model),
+        template=TemplateConfig(max_length=80),
+        custom=CustomConfig(train_jsonl=("data.jsonl",)),
+        training=TrainingConfig(output_dir="out", **training),
+    )
+
+
+@pytest.mark.parametrize(
+    ("training", "meeting"),
+    [
+        ({}, "step"),
+        ({"packing_balance": "none"}, None),
+        ({"packing": False}, None),
+        ({"packing_balance": "microbatch"}, "microbatch"),
+        ({"packing_balance": "step", "trainer": {"fsdp": "full_shard"}}, "step"),
+        ({"trainer": {"fsdp": "full_shard"}}, "microbatch"),
+        ({"trainer": {"deepspeed": {"zero_optimization": {"stage": 1}}}}, "step"),
+        ({"trainer": {"deepspeed": {"zero_optimization": {"stage": 2}}}}, "microbatch"),
+        ({"trainer": {"deepspeed": {"zero_optimization": {"stage": 3}}}}, "microbatch"),
+        ({"trainer": {"deepspeed": {"train_batch_size": "auto"}}}, "step"),
+        ({"trainer": {"deepspeed": "no such file.json"}}, "step"),
+    ],
+)
+def test_the_trainers_strategy_says_where_ranks_meet(training, meeting):
+    """FSDP, and DeepSpeed from stage 2 on, meet in each microbatch; a value that is set counts."""
+    assert meeting == meeting_of(run(**training))
+
+
+def test_a_deepspeed_file_is_read(tmp_path):
+    """As its content would be."""
+    path = tmp_path / "zero.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 3}}))
+
+    assert "microbatch" == meeting_of(run(trainer={"deepspeed": str(path)}))
+
+
+@pytest.mark.parametrize(
+    ("training", "passes"),
+    [({}, {}), ({"freeze_llm": True}, {"text": False}), ({"freeze_vit": True}, {"vision": False}),
+     ({"tuner_type": "lora"}, {"text": False, "vision": False})],
+)  # fmt: skip
+def test_work_is_that_of_the_models_sizes(tmp_path, training, passes):
+    """Forward and backward; what is frozen needs no gradients of its own."""
+    (tmp_path / "config.json").write_text(json.dumps(TEXT))
+    model = WorkModel.from_config(TEXT).trained(**passes)
+
+    work = work_of(run(str(tmp_path), **training), TABLE)
+
+    assert work.estimated is None
+    assert "FLOPs of the model, forward and backward" == work.unit
+    assert model.of([8, 3]).tolist() == work.of.samples.tolist()
+
+
+def test_a_model_that_is_not_known_counts_tokens_and_squares(tmp_path):
+    """And says why: no folder, or an architecture that is not known, whose width is still taken."""
+    assert "is no folder with a config.json" in work_of(run(), TABLE).estimated
+    (tmp_path / "config.json").write_text(json.dumps({**TEXT, "model_type": "new"}))
+
+    work = work_of(run(str(tmp_path)), TABLE)
+
+    assert "the work of model_type 'new' is not known" in work.estimated
+    per_layer = 2 * 12 * 64**2
+    assert WorkModel(2 * per_layer, 4 * 2 * 64) == WorkModel.estimated(TEXT)
+    assert WorkModel.estimated(TEXT).trained().of([8, 3]).tolist() == work.of.samples.tolist()
+
+
+def test_only_packs_that_weigh_work_are_planned_by_it(tmp_path):
+    """So that another model plans nothing again elsewhere."""
+    (tmp_path / "config.json").write_text(json.dumps(TEXT))
+
+    assert policy_of(run(str(tmp_path)), "train").work is None
+    balanced = policy_of(run(str(tmp_path), packing_algorithm="balanced"), "train")
+    assert WorkModel.from_config(TEXT).trained() == balanced.work
+    columns = {"images": TABLE[:, 2], "patches": TABLE[:, 3]}
+    assert balanced.works(TABLE[:, 0], **columns).tolist() == balanced.work.of([8, 3]).tolist()
+    assert attrs.evolve(balanced, algorithm="certified").works(TABLE[:, 0], **columns) is None
+
+
+@pytest.mark.parametrize(
+    ("training", "reason"),
+    [
+        ({"packing_group_by_work": -1}, "is -1, but has to be at least 0 steps"),
+        (
+            {"packing_group_by_work": 4, "packing_balance": "none"},
+            "needs training.packing, and training.packing_balance",
+        ),
+        ({"packing_group_by_work": 4, "packing": False}, "needs training.packing, and"),
+    ],
+)
+def test_windows_without_works_are_refused(training, reason):
+    """By their key, and what to set."""
+    (fault,) = faults(run(**training))
+
+    assert "training.packing_group_by_work" == fault.path
+    assert reason in fault.reason
