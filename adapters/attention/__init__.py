@@ -21,7 +21,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from adapters.attention.rows import follow_rows
 from adapters.attention.states import split_states
-from adapters.attention.varlen import attend, attend_to_patches, row_mask, sample_mask
+from adapters.attention.varlen import attend, attend_to_patches, row_mask, sample_mask, told_row_mask
 from adapters.attention.vision import project_patches
 from core.equality import MASKED, NATIVE, VARLEN, Attention
 
@@ -29,6 +29,7 @@ __all__ = [
     "MASKED_NAME",
     "NAME",
     "PATCHES_NAME",
+    "ROWS_NAME",
     "attend_as",
     "attend_by_masks",
     "attend_by_varlen",
@@ -41,6 +42,9 @@ __all__ = [
 
 NAME = "packplan_varlen"
 """Our attention's name among transformers' functions."""
+
+ROWS_NAME = "packplan_varlen_rows"
+"""That of models that follow their rows: without a row, they raise instead of mixing samples."""
 
 PATCHES_NAME = "packplan_flash_patches"
 """
@@ -55,6 +59,8 @@ MASKED_NAME = "packplan_masked"
 _as_it_is: Any = torch.compiler.disable
 AttentionInterface.register(NAME, _as_it_is(attend))
 AttentionMaskInterface.register(NAME, _as_it_is(row_mask))
+AttentionInterface.register(ROWS_NAME, _as_it_is(attend))
+AttentionMaskInterface.register(ROWS_NAME, _as_it_is(told_row_mask))
 AttentionInterface.register(MASKED_NAME, _as_it_is(attend))
 AttentionMaskInterface.register(MASKED_NAME, _as_it_is(sample_mask))
 AttentionInterface.register(PATCHES_NAME, _as_it_is(attend_to_patches))
@@ -69,23 +75,24 @@ def attend_as(model: Any, attention: Attention) -> None:
 
         attention: Of the run.
     """
+    follows = attention.follows_rows or bool(attention.split)
     if attention.name == VARLEN:
-        attend_by_varlen(model)
+        attend_by_varlen(model, name=ROWS_NAME if follows else NAME)
     elif attention.name == MASKED:
         attend_by_masks(model)
-    if attention.follows_rows or attention.split:
+    if follows:
         follow_rows(model)
     split_states(model, attention.split)
 
 
-def attend_by_varlen(model: Any) -> None:
+def attend_by_varlen(model: Any, *, name: str = NAME) -> None:
     """
     Let a model of transformers attend by our attention of variable length, its vision tower too.
 
     The names are in the configuration that the model holds, and in none that it saves.
     """
-    parts = {part: PATCHES_NAME if takes_grids(model, part) else NAME for part in model.config.sub_configs}
-    model.set_attn_implementation({"": NAME, **parts})
+    parts = {part: PATCHES_NAME if takes_grids(model, part) else name for part in model.config.sub_configs}
+    model.set_attn_implementation({"": name, **parts})
 
 
 def takes_grids(model: Any, part: str) -> bool:

@@ -112,7 +112,7 @@ def packed_row(tokens: int) -> Row | None:
 
 def row_of_layers() -> Row | None:
     """
-    Return the row that the model computes, for layers that have to know it.
+    Return the row that the model computes, for layers and masks that have to know it.
 
     Raises:
         PackplanError: They are computed outside of their model.
@@ -120,7 +120,7 @@ def row_of_layers() -> Row | None:
     try:
         return _ROW.get()
     except LookupError:
-        message = "a layer that carries a state along the row is computed outside of its model, which knows the row"
+        message = "a layer that has to know its row is computed outside of its model, which knows the row"
         raise PackplanError(message) from None
 
 

@@ -25,7 +25,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import and_masks, causal_mask_function, chunked_overlay, sdpa_mask
 
 from adapters.attention.layout import Layout, MaskFunction, read_layout
-from adapters.attention.rows import Row, packed_row
+from adapters.attention.rows import Row, packed_row, row_of_layers
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +86,14 @@ def row_mask(
         **options,
     )
     return mask
+
+
+def told_row_mask(**options: Any) -> Layout | torch.Tensor | None:
+    """
+    Return what `row_mask` does, for models that are told their rows; PackplanError outside of one.
+    """
+    row_of_layers()
+    return row_mask(**options)
 
 
 def attend(
@@ -185,6 +193,7 @@ def sample_mask(
     The arguments are those that transformers hands to functions registered with
     `AttentionMaskInterface`.
     """
+    row_of_layers()
     row = packed_row(q_length) if batch_size == 1 and q_length == kv_length else None
     if row is not None and (attention_mask is None or bool(attention_mask.all())):
         mask_function, allow_is_causal_skip = within_samples(mask_function, row, local_size), False

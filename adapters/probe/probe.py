@@ -13,7 +13,7 @@ from adapters import torchvision_shim  # noqa: F401  # before transformers  # is
 import attrs
 import torch
 
-from adapters.attention import MASKED_NAME, NAME, attend_as, takes_grids
+from adapters.attention import MASKED_NAME, NAME, ROWS_NAME, attend_as, takes_grids
 from adapters.probe.images import measure_images, sees
 from adapters.probe.rows import Alone, ProbeRow, measure_alone, measure_packed
 from adapters.probe.shrink import FIRST_ID, LONGEST, VOCABULARY
@@ -65,7 +65,8 @@ def apply_trial(model: Any, trial: Trial, split: tuple[str, ...] = ()) -> None:
     Raises:
         ProbeError: The model does not take the attention.
     """
-    name = {VARLEN: NAME, MASKED: MASKED_NAME}.get(trial.attention, trial.attention)
+    follows = trial.follows_rows or bool(split)
+    name = {VARLEN: ROWS_NAME if follows else NAME, MASKED: MASKED_NAME}.get(trial.attention, trial.attention)
     if name == trial.attention and model.config._attn_implementation != name:  # noqa: SLF001  # no public question
         model.set_attn_implementation(name)
     attend_as(model, Attention(trial.attention, "", split=split, follows_rows=trial.follows_rows))

@@ -329,6 +329,18 @@ def test_a_split_layer_outside_of_its_model_is_an_error():
         layer(torch.ones(1, 3, 2))
 
 
+def test_a_model_that_lost_its_row_is_an_error():
+    """As where a library puts its own forward pass back: samples are not mixed without a word."""
+    model = build_small(default_config("gpt_oss"), attention="eager")
+    attend_as(model, Attention("varlen", "", native="eager", follows_rows=True))
+    row = rows.ProbeRow.draw(model, (5, 9), ids=range(16, 96))
+    model(**row.packed(), use_cache=False)
+    del model.forward
+
+    with pytest.raises(PackplanError, match="outside of its model"):
+        model(**row.packed(), use_cache=False)
+
+
 def test_the_loaded_model_is_asked_and_left_as_it_was(monkeypatch):
     """In its own precision; a planted leak is found in it, too."""
     model = build_small(default_config("llama"), attention="sdpa").bfloat16().train()
