@@ -43,6 +43,7 @@ _TYPES = {
 MORE = {
     "custom.train_jsonl": "records.md",
     "custom.columns": "records.md#shapes",
+    "custom.on_bad_record": "records.md#bad-records",
     "custom.records_cache": "records.md#files",
     "custom.fusion_config": "mixing.md",
     "custom.max_line_bytes": "records.md",

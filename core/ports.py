@@ -15,7 +15,7 @@ from core.errors import CorruptArtefactError, Difference
 from core.fingerprint import Fingerprint
 from core.lengths import IntArray
 from core.plan import RawPlan
-from core.samples import ImageFacts, ImageTable, Measurement, Outcome, Place, Table, column
+from core.samples import BadRecord, ImageFacts, ImageTable, Measurement, Outcome, Place, Table, column
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -46,6 +46,18 @@ class Records(Protocol):
     def folder(self, index: int, /) -> str:
         """Return the folder that relative media of the record start at."""
 
+    def leave_out(self, numbers: Sequence[int], /) -> None:
+        """Leave out these records, by their positions among all, ascending, and no others."""
+
+    def number(self, index: int, /) -> int:
+        """Return the position of record *index* among all, also those left out."""
+
+    def position(self, number: int, /) -> int:
+        """Return the index of a record that is not left out, by its position among all."""
+
+    def record_digest(self, index: int, /) -> str:
+        """Return the digest of record *index* alone."""
+
     def digest(self, count: int, /, *, start: int = 0) -> str:
         """
         Return the digest of *count* records from *start* on, and of the folders of their media.
@@ -74,7 +86,19 @@ class Measurable(Protocol):
 
 
 class LengthSource(Measurable, Protocol):
-    """Samples that can be measured one by one too, in any order, with the same result."""
+    """
+    Samples that can be measured one by one too, in any order, with the same result; records that
+    cannot become samples may be left out, and are no samples then.
+    """
+
+    def leave_out(self, numbers: Sequence[int], /) -> None:
+        """Leave out these records, by their positions among all, ascending, and no others."""
+
+    def number(self, index: int, /) -> int:
+        """Return the position of sample *index* among all records, also those left out."""
+
+    def record_digest(self, index: int, /) -> str:
+        """Return the digest of the record of sample *index* alone."""
 
     @property
     def mixes(self) -> bool:
@@ -140,6 +164,9 @@ class Origin:
 
     data_digest: str
     """Digest of the data of the measured samples."""
+
+    bad: tuple[BadRecord, ...] = ()
+    """Records before and between them that were left out."""
 
     def differences(
         self, key: Fingerprint, num_samples: int, data_digest: Callable[[int], str]
@@ -222,6 +249,12 @@ class LengthStore(Inspectable[StoredLengths], Protocol):
         CorruptArtefactError if that is damaged.
         """
 
+    def bad(self) -> tuple[BadRecord, ...]:
+        """
+        Return the records that were left out of what is stored, or would be taken over;
+        CorruptArtefactError if that is damaged.
+        """
+
     def resume(self, key: Fingerprint, num_samples: int, data_digest: Callable[[int], str], /) -> Stored:
         """
         Return what was measured under *key* so far, the first samples first.
@@ -260,6 +293,7 @@ class LengthStore(Inspectable[StoredLengths], Protocol):
         *,
         in_full: bool,
         probe: Mapping[str, Any] | None = None,
+        bad: Sequence[BadRecord] = (),
     ) -> None:
         """
         Add the next rows, so that a reader sees all of them or none.
@@ -275,6 +309,8 @@ class LengthStore(Inspectable[StoredLengths], Protocol):
 
             probe: How all samples so far were found to encode the same each time; None if they were
             not, yet.
+
+            bad: Records that were left out so far.
         """
 
     def discard(self) -> None:

@@ -17,7 +17,17 @@ from core.errors import CorruptArtefactError, Difference, RecordError, StaleLeng
 from core.fingerprint import Fingerprint
 from core.plan import RawPlan
 from core.ports import Arrays, Origin, ReportProgress, Stored, StoredLengths, StoredPlan
-from core.samples import COLUMNS, IMAGE_COLUMNS, ImageFacts, ImageTable, Measured, Measurement, Outcome, Table
+from core.samples import (
+    COLUMNS,
+    IMAGE_COLUMNS,
+    BadRecord,
+    ImageFacts,
+    ImageTable,
+    Measured,
+    Measurement,
+    Outcome,
+    Table,
+)
 
 
 class ListSource:
@@ -27,6 +37,8 @@ class ListSource:
 
     def __init__(self, lengths: list[int], *, name: str = "data") -> None:
         self.lengths, self.name = lengths, name
+        self.everything = lengths
+        self.left_out: set[int] = set()
         self.measured: list[int] = []
         self.image_bytes = 1000
         self.widths: dict[int, int] = {}
@@ -34,6 +46,23 @@ class ListSource:
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    def leave_out(self, numbers: Sequence[int]) -> None:
+        if not self.left_out:
+            self.everything = self.lengths
+        self.left_out = set(numbers)
+        self.lengths = [self.everything[number] for number in self._kept()] if numbers else self.everything
+
+    def _kept(self) -> Sequence[int]:
+        if not self.left_out:
+            return range(len(self.lengths))
+        return [number for number in range(len(self.everything)) if number not in self.left_out]
+
+    def number(self, index: int) -> int:
+        return self._kept()[index]
+
+    def record_digest(self, index: int) -> str:
+        return str(self.lengths[index])
 
     def fingerprint(self) -> Fingerprint:
         return Fingerprint({"name": self.name, "packing_length": None})
@@ -48,7 +77,9 @@ class ListSource:
     def measure_many(self, indices: range, *, in_full: bool) -> Iterator[Outcome]:
         self.is_measuring = True
         try:
-            for index in indices:
+            kept = self._kept()
+            for number in [kept[index] for index in indices]:
+                index = number - sum(left < number for left in self.left_out)
                 try:
                     yield Measured(self.measure(index), self.images(index))
                 except RecordError as error:
@@ -144,9 +175,13 @@ class MemoryLengthStore:
         self.flushes: list[int] = []
         self.data = ""
         self.in_full = False
+        self.left_out: tuple[BadRecord, ...] = ()
         self.probe: Mapping[str, Any] | None = None
         self._rows: list[tuple[int, ...]] = []
         self._images: list[tuple[int, ...]] = []
+
+    def bad(self) -> tuple[BadRecord, ...]:
+        return self.left_out
 
     def resume(self, key: Fingerprint, num_samples: int, data_digest: Callable[[int], str]) -> Stored:
         self.key, self.num_samples = self.key or key, num_samples
@@ -185,8 +220,9 @@ class MemoryLengthStore:
         *,
         in_full: bool,
         probe: Mapping[str, Any] | None = None,
+        bad: Sequence[BadRecord] = (),
     ) -> None:
-        self.data, self.in_full, self.probe = data_digest, in_full, probe
+        self.data, self.in_full, self.probe, self.left_out = data_digest, in_full, probe, tuple(bad)
         if len(rows):
             self.flushes.append(len(rows))
         self._rows += map(tuple, rows.tolist())

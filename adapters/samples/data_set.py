@@ -42,15 +42,38 @@ class FileRecords:
         self._files = list(files)
         self._ends = np.cumsum([len(file) for file in files])
         self.num_with_media_tags = sum(file.num_with_media_tags for file in files)
+        self._left_out = np.zeros(0, np.int64)
         self._digest, self._digested = _NOTHING.copy(), range(0)
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return int(self._ends[-1]) - len(self._left_out)
+
+    def leave_out(self, numbers: Sequence[int]) -> None:
+        """Leave out these records, by their positions among all, ascending, and no others."""
+        before, self._left_out = self._left_out, np.array(numbers, dtype=np.int64)
+        changed = np.setxor1d(before, self._left_out)
+        # What is hashed stays, if it is of records before all that changed.
+        if changed.size and self._digested and changed[0] <= self.number(self._digested.stop - 1):
+            self._digest, self._digested = _NOTHING.copy(), range(0)
+
+    def number(self, index: int) -> int:
+        """Return the position of record *index* among all, also those left out."""
+        ahead = self._left_out - np.arange(len(self._left_out))
+        return index + int(np.searchsorted(ahead, index, side="right"))
+
+    def position(self, number: int) -> int:
+        """Return the index of a record that is not left out, by its position among all."""
+        return number - int(np.searchsorted(self._left_out, number))
+
+    def record_digest(self, index: int) -> str:
+        """Return the digest of record *index* alone."""
+        file, row = self._find(index)
+        return next(iter(file.digests(row, row + 1))).hex()
 
     @property
     def firsts(self) -> list[int]:
         """The first record of each file."""
-        return [0, *self._ends[:-1].tolist()]
+        return [self.position(number) for number in (0, *self._ends[:-1].tolist())]
 
     def __getitem__(self, index: int) -> Any:
         """Return the JSON value of record *index*; RecordError naming file and line."""
@@ -103,24 +126,29 @@ class FileRecords:
         folder = file.named.folder
         if index == start or self.folder(index - 1) != folder:
             self._digest.update(f"{Path(folder).resolve()}\n".encode())
-        count = min(len(file) - row, stop - index, _AT_ONCE)
+        number = self.number(index)
+        place = int(np.searchsorted(self._left_out, number))
+        until = self._left_out[place] - number if place < len(self._left_out) else _AT_ONCE
+        count = min(len(file) - row, stop - index, int(until), _AT_ONCE)
         for digest in file.digests(row, row + count):
             self._digest.update(digest)
         return index + count
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_files": self._files, "_ends": self._ends, "num_with_media_tags": self.num_with_media_tags}
+        kept = ("_files", "_ends", "_left_out", "num_with_media_tags")
+        return {name: self.__dict__[name] for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _digest=_NOTHING.copy(), _digested=range(0))
 
     def _find(self, index: int) -> tuple[RecordFile, int]:
         """Return the file of a record, and its row there."""
-        number = int(np.searchsorted(self._ends, index, side="right"))
         if not 0 <= index < len(self):
             message = f"record {index} of {len(self)}"
             raise IndexError(message)
-        return self._files[number], index - (int(self._ends[number - 1]) if number else 0)
+        number = self.number(index) if len(self._left_out) else index
+        file = int(np.searchsorted(self._ends, number, side="right"))
+        return self._files[file], number - (int(self._ends[file - 1]) if file else 0)
 
 
 _AT_ONCE = 1000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,11 @@ class SwiftEncoder:
         if images and not self.sees_images:
             raise self.fault(index, "the record has images, but the model reads text only")
         return sample, images
+
+    def leave_out(self, numbers: Sequence[int]) -> None:
+        """Leave out these records, by their positions among all, ascending, and no others."""
+        self.records.leave_out(numbers)
+        self._first_shapes.clear()
 
     def shapes(self) -> list[tuple[str, str]]:
         """Return the name of each data file, and the shape of its records; RecordError if mixed."""

@@ -117,6 +117,18 @@ class SwiftMeasurer:
         """Return the digest of *count* records from *start* on."""
         return self._encoder.records.digest(count, start=start)
 
+    def leave_out(self, numbers: Sequence[int]) -> None:
+        """Leave out these records; see `core.ports`."""
+        self._encoder.leave_out(numbers)
+
+    def number(self, index: int) -> int:
+        """Return the position of sample *index* among all records."""
+        return self._encoder.records.number(index)
+
+    def record_digest(self, index: int) -> str:
+        """Return the digest of the record of sample *index* alone."""
+        return self._encoder.records.record_digest(index)
+
     def measure_quickly(self, index: int) -> Measurement:
         """
         Measure sample *index* from its images' headers where that is proven to be exact; else in
@@ -159,17 +171,20 @@ class SwiftMeasurer:
         Measure several, in the order of *indices*, by processes where that is faster; see
         `core.ports`.
         """
-        measure = partial(self.outcome, in_full=in_full)
+        # Records may be left out while this goes on: their positions among all stay.
+        records = self._encoder.records
+        numbers = [records.number(index) for index in indices]
+        measure = partial(self._outcome_of, in_full=in_full)
         done = 0
         if self._workers > 1:
             started = time.perf_counter()
-            while done < len(indices):
-                yield measure(indices[done])
+            while done < len(numbers):
+                yield measure(numbers[done])
                 done += 1
                 spent = time.perf_counter() - started
-                if done >= 16 and spent / done * (len(indices) - done) * (1 - 1 / self._workers) > self._pool_start_s:
+                if done >= 16 and spent / done * (len(numbers) - done) * (1 - 1 / self._workers) > self._pool_start_s:
                     break
-        rest = indices[done:]
+        rest = numbers[done:]
         if not rest or self._workers == 1:
             yield from map(measure, rest)
             return
@@ -204,6 +219,10 @@ class SwiftMeasurer:
             return tuple(image_facts(image, decode=decode) for image in self._encoder.read(index)[1])
         except ValueError as error:
             raise self._encoder.fault(index, str(error)) from None
+
+    def _outcome_of(self, number: int, *, in_full: bool) -> Outcome:
+        """Measure a record by its position among all."""
+        return self.outcome(self._encoder.records.position(number), in_full=in_full)
 
     def outcome(self, index: int, *, in_full: bool) -> Outcome:
         """Measure sample *index* and its images, or say why it cannot become a sample."""

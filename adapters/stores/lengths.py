@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from adapters import files
 from core.errors import ConfigError, CorruptArtefactError, StaleLengthsError
 from core.fingerprint import Fingerprint
 from core.ports import Origin, Stored, StoredLengths
-from core.samples import COLUMNS, IMAGE_COLUMNS, ImageTable, Table
+from core.samples import COLUMNS, IMAGE_COLUMNS, BadRecord, ImageTable, Table
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +89,7 @@ def _origin(manifest: Mapping[str, Any]) -> Origin:
         manifest["num_samples"],
         manifest["samples"]["rows"],
         manifest["data_sha256"],
+        tuple(BadRecord(**one) for one in manifest.get("bad_records", ())),
     )
 
 
@@ -110,11 +111,18 @@ class DiskLengthStore:
         self._samples = _Column(folder / "lengths.bin", COLUMNS, "<i4")
         self._images = _Column(folder / "images.bin", IMAGE_COLUMNS, "<i8")
         self._key: Fingerprint | None = None
-        self._num_samples = 0
+        self._num_samples, self._num_bad = 0, 0
+
+    def bad(self) -> tuple[BadRecord, ...]:
+        """Return the records left out of what is stored here, else of what would be taken over."""
+        origin = self.origin()
+        if origin is None and self._lengths_from is not None:
+            origin = DiskLengthStore(self._lengths_from).origin()
+        return () if origin is None else origin.bad
 
     def resume(self, key: Fingerprint, num_samples: int, data_digest: Callable[[int], str]) -> Stored:
         """Return the rows measured so far under *key*; see `core.ports.LengthStore`."""
-        self._key, self._num_samples = key, num_samples
+        self._key, self._num_samples, self._num_bad = key, num_samples, len(self.bad())
         stored = self.read(key, num_samples, data_digest)
         self._samples.cut()
         self._images.cut()
@@ -134,7 +142,7 @@ class DiskLengthStore:
         if len(taken.table):
             log.info("%s lengths are taken over from %s", f"{len(taken.table):,}", self._lengths_from)
             digest = data_digest(len(taken.table))
-            self.append(taken.table, taken.images, digest, in_full=taken.in_full, probe=taken.probe)
+            self.append(taken.table, taken.images, digest, in_full=taken.in_full, probe=taken.probe, bad=self.bad())
         else:
             log.warning("%s holds no lengths, so all samples are measured here", self._lengths_from)
         return taken
@@ -192,6 +200,7 @@ class DiskLengthStore:
         *,
         in_full: bool,
         probe: Mapping[str, Any] | None = None,
+        bad: Sequence[BadRecord] = (),
     ) -> None:
         """
         Add the next rows, so that a reader sees all of them or none; see `core.ports.LengthStore`.
@@ -205,12 +214,13 @@ class DiskLengthStore:
                 "schema": SCHEMA,
                 "fingerprint": dict(self._key.inputs),
                 "fingerprint_sha256": self._key.digest,
-                "num_samples": self._num_samples,
+                "num_samples": self._num_samples - len(bad) + self._num_bad,
                 "data_sha256": data_digest,
                 "samples": self._samples.entry(),
                 "images": self._images.entry(),
                 "measured_in_full": in_full,
                 "probe": probe,
+                **({"bad_records": [attrs.asdict(one) for one in bad]} if bad else {}),
             },
         )
 

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
 
 from app.cli.command import add_config_arguments, positive_number
 from app.planning.split import GatheredSplit
 from app.training.schedule import require_static
 from app.wiring import stores
+from app.wiring.mixes import write_records
 from core.errors import ConfigError
 
 
@@ -28,11 +31,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--list-failures", action="store_true",
         help="encode every record in full, list all that cannot become samples, and store nothing",
     )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="with --list-failures: print one JSON document")
+    parser.add_argument(
+        "--write-good", type=Path, metavar="FILE", help="with --list-failures: write the other records as JSON Lines"
+    )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
     """Build, or list what cannot be built."""
+    if (options.json or options.write_good) and not options.list_failures:
+        raise ConfigError.of("--write-good" if options.write_good else "--json", "goes with --list-failures: add it")
     config = stores.read_config(options.config, options.overrides)
     stores.require_inputs(config)
 
@@ -41,7 +50,16 @@ def run(options: argparse.Namespace) -> None:
     from app.wiring.training import ask_before_measuring, joined_ranks, keep_verdict, local_ranks
 
     if options.list_failures:
-        list_failures(_chosen(gather(config).splits, options.split))
+        gathered = gather(config)
+        chosen = _chosen(gathered.splits, options.split)
+        write_good = None
+        if options.write_good:
+            if len(chosen) > 1:
+                raise ConfigError.of("--write-good", "writes one split: add --split train or --split eval")
+            name = chosen[0].name
+            paths = config.custom.train_jsonl if name == "train" else config.custom.val_jsonl
+            write_good = partial(write_records, gathered.samples[name].records, options.write_good, paths)
+        list_failures(chosen, as_json=options.json, write_good=write_good)
         return
     with joined_ranks({"use_cpu": True}) as group:
         require_static(config)

@@ -4,8 +4,9 @@ Samples -> lengths and plans, as training would make them, by one process or by 
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from app.planning.log_lines import log_plan
@@ -44,7 +45,8 @@ def build(
     planner = Planner.of(config, group)
     planner.require_writable(splits)
     for split in splits:
-        if group.world_size > 1:
+        # Which records are left out decides which samples the ranks would share.
+        if group.world_size > 1 and split.max_bad_share is None:
             measure_slices(
                 split, partial(open_slice, config, split.name),
                 group=group, flush_every=planner.flush_every, deadline=planner.deadline,
@@ -55,13 +57,36 @@ def build(
             log_plan(planned, split.policy)
 
 
-def list_failures(splits: Sequence[GatheredSplit]) -> None:
-    """Print every record that cannot become a sample; DataSetError if there is one."""
-    found = 0
+def list_failures(
+    splits: Sequence[GatheredSplit], *, as_json: bool = False, write_good: Callable[[list[int]], None] | None = None
+) -> None:
+    """
+    Print every record that cannot become a sample.
+
+    Args:
+        splits: What is looked through.
+
+        as_json: Print one JSON document instead of lines.
+
+        write_good: Takes the other records of the only split.
+
+    Raises:
+        DataSetError: There is one.
+    """
+    found, documents = 0, []
     for split in splits:
-        for error in failures(split.name, split.source):
-            print(error)
-            found += 1
+        bad: set[int] = set()
+        for index, error in failures(split.name, split.source):
+            documents.append({"split": split.name, "where": error.where, "reason": error.reason})
+            bad.add(index)
+            if not as_json:
+                print(error)
+        found += len(bad)
+        if write_good is not None:
+            write_good([index for index in range(len(split.source)) if index not in bad])
+    if as_json:
+        total = sum(len(split.source) for split in splits)
+        print(json.dumps({"records": total, "failures": documents}, indent=2, ensure_ascii=False))
     if found:
         total = sum(len(split.source) for split in splits)
         message = f"{found:,} of {counted(total, 'record')} cannot become samples: fix or remove what is named above"

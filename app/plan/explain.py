@@ -37,6 +37,7 @@ class Explainer:
             records = stores.records_of(config, view.stored.name)
         except DataSetError:
             return cls(view, None)
+        records.leave_out([one.number for one in view.stored.lengths.origin.bad])
         return cls(view, records if len(records) == view.stored.lengths.origin.num_samples else None)
 
     def sample(self, sample: int) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import attrs
 
+from app.planning.bad import left_out
 from app.planning.log_lines import describe
 from app.planning.split import Alignment, PlannedSplit, Stores, plan_of
 from app.training.schedule import batch_of, evaluation_schedule_of, require_static, schedule_of
@@ -233,6 +234,8 @@ def _warnings(config: RunConfig, stored: StoredSplit, planned: PlannedSplit, sch
             refuse_dropped(planned.raw, stored.lengths.tokens, policy)
         except DroppedTokensError as error:
             yield f"{planned.name}: training refuses the plan: {error}"
+    if bad := stored.lengths.origin.bad:
+        yield f"{planned.name}: {left_out(bad, stored.lengths.origin.num_samples + len(bad))}"
     if stored.lengths.rows.probe is None:
         yield f"{planned.name}: the lengths are not yet probed: samples were not encoded twice; build does"
     shown_as = attrs.evolve(

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from decimal import Decimal
 from typing import TypeVar
 
 import attrs
 import numpy as np
 
 from adapters.progress import progress
+from app.planning.bad import LeftOut
 from app.planning.split import GatheredSplit, plan_with_progress
 from core.errors import (
     CorruptArtefactError,
@@ -71,6 +73,7 @@ def verify(split: GatheredSplit, *, num_samples: int = 0, decode: bool = False) 
         raise NotBuiltError(lengths_kept.where, "holds no lengths")
     differences: tuple[Difference, ...] = ()
     if origin is not None:
+        LeftOut(source, max_share=Decimal(1)).take_over(origin.bad)
         differences = origin.differences(source.fingerprint(), len(source), source.data_digest)
         yield from _check_inputs(lengths_kept.where, origin, differences, len(source))
     # What is damaged is named above, and compared with nothing.

@@ -7,11 +7,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import closing
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
 
 from adapters.progress import progress
+from app.planning.bad import LeftOut
 from core.errors import ChangedImageError, DataSetError, RecordError, agree, counted
 from core.ports import LengthSource, LengthStore, Measurable, ReportProgress, Stored
 from core.samples import (
@@ -47,7 +49,13 @@ measured at once.
 
 
 def measure(
-    name: str, source: LengthSource, store: LengthStore, *, flush_every: int | None, report: ReportProgress
+    name: str,
+    source: LengthSource,
+    store: LengthStore,
+    *,
+    flush_every: int | None,
+    report: ReportProgress,
+    max_bad_share: Decimal | None = None,
 ) -> Table:
     """
     Return the measurements of all samples, measuring those that the store does not have.
@@ -66,33 +74,39 @@ def measure(
 
         report: Hears how many are measured.
 
+        max_bad_share: Share of all records that are left out where they cannot become samples; None
+        lets the first stop the run.
+
     Raises:
         RecordError: A record cannot become a sample; what was measured before it is kept.
 
-        DataSetError: Encoding a sample twice gives two results; where many are to be measured, this
-        is found before.
+        DataSetError: More records than may be cannot become samples; or encoding a sample twice
+        gives two results; where many are to be measured, this is found before.
 
         ChangedImageError: An image is not the one that was measured.
     """
+    bad = LeftOut(source, max_share=max_bad_share)
+    bad.take_over(store.bad())
     total = len(source)
     stored = store.resume(source.fingerprint(), total, source.data_digest)
     _check_images(source, stored)
     if len(stored.table) == total and stored.probe is not None:
         log.info("%s: the lengths of all %s are stored", name, counted(total, "sample"))
+        bad.warn(name)
         return stored.table
     known = len(stored.table)
-    probe_first(source, known, report=report)
+    probe_first(source, known, report=report, skips=max_bad_share is not None)
     if known < total:
         log.info("%s: measuring %s, %s %s stored", name, counted(total - known, "sample"), f"{known:,}", agree(known))
     else:
         log.info("%s: the lengths of all %s are stored, and not yet probed", name, counted(total, "sample"))
     try:
-        return _measure_and_probe(name, source, store, stored, flush_every=flush_every, report=report)
+        return _measure_and_probe(name, source, store, stored, bad, flush_every=flush_every, report=report)
     except _ShortcutError as error:
         log.warning("%s: %s: encoding every sample in full instead", name, error)
         store.discard()
         nothing = Stored(stored.table[:0], stored.images[:0], in_full=True)
-        return _measure_and_probe(name, source, store, nothing, flush_every=flush_every, report=report)
+        return _measure_and_probe(name, source, store, nothing, bad, flush_every=flush_every, report=report)
 
 
 def _measure_and_probe(
@@ -100,17 +114,22 @@ def _measure_and_probe(
     source: LengthSource,
     store: LengthStore,
     stored: Stored,
+    bad: LeftOut,
     *,
     flush_every: int | None,
     report: ReportProgress,
 ) -> Table:
-    done = measure_rows(name, source, store, stored, flush_every=flush_every, report=report)
+    done = measure_rows(name, source, store, stored, bad=bad, flush_every=flush_every, report=report)
+    bad.warn(name)
+    if bad.records and not len(done.table):
+        message = f"none of the {name} records can become a sample: mend them"
+        raise DataSetError(message)
     report(f"the {name} samples are encoded again, some of them")
     probe = _probe(source, done)
     # Complete only now that the samples have proved steady: otherwise the next run would trust
     # them.
     rows, images = to_tables([])
-    store.append(rows, images, source.data_digest(len(done.table)), in_full=done.in_full, probe=probe)
+    store.append(rows, images, source.data_digest(len(done.table)), in_full=done.in_full, probe=probe, bad=bad.records)
     return done.table
 
 
@@ -120,6 +139,7 @@ def measure_rows(
     store: LengthStore,
     stored: Stored,
     *,
+    bad: LeftOut | None = None,
     flush_every: int | None,
     report: ReportProgress,
 ) -> Stored:
@@ -134,6 +154,8 @@ def measure_rows(
         store: Resumed.
 
         stored: What it has; where that was encoded in full, no shortcut is taken.
+
+        bad: Takes records that cannot become samples; None lets the first stop this.
 
         flush_every: Samples between two flushes; None adapts to their number.
 
@@ -153,7 +175,9 @@ def measure_rows(
         images.append(theirs)
         # Whatever becomes of them, these are not written a second time.
         waiting.clear()
-        store.append(rows, theirs, source.data_digest(sum(map(len, tables))), in_full=stored.in_full)
+        measured = sum(map(len, tables))
+        left = bad.records if bad else ()
+        store.append(rows, theirs, source.data_digest(measured), in_full=stored.in_full, bad=left)
 
     # Closed by name: an error that is on its way would keep the processes that measure alive, and
     # their work.
@@ -164,7 +188,10 @@ def measure_rows(
         try:
             for outcome in outcomes:
                 if isinstance(outcome, RecordError):
-                    raise outcome
+                    if bad is None:
+                        raise outcome
+                    bad.add(sum(map(len, tables)) + len(waiting), outcome)
+                    continue
                 waiting.append(outcome)
                 bar.update()
                 report(f"{bar.n:,} of {total:,} {name} samples are measured")
@@ -176,12 +203,13 @@ def measure_rows(
     return Stored(np.concatenate(tables), np.concatenate(images), stored.in_full)
 
 
-def failures(name: str, source: LengthSource) -> Iterator[RecordError]:
-    """Yield what is wrong with each record that cannot become a sample, in their order."""
+def failures(name: str, source: LengthSource) -> Iterator[tuple[int, RecordError]]:
+    """Yield each record that cannot become a sample, and what is wrong with it, in their order."""
     with closing(source.measure_many(range(len(source)), in_full=True)) as outcomes:
-        for outcome in progress(outcomes, desc=f"checking {name}", total=len(source), unit=" samples"):
+        told = progress(outcomes, desc=f"checking {name}", total=len(source), unit=" samples")
+        for index, outcome in enumerate(told):
             if isinstance(outcome, RecordError):
-                yield outcome
+                yield index, outcome
 
 
 class _ShortcutError(Exception):
@@ -218,7 +246,7 @@ def _probe(source: LengthSource, stored: Stored) -> dict[str, Any]:
     return {"samples": indices, "orders": 3, "processes": 2, "epochs": [0, PROBED_EPOCH]}
 
 
-def probe_first(source: LengthSource, known: int, *, report: ReportProgress) -> None:
+def probe_first(source: LengthSource, known: int, *, report: ReportProgress, skips: bool = False) -> None:
     """
     Encode a few of the samples that are to be measured, if those are many, and compare: before
     hours of measuring.
@@ -232,6 +260,8 @@ def probe_first(source: LengthSource, known: int, *, report: ReportProgress) -> 
 
         report: Hears that this is done.
 
+        skips: Whether records that cannot become samples are passed over.
+
     Raises:
         RecordError: One of them cannot become a sample.
 
@@ -241,7 +271,13 @@ def probe_first(source: LengthSource, known: int, *, report: ReportProgress) -> 
     if left <= PROBED_FIRST_ABOVE:
         return
     report("a few samples are encoded more than once, before all are measured")
-    first = {known + place: source.measure(known + place) for place in _spread(left)}
+    first: dict[int, Measurement] = {}
+    for index in (known + place for place in _spread(left)):
+        try:
+            first[index] = source.measure(index)
+        except RecordError:
+            if not skips:
+                raise
     for index in reversed(first):
         if (encoded := source.measure(index)) != first[index]:
             raise _unsteady(index, first[index], encoded, "later")

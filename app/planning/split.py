@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
+from decimal import Decimal
 from functools import partial
 
 import attrs
@@ -110,6 +111,9 @@ class GatheredSplit:
     stores: Stores
     alignment: Alignment = Alignment()
 
+    max_bad_share: Decimal | None = None
+    """Share of all records that may be left out; None lets the first bad one stop the run."""
+
 
 @attrs.frozen
 class Planner:
@@ -159,6 +163,7 @@ class Planner:
         build = partial(self._build, split, world_size)
         arrays = dict(self.group.from_rank_zero(build, **self.deadline.wait()))
         table = arrays.pop("table")
+        split.source.leave_out(arrays.pop("bad").tolist())
         raw = plan_from_arrays(arrays)
         aligned = split.alignment.align(raw, world_size=world_size)
         name, source = split.name, split.source
@@ -173,7 +178,15 @@ class Planner:
         """Measure and plan on rank 0, and keep both; return what the other ranks need of them."""
         name, policy, stores = split.name, split.policy, split.stores
         with stores.lock.held(**self.deadline.wait(), report=report):
-            table = measure(name, split.source, stores.lengths, flush_every=self.flush_every, report=report)
+            table = measure(
+                name,
+                split.source,
+                stores.lengths,
+                flush_every=self.flush_every,
+                report=report,
+                max_bad_share=split.max_bad_share,
+            )
+            bad = [one.number for one in stores.lengths.bad()]
             measured = column(table, "length").astype(np.int64)
             refuse_longer(measured, policy)
             report(f"planning {name}")
@@ -181,7 +194,7 @@ class Planner:
             raw = _plan(name, policy, table, key, stores.plans, report=report)
             refuse_dropped(raw, measured, policy)
             stores.plans.save_aligned(key, split.alignment.align(raw, world_size=world_size))
-        return {"table": table, **plan_to_arrays(raw)}
+        return {"table": table, "bad": np.array(bad, dtype=np.int64), **plan_to_arrays(raw)}
 
 
 def _require_steady(split: GatheredSplit) -> None:

@@ -78,8 +78,40 @@ def materialise(path: str, output: Path, *, overrides: Sequence[str] = (), seed:
         log.info("%s: %s of %s from %s", output, f"{count:,}", counted(len(drawn), "sample"), source.jsonl)
 
 
+def write_records(records: Records, output: Path, sources: Sequence[str], indices: Sequence[int]) -> None:
+    """
+    Write some records to one JSON Lines file, with the same images.
+
+    Args:
+        records: The data.
+
+        output: The file; readers see it whole or not at all.
+
+        sources: Names of the data files, which are not written over.
+
+        indices: Which records, in this order.
+
+    Raises:
+        ConfigError: The file cannot be written, or is one of the sources.
+    """
+    if output.is_dir() or any(output.resolve() == Path(source).resolve() for source in sources):
+        reason = "is a folder" if output.is_dir() else "is one of the data files, which would be lost"
+        raise ConfigError.of("--write-good", f"{output} {reason}: name another file")
+    lines = (_line(records, index, output.parent) for index in indices)
+    try:
+        files.write_chunks(output, lines)
+    except OutputError as error:
+        raise ConfigError.of("--write-good", f"{output} cannot be written: {error.reason}") from error
+    log.info("%s: %s", output, counted(len(indices), "record"))
+
+
 def _lines(records: list[Records], drawn: Schedule, onto: Path) -> Iterator[bytes]:
     places = zip(drawn.source.tolist(), drawn.index.tolist(), strict=True)
     for source, index in progress(places, total=len(drawn), desc="writing", unit=" samples", delay=BRIEF_S):
-        record = rebased(records[source][index], Path(records[source].folder(index)), onto)
-        yield json.dumps(record, ensure_ascii=False).encode() + b"\n"
+        yield _line(records[source], index, onto)
+
+
+def _line(records: Records, index: int, onto: Path) -> bytes:
+    """Return a record as a line of a file in another folder."""
+    record = rebased(records[index], Path(records.folder(index)), onto)
+    return json.dumps(record, ensure_ascii=False).encode() + b"\n"

@@ -139,6 +139,15 @@ class CustomConfig:
     Names of the data's keys -> the names that records have, as `{q: query, a: response}`.
     """
 
+    on_bad_record: Literal["stop", "skip"] = "stop"
+    """
+    What becomes of a record that cannot become a sample: the run stops, or it is left out, counted
+    and named in the log, in `lengths.json` and by `plan show`.
+    """
+
+    max_bad_share: Decimal = Decimal("0.01")
+    """Share of all records that may be left out; more stop the run."""
+
     records_cache: PathText | None = None
     """
     Folder of copies of Parquet and packed files, which are written once so that records can be read
@@ -448,6 +457,11 @@ def _share_faults(training: TrainingConfig) -> Iterator[Fault]:
 
 
 def _column_faults(custom: CustomConfig) -> Iterator[Fault]:
+    share = custom.max_bad_share
+    if share.is_nan() or not 0 <= share <= 1:
+        yield Fault("custom.max_bad_share", f"is {share}, but has to be from 0 to 1")
+    if custom.on_bad_record == "skip" and custom.trainer_variant == "rollout":
+        yield Fault("custom.on_bad_record", "is skip, but which records are bad is found by static plans: remove it")
     for name, known in custom.columns.items():
         if known not in READ:
             yield Fault(f"custom.columns.{name}", f"is {known}, but has to be one of {', '.join(sorted(READ))}")

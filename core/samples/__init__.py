@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from core.samples.bad import BadRecord
 from core.samples.identity import DIGEST_BYTES, HEAD_BYTES, digest_of, inline_image, unreadable_digest
 from core.samples.images import Image
 from core.samples.measurement import (
@@ -33,6 +34,7 @@ __all__ = [
     "READ",
     "REFUSED",
     "SUPPORTED",
+    "BadRecord",
     "Image",
     "ImageFacts",
     "ImageTable",

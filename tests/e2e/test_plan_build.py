@@ -134,3 +134,52 @@ def test_a_split_that_the_run_does_not_have_is_named(write_run, capfd):
     """And the key that would give it."""
     assert 2 == plan.main(["build", str(write_run()), "--split", "eval"])
     assert "custom.val_jsonl" in capfd.readouterr().err
+
+
+def test_bad_records_are_skipped_named_and_never_trained(write_run, execute, tmp_path, capsys):
+    """On every start; `show` and `verify` know them; one that is mended is not skipped unseen."""
+    good = [{"query": f"say {n}", "response": "blue circle " * (1 + n % 7)} for n in range(30)]
+    rows = [*good[:4], {"query": "no answer"}, *good[4:20], {"messages": [], "id": 1}, *good[20:]]
+    data, clean = tmp_path / "mixed.jsonl", tmp_path / "good.jsonl"
+    data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    clean.write_text("".join(f"{json.dumps(row)}\n" for row in good))
+    skip = {"train_jsonl": str(data), "on_bad_record": "skip", "max_bad_share": "0.1"}
+    path = write_run("qwen2", custom=skip, training={"max_steps": 2})
+
+    trained, again = execute(path), execute(path)
+    plain = execute(write_run("qwen2", "clean", custom={"train_jsonl": str(clean)}, training={"max_steps": 2}))
+
+    assert plain.planned["train"].checksum == trained.planned["train"].checksum == again.planned["train"].checksum
+    assert plain.planned["train"].data_digest == trained.planned["train"].data_digest
+    manifest = json.loads((tmp_path / "run" / "static_packing" / "train" / "lengths.json").read_text())
+    assert [(4, f"{data}, line 5"), (21, f"{data}, line 22")] == [
+        (one["number"], one["where"]) for one in manifest["bad_records"]
+    ]
+    capsys.readouterr()
+    assert 0 == plan.main(["show", str(path), "--json"])
+    assert "2 of 32 records cannot become samples and are left out: " in capsys.readouterr().out
+    assert 0 == plan.main(["show", str(path), "--sample", "4"])
+    assert "line 6" in capsys.readouterr().out
+    assert 0 == plan.main(["verify", str(path), "--samples", "30"])
+    data.write_text("".join(f"{json.dumps(row)}\n" for row in [*rows[:4], good[0], *rows[5:]]))
+    assert 2 == plan.main(["build", str(path)])
+
+
+def test_failures_are_listed_for_programs_and_the_rest_is_written(write_run, tmp_path, capsys):
+    """The file that is written has no failures; no data file is written over."""
+    rows = [{"query": "say", "response": "blue"}, {"query": "no answer"}, {"query": "say", "response": "red"}]
+    data, good = tmp_path / "mixed.jsonl", tmp_path / "good" / "a.jsonl"
+    data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    good.parent.mkdir()
+    path = str(write_run("qwen2", custom={"train_jsonl": str(data)}))
+
+    assert 2 == plan.main(["build", path, "--list-failures", "--json", "--write-good", str(good)])
+
+    document = json.loads(capsys.readouterr().out)
+    assert 3 == document["records"]
+    assert [f"{data}, line 2"] == [one["where"] for one in document["failures"]]
+    assert [rows[0], rows[2]] == [json.loads(line) for line in good.read_text().splitlines()]
+    assert 0 == plan.main(["build", path, "--list-failures", f"custom.train_jsonl={good}"])
+    assert 2 == plan.main(["build", path, "--list-failures", "--write-good", str(data)])
+    assert 2 == plan.main(["build", path, "--write-good", str(good)])
+    assert rows == [json.loads(line) for line in data.read_text().splitlines()]

@@ -175,7 +175,7 @@ def test_all_records_that_fail_are_listed_in_one_go():
     """With their lines, in order; measuring itself stops at the first."""
     source = FailingSource(LENGTHS, bad={5, 1, 7})
 
-    assert ["data, line 2", "data, line 6", "data, line 8"] == [error.where for error in failures("train", source)]
+    assert ["data, line 2", "data, line 6", "data, line 8"] == [error.where for _, error in failures("train", source)]
 
 
 @pytest.mark.parametrize(

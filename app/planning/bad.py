@@ -1,0 +1,91 @@
+"""Records that cannot become samples, and are left out of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from decimal import Decimal
+
+from core.errors import DataSetError, RecordError, counted
+from core.ports import LengthSource
+from core.samples import BadRecord
+
+log = logging.getLogger(__name__)
+
+_SHOWN = 5
+"""Bad records that the log names; `lengths.json` names all."""
+
+
+class LeftOut:
+    """The records of a source that are left out; a share of all, at most."""
+
+    def __init__(self, source: LengthSource, *, max_share: Decimal | None) -> None:
+        """
+        Leave out none yet.
+
+        Args:
+            source: The samples.
+
+            max_share: Share of all records that may be left out; None lets a bad record stop the
+            run.
+        """
+        source.leave_out(())
+        self._source, self._max_share, self._total = source, max_share, len(source)
+        self.records: tuple[BadRecord, ...] = ()
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Positions of the records that are left out, among all."""
+        return tuple(record.number for record in self.records)
+
+    def take_over(self, known: Sequence[BadRecord]) -> None:
+        """
+        Leave out what an earlier start left out, but for records that were mended; RecordError if
+        none may be.
+        """
+        still = tuple(one for one in known if one.number < self._total and self._is_same(one))
+        self._leave_out(still)
+
+    def _is_same(self, known: BadRecord) -> bool:
+        return self._source.record_digest(known.number) == known.sha256
+
+    def add(self, index: int, error: RecordError) -> None:
+        """
+        Leave out sample *index*; its error if none may be, DataSetError if they are too many.
+        """
+        number = self._source.number(index)
+        bad = BadRecord(number, error.where, error.reason, self._source.record_digest(index))
+        self._leave_out(tuple(sorted((*self.records, bad), key=lambda one: one.number)))
+
+    def _leave_out(self, records: tuple[BadRecord, ...]) -> None:
+        if records and self._max_share is None:
+            raise RecordError(records[0].where, records[0].reason)
+        self.records = records
+        self._source.leave_out(self.numbers)
+        if self._max_share is not None and len(records) > self._max_share * self._total:
+            fact = (
+                f"{len(records):,} of {counted(self._total, 'record')} cannot become samples, which is more than "
+                f"custom.max_bad_share ({self._max_share}): mend them (python -m app.plan build run.yaml "
+                "--list-failures names all), or raise it:"
+            )
+            message = "\n  ".join([fact, *(f"{one.where}: {one.reason}" for one in records[:_SHOWN])])
+            raise DataSetError(message)
+
+    def warn(self, name: str) -> None:
+        """Log what is left out of a split."""
+        if self.records:
+            log.warning("%s: %s", name, left_out(self.records, self._total))
+
+
+def left_out(records: Sequence[BadRecord], total: int) -> str:
+    """
+    Return what is left out, in a line.
+
+    Args:
+        records: Those that are left out.
+
+        total: All records of the data.
+    """
+    first = "; ".join(f"{one.where}: {one.reason}" for one in records[:_SHOWN])
+    more = f"; and {len(records) - _SHOWN:,} more, which lengths.json names" if len(records) > _SHOWN else ""
+    return f"{len(records):,} of {counted(total, 'record')} cannot become samples and are left out: {first}{more}"

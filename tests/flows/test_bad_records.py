@@ -1,0 +1,98 @@
+"""Bad records stop a run, or are left out of it: of every rank, and of every later start."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from functools import partial
+
+import pytest
+from hypothesis import event, given
+from hypothesis import strategies as st
+
+from app.planning.measure import measure
+from core.errors import DataSetError, RecordError
+from core.samples import from_row
+from tests.fakes import ListSource, MemoryLengthStore
+
+
+class FaultySource(ListSource):
+    """Records whose length is below 0 cannot become samples."""
+
+    def measure(self, index):
+        if self.lengths[index] < 0:
+            raise RecordError(f"data, line {self.number(index) + 1}", "is bad")
+        return super().measure(index)
+
+
+def measured(source, store, share="1"):
+    share = None if share is None else Decimal(share)
+    return measure("train", source, store, flush_every=3, report=lambda _: None, max_bad_share=share)
+
+
+lengths = st.lists(st.integers(1, 9) | st.just(-1), min_size=1, max_size=90).filter(lambda them: max(them) > 0)
+
+
+@given(lengths)
+def test_the_samples_are_the_good_records_in_their_order(lengths):
+    """Wherever bad ones stand; each is kept with its reason; a later start measures nothing."""
+    event(f"bad: {lengths.count(-1) > 0}")
+    store = MemoryLengthStore()
+    source = FaultySource(lengths)
+
+    table = measured(source, store)
+
+    good = [length for length in lengths if length > 0]
+    assert good == [from_row(table, index).length for index in range(len(table))] == source.lengths
+    bad = [number for number, length in enumerate(lengths) if length < 0]
+    assert [(number, f"data, line {number + 1}", "is bad") for number in bad] == [
+        (one.number, one.where, one.reason) for one in store.bad()
+    ]
+    later = FaultySource(lengths)
+    assert table.tolist() == measured(later, store).tolist()
+    assert good == later.lengths
+    assert len(later.measured) <= 2
+
+
+def test_more_than_the_share_stop_the_run():
+    """With their number and the first of them; as many as the share do not."""
+    lengths = [5] * 98 + [-1] * 2
+    assert 98 == len(measured(FaultySource(lengths), MemoryLengthStore(), "0.02"))
+
+    with pytest.raises(
+        DataSetError, match=r"2 of 100 records cannot .* custom\.max_bad_share \(0\.01\).*\n  data, line 99"
+    ):
+        measured(FaultySource(lengths), MemoryLengthStore(), "0.01")
+    with pytest.raises(DataSetError, match="none of the train records"):
+        measured(FaultySource([-1]), MemoryLengthStore())
+
+
+def test_a_run_that_stops_at_bad_records_takes_over_none():
+    """What an earlier start left out is named again."""
+    store = MemoryLengthStore()
+    with pytest.raises(RecordError, match="line 2: is bad"):
+        measured(FaultySource([5, -1, 6]), MemoryLengthStore(), None)
+    measured(FaultySource([5, -1, 6]), store)
+
+    with pytest.raises(RecordError, match="line 2: is bad"):
+        measured(FaultySource([5, -1, 6]), store, None)
+
+
+def test_records_left_out_survive_an_interruption(monkeypatch):
+    """What was measured before stays measured, and what was left out stays out."""
+    source, store = FaultySource([5, -1, 6, 7, 8, -1, 9]), MemoryLengthStore()
+    with monkeypatch.context() as patch:
+        patch.setattr(source, "images", partial(interrupted, source, source.images))
+        with pytest.raises(KeyboardInterrupt):
+            measured(source, store)
+    assert [1] == [one.number for one in store.bad()]
+
+    table = measured(FaultySource([5, -1, 6, 7, 8, -1, 9]), store)
+
+    assert [5, 6, 7, 8, 9] == table[:, 0].tolist()
+    assert [1, 5] == [one.number for one in store.bad()]
+
+
+def interrupted(source, images, index, **options):
+    if source.lengths[index] == 8:
+        raise KeyboardInterrupt
+    return images(index, **options)
