@@ -20,7 +20,7 @@ from pathlib import Path
 from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
 
 import attrs
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from qwen_vl_utils.vision_process import smart_resize
 from swift.template import Template
 
@@ -96,6 +96,8 @@ def read_size(image: Held, *, decode: bool = False) -> tuple[int, int]:
         reason = f"the image {path} does not exist: relative paths start at the folder of the data file"
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         reason = f"the image {path} has more than {Image.MAX_IMAGE_PIXELS:,} pixels, which may be an attack: shrink it"
+    except UnidentifiedImageError:
+        reason = f"the image {path} cannot be read, it is damaged or no image: cannot identify image file"
     except (OSError, SyntaxError, ValueError) as error:
         # An error of the system quotes the path once more.
         why = getattr(error, "strerror", None) or error

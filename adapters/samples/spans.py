@@ -22,6 +22,14 @@ CHUNK = 2**20
 LONGEST_PARSED = 2**25
 """Bytes of a record beyond which its digest is that of its text: it is never parsed for it."""
 
+MOST_IMAGES = 2**26
+"""Bytes of the images that stand in one record of text, as they are written there."""
+
+_IMAGE = re.compile(
+    rb'"(?:data:image/[\w.+-]+;base64,)?(?:/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk[0-3])[A-Za-z0-9+/]{60,}+={0,2}"'
+)
+"""An image in base64, as a text of JSON; possessive, so that no byte is looked at twice."""
+
 _MEDIA_TAG = re.compile(rb"(?:<|\\u003[cC])(?:video|audio)(?:>|\\u003[eE])")
 """`<video>` or `<audio>`, as JSON may write it."""
 
@@ -91,12 +99,34 @@ class SpanFile:
         """Return the JSON value of a record; RecordError naming file and place."""
         place, size = str(self.where(row)), self._size(row)
         if self.max_bytes is not None and size > self.max_bytes:
-            reason = (
-                f"the {self.unit} has {counted(size, 'byte')}, but may have {self.max_bytes:,}: shorten it, or raise "
-                "custom.max_line_bytes"
-            )
-            raise RecordError(place, reason)
+            self._refuse_long(row, size, self.max_bytes)
         return self._value(b"".join(self._text(row)), place)
+
+    def _refuse_long(self, row: int, size: int, limit: int) -> None:
+        """
+        Refuse a record of more text than it may have, or of too many images, before it is read.
+
+        Args:
+            row: The record.
+
+            size: Its bytes, those of the images that stand in it included.
+
+            limit: Bytes of text that it may have.
+        """
+        images = sum(found.end() - found.start() for found in _IMAGE.finditer(self.mapped(), *self.spans[row, :2]))
+        if size - images > limit:
+            without = f" beside {images:,} of images" if images else ""
+            reason = (
+                f"the {self.unit} has {counted(size - images, 'byte')}{without}, but may have {limit:,}: shorten it, "
+                "or raise custom.max_line_bytes"
+            )
+            raise RecordError(str(self.where(row)), reason)
+        if images > MOST_IMAGES:
+            reason = (
+                f"the {self.unit} has {counted(images, 'byte')} of images, but may have {MOST_IMAGES:,}: write them "
+                "to files, and name those"
+            )
+            raise RecordError(str(self.where(row)), reason)
 
     def where(self, row: int) -> Place:
         """Return where a record stands."""

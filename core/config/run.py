@@ -127,8 +127,8 @@ class CustomConfig:
 
     max_line_bytes: int = MAX_LINE_BYTES
     """
-    Bytes of a data file's longest line; a longer one is refused before it is read. Encoding a line
-    takes 2 to 8 s a MiB, and up to 370 times its size in memory.
+    Bytes of the longest record of a data file, its images aside; a longer one is refused before it
+    is read. Encoding it takes 2 to 8 s a MiB, and up to 370 times its size in memory.
     """
 
     max_messages: int = MAX_MESSAGES

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pyarrow as pa
@@ -17,7 +18,7 @@ import zstandard
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from adapters.samples import rewriting
+from adapters.samples import files, rewriting, spans
 from adapters.samples.files import open_records, require_files
 from core.errors import DataSetError, OutputError, PackplanError, RecordError
 
@@ -361,6 +362,18 @@ def test_a_killed_writer_leaves_no_copy(tmp_path, name, monkeypatch):
     assert 7 == len(opened(path))
 
 
+def test_readers_that_start_together_share_one_copy(tmp_path, monkeypatch):
+    """One writes it, as ranks on one disk do; the others wait."""
+    path, written = write(tmp_path, "a.parquet"), []
+    plain_write = rewriting.rewrite_parquet
+    monkeypatch.setattr(files, "rewrite_parquet", lambda *args: (written.append(1), plain_write(*args)))
+
+    with ThreadPoolExecutor(4) as pool:
+        digests = {*pool.map(lambda _: opened(path).digest(7), range(4))}
+
+    assert 1 == len(digests) == len(written)
+
+
 def test_no_room_for_a_copy_is_an_error_of_the_output(tmp_path, monkeypatch):
     """And without a place for copies, a packed file is refused."""
     path = write(tmp_path, "a.jsonl.gz")
@@ -406,6 +419,23 @@ def test_records_that_name_other_media_are_counted_in_columns(tmp_path):
     rows = [{"m": [{"c": "<video><video>"}]}, {"m": [{"c": "a video"}]}, {"m": [{"c": "<audio>"}]}]
     assert 2 == opened(write(tmp_path, "a.parquet", rows)).num_with_media_tags
     assert 2 == opened(write(tmp_path, "a.arrow", rows)).num_with_media_tags
+
+
+def test_an_image_in_a_line_is_no_text(tmp_path, monkeypatch):
+    """It does not count for the longest line, and has a bound of its own."""
+    image = f"data:image/png;base64,iVBORw0KGgo{'A' * 400}"
+    (tmp_path / "a.jsonl").write_bytes(lines([{"i": image}, {"i": image, "t": "x" * 90}, {"i": [image, image]}]))
+    records = opened(tmp_path / "a.jsonl", max_line_bytes=50)
+
+    assert {"i": image} == records[0]
+    with pytest.raises(RecordError, match=r"line 2: the line has 1\d\d bytes beside 43\d of images, .*max_line_bytes"):
+        records[1]
+    monkeypatch.setattr(spans, "MOST_IMAGES", 500)
+    assert {"i": image} == records[0]
+    with pytest.raises(
+        RecordError, match=r"line 3: the line has 8.. bytes of images, but may have 500: write them to files"
+    ):
+        records[2]
 
 
 def test_a_long_text_of_a_column_is_refused_by_its_row(tmp_path):

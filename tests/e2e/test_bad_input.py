@@ -76,7 +76,10 @@ def outcome(write_run, tmp_path, capfd, monkeypatch):
         ({**SEEN, "images": ["line.png"]}, "aspect ratio"),
         ({**SEEN, "videos": ["a.mp4"]}, "'videos'"),
         ({**SEEN, "images": ["pipe.png"]}, "pipe.png is a folder, a pipe or a device"),
-        ({**SEEN, "images": ["iVBORw0KGgo" * 7000]}, "has an image that is no base64: write it again"),
+        (
+            {**SEEN, "images": ["iVBORw0KGgo" * 7000]},
+            "the image of 57,750 bytes in the record cannot be read, it is damaged or no image",
+        ),
         ({**SEEN, "images": ["file:///a.png"]}, "write the path alone, without file://"),
         ('{"id": ' + "7" * 5000 + "}", "a number of 5,000 digits, which cannot be read: write it as text"),
         ({**GOOD, "chat_template_kwargs": {"enable_thinking": True}}, "has 'chat_template_kwargs': a template is set"),
