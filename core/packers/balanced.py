@@ -116,8 +116,6 @@ def _spread(
 
         report: Hears which group is levelled.
     """
-    if int(lengths.sum()) > num * capacity:
-        return None
     labels = np.empty(lengths.size, dtype=np.int64)
     num_groups = _num_groups(lengths.size, num)
     order = np.lexsort((-units, -lengths))

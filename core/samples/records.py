@@ -195,9 +195,7 @@ def _refuse_keys_of_message(message: Mapping[str, Any]) -> None:
             _fail(reason)
 
 
-def _messages(value: object, most: int) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not value:
-        _fail("has no message in 'messages'")
+def _messages(value: list[Any], most: int) -> list[dict[str, Any]]:
     if len(value) > most:
         reason = f"has {counted(len(value), 'message')}, but may have {most:,}: split it, or raise custom.max_messages"
         _fail(reason)

@@ -112,6 +112,7 @@ def test_polygons_and_text_alone():
         (dense(images="https://example.org/a.png"), "only files"),
         (dense(images=[3]), "not a list of paths"),
         (dense(objects=[]), "no object"),
+        (dense(objects={"desc": "x"}), "no object"),
         (dense(objects=["dot"]), "no text 'desc'"),
         (dense(objects=[{"desc": "x"}]), "exactly one of"),
         (dense(objects=[{**BOX, "poly": [0, 0, 1, 1, 2, 2]}]), "exactly one of"),

@@ -121,6 +121,9 @@ def test_images_that_no_tag_places_come_before_what_the_user_says_first(number, 
         ({"q": "a", "a": "b"}, "no known shape: .*custom.columns"),
         ({"conversations": [{"speaker": "x", "text": "y"}]}, "neither a role nor one question and one answer"),
         ({"conversations": [{"human": "x", "gpt": "y", "score": 3}]}, "with 'score', which would be ignored"),
+        ({"messages": "[]"}, "no message"),
+        ({"messages": [{"role": 3, "content": "x"}]}, "has a message with the role 3"),
+        ({"Messages": ASKED, "messages": ASKED}, "has 'messages' twice"),
         ({"conversations": ["x"]}, "not an object with a role and a content"),
         ({"messages": [{**ASKED[0], "from": "gpt"}, ASKED[1]]}, "'role' and 'from', of which one would be ignored"),
         ({"messages": ASKED, "conversations": ASKED}, "'messages' and 'conversations', which mean the same"),
@@ -162,6 +165,16 @@ def test_a_record_that_would_lose_something_is_refused(record, says):
     """With what to do."""
     with pytest.raises(ValueError, match=says):
         to_messages(record)
+
+
+def test_a_column_that_is_empty_is_none():
+    """In capitals, beside one that says something."""
+    assert to_messages({"messages": ASKED, "Messages": []}) == to_messages({"messages": ASKED})
+
+
+def test_a_question_that_is_none_leaves_the_answer():
+    """As ms-swift trains it."""
+    assert [ASKED[1]] == to_messages({"query": None, "response": [ASKED[1]]})["messages"]
 
 
 def test_keys_have_the_names_that_the_user_gives_them():

@@ -257,6 +257,20 @@ def test_a_verdict_survives_json(number):
     assert one == PackingVerdict.from_dict(json.loads(json.dumps(one.to_dict(), allow_nan=False)))
 
 
+def test_a_verdict_without_numbers_survives_json():
+    """Nothing could be measured: it has none, and says so."""
+    one = verdict(None, measured=None)
+
+    assert one == PackingVerdict.from_dict(json.loads(json.dumps(one.to_dict(), allow_nan=False)))
+    assert one.isolation is one.equality is None
+    assert str(one) == one.reason
+
+
+def test_a_blind_probe_says_nothing():
+    """No gradient reaches a sample from its own logits."""
+    assert "no gradient reaches a sample" in Measured(float("inf"), 0).why_not(limit=1.0)
+
+
 def test_trials_go_from_the_fastest_to_the_slowest():
     """Flash attention where it runs; what is named is tried alone."""
 

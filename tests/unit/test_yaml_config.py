@@ -145,6 +145,20 @@ def test_faults_of_values_are_reported_at_once():
     assert "one JSONL" in found["custom.fusion_config"]
 
 
+def test_columns_and_shares_of_bad_records_are_checked():
+    """A share is one, a column is one that is read, and a stream does not know its bad records."""
+    document = minimal(packing_mode="dynamic", max_steps=1)
+    document["custom"] |= {
+        "max_bad_share": 1.5, "on_bad_record": "skip", "columns": {"ask": "questoin"}, "trainer_variant": "rollout",
+    }  # fmt: skip
+
+    found = faults_of(document)
+
+    assert {"custom.max_bad_share", "custom.on_bad_record", "custom.columns.ask"} == set(found)
+    assert "from 0 to 1" in found["custom.max_bad_share"]
+    assert "query" in found["custom.columns.ask"]
+
+
 @pytest.mark.parametrize("key", sorted(REFUSED_TRAINING_KEYS))
 def test_keys_that_mean_nothing_here_are_refused_with_what_to_do(key):
     """By name, even where the trainer knows them."""
