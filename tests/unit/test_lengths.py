@@ -105,7 +105,7 @@ def test_what_has_no_slices_is_read_by_item():
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("unit", [2**31, 2**53 + 1, 2**58])
 def test_totals_beyond_32_and_53_bits_are_exact(algorithm, unit):
-    """As with lengths of a few tokens; by work, which does not grow in proportion, all packs fit."""
+    """As with lengths of a few tokens; work grows otherwise, so by work all packs fit."""
     lengths = [5, 3, 3, 2, 2, 1]
 
     huge = pack([n * unit for n in lengths], capacity=5 * unit, algorithm=algorithm)
