@@ -25,8 +25,8 @@ from core.context_parallel import PackedLayout
 
 ATTENTION = "packplan_context_parallel"
 """
-Its name among transformers' attention functions; none of its mask functions has it, so no mask is
-built.
+Name of ours among transformers' attention functions; none of its mask functions has it, so no mask
+is built.
 """
 
 

@@ -321,7 +321,7 @@ class _Predicted:
     """Number of its sequence; shape (num_rows,)."""
 
     column: torch.Tensor
-    """Its position there; 0 where nothing is predicted."""
+    """Position of the target there; 0 where nothing is predicted."""
 
     exists: torch.Tensor
     """Whether something is predicted."""

@@ -185,7 +185,7 @@ class RecordError(UserError):
     """One record cannot become a sample."""
 
     where: str
-    """Its place: `core.samples.Place` prints it."""
+    """Place of the record: `core.samples.Place` prints it."""
 
     reason: str
 

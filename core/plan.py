@@ -57,7 +57,7 @@ class RawPlan:
     planned_tokens: int
     dropped_tokens: int
     skipped_tokens: int
-    """Their sum is `num_tokens`."""
+    """Tokens whose sum is `num_tokens`."""
 
     long_tokens: int
     """Tokens of the packs of `single_long`; part of `planned_tokens`."""

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import torch
 
 FLOAT32 = 1e-5
-"""Of the terms' scale: some hundred roundings."""
+"""Share of the terms' scale: some hundred roundings."""
 
 Tensors = Mapping[str, torch.Tensor]
 

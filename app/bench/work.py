@@ -332,7 +332,7 @@ class _Steps:
     patches: IntArray
 
     num_packs: int
-    """Of the epoch, those beyond the last whole step included."""
+    """Packs of the epoch, those beyond the last whole step included."""
 
     @classmethod
     def of(

@@ -24,7 +24,7 @@ class Alternative:
     world_size: int
 
     plan: PlanSummary | None = None
-    """Its bound is one that is found at once; None if there is no such plan."""
+    """Summary with a bound that is found at once; None if there is no such plan."""
 
     schedule: ScheduleSummary | None = None
 

@@ -13,7 +13,7 @@ class BadRecord:
     """Position among all records of the data, from 0."""
 
     where: str
-    """Its place, as `core.samples.Place` prints it."""
+    """Place of the record, as `core.samples.Place` prints it."""
 
     reason: str
     """Why it cannot become a sample."""

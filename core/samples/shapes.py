@@ -70,7 +70,9 @@ class Shaped:
     shape: str
 
     record: Mapping[str, Any]
-    """Its `messages`, `images`, `system`, `objects` and what else it has, under these names."""
+    """
+    The record's `messages`, `images`, `system`, `objects` and what else it has, under these names.
+    """
 
 
 def to_shape(record: Mapping[str, Any], *, columns: Mapping[str, str] | None = None) -> Shaped:

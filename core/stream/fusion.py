@@ -28,13 +28,13 @@ class Source:
     """One data set of a mix; exactly one of `ratio` and `count` is given."""
 
     jsonl: PathText
-    """Its data file, by which it is named."""
+    """Data file of the source, by which it is named."""
 
     ratio: Decimal | None = None
-    """Its share among the sources that have a ratio; the decimal it is written as."""
+    """Share of the source among those that have a ratio; the decimal it is written as."""
 
     count: int | None = None
-    """Its samples in each epoch."""
+    """Samples of the source in each epoch."""
 
     replacement: bool = False
     """Whether a sample may be drawn more than once in an epoch."""

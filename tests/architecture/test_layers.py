@@ -228,7 +228,7 @@ print(json.dumps(loaded))
 
 @pytest.mark.slow
 def test_every_help_answers_without_torch_and_without_swift():
-    """Of each program, and of each of their commands, in a fresh process."""
+    """Each program is asked, and each of their commands, in a fresh process."""
     from app.bench.__main__ import BENCHMARKS
     from app.plan.__main__ import COMMANDS
 

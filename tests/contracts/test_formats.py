@@ -120,7 +120,7 @@ def test_every_record_comes_back_from_its_place(tmp_path, name):
 
 @every_format
 def test_equal_records_have_one_digest_in_every_format(tmp_path, name):
-    """Of any slice, in any order, from one file or two; another value is another digest."""
+    """Any slice counts, in any order, from one file or two; another value is another digest."""
     (tmp_path / "plain.jsonl").write_bytes(lines(RECORDS))
     reference, records = opened(tmp_path / "plain.jsonl"), opened(write(tmp_path, name))
 

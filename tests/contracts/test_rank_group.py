@@ -82,7 +82,7 @@ def agent():
 
 
 def test_arrays_values_and_flags_reach_every_rank(play):
-    """Of any integer type and shape, empty ones too, and larger than travels at once."""
+    """Arrays have any integer type and shape, empty ones too, and larger than travels at once."""
     first, second = play("builds")
 
     assert {**first, "at": 0} == {**second, "at": 0}

@@ -76,7 +76,7 @@ def test_links_and_anchors_resolve(page):
 
 
 def test_a_broken_link_is_found(tmp_path):
-    """Of either kind, and no other."""
+    """Either kind is found, and no other."""
     page = tmp_path / "page.md"
     page.write_text(
         "# A `b.` c-d, e\n[1](gone.md) [2](#gone) [3](page.md#a-b-c-d-e) [4](https://x.org/y) `[5](gone)`\n"
@@ -195,7 +195,7 @@ def test_files_modules_and_tests_that_are_named_exist(page):
 
 
 def test_a_lost_name_is_found(tmp_path):
-    """Of each kind, and no other."""
+    """Each kind is found, and no other."""
     page = tmp_path / "page.md"
     page.write_text(
         "`core/align.py` `core/alin.py` `core/packers/` `core/packer/` `ADR/0001-gone.md` `core.plan.build_raw_plan` "
@@ -305,7 +305,7 @@ def test_python_that_is_shown_runs(page, planned):
 
 
 def test_the_artefacts_page_names_every_file_and_key(planned):
-    """Of a plan that was really stored."""
+    """The plan was really stored."""
     import json
 
     page = text_of(ROOT / "docs" / "artefacts.md")

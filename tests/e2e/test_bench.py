@@ -286,7 +286,7 @@ def test_batches_of_like_length_pad_least(lengths, batch_size, epoch):
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=30), st.integers(1, 5))
 def test_pairs_are_counted_in_every_forward_pass(lengths, batch_size):
     """
-    Of whole rows as a mask needs them, packed or padded; of each sample as far as its diagonal,
+    Whole rows count as a mask needs them, packed or padded; of each sample as far as its diagonal,
     packed or alone.
     """
     plan = build_raw_plan(lengths, packing_length=60, drop_last=False)

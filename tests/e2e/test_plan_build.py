@@ -92,7 +92,7 @@ def test_all_bad_records_are_listed_in_one_go(write_run, demo, tmp_path, capfd):
 
 
 def test_an_image_replaced_after_measuring_is_found_at_the_next_start(write_run, tmp_path, capfd):
-    """Of the same width and height, so that no length would report."""
+    """The other image has the same width and height, so that no length shows it."""
     records = []
     for number in range(5):
         Image.fromarray(np.full((60, 80, 3), number, dtype=np.uint8)).save(tmp_path / f"{number}.png")

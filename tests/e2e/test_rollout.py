@@ -258,7 +258,7 @@ def test_an_epoch_without_a_step_ends_training(write_rollout):
 
 
 def test_the_last_message_is_what_is_answered(write_rollout, tmp_path):
-    """Of several turns, all before it are the prompt, word for word as in training."""
+    """Where there are several turns, all before it are the prompt, word for word as in training."""
     from app.wiring import training as wiring
 
     path = tmp_path / "turns.jsonl"

@@ -193,7 +193,8 @@ def windowed_model():
 @pytest.mark.parametrize("lengths", [[40], [8, 9, 1, 23], [24, 16, 7]])
 def test_sliding_windows_keep_their_meaning(lengths):
     """
-    Of a sample alone, not of the row; shorter and longer than the window, and multiples of it.
+    A sample's own mask counts, not the row's; shorter and longer than the window, and multiples of
+    it.
     """
     assert difference(windowed_model(), lengths) < EQUAL
 

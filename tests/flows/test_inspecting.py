@@ -264,7 +264,7 @@ def test_an_attention_that_training_refuses_is_a_warning(store, said, tmp_path):
 
 @pytest.mark.parametrize("name", ["show", "whatif", "report", "diff"])
 def test_misspelt_keys_are_refused_and_not_answered_for_the_defaults(store, capfd, tmp_path, name):
-    """Of this project and of ms-swift, all at once, as training refuses them."""
+    """Keys of this project and of ms-swift, all at once, as training refuses them."""
     path = store()
     path.write_text(f"{path.read_text()}grpo: {{}}\n".replace("packing_min", "pakcing_min"))
     more = {"report": ["-o", str(tmp_path / "page.html")], "diff": [str(path)]}.get(name, [])
@@ -448,7 +448,7 @@ def test_which_bound_is_shown_is_said(store, said, capfd):
     ],
 )
 def test_a_low_fill_is_a_warning_with_its_reason(store, said, lengths, training, says):
-    """Of many packs alone: one pack fewer needs no reason."""
+    """Many packs need one: one pack fewer needs no reason."""
     training = {**training, "packing_drop_last": False}
 
     (line,) = [one for one in _warnings_of(said, store(lengths=lengths, training=training)) if "fill is" in one]
@@ -466,7 +466,7 @@ def test_a_low_fill_is_a_warning_with_its_reason(store, said, lengths, training,
     ],
 )  # fmt: skip
 def test_ranks_that_get_no_batch_are_refused_where_a_plan_is_shown(store, capfd, training, ranks, says):
-    """Of packs and of padded batches; evaluation, which never drops, is shown."""
+    """Packs and padded batches are counted; evaluation, which never drops, is shown."""
     training = {"effective_batch_size": 50, **training, "dataloader_drop_last": True}
     path = store(eval_lengths=LENGTHS[:3], training=training, world_sizes=(1,))
 

@@ -67,7 +67,7 @@ def test_arguments_and_exit_status_pass_through(monkeypatch, status):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_a_module(name):
-    """Of the same name."""
+    """Packages of the same name are refused."""
     module, _ = COMMANDS[name]
 
     assert f"app.{name}" == module.removesuffix(".__main__")

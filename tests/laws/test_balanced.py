@@ -49,7 +49,9 @@ def test_works_of_every_kind_are_packed_under_the_limit(case, data):
 
 @pytest.mark.parametrize(("capacity", "eight", "many"), [(4096, 1.02, 1.045), (8192, 1.01, 1.02), (16384, 1.005, 1.01)])
 def test_random_steps_of_balanced_packs_are_even(capacity, eight, many):
-    """Of eight ranks and of 64, beside packs of best fit, which are not; packs are 0.5 % more."""
+    """
+    Eight ranks and 64 are looked at, beside packs of best fit, which are not; packs are 0.5 % more.
+    """
     lengths, works = made_samples(12_000, capacity)
     packs = pack(lengths, capacity=capacity, algorithm="balanced", works=works)
     fit = pack(lengths, capacity=capacity, algorithm="best_fit_decreasing")

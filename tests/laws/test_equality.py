@@ -50,7 +50,7 @@ def test_packs_of_every_kind_are_looked_at(held, count):
 @pytest.mark.parametrize("precision", PRECISIONS)
 @given(values=st.lists(st.floats(0, 10), min_size=1, max_size=8))
 def test_the_worst_finding_decides(precision, values):
-    """Of each check, and for the probe the least; what is not a number never passes."""
+    """Each check has its worst, the probe its least; what is not a number never passes."""
     for check in CHECKS:
         findings = [Finding(check, value, pack=number) for number, value in enumerate(values)]
 

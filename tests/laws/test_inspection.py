@@ -230,7 +230,7 @@ def test_a_pack_at_the_ratio_is_not_underfilled():
 
 @given(plans(), st.sampled_from(["0", "0.65", "0.9"]))
 def test_plans_keep_their_laws(of, ratio):
-    """Of every policy, and without packing."""
+    """Every policy is tried, and none."""
     lengths, packing_length = of[1], of[0].packing_length
     try:
         plan = build_raw_plan(lengths, packing_length=packing_length, min_fill_ratio=ratio)

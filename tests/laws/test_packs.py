@@ -36,7 +36,7 @@ def test_it_reads_like_the_list_of_lists_it_was_made_from(lists):
 
 @given(pack_lists(), st.randoms(use_true_random=False))
 def test_canonical_order_undoes_any_shuffle(lists, rng: random.Random):
-    """Of packs, and of indices inside them."""
+    """Packs count, and indices inside them."""
     shuffled = [rng.sample(pack, len(pack)) for pack in rng.sample(lists, len(lists))]
 
     assert lists == canonical(Packs.from_lists(shuffled)).tolist()

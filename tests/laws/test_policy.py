@@ -86,7 +86,7 @@ def test_a_field_without_effect_stays_out_of_the_fingerprint():
     ],
 )
 def test_golden_fingerprints(changes, digest):
-    """Of the defaults: a change would plan every stored data set again."""
+    """The defaults are meant: a change would plan every stored data set again."""
     assert digest == PlanPolicy(**{"packing_length": 80, "seed": 42} | changes).fingerprint("d").digest
 
 

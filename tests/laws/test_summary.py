@@ -59,7 +59,7 @@ def test_a_summary_counts_what_the_packs_hold(of):
 
 @given(plans())
 def test_a_list_and_an_array_give_the_same_numbers(of):
-    """Of any width of integer."""
+    """Integers of any width do."""
     plan, lengths = of
 
     assert summarise(plan, lengths) == summarise(plan, np.array(lengths, dtype=np.uint16))

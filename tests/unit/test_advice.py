@@ -111,7 +111,7 @@ def test_no_key_of_another_meaning_is_suggested(key):
     ],
 )
 def test_a_misspelling_names_what_it_misspells(path, advice):
-    """Of this section before those of others; all that are as close."""
+    """Keys of this section come before those of others; all that are as close."""
     assert f"is no known key: {advice}" == faults_of((path, {} if path == "traning" else 1))[path]
 
 

@@ -52,7 +52,7 @@ def faults_of(*overrides: str, **training) -> list[str]:
     report=st.sampled_from(["none", "tensorboard"])
 )  # fmt: skip
 def test_an_override_is_what_the_yaml_would_be_with_it(seed, rate, packing, report):
-    """Of each type, in the run's own keys and in the trainer's."""
+    """Values of each type, in the run's own keys and in the trainer's."""
     values = {
         "seed": seed,
         "learning_rate": rate,
@@ -144,7 +144,7 @@ def test_faults_of_the_yaml_keep_its_place():
 
 
 def test_a_mix_takes_overrides(tmp_path: Path):
-    """Of its own keys."""
+    """The mix has keys of its own."""
     (tmp_path / "mix.yaml").write_text("sources: [{jsonl: a, ratio: 1}]\nsamples_per_epoch: 5\n")
 
     assert 7 == load_mix(tmp_path / "mix.yaml", ["samples_per_epoch=7"]).samples_per_epoch

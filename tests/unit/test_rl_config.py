@@ -92,7 +92,9 @@ def test_what_does_not_go_together_is_refused(policy, grpo, says):
 
 
 def test_settings_that_are_not_used_are_refused():
-    """Of the trainer, which this is not; and a run without a length names that, not its budgets."""
+    """
+    Those of the trainer, which this is not; and a run without a length names that, not its budgets.
+    """
     with pytest.raises(
         ConfigError, match=r"training.warmup_steps: is not used by app.rl, which takes ddp_timeout, learn"
     ):

@@ -38,7 +38,7 @@ def test_ranks_times_threads_are_at_most_the_cores(monkeypatch, cores, ranks, th
 
 
 def test_what_the_user_says_stays(monkeypatch):
-    """Of both."""
+    """The way of waiting, and the number of threads."""
     monkeypatch.setenv(WAIT, "ACTIVE")
     monkeypatch.setenv(THREADS, "7")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")

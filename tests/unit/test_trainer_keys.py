@@ -85,7 +85,7 @@ def test_what_a_key_takes_is_said_in_words():
 
 
 def test_the_table_is_not_used_for_other_versions(monkeypatch):
-    """Of either library; where one is not installed, it says what the keys would be."""
+    """Either library's are known; where one is not installed, it says what the keys would be."""
     assert stored_keys() == KEYS
     assert trainer_keys.TABLE.read_text(encoding="utf-8") == as_table(KEYS)
     for name in trainer_keys.LIBRARIES:

@@ -98,7 +98,7 @@ def test_numbers_that_yaml_reads_as_text_are_numbers():
 
 
 def test_all_faults_are_reported_at_once_with_path_and_remedy():
-    """Of every section, own keys and the trainer's."""
+    """Every section counts, own keys and the trainer's."""
     document = minimal(
         packing="no", packing_min_fill_ratio=1.5, packing_wait_timeout_s=-1, packing_lenght=3, packing_length=8,
         packing_avg_samples=4, learning_rat=1, bf16="yes", dataloader_num_workers=1.5, seed=True, max_steps=0,
@@ -257,7 +257,7 @@ def test_numbers_that_are_none_and_empty_paths_are_faults():
 
 
 def test_null_is_as_if_it_were_not_set():
-    """Of keys with a default too, ours and ms-swift's."""
+    """Keys with a default count too, ours and ms-swift's."""
     keys = dict.fromkeys(["packing_mode", "seed", "learning_rate", "report_to", "bf16"])
 
     assert parse(minimal()) == parse(minimal(**keys))
