@@ -242,7 +242,7 @@ def rewrite_parquet(path: Path, folder: Path) -> None:
 
     bound, done = _Bound(path), 0
     try:
-        source = pq.ParquetFile(path, memory_map=True)
+        source = pq.ParquetFile(path, memory_map=False, buffer_size=_CHUNK, pre_buffer=False)
         total = source.metadata.num_rows
         bound.add(32 * total)
         size = sum(source.metadata.row_group(number).total_byte_size for number in range(source.num_row_groups))
