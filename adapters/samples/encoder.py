@@ -18,7 +18,7 @@ from adapters.samples.image_headers import read_size
 from adapters.samples.template import open_template
 from core.config import CustomConfig, ModelConfig, TemplateConfig
 from core.errors import ContractError, RecordError
-from core.samples import Image, Measurement, Table, from_row, shaped, to_messages
+from core.samples import MIXABLE, Image, Measurement, Table, from_row, shaped, to_messages
 
 IGNORED_LABEL = -100
 
@@ -164,7 +164,7 @@ class SwiftEncoder:
             shape = shaped(record, self.spec.custom.columns).shape
         except ValueError:
             return  # which `to_messages` says
-        if shape != expected:
+        if shape != expected and not {shape, expected} <= MIXABLE:
             reason = (
                 f"the record is of the shape {shape}, but {self.records.where(first)} is of the shape {expected}: a "
                 "file has records of one shape; put the others into a file of their own"

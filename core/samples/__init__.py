@@ -22,7 +22,7 @@ from core.samples.measurement import (
 )
 from core.samples.place import Place
 from core.samples.records import MAX_MESSAGES, REFUSED, SUPPORTED, shaped, to_messages
-from core.samples.shapes import IMAGE_KEYS, READ, Shaped
+from core.samples.shapes import IMAGE_KEYS, MIXABLE, READ, Shaped
 
 __all__ = [
     "COLUMNS",
@@ -31,6 +31,7 @@ __all__ = [
     "IMAGE_COLUMNS",
     "IMAGE_KEYS",
     "MAX_MESSAGES",
+    "MIXABLE",
     "READ",
     "REFUSED",
     "SUPPORTED",

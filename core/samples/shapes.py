@@ -50,6 +50,14 @@ _ROLES = {
 }
 """What messages call a role -> what it is called here."""
 
+MESSAGES, DENSE = "messages of role and content", "dense captions"
+
+MIXABLE = frozenset({MESSAGES, DENSE})
+"""
+Shapes that a file may hold side by side: their keys are apart, so that no record is taken for one
+of the other.
+"""
+
 _SHAPES = {
     "messages": ("messages",),
     "conversations": ("conversations",),
@@ -58,7 +66,7 @@ _SHAPES = {
     "question, answer": ("question", "answer"),
     "prompt, completion": ("prompt", "completion"),
     "text": ("text",),
-    "dense captions": ("images", "objects"),
+    DENSE: ("images", "objects"),
 }
 """Shapes that a record may be near to -> what it would have to have."""
 
@@ -99,7 +107,7 @@ def to_shape(record: Mapping[str, Any], *, columns: Mapping[str, str] | None = N
     if has(record, "messages"):
         return _of_messages(record)
     if has(record, "objects"):
-        return Shaped("dense captions", {**record, "objects": _parsed(record["objects"], "objects")})
+        return Shaped(DENSE, {**record, "objects": _parsed(record["objects"], "objects")})
     if any(has(record, name) for name in RESPONSE_KEYS):
         return _of_columns(record)
     for known, held in (("messages", "message"), ("objects", "object")):
@@ -170,7 +178,7 @@ def _of_messages(record: Mapping[str, Any]) -> Shaped:
         _fail("has a message that is not an object with a role and a content")
     images: list[Any] = []
     if any(name in messages[0] for name in ("role", "from", "content", "value")):
-        shape = "messages of role and content" if "role" in messages[0] else "conversations of from and value"
+        shape = MESSAGES if "role" in messages[0] else "conversations of from and value"
         turned = [_with_content(_with_role(message), images) for message in messages]
     else:
         shape = "conversations of user and assistant"

@@ -201,6 +201,15 @@ def test_an_image_in_a_record_measures_as_its_file_does(encoder, tmp_path):
     assert "bytes in the record" in str(broken)
 
 
+def test_messages_and_dense_captions_may_stand_in_one_file(encoder, tmp_path):
+    """In any order: no key of one is one of the other."""
+    dense = {"images": [], "objects": [{"desc": "dot", "bbox_2d": [1, 2, 3, 4]}], "width": 8, "height": 8}
+    for name, rows in {"a.jsonl": [TEXT[0], dense], "b.jsonl": [dense, TEXT[0]]}.items():
+        write(tmp_path, name, lines(rows))
+        samples = encoder(name)
+        assert all(samples.encode(index) for index in range(2))
+
+
 def test_two_shapes_in_one_file_are_refused_with_both_rows(encoder, tmp_path):
     """Rows that are of no shape do not count; another file may have another shape."""
     write(tmp_path, "a1.jsonl", lines([{"id": 1}, *TEXT, ALPACA[0]]))
