@@ -154,6 +154,7 @@ def test_measuring_is_measured_on_made_data(server, tmp_path):
     and warm start bounded.
     """
     run = server.packplan("bench", "lengths", "--workers", "1", "--samples", "36", "--json", env={"TMPDIR": tmp_path})
+    assert 0 == run.wait(), run.said[-3000:]
 
     document = json.loads(run.printed)
 

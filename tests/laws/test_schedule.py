@@ -163,6 +163,17 @@ def test_works_decide_who_trains_a_pack_and_never_in_which_step(schedule, world_
     assert contents(attrs.evolve(plain, **change)) == contents(attrs.evolve(schedule, **change))
 
 
+@pytest.mark.parametrize("meeting", ["step", "microbatch"])
+def test_works_that_divide_evenly_are_at_the_bound(meeting):
+    """Where ranks meet once a step, and where they meet in each microbatch."""
+    schedule = EpochSchedule(
+        num_packs=8, world_size=2, dataloader_drop_last=False, gradient_accumulation_steps=2, num_train_epochs=1,
+        works=np.array([4, 1, 4, 1, 3, 3, 2, 2]), meeting=meeting, shuffle=False,
+    )  # fmt: skip
+
+    assert 0 == schedule.above_bound(0)
+
+
 @given(schedules())
 def test_the_time_of_an_epoch_is_told_beside_its_bound(schedule):
     """0 where nothing is assigned, and where microbatches are; never below the bound."""

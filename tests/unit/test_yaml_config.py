@@ -149,7 +149,8 @@ def test_columns_and_shares_of_bad_records_are_checked():
     """A share is one, a column is one that is read, and a stream does not know its bad records."""
     document = minimal(packing_mode="dynamic", max_steps=1)
     document["custom"] |= {
-        "max_bad_share": 1.5, "on_bad_record": "skip", "columns": {"ask": "questoin"}, "trainer_variant": "rollout",
+        "max_bad_share": 1.5, "on_bad_record": "skip", "columns": {"ask": "questoin", "say": "response"},
+        "trainer_variant": "rollout",
     }  # fmt: skip
 
     found = faults_of(document)
