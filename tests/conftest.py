@@ -17,6 +17,8 @@ from tests.processes import Server, server_context
 
 # No test reaches for a hub or a network.
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+# Ray asks for a token from its first start on, which a process forked after it was imported lacks.
+os.environ["RAY_AUTH_MODE"] = "disabled"
 
 # The same examples on every machine; what is random is `make explore`, which says how to reproduce
 # what it finds.
