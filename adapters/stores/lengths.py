@@ -5,7 +5,7 @@ Measured lengths on disk: fixed-width columns beside the manifest `lengths.json`
 image. Rows are appended and flushed first, the manifest that counts and digests them follows: what
 a manifest names is whole, and what a crash leaves behind it is cut off on resuming. A flush costs
 what is new. The data of the rows measured so far is digested with them: rows appended to it, or
-mended behind them, leave them valid.
+fixed behind them, leave them valid.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class LeftOut:
 
     def take_over(self, known: Sequence[BadRecord]) -> None:
         """
-        Leave out what an earlier start left out, but for records that were mended; RecordError if
+        Leave out what an earlier start left out, but for records that were fixed; RecordError if
         none may be.
         """
         still = tuple(one for one in known if one.number < self._total and self._is_same(one))
@@ -65,7 +65,7 @@ class LeftOut:
         if self._max_share is not None and len(records) > self._max_share * self._total:
             fact = (
                 f"{len(records):,} of {counted(self._total, 'record')} cannot become samples, which is more than "
-                f"custom.max_bad_share ({self._max_share}): mend them (python -m app.plan build run.yaml "
+                f"custom.max_bad_share ({self._max_share}): fix them (python -m app.plan build run.yaml "
                 "--list-failures names all), or raise it:"
             )
             message = "\n  ".join([fact, *(f"{one.where}: {one.reason}" for one in records[:_SHOWN])])

@@ -122,7 +122,7 @@ def _measure_and_probe(
     done = measure_rows(name, source, store, stored, bad=bad, flush_every=flush_every, report=report)
     bad.warn(name)
     if bad.records and not len(done.table):
-        message = f"none of the {name} records can become a sample: mend them"
+        message = f"none of the {name} records can become a sample: fix them"
         raise DataSetError(message)
     report(f"the {name} samples are encoded again, some of them")
     probe = _probe(source, done)

@@ -19,4 +19,4 @@ class BadRecord:
     """Why it cannot become a sample."""
 
     sha256: str
-    """Digest of its content: a record that was mended is no longer left out."""
+    """Digest of its content: a record that was fixed is no longer left out."""

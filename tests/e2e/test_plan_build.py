@@ -137,7 +137,7 @@ def test_a_split_that_the_run_does_not_have_is_named(write_run, capfd):
 
 
 def test_bad_records_are_skipped_named_and_never_trained(write_run, execute, tmp_path, capsys):
-    """On every start; `show` and `verify` know them; one that is mended is not skipped unseen."""
+    """On every start; `show` and `verify` know them; one that is fixed is not skipped unseen."""
     good = [{"query": f"say {n}", "response": "blue circle " * (1 + n % 7)} for n in range(30)]
     rows = [*good[:4], {"query": "no answer"}, *good[4:20], {"messages": [], "id": 1}, *good[20:]]
     data, clean = tmp_path / "mixed.jsonl", tmp_path / "good.jsonl"

@@ -156,7 +156,7 @@ def test_a_row_changed_before_the_end_is_refused():
 
 @given(st.integers(0, 7), st.integers(1, 9))
 def test_what_was_measured_before_a_failure_is_kept(bad, flush_every):
-    """After the record is mended, only it and what follows is measured."""
+    """After the record is fixed, only it and what follows is measured."""
     desk = Desk(FailingSource(LENGTHS, bad={bad, 7}))
     with pytest.raises(RecordError, match=f"line {bad + 1}"):
         desk.plan(flush_every=flush_every)
