@@ -99,11 +99,11 @@ def _build(small: Callable[[], Any], *, seed: int) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = small().float().eval()
-        _enliven(model)
+        enliven(model)
     return model
 
 
-def _enliven(model: torch.nn.Module) -> None:
+def enliven(model: torch.nn.Module) -> None:
     """
     Let no weights be constant, which might keep a mechanism still, and attention tell tokens apart.
     """
