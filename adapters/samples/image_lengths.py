@@ -23,7 +23,7 @@ from swift.template import Template
 
 from adapters.samples.media import DUMMY_SIZE, IMAGES, encode_image, patch_size_of
 
-PROOF_SIZES = ((28, 28), (37, 411), (500, 333), (640, 480), (1100, 90))
+PROOF_SIZES = ((28, 28), (9, 150), (37, 411), (571, 24), (500, 333), (640, 480), (1100, 90))
 """Widths and heights of the images that a way is compared with encodings of."""
 
 
@@ -158,7 +158,9 @@ def _candidates(template: Template, stands: ImageCost) -> Iterator[Arithmetic]:
     """
     images = getattr(template.processor, "image_processor", None)
     patch, merge = (getattr(images, name, None) for name in ("patch_size", "merge_size"))
-    if isinstance(patch, int) and isinstance(merge, int):
+    # A template that resizes by qwen_vl_utils names its function.
+    resizes = "fetch_image" in type(template).replace_tag.__code__.co_names
+    if resizes and isinstance(patch, int) and isinstance(merge, int):
         yield QwenArithmetic(patch, merge, template.max_pixels)
     if hasattr(template.processor, "_get_num_multimodal_tokens"):
         plain = ProcessorArithmetic(template.processor, 1, template.max_pixels)
