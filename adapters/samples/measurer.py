@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import logging
 import os
 import time
@@ -22,6 +21,7 @@ from adapters.samples.encoder import SampleSpec, SwiftEncoder
 from adapters.samples.image_headers import image_facts
 from adapters.samples.image_lengths import ImageLengths, prove_lengths
 from adapters.samples.template import swift_types
+from adapters.versions import installed_version
 from core.errors import RecordError
 from core.fingerprint import Fingerprint, Value, configured_inputs
 from core.samples import ImageFacts, Measured, Measurement, Outcome
@@ -111,7 +111,7 @@ class SwiftMeasurer:
             inputs[f"model.{file.name}.sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
         inputs["version.measuring"] = MEASURING
         for package in _PROCESSING_PACKAGES:
-            inputs[f"version.{package}"] = importlib.metadata.version(package)
+            inputs[f"version.{package}"] = installed_version(package)
         for variable in _PROCESSING_VARIABLES:
             inputs[f"environment.{variable}"] = os.environ.get(variable)
         return Fingerprint(inputs)

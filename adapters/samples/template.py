@@ -13,9 +13,12 @@ from swift.model import MODEL_MAPPING, get_matched_model_meta
 from swift.template import Template
 
 from adapters.families import embeds_itself, settled_types
-from adapters.model_folder import config_architecture
+from adapters.model_folder import config_architecture, model_sizes
 from core.config import ModelConfig, TemplateConfig
 from core.errors import ConfigError, Fault
+
+_MEDIA = ("vision", "audio")
+"""Parts of models that only a loader of their own opens."""
 
 
 def refuse_remote_code(model: ModelConfig) -> None:
@@ -35,12 +38,13 @@ def refuse_remote_code(model: ModelConfig) -> None:
             raise ConfigError.of("model.model", f"{model.model} {reason}")
 
 
-def swift_types(model: ModelConfig, template: TemplateConfig) -> tuple[str, str]:
+def swift_types(model: ModelConfig, template: TemplateConfig) -> tuple[str | None, str]:
     """
     Return ms-swift's model type and template, which a local folder does not tell it.
 
     They are what the run names; else what the registry knows the folder's name by; else the only
-    ones that it knows the architecture by, or that are settled (`families.json`).
+    ones that it knows the architecture by, or that are settled (`families.json`). The type is None
+    for text models that the registry does not know: ms-swift loads them as transformers does.
 
     Raises:
         ConfigError: The registry names none, or several to choose from.
@@ -55,7 +59,7 @@ def swift_types(model: ModelConfig, template: TemplateConfig) -> tuple[str, str]
     return types[0], templates[0]
 
 
-def swift_model_type(model: ModelConfig) -> str:
+def swift_model_type(model: ModelConfig) -> str | None:
     """Return ms-swift's model type; see `swift_types`."""
     types, _ = _candidates(model)
     if len(types) != 1:
@@ -63,7 +67,7 @@ def swift_model_type(model: ModelConfig) -> str:
     return types[0]
 
 
-def _candidates(model: ModelConfig) -> tuple[list[str], list[str]]:
+def _candidates(model: ModelConfig) -> tuple[Sequence[str | None], Sequence[str]]:
     """Return the model types and the templates that a model may have."""
     named = get_matched_model_meta(str(Path(model.model).resolve()))
     if named is not None and model.model_type in (None, named.model_type):
@@ -73,6 +77,8 @@ def _candidates(model: ModelConfig) -> tuple[list[str], list[str]]:
     if settled is not None and model.model_type in (None, settled[0]):
         return [settled[0]], [settled[1]]
     types = [model.model_type] if model.model_type else _types_of(architecture)
+    if not types and not any(f"{part}_config" in model_sizes(model) for part in _MEDIA):
+        return [None], []
     return types, _templates_of(types)
 
 
@@ -88,11 +94,11 @@ def _templates_of(types: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(name for meta in known for name in meta.candidate_templates))
 
 
-def _choice(model: ModelConfig, key: str, what: str, found: Sequence[str]) -> Fault:
+def _choice(model: ModelConfig, key: str, what: str, found: Sequence[str | None]) -> Fault:
     architecture = config_architecture(model)
     if not found:
         return Fault(key, f"is not set, and ms-swift knows no {what} of {architecture}: set it to one that it has")
-    several = ", ".join(found[:20])
+    several = ", ".join(map(str, found[:20]))
     return Fault(key, f"is not set, and ms-swift knows several {what} of {architecture}: set it to one of {several}")
 
 
@@ -138,6 +144,8 @@ def open_template(model: ModelConfig, template: TemplateConfig, *, packing_lengt
             truncation_strategy=template.truncation_strategy or "raise",
             max_pixels=template.max_pixels,
         )
+    except AssertionError as error:
+        raise ConfigError.of("template", f"is refused by ms-swift: {error}") from error
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError.of("model.model", f"{model.model} cannot be opened by ms-swift: {error}") from error
     if not cuts:  # ms-swift fills in the model's own limit, and would refuse what is longer

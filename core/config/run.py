@@ -46,7 +46,8 @@ class ModelConfig:
     model_type: str | None = None
     """
     ms-swift's name of the architecture; unset, its registry says it, if it names exactly one for
-    the model's folder or the architecture in its config.json.
+    the model's folder or the architecture in its config.json. A text model that it does not know
+    needs none.
     """
 
     attn_impl: str = "auto"
