@@ -125,7 +125,10 @@ def measurer(path) -> SwiftMeasurer:
 
 @pytest.mark.parametrize("family", VISION_FAMILIES)
 def test_lengths_are_those_of_full_encodes(vision_run, pictures, caplog, family):
-    """Of 45 sizes and of several images: from headers where the processor can say it, which is told."""
+    """
+    Of 45 sizes and of several images: from headers where the processor can say it, which is
+    told.
+    """
     caplog.set_level("INFO", "adapters")
     samples = measurer(vision_run(family, custom={"train_jsonl": str(pictures)}))
     in_full = list(samples.measure_many(range(len(samples)), in_full=True))
@@ -220,7 +223,10 @@ def test_a_family_is_shown_to_pack(vision_run, family):
 
 
 def test_ranks_of_which_one_has_no_images_end_together(server, vision_run, tmp_path):
-    """InternVL on two ranks, in packs of one: in some steps the first has text alone, the other images."""
+    """
+    InternVL on two ranks, in packs of one: in some steps the first has text alone, the other
+    images.
+    """
     path = vision_run("internvl", template={"max_length": 60}, training={"max_steps": 4, "effective_batch_size": 2})
 
     assert [0, 0] == finished(server.ranks(2, rank_main.main, str(path), str(tmp_path), folder=tmp_path))
@@ -249,7 +255,10 @@ KEYS = {"max_steps": 16, "learning_rate": "2e-2", "lr_scheduler_type": "constant
 
 
 def test_a_family_learns_resumes_and_evaluates_packed_as_padded(vision_run, execute, folder, tmp_path):
-    """GLM-4V's loss falls by half; resumed, it is the same bit for bit; padded batches evaluate alike."""
+    """
+    GLM-4V's loss falls by half; resumed, it is the same bit for bit; padded batches evaluate
+    alike.
+    """
     from app.training.prepare import prepare
     from app.wiring import training as wiring
 
