@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
 
 import attrs
-import torch
 from swift.template import Template
 
 from adapters.samples.files import open_records
 from adapters.samples.image_headers import read_size
-from adapters.samples.media import MediaCache
+from adapters.samples.media import IMAGES, ImageTokens, patch_size_of
 from adapters.samples.template import open_template
+from adapters.samples.urls import MediaCache
 from core.config import CustomConfig, ModelConfig, TemplateConfig
-from core.errors import ContractError, RecordError
+from core.errors import ContractError, RecordError, counted
 from core.samples import (
     CALL,
     MIXABLE,
@@ -79,6 +80,14 @@ class SwiftEncoder:
     def sees_images(self) -> bool:
         """Whether the model takes images."""
         return bool(self.template.model_meta.is_multimodal)
+
+    @cached_property
+    def image_tokens(self) -> ImageTokens | None:
+        """
+        How images become tokens; None for a model of text, ConfigError if the template cannot
+        encode one.
+        """
+        return ImageTokens.of(self.template) if self.sees_images else None
 
     def answer(self, index: int) -> str:
         """Return what the last message of sample *index* says."""
@@ -265,6 +274,7 @@ class SwiftEncoder:
             encoded = dict(self.template.encode(sample, return_length=True))
         except Exception as error:
             raise self.fault(index, f"the record cannot be encoded: {type(error).__name__}: {error}") from error
+        encoded[IMAGES.counted] = len(sample.get("images", ()))
         return self._weighed(index, encoded)
 
     def _weighed(self, index: int, encoded: dict[str, Any]) -> dict[str, Any]:
@@ -287,22 +297,20 @@ class SwiftEncoder:
 
     def measured(self, index: int, encoded: dict[str, Any]) -> Measurement:
         """Measure an encoded sample; RecordError if its image tokens do not match its images."""
-        grid = encoded.get("image_grid_thw")
         measurement = Measurement(
             length=encoded["length"],
             supervised=sum(label != IGNORED_LABEL for label in encoded["labels"][1:]),
-            images=0 if grid is None else len(grid),
-            patches=0 if grid is None else int(torch.as_tensor(grid).prod(-1).sum()),
+            images=encoded[IMAGES.counted],
+            patches=IMAGES.patches(encoded, patch_size=patch_size_of(self.template.config)),
         )
-        if hasattr(self.template, "image_token_id"):
-            merge = self.template.processor.image_processor.merge_size**2
-            tokens = encoded["input_ids"].count(self.template.image_token_id)
-            if tokens != measurement.patches // merge:
-                reason = (
-                    f"the record has {tokens:,} image tokens, but its images give {measurement.patches // merge:,}: "
-                    "its text may contain the image token itself"
-                )
-                raise self.fault(index, reason)
+        held = IMAGES.rows(encoded)
+        if held not in (None, measurement.images):
+            reason = f"the record has {counted(measurement.images, 'image')}, but its encoding holds {held:,}"
+            raise self.fault(index, f"{reason}: mark each with <image> in its text")
+        if self.image_tokens is not None:
+            why_not = self.image_tokens.why_not(encoded["input_ids"], measurement.patches)
+            if why_not is not None:
+                raise self.fault(index, why_not)
         return measurement
 
     def fetch(self, index: int, planned: Table) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from swift.loss_scale import ALL_BASE_STRATEGY, loss_scale_map
 from swift.model import MODEL_MAPPING, get_matched_model_meta
 from swift.template import Template
 
-from adapters.families import settled_types
+from adapters.families import embeds_itself, settled_types
 from adapters.model_folder import config_architecture, model_sizes
 from core.config import ModelConfig, TemplateConfig
 from core.errors import ConfigError, Fault
@@ -162,12 +162,29 @@ def open_template(model: ModelConfig, template: TemplateConfig, *, packing_lengt
     # ms-swift would read `<img>path</img>` in a text as an image, or put an <image> in its place;
     # and looks for the end of each <img> through the rest of the line.
     opened._replace_image_tags = _keep_text  # noqa: SLF001  # no public way
-    # The Qwen-VL template knows the ids of the released vocabularies only; with another one, images
-    # would stay a single token, silently.
-    for name in ("image_token_id", "video_token_id"):
-        if hasattr(opened, name) and hasattr(processor, name):
-            setattr(opened, name, getattr(processor, name))
+    if embeds_itself(template_type):
+        opened._post_encode = _as_they_are  # noqa: SLF001  # no public way
+    _name_tokens(opened, processor)
     return opened
+
+
+def _name_tokens(template: Template, processor: Any) -> None:
+    """
+    Tell a template the ids of its tokens: some know those of the released vocabularies only, and
+    with another one, images would stay a single token, silently.
+    """
+    for name in ("image_token_id", "video_token_id"):
+        if hasattr(template, name) and hasattr(processor, name):
+            setattr(template, name, getattr(processor, name))
+    known = template.tokenizer.get_vocab()
+    for name in ("begin_of_image", "end_of_image", "begin_of_video", "end_of_video"):
+        if hasattr(template, f"{name}_token") and f"<|{name}|>" in known:
+            setattr(template, f"{name}_token", known[f"<|{name}|>"])
+
+
+def _as_they_are(_: Any, inputs: Any) -> Any:
+    """Leave a batch to its model."""
+    return inputs
 
 
 def _refuse_unknown(template: TemplateConfig) -> None:

@@ -20,6 +20,7 @@ from adapters.lifeline import end_with_parent
 from adapters.samples.encoder import IGNORED_LABEL
 from adapters.trainer.dynamic_dataset import Ended, StreamCounts, StreamedPack
 from adapters.trainer.packed_dataset import EncodedPack, Sample
+from adapters.trainer.vision import complete
 from core.errors import PackplanError
 from core.schedule import EpochSchedule
 
@@ -124,10 +125,15 @@ class Collator:
         template = self.template
         before = template.packing, template.padding_free
         template.packing = template.padding_free = self.grouped
+        # The collator takes out of samples what it joins.
+        samples = [dict(sample) for row in rows for sample in (row if self.grouped else [row])]
         try:
-            return self.collate(rows)
+            batch = self.collate(rows)
         finally:
             template.packing, template.padding_free = before
+        if template.model_meta.is_multimodal:
+            complete(batch, template, samples, packed=self.grouped)
+        return batch
 
     def _starts(self, batch: Batch) -> torch.Tensor:
         """Return where samples start; bool, of the labels' shape."""

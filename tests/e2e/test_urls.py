@@ -15,8 +15,8 @@ from typing import ClassVar
 import pytest
 from PIL import Image
 
-from adapters.samples import media
-from adapters.samples.media import MediaCache, Patience
+from adapters.samples import urls as fetching
+from adapters.samples.urls import MediaCache, Patience
 from core.errors import OutputError, RecordError
 
 
@@ -115,7 +115,7 @@ class Answers(BaseHTTPRequestHandler):
         "/chunks": chunks,
         "/text": lambda self: self.send_all(b"<html>please log in</html>"),
         "/damaged": lambda self: self.send_all(RED[:60]),
-        "/large": lambda self: self.send_all(b"", size=media._MOST_BYTES + 1),
+        "/large": lambda self: self.send_all(b"", size=fetching._MOST_BYTES + 1),
         "/endless": endless,
         "/silent": lambda _: time.sleep(1),
         "/drip": drip,
@@ -216,7 +216,7 @@ def test_what_is_no_whole_image_is_refused_and_not_kept(cache, server, path, say
 
 def test_an_image_without_an_end_is_refused(cache, server, monkeypatch):
     """Once more has come than an image may have."""
-    monkeypatch.setattr(media, "_MOST_BYTES", 1000)
+    monkeypatch.setattr(fetching, "_MOST_BYTES", 1000)
 
     with pytest.raises(ValueError, match="has more than 1,000 bytes"):
         cache().path(f"{server.url}/endless")
