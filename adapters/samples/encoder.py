@@ -19,7 +19,7 @@ from adapters.samples.media import IMAGES, ImageTokens, patch_size_of
 from adapters.samples.template import open_template
 from core.config import CustomConfig, ModelConfig, TemplateConfig
 from core.errors import ContractError, RecordError, counted
-from core.samples import MIXABLE, Image, Measurement, Table, from_row, shaped, to_messages
+from core.samples import CALL, MIXABLE, RESPONSE, Image, Measurement, Table, from_row, shaped, to_messages
 
 IGNORED_LABEL = -100
 
@@ -112,7 +112,7 @@ class SwiftEncoder:
         sample, images = self.read(index)
         if answer is not None:
             *before, last = sample["messages"]
-            sample = {**sample, "messages": [*before, {**last, "content": answer}]}
+            sample = {**sample, "messages": [*before, {**last, "role": "assistant", "content": answer}]}
         for image in images:
             self.image_size(index, image)
         try:
@@ -141,7 +141,22 @@ class SwiftEncoder:
         images = [image if isinstance(image, bytes) else str(Path(folder, image)) for image in sample.get("images", ())]
         if images and not self.sees_images:
             raise self.fault(index, "the record has images, but the model reads text only")
+        self._refuse_unread(index, sample)
         return sample, images
+
+    def _refuse_unread(self, index: int, sample: dict[str, Any]) -> None:
+        """Refuse what this template would not read of a sample."""
+        has_tools = "tools" in sample or any(message["role"] in {CALL, RESPONSE} for message in sample["messages"])
+        if has_tools and self.template._agent_template is None:  # noqa: SLF001  # its property raises
+            name = self.template.template_meta.template_type
+            reason = f"the record has tools, for which the template {name} has no notation: set template.agent_template"
+            raise self.fault(index, f"{reason}, as hermes")
+        if self.template.loss_scale.base_strategy == "all" and any(
+            message.get("loss") is not None and message["role"] not in {"assistant", CALL}
+            for message in sample["messages"]
+        ):
+            reason = "the record says 'loss': false of what the user says, which template.loss_scale: all trains"
+            raise self.fault(index, f"{reason} all the same: remove it")
 
     def leave_out(self, numbers: Sequence[int]) -> None:
         """Leave out these records, by their positions among all, ascending, and no others."""
@@ -216,7 +231,21 @@ class SwiftEncoder:
         except Exception as error:
             raise self.fault(index, f"the record cannot be encoded: {type(error).__name__}: {error}") from error
         encoded[IMAGES.counted] = len(sample.get("images", ()))
-        return encoded
+        return self._weighed(index, encoded)
+
+    def _weighed(self, index: int, encoded: dict[str, Any]) -> dict[str, Any]:
+        """Return an encoded sample that has weights of its tokens only where they are not all 1."""
+        weights = encoded.pop("loss_scale", None)
+        if weights is None or set(weights) <= {0, 1}:
+            return encoded
+        if len(weights) != len(encoded["labels"]):
+            name = self.template.template_meta.template_type
+            reason = (
+                f"the record has weights of the loss, which the template {name} does not carry to its "
+                f"{len(encoded['labels']):,} tokens: remove loss_scale from its messages, or template.loss_scale"
+            )
+            raise self.fault(index, reason)
+        return {**encoded, "loss_scale": weights}
 
     def fault(self, index: int, reason: str) -> RecordError:
         """Return an error that names the place of sample *index*."""
