@@ -6,7 +6,6 @@ trained as those are.
 from __future__ import annotations
 
 import json
-import random
 import shutil
 import sys
 
@@ -15,7 +14,6 @@ from adapters import torchvision_shim  # noqa: F401  # before transformers  # is
 import pytest
 import torch
 import yaml
-from PIL import Image, ImageDraw
 from safetensors.torch import load_file
 from torch.utils._pytree import tree_map
 
@@ -23,6 +21,7 @@ from adapters.ranks.torch_group import OneRank
 from adapters.samples.measurer import SwiftMeasurer
 from adapters.trainer.packed_dataset import EncodedPack
 from adapters.trainer.vision import DummyImage
+from app.demo.vision_data import IMAGES_OF, record, texts, write_scenes, write_sizes
 from app.demo.vision_models import VISION_FAMILIES, write_vision_model
 from core.errors import ConfigError, RecordError
 from tests.e2e import rank_main, sharded_main
@@ -47,34 +46,13 @@ CHECKED = ["internvl", "glm4v", "minicpmv4_6", "paddleocr_vl"]
 """Those outside of Qwen; `app.check --vision` compares all."""
 
 
-def record(text: str, images: list[str], answer: str = "a large blue circle, a small red bar") -> dict:
-    """A record of one question."""
-    messages = [
-        {"role": "user", "content": "<image>" * len(images) + text},
-        {"role": "assistant", "content": answer},
-    ]
-    return {"messages": messages, **({"images": images} if images else {})}
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Records with no, one and three images, and a model of each family."""
     folder = tmp_path_factory.mktemp("vision")
-    records = []
-    for number in range(8):
-        images = []
-        for part in range((1, 0, 3, 1)[number % 4]):
-            image = Image.new("RGB", (70, 60) if part == 1 else (112, 84), (30 * number, 200 - 20 * number, 90 * part))
-            ImageDraw.Draw(image).ellipse((4, 4, 40 + number, 50), fill=(255 - 20 * number, 30, 7 * number))
-            images.append(f"{number}-{part}.png")
-            image.save(folder / images[-1])
-        records.append(
-            record(f"What is in {number}?", images, "a large blue circle, a small red bar " * (1 + number % 3))
-        )
-    (folder / "scenes.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
-    text = [message["content"] for one in records for message in one["messages"]]
+    scenes = write_scenes(folder, count=8)
     for name in VISION_FAMILIES:
-        write_vision_model(folder / name, name, text, seed=0)
+        write_vision_model(folder / name, name, texts(scenes), seed=0)
     return folder
 
 
@@ -105,17 +83,8 @@ def vision_run(folder, tmp_path):
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory):
-    """Images of 45 sizes, and records of one to four of them."""
-    folder, rng = tmp_path_factory.mktemp("pictures"), random.Random(0)  # noqa: S311
-    sizes = [(1, 1), (1, 150), (28, 28), (55, 57), (600, 30), (571, 24), (56, 56), (112, 112), (448, 448), (640, 320)]
-    sizes += [(rng.randint(10, 400), rng.randint(10, 400)) for _ in range(45 - len(sizes))]
-    for width, height in sizes:
-        Image.new("RGB", (width, height), (width % 255, height % 255, 9)).save(folder / f"{width}x{height}.png")
-    names = [f"{width}x{height}.png" for width, height in sizes]
-    records = [record("?", [name]) for name in names] + [record("?", rng.sample(names, n)) for n in (2, 3, 4)]
-    path = folder / "pictures.jsonl"
-    path.write_text("".join(json.dumps(one) + "\n" for one in [*records, record("?", [])]))
-    return path
+    """Records of images of 45 sizes, and of one to four of them."""
+    return write_sizes(tmp_path_factory.mktemp("pictures"))
 
 
 def measurer(path) -> SwiftMeasurer:
@@ -228,7 +197,7 @@ def test_ranks_of_which_one_has_no_images_end_together(server, vision_run, tmp_p
 
     assert [0, 0] == finished(server.ranks(2, rank_main.main, str(path), str(tmp_path), folder=tmp_path))
     ranks = rank_main.seen(tmp_path, 2)
-    images = [[(1, 0, 3, 1)[ranks[0]["raw_packs"][pack][0] % 4] for pack in rank["fetched"]] for rank in ranks]
+    images = [[IMAGES_OF[ranks[0]["raw_packs"][pack][0] % 4] for pack in rank["fetched"]] for rank in ranks]
     assert any((first > 0) != (second > 0) for first, second in zip(*images, strict=True))
     losses = [[entry["loss"] for entry in rank["history"] if "loss" in entry] for rank in ranks]
     assert 4 == len(losses[0])
