@@ -205,6 +205,7 @@ def open_samples(config: RunConfig, *, train_paths: tuple[str, ...] | None = Non
             config.model, config.template, config.custom, files, config.packing_length, records_cache(config)
         )
         opened[split] = SwiftEncoder(spec, template=template)
+        opened[split].require_images()
         if os.environ.get("RANK", "0") == "0":
             for file, shape in opened[split].shapes():
                 log.info("%s: %s has records of the shape %s", split, file, shape)
