@@ -167,6 +167,12 @@ class CustomConfig:
     in any order; unset, `records` in `training.output_dir`.
     """
 
+    media_cache: PathText | None = None
+    """
+    Folder that images of http and https URLs are fetched into, each once, so that training needs no
+    network; runs may share it. Unset, URLs are refused.
+    """
+
     rollout_reward: str | None = None
     """Scores the model's own answers, the best of which the rollout variant trains: one of
     `core.rl.REWARDS`, or `module:function`. Unset, the data are trained as they are."""

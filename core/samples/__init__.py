@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from core.samples.bad import BadRecord
 from core.samples.identity import DIGEST_BYTES, HEAD_BYTES, digest_of, inline_image, unreadable_digest
-from core.samples.images import Image
+from core.samples.images import Image, is_url, to_images
 from core.samples.measurement import (
     COLUMNS,
     IMAGE_COLUMNS,
@@ -53,7 +53,9 @@ __all__ = [
     "from_row",
     "from_tables",
     "inline_image",
+    "is_url",
     "shaped",
+    "to_images",
     "to_messages",
     "to_row",
     "to_tables",
