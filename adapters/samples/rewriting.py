@@ -77,7 +77,7 @@ def copy_of(path: Path, cache: Path | None, write: Callable[[Path, Path], None])
         raise DataSetError(message)
     with files.writing(cache):
         cache.mkdir(parents=True, exist_ok=True)
-    with _held(cache / f"{_key(path)}.lock", path):
+    with held(cache / f"{_key(path)}.lock", path):
         folder = cache / f"{_content(path, cache)[:32]}-{VERSION}"
         if not folder.is_dir():
             _publish(path, folder, write)
@@ -105,7 +105,7 @@ def _publish(path: Path, folder: Path, write: Callable[[Path, Path], None]) -> N
 
 
 @contextlib.contextmanager
-def _held(path: Path, source: Path) -> Iterator[None]:
+def held(path: Path, source: Path) -> Iterator[None]:
     """Let one process rewrite a file; the others wait for its copy."""
     lock = FileLock(path)
     with progress(desc=f"waiting for a copy of {source.name}", bar_format="{desc} [{elapsed}]", leave=False) as bar:

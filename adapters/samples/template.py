@@ -9,6 +9,7 @@ from typing import Any
 from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
 
 from swift import get_model_processor, get_template
+from swift.agent_template import agent_template_map
 from swift.model import MODEL_MAPPING, get_matched_model_meta
 from swift.template import Template
 
@@ -126,6 +127,9 @@ def open_template(model: ModelConfig, template: TemplateConfig, *, packing_lengt
         packing_length: Tokens of a pack; the limit where the template truncates.
     """
     refuse_remote_code(model)
+    if template.agent_template is not None and template.agent_template not in agent_template_map:
+        reason = f"is {template.agent_template}, but has to be one of {', '.join(sorted(agent_template_map))}"
+        raise ConfigError.of("template.agent_template", reason)
     model_type, template_type = swift_types(model, template)
     cuts = template.truncation_strategy in {"left", "right"}
     try:
@@ -137,6 +141,8 @@ def open_template(model: ModelConfig, template: TemplateConfig, *, packing_lengt
             template_type=template_type,
             truncation_strategy=template.truncation_strategy or "raise",
             max_pixels=template.max_pixels,
+            agent_template=template.agent_template,
+            loss_scale=template.loss_scale,
         )
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError.of("model.model", f"{model.model} cannot be opened by ms-swift: {error}") from error

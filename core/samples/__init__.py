@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from core.samples.bad import BadRecord
+from core.samples.entries import DataEntry, Draw, draw, parse_entry
 from core.samples.identity import DIGEST_BYTES, HEAD_BYTES, digest_of, inline_image, unreadable_digest
 from core.samples.images import Image
 from core.samples.measurement import (
@@ -36,6 +37,8 @@ __all__ = [
     "REFUSED",
     "SUPPORTED",
     "BadRecord",
+    "DataEntry",
+    "Draw",
     "Image",
     "ImageFacts",
     "ImageTable",
@@ -47,9 +50,11 @@ __all__ = [
     "Table",
     "column",
     "digest_of",
+    "draw",
     "from_row",
     "from_tables",
     "inline_image",
+    "parse_entry",
     "shaped",
     "to_messages",
     "to_row",
