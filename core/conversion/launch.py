@@ -89,11 +89,6 @@ def find_launch(commands: Iterable[Command], *, source: str) -> Launch:
     return attrs.evolve(launches[0], left=tuple(f"line {line}: {name}" for line, name, _ in others))
 
 
-def is_rank_variable(name: str) -> bool:
-    """Return whether a variable says which ranks there are."""
-    return name in _RANK_VARIABLES
-
-
 def _read(command: Command) -> Launch | tuple[str, str] | None:
     """
     Return what a command of ms-swift trains, or its name and why it is not converted; None of
@@ -184,7 +179,7 @@ def _torchrun_options(words: Sequence[Word]) -> tuple[dict[str, Word], list[Word
     rest = list(words)
     while rest and rest[0].text.startswith("-") and rest[0].text != "-m":
         word = rest.pop(0)
-        name, equals, value = word.text.lstrip("-").replace("-", "_", 4).partition("=")
+        name, equals, value = word.text.lstrip("-").partition("=")
         name = name.replace("-", "_")
         if equals:
             options[name] = attrs.evolve(word, text=value)

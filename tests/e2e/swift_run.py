@@ -21,7 +21,15 @@ def settings(words: list[str], out: str) -> int:
     }
     own = {
         name: getattr(arguments, name)
-        for name in ("freeze_llm", "freeze_vit", "freeze_aligner", "max_length", "loss_scale", "lora_rank", "torch_dtype")
+        for name in (
+            "freeze_llm",
+            "freeze_vit",
+            "freeze_aligner",
+            "max_length",
+            "loss_scale",
+            "lora_rank",
+            "torch_dtype",
+        )
     }
     Path(out).write_text(json.dumps({"training": training, "own": own}, default=str))
     return 0
@@ -40,6 +48,10 @@ def losses(words: list[str], out: str) -> int:
     train, _ = pipeline.args.load_dataset()
     model = pipeline.model.eval()
     template = pipeline.template
+    # ms-swift knows the ids of the released vocabularies alone; a tiny one has others.
+    for name in ("image_token_id", "video_token_id"):
+        if hasattr(template, name) and hasattr(pipeline.processor, name):
+            setattr(template, name, getattr(pipeline.processor, name))
     alone = {}
     for row in train:
         sample = template.encode({name: value for name, value in row.items() if value is not None}, return_length=True)
