@@ -17,7 +17,7 @@ from pathlib import Path
 import attrs
 
 from app.cli.command import add_logging_options, program, run_command, run_program
-from app.wiring.conversion import Converted, convert_source, require_run, run_text, write_run
+from app.wiring.conversion import Converted, convert_back, convert_source, require_run, run_text, write_run
 from core.errors import ConfigError, Fault
 
 
@@ -36,24 +36,58 @@ def main(arguments: list[str] | None = None) -> int:
         "-o",
         "--output",
         type=Path,
-        default=Path("run.yaml"),
         metavar="run.yaml",
-        help="what to write (default: run.yaml)",
+        help="what to write (default: run.yaml; swift.yaml with --back)",
+    )
+    parser.add_argument(
+        "--back", action="store_true", help="the other way: make a YAML for swift sft, without packing, of a run's YAML"
     )
     parser.add_argument("--strict", action="store_true", help="fail, and write nothing, if something is not supported")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of lines")
     add_logging_options(parser)
     options = parser.parse_args(arguments)
 
+    output = options.output or Path("swift.yaml" if options.back else "run.yaml")
+
     def command() -> None:
+        if options.back:
+            go_back(options.source, output, strict=options.strict)
+            return
         converted = convert_source(options.source)
         if options.strict:
             require_all(converted)
         require_run(converted)
-        write_run(options.output, run_text(converted, output=str(options.output)))
-        print(as_json(converted, options.output) if options.json else as_lines(converted, options.output))
+        write_run(output, run_text(converted, output=str(output)))
+        print(as_json(converted, output) if options.json else as_lines(converted, output))
 
     return run_command(command, verbose=options.verbose, quiet=options.quiet)
+
+
+def go_back(source: list[str], output: Path, *, strict: bool) -> None:
+    """
+    Write the YAML of `swift sft` that trains a run's samples without packing, and print what
+    differs.
+
+    Args:
+        source: The name of the run's YAML, alone.
+
+        output: What to write.
+
+        strict: Fail, and write nothing, if something of the run cannot be said to ms-swift.
+
+    Raises:
+        ConfigError: The run has faults, or trains what no file holds.
+    """
+    if len(source) > 1:
+        raise ConfigError.of("--back", "takes one run's YAML")
+    back, text = convert_back(Path(source[0]))
+    missing = tuple(Fault(line.argument, line.reason) for line in back.lines if line.verdict == "not supported")
+    if strict and missing:
+        raise ConfigError(source[0], missing)
+    write_run(output, text)
+    for line in back.lines:
+        print(f"{line.verdict:<15}  {line.argument}  {line.reason}")
+    print(f"start it with: swift sft {output}")
 
 
 def require_all(converted: Converted) -> None:

@@ -13,13 +13,14 @@ import attrs
 import yaml
 
 from adapters import files
+from adapters.config.layers import read_document
 from adapters.config.run import parse_config
 from adapters.config.trainer_keys import TrainerKey, stored_keys
 from adapters.conversion.source import Source, read_source
 from adapters.conversion.table import stored_arguments
 from adapters.hub_caches import cached
 from core.config import REFUSED_TRAINING_KEYS
-from core.conversion import Argument, Conversion, Line, Word, World, convert, require_consistent
+from core.conversion import Argument, Back, Conversion, Line, Word, World, convert, require_consistent, to_swift
 from core.errors import ConfigError, Fault, OutputError
 
 _ONLY_RANKS = "CUDA_VISIBLE_DEVICES"
@@ -98,6 +99,21 @@ def write_run(path: Path, text: str) -> None:
         files.write_bytes(path, text.encode())
     except OutputError as error:
         raise ConfigError.of("--output", f"{path} cannot be written: {error.reason}") from error
+
+
+def convert_back(path: Path) -> tuple[Back, str]:
+    """
+    Return what `swift sft` is given to train a run's samples without packing, and the text of its
+    YAML; ConfigError with the faults of the run.
+    """
+    document = read_document(path)
+    config = parse_config(document, str(path), _trainer_keys())
+    given = frozenset(
+        f"{section}.{key}" for section, keys in document.items() if isinstance(keys, dict) for key in keys
+    )
+    back = to_swift(config, given=given, world_size=int(os.environ.get("WORLD_SIZE", "1")))
+    head = f"# {path} without packing: swift sft this file\n"
+    return back, head + yaml.safe_dump(dict(back.arguments), sort_keys=False, allow_unicode=True, width=100)
 
 
 def _arguments() -> Mapping[str, Argument]:

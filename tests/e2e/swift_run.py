@@ -1,4 +1,6 @@
-"""What ms-swift itself makes of a command line: its settings, losses, and the loss of its first step."""
+"""
+What ms-swift itself makes of a command line: its settings, losses, and the loss of its first step.
+"""
 
 from __future__ import annotations
 
@@ -69,4 +71,40 @@ def losses(words: list[str], out: str) -> int:
                 template.remove_post_encode_hook()
     step = next(entry["loss"] for entry in pipeline.run()["log_history"] if "loss" in entry)
     Path(out).write_text(json.dumps({"alone": alone, "step": step}))
+    return 0
+
+
+def trained(runs: list[tuple[str, str, dict]], out: str) -> int:
+    """
+    Write which weights ms-swift trains, by name, of each model and its keys of tuners.
+
+    Args:
+        runs: Folder of a model, its name among the demo's, and keys.
+
+        out: The file to write.
+    """
+    from swift.pipelines import SwiftSft
+
+    found = []
+    for folder, name, keys in runs:
+        kind = name if name.endswith("vl") else "qwen2_5" if name == "qwen2" else name
+        words = ["--model", folder, "--model_type", name, "--template", kind, "--dataset", "none.jsonl",
+                 "--output_dir", f"{out}.runs", "--report_to", "none"]  # fmt: skip
+        for key, value in keys.items():
+            words += [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
+        pipeline = SwiftSft(words)
+        model = pipeline.prepare_model(pipeline.args, pipeline.model)
+        found.append(sorted(name for name, parameter in model.named_parameters() if parameter.requires_grad))
+    Path(out).write_text(json.dumps(found))
+    return 0
+
+
+def save(words: list[str], out: str) -> int:
+    """Save what ms-swift resolves from the words of a command, as it does at the start of a run."""
+    from swift.arguments import SftArguments
+    from swift.utils import parse_args
+
+    arguments, _ = parse_args(SftArguments, words)
+    arguments.output_dir = out
+    arguments.save_args()
     return 0

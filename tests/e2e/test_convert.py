@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from adapters.conversion.table import TABLE, stored_arguments
 from adapters.ranks.torch_group import OneRank
 from adapters.trainer.loader import LENGTHS
+from app import convert
 from app.training.prepare import prepare
 from app.training.schedule import batch_of
 from app.wiring import stores
@@ -23,7 +25,7 @@ from app.wiring import training as wiring
 from app.wiring.conversion import convert_source, run_text
 from tests.e2e import swift_run
 from tests.processes import finished
-from tests.swift_commands import COMMANDS
+from tests.swift_commands import COMMANDS, YAML
 
 NUM_RECORDS = 16
 """As many as the accumulation of the examples: the first step holds all of them, in any order."""
@@ -118,7 +120,9 @@ def as_plain(value):
         ("examples/train/multimodal/ocr.sh", "qwen2_5_vl", "--vit_lr 1e-5"),
     ],
 )
-def test_settings_are_those_that_ms_swift_resolves(server, tmp_path, command, example, of, more):
+def test_settings_are_those_that_ms_swift_resolves(  # noqa: PLR0917  # fixtures
+    server, tmp_path, command, example, of, more
+):
     """
     From the same command line, every training argument and what is frozen: but for those that have
     a reason.
@@ -159,7 +163,7 @@ def test_settings_are_those_that_ms_swift_resolves(server, tmp_path, command, ex
         ("examples/train/multimodal/ocr.sh", "qwen2_5_vl"),
     ],
 )
-def test_the_first_step_and_every_sample_have_ms_swift_s_loss(server, tmp_path, command, execute, example, of):
+def test_the_first_step_and_every_sample_have_ms_swift_s_loss(server, tmp_path, command, example, of):
     """Packing off, the first step's, within 1e-5; in packs, each sample's."""
     words = command(example, of=of)
     one = ["--max_steps", "1", "--use_cpu", "true", "--check_model", "false", "--save_strategy", "no"]
@@ -209,3 +213,104 @@ def test_the_table_is_that_of_the_installed_ms_swift():
 
     assert TABLE.read_text(encoding="utf-8") == arguments_table()
     assert len(stored_arguments() or ()) > 300
+
+
+def test_the_commands_of_the_examples_convert_or_are_refused(tmp_path, monkeypatch, capsys):
+    """Full, LoRA, many GPUs, DeepSpeed, images, tools, streams, Megatron: nothing is dropped in silence."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("MODELSCOPE_CACHE", str(tmp_path / "ms"))
+    monkeypatch.chdir(tmp_path)
+    outcomes = {}
+    for number, (example, text) in enumerate([*COMMANDS.items(), *YAML.items()]):
+        source = tmp_path / f"{number}{Path(example).suffix}"
+        source.write_text(text)
+        status = convert.main([str(source), "-o", f"run{number}.yaml", "--json"])
+        printed = capsys.readouterr()
+        if status:
+            outcomes[example] = printed.err
+            assert 2 == status
+            continue
+        document = json.loads(printed.out)
+        outcomes[example] = [line["argument"] for line in document["lines"] if line["verdict"] == "not supported"]
+        given = text.count(" --") if source.suffix == ".sh" else len(yaml.safe_load(text))
+        mine = [line for line in document["lines"] if line["argument"].startswith("--")]
+        assert given == len(mine)
+        strict = convert.main([str(source), "-o", f"strict{number}.yaml", "--strict"])
+        assert (2 if outcomes[example] else 0) == strict
+        assert bool(outcomes[example]) != (tmp_path / f"strict{number}.yaml").exists()
+        capsys.readouterr()
+
+    refused = {example: said for example, said in outcomes.items() if isinstance(said, str)}
+    assert {"examples/train/multi-gpu/ddp/train.sh", "examples/megatron/sft.sh"} == set(refused)
+    assert (
+        "--gradient_accumulation_steps: is computed by the script ($(expr 16 / $nproc_per_node))"
+        in refused["examples/train/multi-gpu/ddp/train.sh"]
+    )
+    assert "megatron sft trains with Megatron-LM" in refused["examples/megatron/sft.sh"]
+    length, precision = "(default) max_length", "(default) bf16, fp16"
+    assert {
+        "examples/train/full/train.sh": [length, precision],
+        "examples/train/tuners/lora/train.sh": [length, precision],
+        "examples/train/tuners/dora/train.sh": [length, precision],
+        "examples/train/tuners/qlora/train.sh": [length, precision],
+        "examples/train/streaming/streaming.sh": [length, precision],
+        "examples/train/packing/llm.sh": [],
+        "examples/train/packing/qwen2_5_vl.sh": [],
+        "examples/train/multimodal/ocr.sh": ["CUDA_VISIBLE_DEVICES=0,1"],
+        "examples/train/agent/qwen2_5.sh": [],
+        "examples/train/agent/loss_scale/train.sh": ["--loss_scale hermes"],
+        "examples/train/full/dft.sh": ["--enable_dft_loss true"],
+        "examples/yaml/deepspeed/sft.yaml": [],
+    } == {example: said for example, said in outcomes.items() if example not in refused}
+    assert 14 == len(outcomes)
+
+
+def test_a_run_that_exists_is_not_written_over(tmp_path, monkeypatch, capsys, command):
+    """Written again it is the same; anything else of that name is kept."""
+    monkeypatch.chdir(tmp_path)
+    words = ["--", "swift", "sft", *command("examples/train/tuners/lora/train.sh", of="qwen2")]
+    assert 0 == convert.main(words)
+    assert 0 == convert.main(words)
+    (tmp_path / "run.yaml").write_text("mine")
+    assert 2 == convert.main(words)
+
+    said = capsys.readouterr()
+    assert "run.yaml exists and holds something else" in said.err
+    assert "start it with: packplan sft run.yaml" in said.out
+    assert "mine" == (tmp_path / "run.yaml").read_text()
+
+
+def test_the_way_back_is_a_command_that_ms_swift_takes(server, tmp_path, monkeypatch, capsys, command):
+    """The exported YAML resolves to the settings of the run, samples unpacked."""
+    monkeypatch.chdir(tmp_path)
+    converted(command("examples/train/tuners/lora/train.sh", of="qwen2"), tmp_path)
+    assert 0 == convert.main(["--back", "run.yaml"])
+    assert "start it with: swift sft swift.yaml" in capsys.readouterr().out
+    words: list[str] = []
+    for name, value in yaml.safe_load(Path("swift.yaml").read_text()).items():
+        words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    out = tmp_path / "back.json"
+    asked = server.start(swift_run.losses, [*words, "--max_steps", "1", "--use_cpu", "true"], str(out),
+                         log=tmp_path / "swift.log", env={"MODELSCOPE_CACHE": tmp_path / "cache"})  # fmt: skip
+    off = [f"training.output_dir={tmp_path / 'off'}", "training.packing=false", "training.max_steps=1"]
+    trained = prepare(stores.read_config("run.yaml", off), OneRank()).trainer
+    trained.train()
+
+    assert [0] == finished([asked])
+    step = next(entry["loss"] for entry in trained.history if "loss" in entry)
+    assert abs(json.loads(out.read_text())["step"] - step) < 1e-5
+
+
+def test_an_old_run_s_args_json_converts(server, tmp_path, command):
+    """What ms-swift saved of its arguments gives the run that the command itself gives."""
+    words = command("examples/train/tuners/lora/train.sh", of="qwen2")
+    saved = tmp_path / "saved"
+    assert [0] == finished([server.start(swift_run.save, words, str(saved), log=tmp_path / "swift.log")])
+
+    from_args = convert_source([str(saved)]).conversion.document
+    from_command = convert_source(["swift", "sft", *words]).conversion.document
+
+    same = ("learning_rate", "tuner_type", "gradient_accumulation_steps", "lora_rank", "packing", "fp16", "bf16")
+    assert [from_command["training"][key] for key in same] == [from_args["training"][key] for key in same]
+    assert from_command["template"]["max_length"] == from_args["template"]["max_length"]
+    assert from_command["custom"] == from_args["custom"]

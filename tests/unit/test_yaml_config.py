@@ -174,7 +174,7 @@ def test_data_and_tuners_are_checked(section, key, value, says):
 
 
 def test_tuners_that_exclude_each_other_are_refused():
-    """Freezes of weights that are not trained, two ways to group the optimizer's weights, bits that are none."""
+    """Freezes of weights that are not trained, two groupings of the weights, bits that are none."""
     document = minimal(tuner_type="lora", freeze_parameters_ratio=0.5, lorap_lr_ratio=16, optimizer="muon", vit_lr=1e-5)
     document["model"] |= {"quant_method": "bnb", "quant_bits": 3}
     document["custom"] |= {
