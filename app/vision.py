@@ -173,7 +173,8 @@ def section(rows: Sequence[VisionRow], versions: Mapping[str, str], *, date: str
     """
     about = _ABOUT.format(date=date, versions=", ".join(f"{name} {number}" for name, number in versions.items()))
     prose = textwrap.fill(" ".join(about.split()), 100)
-    head = "| model | template | strategy | lengths | sizes | packed | equality | remark |\n|---|---|---|---|---:|---|---:|---|\n"
+    head = "| model | template | strategy | lengths | sizes | packed | equality | remark |\n"
+    head += "|---|---|---|---|---:|---|---:|---|\n"
     return f"{HEADING}\n\n{prose}\n\n{head}" + "".join(f"| {' | '.join(_cells(row))} |\n" for row in rows)
 
 
@@ -184,7 +185,7 @@ def with_section(page: str, text: str) -> str:
 
 def section_of(page: str) -> str:
     """Return the section of models that see of a page; empty if it has none."""
-    before, heading, text = page.partition(HEADING)
+    _, heading, text = page.partition(HEADING)
     return f"\n{heading}{text}" if heading else ""
 
 

@@ -41,13 +41,13 @@ from adapters.workers.policy import PolicySettings, PolicyWorker
 from adapters.workers.ranks import RankWorkers
 from app.planning.split import PlannedSplit, resume_state_of
 from app.wiring.functions import named_function
+from app.wiring.inputs import records_cache
 from app.wiring.stores import (
     asked_of,
     attention_by,
     needs_verdict,
     open_verdicts,
     read_config,
-    records_cache,
     refuse_leaks,
     stored_verdict,
     verdict_key,
