@@ -84,10 +84,14 @@ class SwiftEncoder:
     @cached_property
     def image_tokens(self) -> ImageTokens | None:
         """
-        How images become tokens; None for a model of text, ConfigError if the template cannot
+        How images become tokens, None for a model of text; ConfigError if the template cannot
         encode one.
         """
         return ImageTokens.of(self.template) if self.sees_images else None
+
+    def require_images(self) -> None:
+        """Refuse a template that cannot encode the images that its model takes, by ConfigError."""
+        _ = self.image_tokens
 
     def answer(self, index: int) -> str:
         """Return what the last message of sample *index* says."""

@@ -145,7 +145,7 @@ class SwiftMeasurer:
         """
         sample, images = self._encoder.read(index)
         # Where the template truncates, what goes depends on where the images stand.
-        lengths = None if not images or self._encoder.template.max_length is not None else self._lengths
+        lengths = None if not images or self._encoder.template.max_length is not None else self.image_lengths[0]
         if lengths is None:
             return self.measure(index)
         sizes = [self._encoder.image_size(index, image) for image in images]
@@ -162,15 +162,15 @@ class SwiftMeasurer:
         )
 
     @cached_property
-    def _lengths(self) -> ImageLengths | None:
-        """What gives the lengths of images from their headers; None if each is to be encoded."""
+    def image_lengths(self) -> tuple[ImageLengths | None, str]:
+        """What gives the lengths of images by their headers, and how; or None, and why nothing."""
         lengths, why = prove_lengths(self._encoder.template)
         name = self._encoder.template.template_meta.template_type
         if lengths is None:
             _say_once(f"{name}: every sample with images is encoded in full: {why}")
         else:
             _say_once(f"{name}: lengths of images come from their headers, by {why}")
-        return lengths
+        return lengths, why
 
     def measure(self, index: int) -> Measurement:
         """Encode and measure sample *index*; RecordError if it cannot become a sample."""
