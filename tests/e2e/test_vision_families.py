@@ -42,6 +42,8 @@ HEADERS = {
 }
 """Family -> what gives the lengths of its images from headers; the others are encoded in full."""
 
+NAMES = [*HEADERS, "minicpmv4_6", "paddleocr_vl"]
+
 CHECKED = ["internvl", "glm4v", "minicpmv4_6", "paddleocr_vl"]
 """Those outside of Qwen; `app.check --vision` compares all."""
 
@@ -51,7 +53,7 @@ def folder(tmp_path_factory):
     """Records with no, one and three images, and a model of each family."""
     folder = tmp_path_factory.mktemp("vision")
     scenes = write_scenes(folder, count=8)
-    for name in VISION_FAMILIES:
+    for name in NAMES:
         write_vision_model(folder / name, name, texts(scenes), seed=0)
     return folder
 
@@ -95,7 +97,7 @@ def measurer(path) -> SwiftMeasurer:
     return training.open_measurer(config, training.open_samples(config)["train"])
 
 
-@pytest.mark.parametrize("family", VISION_FAMILIES)
+@pytest.mark.parametrize("family", NAMES)
 def test_lengths_are_those_of_full_encodes(vision_run, pictures, caplog, family):
     """Of 45 sizes and of several images: from headers where the processor can say it, and told."""
     caplog.set_level("INFO", "adapters")
