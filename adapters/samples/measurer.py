@@ -195,6 +195,7 @@ class SwiftMeasurer:
         """
         # Records may be left out while this goes on: their positions among all stay.
         records = self._encoder.records
+        self._encoder.fetch_media(indices)
         numbers = [records.number(index) for index in indices]
         measure = partial(self._outcome_of, in_full=in_full)
         done = 0
