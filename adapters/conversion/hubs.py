@@ -18,9 +18,9 @@ from swift.dataset.loader import DatasetLoader, init_self_cognition_preprocessor
 from swift.utils import safe_snapshot_download
 
 from adapters import files
+from adapters.copies import held
 from adapters.hub_caches import prefers_hugging_face
 from adapters.samples.files import as_json
-from adapters.samples.rewriting import held
 from core.errors import ConfigError, counted
 from core.samples import DataEntry
 

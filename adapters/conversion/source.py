@@ -15,6 +15,7 @@ import attrs
 from adapters.config.layers import read_document
 from core.conversion import (
     Argument,
+    Command,
     Given,
     Launch,
     Word,
@@ -24,7 +25,6 @@ from core.conversion import (
     read_script,
     read_words,
 )
-from core.conversion.shell import Command
 from core.errors import ConfigError, Fault
 
 ARGS = "args.json"

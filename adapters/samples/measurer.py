@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
+import logging
 import os
 import time
 from collections.abc import Callable, Generator, Sequence
-from functools import partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 
 from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
@@ -18,11 +18,15 @@ from torch.utils.data import DataLoader, Dataset
 
 from adapters.lifeline import ctrl_c_kept, end_with_parent, open_pool
 from adapters.samples.encoder import SampleSpec, SwiftEncoder
-from adapters.samples.image_headers import ImageArithmetic, image_facts
+from adapters.samples.image_headers import image_facts
+from adapters.samples.image_lengths import ImageLengths, prove_lengths
 from adapters.samples.template import swift_types
+from adapters.versions import installed_version
 from core.errors import RecordError
 from core.fingerprint import Fingerprint, Value, configured_inputs
 from core.samples import ImageFacts, Measured, Measurement, Outcome
+
+log = logging.getLogger(__name__)
 
 _PROCESSING_FILES = (
     "config.json",
@@ -87,7 +91,6 @@ class SwiftMeasurer:
             that in this process.
         """
         self._encoder = encoder
-        self._arithmetic = ImageArithmetic.of(encoder.template)
         self._pool_start_s = pool_start_s
         self._workers = min(workers, max(1, (os.cpu_count() or 1) // sharers))
 
@@ -108,7 +111,7 @@ class SwiftMeasurer:
             inputs[f"model.{file.name}.sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
         inputs["version.measuring"] = MEASURING
         for package in _PROCESSING_PACKAGES:
-            inputs[f"version.{package}"] = importlib.metadata.version(package)
+            inputs[f"version.{package}"] = installed_version(package)
         for variable in _PROCESSING_VARIABLES:
             inputs[f"environment.{variable}"] = os.environ.get(variable)
         return Fingerprint(inputs)
@@ -136,17 +139,32 @@ class SwiftMeasurer:
         """
         sample, images = self._encoder.read(index)
         # Where the template truncates, what goes depends on where the images stand.
-        if self._arithmetic is None or not images or self._encoder.template.max_length is not None:
+        lengths = None if not images or self._encoder.template.max_length is not None else self.image_lengths[0]
+        if lengths is None:
             return self.measure(index)
         sizes = [self._encoder.image_size(index, image) for image in images]
-        stand_ins = [self._arithmetic.smallest_image] * len(images)
+        stand_ins = [lengths.stand_in] * len(images)
         standing = self._encoder.measured(index, self._encoder.encode_messages(index, {**sample, "images": stand_ins}))
         try:
-            patches = sum(self._arithmetic.patches(*size) for size in sizes)
+            more = [lengths.beyond_stand_in(*size) for size in sizes]
         except ValueError as error:
             raise self._encoder.fault(index, f"an image cannot be encoded: {error}") from None
-        more = (patches - standing.patches) // self._arithmetic.merge_size**2
-        return attrs.evolve(standing, length=standing.length + more, patches=patches)
+        return attrs.evolve(
+            standing,
+            length=standing.length + sum(one.tokens for one in more),
+            patches=standing.patches + sum(one.patches for one in more),
+        )
+
+    @cached_property
+    def image_lengths(self) -> tuple[ImageLengths | None, str]:
+        """What gives the lengths of images by their headers, and how; or None, and why nothing."""
+        lengths, why = prove_lengths(self._encoder.template)
+        name = self._encoder.template.template_meta.template_type
+        if lengths is None:
+            _say_once(f"{name}: every sample with images is encoded in full: {why}")
+        else:
+            _say_once(f"{name}: lengths of images come from their headers, by {why}")
+        return lengths, why
 
     def measure(self, index: int) -> Measurement:
         """Encode and measure sample *index*; RecordError if it cannot become a sample."""
@@ -173,6 +191,7 @@ class SwiftMeasurer:
         """
         # Records may be left out while this goes on: their positions among all stay.
         records = self._encoder.records
+        self._encoder.fetch_media(indices)
         numbers = [records.number(index) for index in indices]
         measure = partial(self._outcome_of, in_full=in_full)
         done = 0
@@ -246,6 +265,11 @@ class _Measured(Dataset[Outcome]):
 
     def __getitem__(self, index: int) -> Outcome:
         return self._samples.outcome(index, in_full=True)
+
+
+@cache
+def _say_once(what: str) -> None:
+    log.info("%s", what)
 
 
 _measure: Callable[[int], Outcome] | None = None

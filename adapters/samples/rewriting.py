@@ -20,16 +20,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from filelock import FileLock, Timeout
-
 from adapters import files
+from adapters.copies import held
 from adapters.progress import BRIEF_S, progress
+from adapters.samples.json_value import without_nulls
 from core.errors import CorruptArtefactError, DataSetError, counted
 from core.samples import digest_of
 
 log = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 """Version of the copies; a change of what they hold raises it."""
 
 TEXT, ROWS, DIGESTS = "text", "rows.arrow", "digests.bin"
@@ -102,24 +102,6 @@ def _publish(path: Path, folder: Path, write: Callable[[Path, Path], None]) -> N
             shutil.rmtree(started, ignore_errors=True)
             raise
         files.sync_folder(folder.parent)
-
-
-@contextlib.contextmanager
-def held(path: Path, source: Path) -> Iterator[None]:
-    """Let one process rewrite a file; the others wait for its copy."""
-    lock = FileLock(path)
-    with progress(desc=f"waiting for a copy of {source.name}", bar_format="{desc} [{elapsed}]", leave=False) as bar:
-        while True:
-            with files.writing(path):
-                try:
-                    lock.acquire(timeout=0.5)
-                    break
-                except Timeout:
-                    bar.update()
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _key(path: Path) -> str:
@@ -281,4 +263,4 @@ def _plain(schema: Any) -> Any:
 
 
 def _write_digests(batch: Any, file: BinaryIO) -> None:
-    file.writelines(digest_of(batch.slice(row, 1).to_pylist()[0]) for row in range(batch.num_rows))
+    file.writelines(digest_of(without_nulls(batch.slice(row, 1).to_pylist()[0])) for row in range(batch.num_rows))

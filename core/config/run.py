@@ -32,10 +32,6 @@ MANY_EPOCHS = 10**6
 """Epochs that no run trains: a typing error, whose steps nothing could count to."""
 
 
-LOSS_SCALES = frozenset({"default", "last_round", "all", "ignore_empty_think", "ignore_think_prefix"})
-"""Parts of `template.loss_scale`: each trains a token or does not."""
-
-
 def _read_only(keys: Mapping[str, Any]) -> Mapping[str, Any]:
     return MappingProxyType(dict(keys))
 
@@ -53,7 +49,8 @@ class ModelConfig:
     model_type: str | None = None
     """
     ms-swift's name of the architecture; unset, its registry says it, if it names exactly one for
-    the model's folder or the architecture in its config.json.
+    the model's folder or the architecture in its config.json. A text model that it does not know
+    needs none.
     """
 
     attn_impl: str = "auto"
@@ -118,12 +115,15 @@ class TemplateConfig:
     """System prompt of records that bring none; unset, the template's."""
 
     agent_template: str | None = None
-    """ms-swift's name of the format of tools and their calls; unset, the template's own."""
+    """
+    ms-swift's name of the notation of tools, their calls and answers; unset, the template's own.
+    """
 
     loss_scale: str = "default"
     """
-    Which tokens are trained, by ms-swift's strategies: `default` (answers), `last_round`, `all`,
-    perhaps with `+ignore_empty_think` or `+ignore_think_prefix`.
+    ms-swift's name of what is trained, and how much each token weighs: `default` trains what the
+    assistant says, `last_round` its last turn, `all` everything; behind it or alone, names of
+    weights, as `last_round+hermes` or `ignore_empty_think`.
     """
 
     truncation_strategy: Literal["left", "right", "raise"] | None = None
@@ -215,6 +215,12 @@ class CustomConfig:
     """
     Folder of copies of Parquet and packed files, which are written once so that records can be read
     in any order; unset, `records` in `training.output_dir`.
+    """
+
+    media_cache: PathText | None = None
+    """
+    Folder that images of http and https URLs are fetched into, each once, so that training needs no
+    network; runs may share it. Unset, URLs are refused.
     """
 
     rollout_reward: str | None = None

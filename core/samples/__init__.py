@@ -5,7 +5,7 @@ from __future__ import annotations
 from core.samples.bad import BadRecord
 from core.samples.entries import DataEntry, Draw, draw, parse_entry
 from core.samples.identity import DIGEST_BYTES, HEAD_BYTES, digest_of, inline_image, unreadable_digest
-from core.samples.images import Image
+from core.samples.images import Image, is_url, to_images
 from core.samples.measurement import (
     COLUMNS,
     IMAGE_COLUMNS,
@@ -24,8 +24,10 @@ from core.samples.measurement import (
 from core.samples.place import Place
 from core.samples.records import MAX_MESSAGES, REFUSED, SUPPORTED, shaped, to_messages
 from core.samples.shapes import IMAGE_KEYS, MIXABLE, READ, Shaped
+from core.samples.tools import CALL, RESPONSE
 
 __all__ = [
+    "CALL",
     "COLUMNS",
     "DIGEST_BYTES",
     "HEAD_BYTES",
@@ -35,6 +37,7 @@ __all__ = [
     "MIXABLE",
     "READ",
     "REFUSED",
+    "RESPONSE",
     "SUPPORTED",
     "BadRecord",
     "DataEntry",
@@ -54,8 +57,10 @@ __all__ = [
     "from_row",
     "from_tables",
     "inline_image",
+    "is_url",
     "parse_entry",
     "shaped",
+    "to_images",
     "to_messages",
     "to_row",
     "to_tables",

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from adapters import files
+from adapters.copies import held
 from adapters.progress import BRIEF_S, progress
 from adapters.samples.files import rebased
-from adapters.samples.rewriting import held
 from core.errors import counted
 from core.ports import Records
 from core.samples import Draw
