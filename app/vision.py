@@ -102,7 +102,7 @@ def _rows(names: Sequence[str], folder: Path) -> Iterator[VisionRow]:
         model_type, template = VISION_FAMILIES[name].swift
         sections = {
             "model": {"model": str(folder / name), "model_type": model_type},
-            "template": {"template": template, "max_length": 512},
+            "template": {"template": template, "max_length": 768},
             "training": {
                 "output_dir": str(folder / f"run-{name}"),
                 "report_to": [],
@@ -174,8 +174,8 @@ def section(rows: Sequence[VisionRow], versions: Mapping[str, str], *, date: str
     about = _ABOUT.format(date=date, versions=", ".join(f"{name} {number}" for name, number in versions.items()))
     prose = textwrap.fill(" ".join(about.split()), 100)
     head = "| model | template | strategy | lengths | sizes | packed | equality | remark |\n"
-    head += "|---|---|---|---|---:|---|---:|---|\n"
-    return f"{HEADING}\n\n{prose}\n\n{head}" + "".join(f"| {' | '.join(_cells(row))} |\n" for row in rows)
+    rule = "|---|---|---|---|---:|---|---:|---|\n"
+    return f"{HEADING}\n\n{prose}\n\n{head}{rule}" + "".join(f"| {' | '.join(_cells(row))} |\n" for row in rows)
 
 
 def with_section(page: str, text: str) -> str:

@@ -15,7 +15,7 @@ from swift.template import Template
 
 from adapters.samples.files import open_records
 from adapters.samples.image_headers import read_size
-from adapters.samples.media import IMAGES, ImageTokens, patch_size_of
+from adapters.samples.media import IMAGES, ImageTokens, drop_partial, patch_size_of
 from adapters.samples.template import open_template
 from adapters.samples.urls import MediaCache
 from core.config import CustomConfig, ModelConfig, TemplateConfig
@@ -278,6 +278,7 @@ class SwiftEncoder:
             encoded = dict(self.template.encode(sample, return_length=True))
         except Exception as error:
             raise self.fault(index, f"the record cannot be encoded: {type(error).__name__}: {error}") from error
+        drop_partial(encoded)
         encoded[IMAGES.counted] = len(sample.get("images", ()))
         return self._weighed(index, encoded)
 

@@ -299,12 +299,12 @@ def _open_model(
         _ask_loaded(config, model, whole=not shards_weights(arguments), keep=group.rank == 0)
     template.model = getattr(model, "get_base_model", lambda: model)()
     if samples.sees_images and group.world_size > 1:
-        _keep_in_step(model, template, arguments)
+        keep_in_step(model, template, arguments)
     template.packing = template.padding_free = config.training.packing
     return template, model
 
 
-def _keep_in_step(model: Any, template: Any, arguments: TrainingArguments) -> None:
+def keep_in_step(model: Any, template: Any, arguments: TrainingArguments) -> None:
     """
     Let ranks that share a model's weights or gradients use all of its vision tower in every batch.
 

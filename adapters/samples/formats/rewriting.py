@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from adapters import files
-from adapters.one_writer import held
+from adapters.copies import held
 from adapters.progress import BRIEF_S, progress
 from adapters.samples.formats.json_value import without_nulls
 from core.errors import CorruptArtefactError, DataSetError, counted
