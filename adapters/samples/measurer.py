@@ -6,7 +6,7 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import cache, cached_property, partial
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from adapters.lifeline import ctrl_c_kept, end_with_parent, open_pool
 from adapters.samples.encoder import SampleSpec, SwiftEncoder
+from adapters.samples.files import copy_faults
 from adapters.samples.image_headers import image_facts
 from adapters.samples.image_lengths import ImageLengths, prove_lengths
 from adapters.samples.template import swift_types
@@ -123,6 +124,11 @@ class SwiftMeasurer:
     def data_digest(self, count: int, *, start: int = 0) -> str:
         """Return the digest of *count* records from *start* on."""
         return self._encoder.records.digest(count, start=start)
+
+    def copy_faults(self) -> Iterator[tuple[str, str]]:
+        """Yield each data file whose copy is not what it holds; see `core.ports`."""
+        spec = self._encoder.spec
+        return copy_faults(spec.paths, cache=spec.cache)
 
     def leave_out(self, numbers: Sequence[int]) -> None:
         """Leave out these records; see `core.ports`."""
