@@ -6,7 +6,7 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import cache, cached_property, partial
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from adapters.lifeline import ctrl_c_kept, end_with_parent, open_pool
 from adapters.samples.encoder import SampleSpec, SwiftEncoder
+from adapters.samples.files import copy_faults
 from adapters.samples.image_headers import image_facts
 from adapters.samples.image_lengths import ImageLengths, prove_lengths
 from adapters.samples.template import swift_types
@@ -51,6 +52,10 @@ _PROCESSING_VARIABLES = (
     "IMAGE_MIN_TOKEN_NUM",
     "MAX_RATIO",
     "SPATIAL_MERGE_SIZE",
+    "INPUT_SIZE",
+    "MAX_NUM",
+    "MAX_SLICE_NUMS",
+    "DOWNSAMPLE_MODE",
     "QWENVL_BBOX_FORMAT",
     "ENABLE_THINKING",
     "PRESERVE_THINKING",
@@ -120,6 +125,11 @@ class SwiftMeasurer:
         """Return the digest of *count* records from *start* on."""
         return self._encoder.records.digest(count, start=start)
 
+    def copy_faults(self) -> Iterator[tuple[str, str]]:
+        """Yield each data file whose copy is not what it holds; see `core.ports`."""
+        spec = self._encoder.spec
+        return copy_faults(spec.paths, cache=spec.cache)
+
     def leave_out(self, numbers: Sequence[int]) -> None:
         """Leave out these records; see `core.ports`."""
         self._encoder.leave_out(numbers)
@@ -139,7 +149,7 @@ class SwiftMeasurer:
         """
         sample, images = self._encoder.read(index)
         # Where the template truncates, what goes depends on where the images stand.
-        lengths = None if not images or self._encoder.template.max_length is not None else self._lengths
+        lengths = None if not images or self._encoder.template.max_length is not None else self.image_lengths[0]
         if lengths is None:
             return self.measure(index)
         sizes = [self._encoder.image_size(index, image) for image in images]
@@ -156,15 +166,15 @@ class SwiftMeasurer:
         )
 
     @cached_property
-    def _lengths(self) -> ImageLengths | None:
-        """What gives the lengths of images from their headers; None if each is to be encoded."""
+    def image_lengths(self) -> tuple[ImageLengths | None, str]:
+        """What gives the lengths of images by their headers, and how; or None, and why nothing."""
         lengths, why = prove_lengths(self._encoder.template)
         name = self._encoder.template.template_meta.template_type
         if lengths is None:
             _say_once(f"{name}: every sample with images is encoded in full: {why}")
         else:
             _say_once(f"{name}: lengths of images come from their headers, by {why}")
-        return lengths
+        return lengths, why
 
     def measure(self, index: int) -> Measurement:
         """Encode and measure sample *index*; RecordError if it cannot become a sample."""
@@ -191,6 +201,7 @@ class SwiftMeasurer:
         """
         # Records may be left out while this goes on: their positions among all stay.
         records = self._encoder.records
+        self._encoder.fetch_media(indices)
         numbers = [records.number(index) for index in indices]
         measure = partial(self._outcome_of, in_full=in_full)
         done = 0

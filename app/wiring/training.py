@@ -41,13 +41,13 @@ from adapters.workers.policy import PolicySettings, PolicyWorker
 from adapters.workers.ranks import RankWorkers
 from app.planning.split import PlannedSplit, resume_state_of
 from app.wiring.functions import named_function
+from app.wiring.inputs import records_cache
 from app.wiring.stores import (
     asked_of,
     attention_by,
     needs_verdict,
     open_verdicts,
     read_config,
-    records_cache,
     refuse_leaks,
     stored_verdict,
     verdict_key,
@@ -205,6 +205,7 @@ def open_samples(config: RunConfig, *, train_paths: tuple[str, ...] | None = Non
             config.model, config.template, config.custom, files, config.packing_length, records_cache(config)
         )
         opened[split] = SwiftEncoder(spec, template=template)
+        opened[split].require_images()
         if os.environ.get("RANK", "0") == "0":
             for file, shape in opened[split].shapes():
                 log.info("%s: %s has records of the shape %s", split, file, shape)
@@ -298,12 +299,12 @@ def _open_model(
         _ask_loaded(config, model, whole=not shards_weights(arguments), keep=group.rank == 0)
     template.model = getattr(model, "get_base_model", lambda: model)()
     if samples.sees_images and group.world_size > 1:
-        _keep_in_step(model, template, arguments)
+        keep_in_step(model, template, arguments)
     template.packing = template.padding_free = config.training.packing
     return template, model
 
 
-def _keep_in_step(model: Any, template: Any, arguments: TrainingArguments) -> None:
+def keep_in_step(model: Any, template: Any, arguments: TrainingArguments) -> None:
     """
     Let ranks that share a model's weights or gradients use all of its vision tower in every batch.
 
