@@ -77,7 +77,7 @@ class LocalAttention:
     """FLOPs per pair of tokens, over these layers."""
 
     tokens: int
-    """Of a window, the token itself included; or of a chunk."""
+    """Tokens of a window, the token itself included; or of a chunk."""
 
     in_chunks: bool = False
     """Whether tokens see those of their own chunk before them, else the last so many."""
