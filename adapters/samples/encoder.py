@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
 
 import attrs
-import torch
 from swift.template import Template
 
 from adapters.samples.files import open_records
 from adapters.samples.image_headers import read_size
+from adapters.samples.media import IMAGES, ImageTokens, drop_partial, patch_size_of
 from adapters.samples.template import open_template
+from adapters.samples.urls import MediaCache
 from core.config import CustomConfig, ModelConfig, TemplateConfig
-from core.errors import ContractError, RecordError
-from core.samples import MIXABLE, Image, Measurement, Table, from_row, shaped, to_messages
+from core.errors import ContractError, RecordError, counted
+from core.samples import (
+    CALL,
+    MIXABLE,
+    RESPONSE,
+    Image,
+    Measurement,
+    Table,
+    from_row,
+    is_url,
+    shaped,
+    to_images,
+    to_messages,
+)
 
 IGNORED_LABEL = -100
 
@@ -54,6 +68,7 @@ class SwiftEncoder:
         """
         self.spec = spec
         self.records = open_records(spec.paths, max_line_bytes=spec.custom.max_line_bytes, cache=spec.cache)
+        self._media = MediaCache(Path(spec.custom.media_cache)) if spec.custom.media_cache else None
         self._first_shapes: dict[int, tuple[int, str]] = {}
         """Number of a file -> its first record of known shape, and the shape."""
         self.template = template or open_template(spec.model, spec.template, packing_length=spec.packing_length)
@@ -65,6 +80,18 @@ class SwiftEncoder:
     def sees_images(self) -> bool:
         """Whether the model takes images."""
         return bool(self.template.model_meta.is_multimodal)
+
+    @cached_property
+    def image_tokens(self) -> ImageTokens | None:
+        """
+        How images become tokens, None for a model of text; ConfigError if the template cannot
+        encode one.
+        """
+        return ImageTokens.of(self.template) if self.sees_images else None
+
+    def require_images(self) -> None:
+        """Refuse a template that cannot encode the images that its model takes, by ConfigError."""
+        _ = self.image_tokens
 
     def answer(self, index: int) -> str:
         """Return what the last message of sample *index* says."""
@@ -99,7 +126,7 @@ class SwiftEncoder:
         sample, images = self.read(index)
         if answer is not None:
             *before, last = sample["messages"]
-            sample = {**sample, "messages": [*before, {**last, "content": answer}]}
+            sample = {**sample, "messages": [*before, {**last, "role": "assistant", "content": answer}]}
         for image in images:
             self.image_size(index, image)
         try:
@@ -121,14 +148,63 @@ class SwiftEncoder:
                 use_summary=self.spec.custom.use_summary,
                 max_messages=self.spec.custom.max_messages,
                 columns=self.spec.custom.columns,
+                urls=self._media is not None,
             )
         except ValueError as error:
             raise self.fault(index, f"the record {error}") from None
         folder = self.records.folder(index)
-        images = [image if isinstance(image, bytes) else str(Path(folder, image)) for image in sample.get("images", ())]
+        images = [self._located(index, image, folder) for image in sample.get("images", ())]
         if images and not self.sees_images:
             raise self.fault(index, "the record has images, but the model reads text only")
+        self._refuse_unread(index, sample)
         return sample, images
+
+    def _located(self, index: int, image: Image, folder: str) -> Image:
+        """
+        Return an image of a record by its path, or as bytes; RecordError if it cannot be fetched.
+
+        Args:
+            index: Its sample.
+
+            image: As the record has it.
+
+            folder: Where relative paths start.
+        """
+        if isinstance(image, bytes):
+            return image
+        if self._media is None or not is_url(image):
+            return str(Path(folder, image))
+        try:
+            return self._media.path(image)
+        except ValueError as error:
+            raise self.fault(index, str(error)) from None
+
+    def fetch_media(self, indices: Iterable[int]) -> None:
+        """Fetch the images of these samples that are URLs; those that fail say so when read."""
+        if self._media is not None:
+            self._media.prefetch(url for index in indices for url in self._urls(index))
+
+    def _urls(self, index: int) -> list[str]:
+        """Return the URLs of a record's images; none of one that cannot become a sample."""
+        try:
+            found = shaped(self.records[index], self.spec.custom.columns).record.get("images")
+            return [str(image) for image in to_images(found, urls=True) if is_url(image)]
+        except (ValueError, RecordError):
+            return []
+
+    def _refuse_unread(self, index: int, sample: dict[str, Any]) -> None:
+        """Refuse what this template would not read of a sample."""
+        has_tools = "tools" in sample or any(message["role"] in {CALL, RESPONSE} for message in sample["messages"])
+        if has_tools and self.template._agent_template is None:  # noqa: SLF001  # its property raises
+            name = self.template.template_meta.template_type
+            reason = f"the record has tools, for which the template {name} has no notation: set template.agent_template"
+            raise self.fault(index, f"{reason}, as hermes")
+        if self.template.loss_scale.base_strategy == "all" and any(
+            message.get("loss") is not None and message["role"] not in {"assistant", CALL}
+            for message in sample["messages"]
+        ):
+            reason = "the record says 'loss': false of what the user says, which template.loss_scale: all trains"
+            raise self.fault(index, f"{reason} all the same: remove it")
 
     def leave_out(self, numbers: Sequence[int]) -> None:
         """Leave out these records, by their positions among all, ascending, and no others."""
@@ -199,9 +275,26 @@ class SwiftEncoder:
             held = [{"bytes": image, "path": None} if isinstance(image, bytes) else image for image in images]
             sample = {**sample, "images": held}
         try:
-            return dict(self.template.encode(sample, return_length=True))
+            encoded = dict(self.template.encode(sample, return_length=True))
         except Exception as error:
             raise self.fault(index, f"the record cannot be encoded: {type(error).__name__}: {error}") from error
+        drop_partial(encoded)
+        encoded[IMAGES.counted] = len(sample.get("images", ()))
+        return self._weighed(index, encoded)
+
+    def _weighed(self, index: int, encoded: dict[str, Any]) -> dict[str, Any]:
+        """Return an encoded sample that has weights of its tokens only where they are not all 1."""
+        weights = encoded.pop("loss_scale", None)
+        if weights is None or set(weights) <= {0, 1}:
+            return encoded
+        if len(weights) != len(encoded["labels"]):
+            name = self.template.template_meta.template_type
+            reason = (
+                f"the record has weights of the loss, which the template {name} does not carry to its "
+                f"{len(encoded['labels']):,} tokens: remove loss_scale from its messages, or template.loss_scale"
+            )
+            raise self.fault(index, reason)
+        return {**encoded, "loss_scale": weights}
 
     def fault(self, index: int, reason: str) -> RecordError:
         """Return an error that names the place of sample *index*."""
@@ -209,22 +302,20 @@ class SwiftEncoder:
 
     def measured(self, index: int, encoded: dict[str, Any]) -> Measurement:
         """Measure an encoded sample; RecordError if its image tokens do not match its images."""
-        grid = encoded.get("image_grid_thw")
         measurement = Measurement(
             length=encoded["length"],
             supervised=sum(label != IGNORED_LABEL for label in encoded["labels"][1:]),
-            images=0 if grid is None else len(grid),
-            patches=0 if grid is None else int(torch.as_tensor(grid).prod(-1).sum()),
+            images=encoded[IMAGES.counted],
+            patches=IMAGES.patches(encoded, patch_size=patch_size_of(self.template.config)),
         )
-        if hasattr(self.template, "image_token_id"):
-            merge = self.template.processor.image_processor.merge_size**2
-            tokens = encoded["input_ids"].count(self.template.image_token_id)
-            if tokens != measurement.patches // merge:
-                reason = (
-                    f"the record has {tokens:,} image tokens, but its images give {measurement.patches // merge:,}: "
-                    "its text may contain the image token itself"
-                )
-                raise self.fault(index, reason)
+        held = IMAGES.rows(encoded)
+        if held not in (None, measurement.images):
+            reason = f"the record has {counted(measurement.images, 'image')}, but its encoding holds {held:,}"
+            raise self.fault(index, f"{reason}: mark each with <image> in its text")
+        if self.image_tokens is not None:
+            why_not = self.image_tokens.why_not(encoded["input_ids"], measurement.patches)
+            if why_not is not None:
+                raise self.fault(index, why_not)
         return measurement
 
     def fetch(self, index: int, planned: Table) -> dict[str, Any]:

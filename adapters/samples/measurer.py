@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import time
-from collections.abc import Callable, Generator, Sequence
-from functools import partial
+from collections.abc import Callable, Generator, Iterator, Sequence
+from functools import cache, cached_property, partial
 from pathlib import Path
 
 from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
@@ -17,12 +18,16 @@ from torch.utils.data import DataLoader, Dataset
 
 from adapters.lifeline import ctrl_c_kept, end_with_parent, open_pool
 from adapters.samples.encoder import SampleSpec, SwiftEncoder
-from adapters.samples.image_headers import ImageArithmetic, image_facts
+from adapters.samples.files import copy_faults
+from adapters.samples.image_headers import image_facts
+from adapters.samples.image_lengths import ImageLengths, prove_lengths
 from adapters.samples.template import swift_types
 from adapters.versions import installed_version
 from core.errors import RecordError
 from core.fingerprint import Fingerprint, Value, configured_inputs
 from core.samples import ImageFacts, Measured, Measurement, Outcome
+
+log = logging.getLogger(__name__)
 
 _PROCESSING_FILES = (
     "config.json",
@@ -47,6 +52,10 @@ _PROCESSING_VARIABLES = (
     "IMAGE_MIN_TOKEN_NUM",
     "MAX_RATIO",
     "SPATIAL_MERGE_SIZE",
+    "INPUT_SIZE",
+    "MAX_NUM",
+    "MAX_SLICE_NUMS",
+    "DOWNSAMPLE_MODE",
     "QWENVL_BBOX_FORMAT",
     "ENABLE_THINKING",
     "PRESERVE_THINKING",
@@ -87,7 +96,6 @@ class SwiftMeasurer:
             that in this process.
         """
         self._encoder = encoder
-        self._arithmetic = ImageArithmetic.of(encoder.template)
         self._pool_start_s = pool_start_s
         self._workers = min(workers, max(1, (os.cpu_count() or 1) // sharers))
 
@@ -117,6 +125,11 @@ class SwiftMeasurer:
         """Return the digest of *count* records from *start* on."""
         return self._encoder.records.digest(count, start=start)
 
+    def copy_faults(self) -> Iterator[tuple[str, str]]:
+        """Yield each data file whose copy is not what it holds; see `core.ports`."""
+        spec = self._encoder.spec
+        return copy_faults(spec.paths, cache=spec.cache)
+
     def leave_out(self, numbers: Sequence[int]) -> None:
         """Leave out these records; see `core.ports`."""
         self._encoder.leave_out(numbers)
@@ -136,17 +149,32 @@ class SwiftMeasurer:
         """
         sample, images = self._encoder.read(index)
         # Where the template truncates, what goes depends on where the images stand.
-        if self._arithmetic is None or not images or self._encoder.template.max_length is not None:
+        lengths = None if not images or self._encoder.template.max_length is not None else self.image_lengths[0]
+        if lengths is None:
             return self.measure(index)
         sizes = [self._encoder.image_size(index, image) for image in images]
-        stand_ins = [self._arithmetic.smallest_image] * len(images)
+        stand_ins = [lengths.stand_in] * len(images)
         standing = self._encoder.measured(index, self._encoder.encode_messages(index, {**sample, "images": stand_ins}))
         try:
-            patches = sum(self._arithmetic.patches(*size) for size in sizes)
+            more = [lengths.beyond_stand_in(*size) for size in sizes]
         except ValueError as error:
             raise self._encoder.fault(index, f"an image cannot be encoded: {error}") from None
-        more = (patches - standing.patches) // self._arithmetic.merge_size**2
-        return attrs.evolve(standing, length=standing.length + more, patches=patches)
+        return attrs.evolve(
+            standing,
+            length=standing.length + sum(one.tokens for one in more),
+            patches=standing.patches + sum(one.patches for one in more),
+        )
+
+    @cached_property
+    def image_lengths(self) -> tuple[ImageLengths | None, str]:
+        """What gives the lengths of images by their headers, and how; or None, and why nothing."""
+        lengths, why = prove_lengths(self._encoder.template)
+        name = self._encoder.template.template_meta.template_type
+        if lengths is None:
+            _say_once(f"{name}: every sample with images is encoded in full: {why}")
+        else:
+            _say_once(f"{name}: lengths of images come from their headers, by {why}")
+        return lengths, why
 
     def measure(self, index: int) -> Measurement:
         """Encode and measure sample *index*; RecordError if it cannot become a sample."""
@@ -173,6 +201,7 @@ class SwiftMeasurer:
         """
         # Records may be left out while this goes on: their positions among all stay.
         records = self._encoder.records
+        self._encoder.fetch_media(indices)
         numbers = [records.number(index) for index in indices]
         measure = partial(self._outcome_of, in_full=in_full)
         done = 0
@@ -246,6 +275,11 @@ class _Measured(Dataset[Outcome]):
 
     def __getitem__(self, index: int) -> Outcome:
         return self._samples.outcome(index, in_full=True)
+
+
+@cache
+def _say_once(what: str) -> None:
+    log.info("%s", what)
 
 
 _measure: Callable[[int], Outcome] | None = None

@@ -11,7 +11,7 @@ from types import MappingProxyType
 import attrs
 
 from core.config.rl import GrpoConfig, PolicyConfig
-from core.config.run import RunConfig
+from core.config.run import RunConfig, TemplateConfig
 from core.errors import Fault
 from core.packers import ALGORITHMS
 
@@ -21,7 +21,9 @@ RL_KEYS = MappingProxyType(
             {"output_dir", "seed", "tuner_type", "lora_rank", "lora_alpha", "lora_dropout", "target_modules",
              "freeze_llm", "freeze_vit", "freeze_aligner", "trainer"}
         ),
-        "custom": frozenset({"train_jsonl", "object_field_order", "use_summary", "columns", "records_cache"}),
+        "custom": frozenset(
+            {"train_jsonl", "object_field_order", "use_summary", "columns", "records_cache", "media_cache"}
+        ),
     }
 )  # fmt: skip
 """Keys of these sections that `app.rl` reads."""
@@ -38,6 +40,8 @@ def rl_faults(config: RunConfig) -> Iterator[Fault]:
         for field in attrs.fields(type(values)):
             if field.name not in used and getattr(values, field.name) != field.default:
                 yield Fault(f"{section}.{field.name}", "is not used by app.rl: remove it")
+    if config.template.loss_scale != attrs.fields(TemplateConfig).loss_scale.default:
+        yield Fault("template.loss_scale", "weighs the tokens of records, but app.rl trains on answers: remove it")
     for name in sorted(set(config.training.trainer) - RL_TRAINER_KEYS):
         yield Fault(
             f"training.{name}", f"is not used by app.rl, which takes {', '.join(sorted(RL_TRAINER_KEYS))}: remove it"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from core.samples.bad import BadRecord
+from core.samples.entries import DataEntry, Draw, draw, parse_entry
 from core.samples.identity import DIGEST_BYTES, HEAD_BYTES, digest_of, inline_image, unreadable_digest
-from core.samples.images import Image
+from core.samples.images import Image, is_url, to_images
 from core.samples.measurement import (
     COLUMNS,
     IMAGE_COLUMNS,
@@ -23,8 +24,10 @@ from core.samples.measurement import (
 from core.samples.place import Place
 from core.samples.records import MAX_MESSAGES, REFUSED, SUPPORTED, shaped, to_messages
 from core.samples.shapes import IMAGE_KEYS, MIXABLE, READ, Shaped
+from core.samples.tools import CALL, RESPONSE
 
 __all__ = [
+    "CALL",
     "COLUMNS",
     "DIGEST_BYTES",
     "HEAD_BYTES",
@@ -34,8 +37,11 @@ __all__ = [
     "MIXABLE",
     "READ",
     "REFUSED",
+    "RESPONSE",
     "SUPPORTED",
     "BadRecord",
+    "DataEntry",
+    "Draw",
     "Image",
     "ImageFacts",
     "ImageTable",
@@ -47,10 +53,14 @@ __all__ = [
     "Table",
     "column",
     "digest_of",
+    "draw",
     "from_row",
     "from_tables",
     "inline_image",
+    "is_url",
+    "parse_entry",
     "shaped",
+    "to_images",
     "to_messages",
     "to_row",
     "to_tables",

@@ -1,0 +1,358 @@
+"""
+Families that see, beside those that the project ships with: counted, measured, packed, checked and
+trained as those are.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from types import SimpleNamespace
+
+from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from torch.utils._pytree import tree_map
+
+from adapters.ranks.torch_group import OneRank
+from adapters.samples.measurer import SwiftMeasurer
+from adapters.trainer.packed_dataset import EncodedPack
+from adapters.trainer.vision import DummyImage
+from app import check, vision
+from app.demo.vision_data import IMAGES_OF, record, texts, write_scenes, write_sizes
+from app.demo.vision_models import VISION_FAMILIES, write_vision_model
+from core.errors import ConfigError, RecordError
+from tests.e2e import rank_main, sharded_main
+from tests.processes import finished
+
+pytestmark = [
+    pytest.mark.slow,
+    # ms-swift's template of InternVL hands tensors to numpy.
+    pytest.mark.filterwarnings("ignore:__array_wrap__ must accept context:DeprecationWarning"),
+]
+
+HEADERS = {
+    "internvl": "what InternVLProcessor says of sizes",
+    "glm4v": "what Glm4vProcessor says of sizes",
+    "qwen2_vl": "the arithmetic of qwen_vl_utils",
+    "qwen3_vl_moe": "the arithmetic of qwen_vl_utils",
+    "qwen3_5": "the arithmetic of qwen_vl_utils",
+}
+"""Family -> what gives the lengths of its images from headers; the others are encoded in full."""
+
+NAMES = [*HEADERS, "minicpmv4_6", "paddleocr_vl"]
+
+CHECKED = ["internvl", "glm4v", "minicpmv4_6", "paddleocr_vl"]
+"""Those outside of Qwen; `app.check --vision` compares all."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Records with no, one and three images, and a model of each family."""
+    folder = tmp_path_factory.mktemp("vision")
+    scenes = write_scenes(folder, count=8)
+    for name in NAMES:
+        write_vision_model(folder / name, name, texts(scenes), seed=0)
+    return folder
+
+
+@pytest.fixture
+def vision_run(folder, tmp_path):
+    """Return a function that writes the YAML of a run of a family."""
+
+    def write(family: str, name: str = "run", **overlay):
+        model_type, template = VISION_FAMILIES[family].swift
+        sections = {
+            "model": {"model": str(folder / family), "model_type": model_type},
+            "template": {"max_length": 400, "template": template},
+            "custom": {"train_jsonl": str(folder / "scenes.jsonl")},
+            "training": {
+                "output_dir": str(tmp_path / name), "num_train_epochs": 1, "learning_rate": "1e-2", "report_to": [],
+                "save_strategy": "no", "logging_steps": 1, "gradient_checkpointing": False,
+                "dataloader_num_workers": 0, "packing_drop_last": False,
+            },
+        }  # fmt: skip
+        for section, keys in overlay.items():
+            sections[section] |= keys
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(sections))
+        return path
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    """Records of images of 45 sizes, and of one to four of them."""
+    return write_sizes(tmp_path_factory.mktemp("pictures"))
+
+
+def measurer(path) -> SwiftMeasurer:
+    """What measures the samples of a run."""
+    from app.wiring import training
+
+    config = training.read_config(path)
+    return training.open_measurer(config, training.open_samples(config)["train"])
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_lengths_are_those_of_full_encodes(vision_run, pictures, caplog, family):
+    """Of 45 sizes and of several images: from headers where the processor can say it, and told."""
+    caplog.set_level("INFO", "adapters")
+    samples = measurer(vision_run(family, custom={"train_jsonl": str(pictures)}))
+    in_full = list(samples.measure_many(range(len(samples)), in_full=True))
+
+    assert [outcome.measurement.images for outcome in in_full] == [1] * 45 + [2, 3, 4, 0]
+    assert all(outcome.measurement.patches > 0 for outcome in in_full[:-1])
+    encoder, encoded = samples._encoder, []
+    plain = encoder.encode
+    encoder.encode = lambda index: encoded.append(index) or plain(index)
+    assert in_full == list(samples.measure_many(range(len(samples)), in_full=False))
+    if family in HEADERS:
+        assert [48] == encoded, "the one without images"
+        assert f"lengths of images come from their headers, by {HEADERS[family]}" in caplog.text
+    else:
+        assert [*range(49)] == encoded
+        assert "every sample with images is encoded in full" in caplog.text
+        assert "does not say what an image of some size takes" in caplog.text
+
+
+def swap(trainer) -> None:
+    """Let two samples of a pack have each other's image."""
+    collate = trainer.data_collator
+
+    def swapped(items):
+        samples = [dict(sample) for sample in items[0].samples]
+        with_one = [sample for sample in samples if sample.get("num_images") == 1]
+        first, last = with_one[0], with_one[-1]
+        first["pixel_values"], last["pixel_values"] = last["pixel_values"], first["pixel_values"]
+        return collate([EncodedPack(items[0].position, samples)])
+
+    trainer.data_collator = swapped
+
+
+def blur(trainer) -> None:
+    """Let the images of a pack see each other."""
+
+    def mixed(_, __, output):
+        return tree_map(
+            lambda part: part + part.mean([*range(part.dim() - 1)]) if torch.is_tensor(part) else part, output
+        )
+
+    inner = DummyImage.of(trainer.model, trainer.template).inner
+    next(part for name, part in inner.named_children() if name != "language_model").register_forward_hook(mixed)
+
+
+def loss_and_unused(prepared, index: int) -> tuple[float, set[str]]:
+    """The loss of a sample, and the weights that it leaves out."""
+    trainer = prepared.trainer
+    batch = trainer.data_collator([EncodedPack(0, [prepared.samples["train"].encode(index)])])
+    trainer.model.zero_grad()
+    with trainer.media_hook():
+        inputs = trainer._prepare_inputs(batch)
+        loss = trainer.compute_loss(trainer.model, inputs, num_items_in_batch=torch.tensor(9.0))
+        loss.backward()
+    return loss.item(), {name for name, one in trainer.model.named_parameters() if one.grad is None}
+
+
+@pytest.mark.parametrize("family", CHECKED)
+def test_a_family_is_shown_to_pack(vision_run, family):
+    """
+    On a pack of samples with 0, 1 and 3 images: all is equal; a swapped image is found, and images
+    that see each other. With the dummy image, a batch without images uses every weight, and no
+    loss changes.
+    """
+    from app.check import compare
+    from app.training.prepare import prepare
+    from app.wiring import training as wiring
+
+    config = wiring.read_config(vision_run(family))
+    prepared = prepare(config, OneRank())
+    trainer = prepared.trainer
+
+    def failed() -> set[str]:
+        report = compare(config, prepared, num_packs=1)
+        assert "mixed" == report.packs[0][1]
+        return {verdict.check for verdict in report.verdicts if not verdict.passed}
+
+    assert set() == failed()
+    plain = trainer.data_collator
+    swap(trainer)
+    assert {"logits", "sample loss"} <= failed()
+    trainer.data_collator = plain
+
+    before = [loss_and_unused(prepared, index)[0] for index in (1, 2)]
+    dummy = DummyImage.of(trainer.model, trainer.template)
+    assert [] == dummy.unreached()
+    dummy.ensure_seen()
+    assert [(loss, set()) for loss in before] == [loss_and_unused(prepared, index) for index in (1, 2)]
+
+    blur(trainer)
+    assert "isolation" in failed()
+
+
+def test_ranks_of_which_one_has_no_images_end_together(server, vision_run, tmp_path):
+    """InternVL on two ranks, in packs of one: in some steps one has text alone, one images."""
+    path = vision_run("internvl", template={"max_length": 60}, training={"max_steps": 4, "effective_batch_size": 2})
+
+    assert [0, 0] == finished(server.ranks(2, rank_main.main, str(path), str(tmp_path), folder=tmp_path))
+    ranks = rank_main.seen(tmp_path, 2)
+    images = [[IMAGES_OF[ranks[0]["raw_packs"][pack][0] % 4] for pack in rank["fetched"]] for rank in ranks]
+    assert any((first > 0) != (second > 0) for first, second in zip(*images, strict=True))
+    losses = [[entry["loss"] for entry in rank["history"] if "loss" in entry] for rank in ranks]
+    assert 4 == len(losses[0])
+    assert losses[0] == losses[1]
+
+
+def test_sharded_ranks_of_which_one_has_no_images_stay_in_step(server, vision_run, tmp_path):
+    """InternVL over real FSDP: each needs the other's part of the vision tower."""
+    from app.training.prepare import prepare
+    from app.wiring import training as wiring
+
+    path = vision_run("internvl", training={"max_steps": 1})
+    prepare(wiring.read_config(path), OneRank())  # the ranks find the plan
+
+    assert [0, 0] == finished(server.ranks(2, sharded_main.main, str(path), str(tmp_path), folder=tmp_path))
+    assert all(float((tmp_path / f"loss{rank}").read_text()) > 1 for rank in range(2))
+
+
+KEYS = {"max_steps": 16, "learning_rate": "2e-2", "lr_scheduler_type": "constant", "save_strategy": "steps",
+        "save_steps": 14, "gradient_checkpointing": True}  # fmt: skip
+
+
+def test_a_family_learns_resumes_and_evaluates_packed_as_padded(vision_run, execute, folder, tmp_path):
+    """GLM-4V's loss falls by half; resumed, it is the same bit for bit; padding evaluates alike."""
+    from app.training.prepare import prepare
+    from app.wiring import training as wiring
+
+    whole = execute(vision_run("glm4v", "whole", training=KEYS))
+    losses = [entry["loss"] for entry in whole.history if "loss" in entry]
+    assert losses[-1] < losses[0] / 2
+
+    again = {**KEYS, "resume_from_checkpoint": str(tmp_path / "whole" / "checkpoint-14")}
+    resumed = execute(vision_run("glm4v", "resumed", training=again))
+    assert losses == [entry["loss"] for entry in resumed.history if "loss" in entry]
+    left, right = (load_file(tmp_path / run / "checkpoint-16" / "model.safetensors") for run in ("whole", "resumed"))
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+    custom, evaluated = {"val_jsonl": str(folder / "scenes.jsonl")}, []
+    for name, keys in (("packed", {}), ("padded", {"packing": False, "per_device_eval_batch_size": 3})):
+        path = vision_run("glm4v", name, custom=custom, training=keys)
+        evaluated.append(prepare(wiring.read_config(path), OneRank()).trainer.evaluate())
+    assert evaluated[0]["eval_tokens"] == evaluated[1]["eval_tokens"]
+    assert evaluated[0]["eval_loss"] == pytest.approx(evaluated[1]["eval_loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("family", ["internvl", "glm4v", "minicpmv4_6", "paddleocr_vl"])
+def test_what_cannot_be_counted_is_refused_by_record(vision_run, folder, tmp_path, family):
+    """An image token in the text itself, with and without an image."""
+    samples = measurer(vision_run(family))
+    token = samples._encoder.template.tokenizer.decode([samples._encoder.image_tokens.token])
+    image = [str(folder / "0-0.png")]
+    records = [record(token, []), record(f"{token}?", image), record("?", image)]
+    path = tmp_path / "bad.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in records))
+    samples = measurer(vision_run(family, custom={"train_jsonl": str(path)}))
+
+    for in_full in (True, False):
+        said = list(samples.measure_many(range(3), in_full=in_full))
+        assert [RecordError, RecordError] == [type(one) for one in said[:2]]
+        assert "bad.jsonl, line 1: the record has 1 image token, but its images give 0" in str(said[0])
+        assert "its text may contain the image token itself" in str(said[0])
+        assert 1 == said[2].measurement.images
+
+
+def test_a_template_that_cannot_encode_an_image_is_refused_by_key(vision_run, folder, tmp_path):
+    """Half of its processor's sizes are gone: before anything is measured, with the reason."""
+    from app.wiring import training as wiring
+
+    broken = tmp_path / "broken"
+    shutil.copytree(folder / "glm4v", broken)
+    path = broken / "processor_config.json"
+    sizes = json.loads(path.read_text())
+    sizes["image_processor"]["size"] = {"shortest_edge": 12544}
+    path.write_text(json.dumps(sizes))
+    config = wiring.read_config(vision_run("glm4v", model={"model": str(broken)}))
+
+    with pytest.raises(ConfigError, match=r"template\.template: is glm4v, which cannot encode an image here \(.*edge"):
+        wiring.open_samples(config)
+
+
+def test_a_missing_package_is_named_before_anything_is_measured(vision_run, monkeypatch):
+    """That a processor's class asks for, or that its template imports when it meets an image."""
+    from swift.template.templates.glm import GLM4VTemplate
+
+    from app.wiring import training as wiring
+
+    config = wiring.read_config(vision_run("glm4v"))
+
+    def lacks_package(*_, **__):
+        raise ModuleNotFoundError("No module named 'pixels'", name="pixels")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GLM4VTemplate, "replace_tag", lacks_package)
+        with pytest.raises(ConfigError, match=r"template\.template: is glm4v, .*: install pixels"):
+            wiring.open_samples(config)
+    monkeypatch.setitem(sys.modules, "qwen_vl_utils", None)
+    with pytest.raises(ConfigError, match=r"model\.model: .* cannot be opened by ms-swift: .*qwen_vl_utils"):
+        wiring.open_samples(wiring.read_config(vision_run("qwen2_vl")))
+
+
+def test_the_command_shows_a_family_and_keeps_the_page(tmp_path, capsys):
+    """`app.check --vision` gives rows for programs, and writes its own section of a page alone."""
+    page = tmp_path / "models.md"
+    page.write_text("# Which models pack\n\n| llama |\n")
+
+    assert 0 == check.main(["--vision", "qwen2_vl", "--json", "--quiet", "--output", str(page)])
+    (row,) = json.loads(capsys.readouterr().out)["families"]
+    assert row["passes"]
+    assert row["headers"]
+    assert [49, 49] == row["sizes"]
+    assert "varlen" == row["strategy"]
+    assert row["equality"] < 1e-5
+    written = page.read_text()
+    assert written.startswith("# Which models pack\n\n| llama |\n\n## Models that see\n")
+    assert "| qwen2_vl | qwen2_vl | varlen | headers | 49 of 49 |" in written
+    assert written == vision.with_section(written, vision.section_of(written).lstrip())
+    assert 2 == check.main(["--vision", "nobody"])
+    assert "names nobody: tiny models are of internvl" in capsys.readouterr().err
+
+
+class Seeing(torch.nn.Module):
+    """A model with a tower, of which no image reaches one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower, self.unseen = torch.nn.Linear(3, 4), torch.nn.Linear(3, 4)
+        self.language_model = torch.nn.Linear(4, 4)
+
+    def get_image_features(self, pixel_values):
+        return {"pooler_output": [self.tower(pixel_values)]}
+
+
+def test_what_would_let_ranks_wait_is_refused_by_name(monkeypatch):
+    """
+    Weights that no image reaches, unless DDP looks for them or they are frozen; and a model that
+    does not say what an image's features are.
+    """
+    from adapters.trainer import vision as module
+    from app.wiring import training as wiring
+
+    monkeypatch.setattr(module, "encode_image", lambda *_: {"pixel_values": torch.ones(2, 3), "input_ids": [1]})
+    plain = SimpleNamespace(fsdp=None, ddp_find_unused_parameters=False)
+
+    model = Seeing()
+    with pytest.raises(ConfigError, match=r"ddp_find_unused_parameters: .* reaches 2 weights .*, as unseen\.weight"):
+        wiring.keep_in_step(model, None, plain)
+    wiring.keep_in_step(model, None, SimpleNamespace(fsdp=None, ddp_find_unused_parameters=True))
+    model.unseen.requires_grad_(requires_grad=False)
+    wiring.keep_in_step(model, None, plain)
+    with pytest.raises(
+        ConfigError, match=r"model\.model: is a Linear, which does not say what an image's features are"
+    ):
+        wiring.keep_in_step(torch.nn.Linear(2, 2), None, plain)
