@@ -21,6 +21,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
+from adapters.lifeline import end_with_parent
 from core.errors import PackplanError
 from core.lengths import IntArray
 from core.packers import pack
@@ -243,6 +244,7 @@ def run_rank(rank: int, folder: str, task: Task, results: Any) -> None:
     import torch
     import torch.distributed as dist
 
+    end_with_parent()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{Path(folder) / 'ranks'}", rank=rank, world_size=RANKS)
     mix = drawn_mix(task.num_steps, seed=task.seed)
