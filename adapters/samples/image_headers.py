@@ -13,7 +13,6 @@ import hashlib
 import math
 import stat
 import warnings
-from functools import cached_property
 from io import BytesIO
 from pathlib import Path
 
@@ -32,7 +31,7 @@ PROVEN = frozenset({"qwen2_5_vl", "qwen3_vl"})
 """Templates whose lengths this gives; the audit compares them with full encodes all the same."""
 
 
-@attrs.frozen(slots=False)
+@attrs.frozen
 class ImageArithmetic:
     """How one template turns an image's size into patches."""
 
@@ -52,12 +51,6 @@ class ImageArithmetic:
             return None
         processor = template.processor.image_processor
         return cls(processor.patch_size, processor.merge_size, template.max_pixels)
-
-    @cached_property
-    def smallest_image(self) -> Image.Image:
-        """An image of four tokens, to stand in for others."""
-        side = 2 * self.patch_size * self.merge_size
-        return Image.new("RGB", (side, side))
 
     def patches(self, width: int, height: int) -> int:
         """Return the vision patches of an image; ValueError if the processor refuses its shape."""
