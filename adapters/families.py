@@ -3,8 +3,9 @@ What has to be known of single families of models, in `families.json`; all else 
 model.
 
 `swift`: architecture -> ms-swift's model type and template, where its registry names several and
-one is meant by default. `complete`: model type -> keys without which transformers' own default
-configuration builds no model, or none that shows its kinds of layers.
+one is meant by default. `embeds`: templates of ms-swift whose own way to embed images fails with
+this transformers, while the model embeds them itself. `complete`: model type -> keys without which
+transformers' own default configuration builds no model, or none that shows its kinds of layers.
 """
 
 from __future__ import annotations
@@ -24,6 +25,11 @@ def settled_types(architecture: str) -> tuple[str, str] | None:
     """Return the model type and template that are meant by default; None if nothing says so."""
     found = _families()["swift"].get(architecture)
     return None if found is None else (found[0], found[1])
+
+
+def embeds_itself(template: str) -> bool:
+    """Return whether the model embeds images, and not its template."""
+    return template in _families()["embeds"]
 
 
 def completed(model_type: str) -> dict[str, Any]:

@@ -72,6 +72,8 @@ def configured_inputs(template: TemplateConfig, custom: CustomConfig, *, packing
         "custom.use_summary": custom.use_summary,
         "custom.columns": json.dumps(dict(custom.columns), sort_keys=True) if custom.columns else None,
         "template.system": template.system,
+        "template.agent_template": template.agent_template,
+        "template.loss_scale": template.loss_scale,
         "template.max_pixels": template.max_pixels,
         "template.truncation_strategy": cut,
         "packing_length": packing_length if cut else None,

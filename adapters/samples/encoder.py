@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
 
 import attrs
-import torch
 from swift.template import Template
 
 from adapters.samples.files import open_records
 from adapters.samples.image_headers import read_size
+from adapters.samples.media import IMAGES, ImageTokens, patch_size_of
 from adapters.samples.template import open_template
 from core.config import CustomConfig, ModelConfig, TemplateConfig
-from core.errors import ContractError, RecordError
-from core.samples import MIXABLE, Image, Measurement, Table, from_row, shaped, to_messages
+from core.errors import ContractError, RecordError, counted
+from core.samples import CALL, MIXABLE, RESPONSE, Image, Measurement, Table, from_row, shaped, to_messages
 
 IGNORED_LABEL = -100
 
@@ -66,6 +67,14 @@ class SwiftEncoder:
         """Whether the model takes images."""
         return bool(self.template.model_meta.is_multimodal)
 
+    @cached_property
+    def image_tokens(self) -> ImageTokens | None:
+        """
+        How images become tokens; None for a model of text, ConfigError if the template cannot
+        encode one.
+        """
+        return ImageTokens.of(self.template) if self.sees_images else None
+
     def answer(self, index: int) -> str:
         """Return what the last message of sample *index* says."""
         said: str = self.read(index)[0]["messages"][-1]["content"]
@@ -99,7 +108,7 @@ class SwiftEncoder:
         sample, images = self.read(index)
         if answer is not None:
             *before, last = sample["messages"]
-            sample = {**sample, "messages": [*before, {**last, "content": answer}]}
+            sample = {**sample, "messages": [*before, {**last, "role": "assistant", "content": answer}]}
         for image in images:
             self.image_size(index, image)
         try:
@@ -145,7 +154,22 @@ class SwiftEncoder:
         images = [image if isinstance(image, bytes) else str(Path(folder, image)) for image in sample.get("images", ())]
         if images and not self.sees_images:
             raise self.fault(index, "the record has images, but the model reads text only")
+        self._refuse_unread(index, sample)
         return sample, images
+
+    def _refuse_unread(self, index: int, sample: dict[str, Any]) -> None:
+        """Refuse what this template would not read of a sample."""
+        has_tools = "tools" in sample or any(message["role"] in {CALL, RESPONSE} for message in sample["messages"])
+        if has_tools and self.template._agent_template is None:  # noqa: SLF001  # its property raises
+            name = self.template.template_meta.template_type
+            reason = f"the record has tools, for which the template {name} has no notation: set template.agent_template"
+            raise self.fault(index, f"{reason}, as hermes")
+        if self.template.loss_scale.base_strategy == "all" and any(
+            message.get("loss") is not None and message["role"] not in {"assistant", CALL}
+            for message in sample["messages"]
+        ):
+            reason = "the record says 'loss': false of what the user says, which template.loss_scale: all trains"
+            raise self.fault(index, f"{reason} all the same: remove it")
 
     def leave_out(self, numbers: Sequence[int]) -> None:
         """Leave out these records, by their positions among all, ascending, and no others."""
@@ -219,9 +243,25 @@ class SwiftEncoder:
             held = [{"bytes": image, "path": None} if isinstance(image, bytes) else image for image in images]
             sample = {**sample, "images": held}
         try:
-            return dict(self.template.encode(sample, return_length=True))
+            encoded = dict(self.template.encode(sample, return_length=True))
         except Exception as error:
             raise self.fault(index, f"the record cannot be encoded: {type(error).__name__}: {error}") from error
+        encoded[IMAGES.counted] = len(sample.get("images", ()))
+        return self._weighed(index, encoded)
+
+    def _weighed(self, index: int, encoded: dict[str, Any]) -> dict[str, Any]:
+        """Return an encoded sample that has weights of its tokens only where they are not all 1."""
+        weights = encoded.pop("loss_scale", None)
+        if weights is None or set(weights) <= {0, 1}:
+            return encoded
+        if len(weights) != len(encoded["labels"]):
+            name = self.template.template_meta.template_type
+            reason = (
+                f"the record has weights of the loss, which the template {name} does not carry to its "
+                f"{len(encoded['labels']):,} tokens: remove loss_scale from its messages, or template.loss_scale"
+            )
+            raise self.fault(index, reason)
+        return {**encoded, "loss_scale": weights}
 
     def fault(self, index: int, reason: str) -> RecordError:
         """Return an error that names the place of sample *index*."""
@@ -229,22 +269,20 @@ class SwiftEncoder:
 
     def measured(self, index: int, encoded: dict[str, Any]) -> Measurement:
         """Measure an encoded sample; RecordError if its image tokens do not match its images."""
-        grid = encoded.get("image_grid_thw")
         measurement = Measurement(
             length=encoded["length"],
             supervised=sum(label != IGNORED_LABEL for label in encoded["labels"][1:]),
-            images=0 if grid is None else len(grid),
-            patches=0 if grid is None else int(torch.as_tensor(grid).prod(-1).sum()),
+            images=encoded[IMAGES.counted],
+            patches=IMAGES.patches(encoded, patch_size=patch_size_of(self.template.config)),
         )
-        if hasattr(self.template, "image_token_id"):
-            merge = self.template.processor.image_processor.merge_size**2
-            tokens = encoded["input_ids"].count(self.template.image_token_id)
-            if tokens != measurement.patches // merge:
-                reason = (
-                    f"the record has {tokens:,} image tokens, but its images give {measurement.patches // merge:,}: "
-                    "its text may contain the image token itself"
-                )
-                raise self.fault(index, reason)
+        held = IMAGES.rows(encoded)
+        if held not in (None, measurement.images):
+            reason = f"the record has {counted(measurement.images, 'image')}, but its encoding holds {held:,}"
+            raise self.fault(index, f"{reason}: mark each with <image> in its text")
+        if self.image_tokens is not None:
+            why_not = self.image_tokens.why_not(encoded["input_ids"], measurement.patches)
+            if why_not is not None:
+                raise self.fault(index, why_not)
         return measurement
 
     def fetch(self, index: int, planned: Table) -> dict[str, Any]:

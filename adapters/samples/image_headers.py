@@ -1,65 +1,18 @@
-"""
-What an image will cost in tokens, from its header alone.
-
-The arithmetic is the processor's own: ms-swift shrinks to `max_pixels` (`rescale_image`),
-qwen_vl_utils rounds both sides to whole merged patches within its limits (`smart_resize`), and each
-merged patch is a token. Nobody turns an image by its EXIF orientation on the way, so the stored
-width and height count.
-"""
+"""What an image file says of itself in its header: its size, and what tells it from another."""
 
 from __future__ import annotations
 
 import hashlib
-import math
 import stat
 import warnings
 from io import BytesIO
 from pathlib import Path
 
-from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
-
-import attrs
 from PIL import Image, UnidentifiedImageError
-from qwen_vl_utils.vision_process import smart_resize
-from swift.template import Template
 
 from core.errors import counted
 from core.samples import HEAD_BYTES, ImageFacts
 from core.samples import Image as Held
-
-PROVEN = frozenset({"qwen2_5_vl", "qwen3_vl"})
-"""Templates whose lengths this gives; the audit compares them with full encodes all the same."""
-
-
-@attrs.frozen
-class ImageArithmetic:
-    """How one template turns an image's size into patches."""
-
-    patch_size: int
-    """Pixels of a patch's side."""
-
-    merge_size: int
-    """Patches of a token's side."""
-
-    max_pixels: int | None
-    """To which ms-swift shrinks images before anything else; None does not."""
-
-    @classmethod
-    def of(cls, template: Template) -> ImageArithmetic | None:
-        """Return the arithmetic of a template, None if it is not known."""
-        if template.template_meta.template_type not in PROVEN:
-            return None
-        processor = template.processor.image_processor
-        return cls(processor.patch_size, processor.merge_size, template.max_pixels)
-
-    def patches(self, width: int, height: int) -> int:
-        """Return the vision patches of an image; ValueError if the processor refuses its shape."""
-        if self.max_pixels is not None and 0 < self.max_pixels < width * height:
-            ratio = width / height
-            scaled = math.sqrt(self.max_pixels / ratio)
-            height, width = int(scaled), int(scaled * ratio)
-        rows, columns = smart_resize(height, width, factor=self.patch_size * self.merge_size)
-        return int(rows // self.patch_size) * int(columns // self.patch_size)
 
 
 def read_size(image: Held, *, decode: bool = False) -> tuple[int, int]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import importlib.metadata
 import logging
 import os
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from functools import partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,13 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
 from adapters.lifeline import ctrl_c_kept, end_with_parent, open_pool
+from adapters.samples.counting.pieces import prove_pieces
+from adapters.samples.counting.quickly import Batch, QuickMeasurer
 from adapters.samples.encoder import SwiftEncoder
 from adapters.samples.image_headers import image_facts
-from adapters.samples.pieces import PieceCounter
-from adapters.samples.quickly import Batch, QuickMeasurer
+from adapters.samples.image_lengths import ImageLengths, prove_lengths
 from adapters.samples.template import swift_types
+from adapters.versions import installed_version
 from core.errors import RecordError
 from core.fingerprint import Fingerprint, Value, configured_inputs
 from core.samples import ImageFacts, Measured, Measurement, Outcome
@@ -106,12 +107,6 @@ class SwiftMeasurer:
             that in this process.
         """
         self._encoder = encoder
-        self._quick: QuickMeasurer | None = None
-        if (why_not := PieceCounter.why_not(encoder.template)) is None:
-            self._quick = QuickMeasurer(encoder, self.measure)
-        else:
-            kind = encoder.template.template_meta.template_type
-            log.info("each sample is encoded in full to be measured: the template %s: %s", kind, why_not)
         self._pool_start_s = pool_start_s
         self._workers = min(workers, max(1, (os.cpu_count() or 1) // sharers))
 
@@ -132,7 +127,7 @@ class SwiftMeasurer:
             inputs[f"model.{file.name}.sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
         inputs["version.measuring"] = MEASURING
         for package in _PROCESSING_PACKAGES:
-            inputs[f"version.{package}"] = importlib.metadata.version(package)
+            inputs[f"version.{package}"] = installed_version(package)
         for variable in _PROCESSING_VARIABLES:
             inputs[f"environment.{variable}"] = os.environ.get(variable)
         return Fingerprint(inputs)
@@ -152,6 +147,53 @@ class SwiftMeasurer:
     def record_digest(self, index: int) -> str:
         """Return the digest of the record of sample *index* alone."""
         return self._encoder.records.record_digest(index)
+
+    def measure_quickly(self, index: int) -> Measurement:
+        """
+        Measure sample *index* from its images' headers where that is proven to be exact; else in
+        full.
+        """
+        sample, images = self._encoder.read(index)
+        # Where the template truncates, what goes depends on where the images stand.
+        lengths = None if not images or self._encoder.template.max_length is not None else self._lengths
+        if lengths is None:
+            return self.measure(index)
+        sizes = [self._encoder.image_size(index, image) for image in images]
+        stand_ins = [lengths.stand_in] * len(images)
+        standing = self._encoder.measured(index, self._encoder.encode_messages(index, {**sample, "images": stand_ins}))
+        try:
+            more = [lengths.beyond_stand_in(*size) for size in sizes]
+        except ValueError as error:
+            raise self._encoder.fault(index, f"an image cannot be encoded: {error}") from None
+        return attrs.evolve(
+            standing,
+            length=standing.length + sum(one.tokens for one in more),
+            patches=standing.patches + sum(one.patches for one in more),
+        )
+
+    @cached_property
+    def _quick(self) -> QuickMeasurer | None:
+        """What measures many at once; None if each is to be encoded."""
+        template = self._encoder.template
+        name = template.template_meta.template_type
+        tokens = self._encoder.image_tokens
+        counter, why_not = prove_pieces(template, image_token=None if tokens is None else tokens.token)
+        if counter is None:
+            _say_once(f"{name}: every sample is encoded by itself to be measured: {why_not}")
+            return None
+        lengths = None if counter.stand_in is None else self._lengths
+        return QuickMeasurer(self._encoder, counter, lengths, alone=self.measure_quickly, in_full=self.measure)
+
+    @cached_property
+    def _lengths(self) -> ImageLengths | None:
+        """What gives the lengths of images from their headers; None if each is to be encoded."""
+        lengths, why = prove_lengths(self._encoder.template)
+        name = self._encoder.template.template_meta.template_type
+        if lengths is None:
+            _say_once(f"{name}: every sample with images is encoded in full: {why}")
+        else:
+            _say_once(f"{name}: lengths of images come from their headers, by {why}")
+        return lengths
 
     def measure(self, index: int) -> Measurement:
         """Encode and measure sample *index*; RecordError if it cannot become a sample."""
@@ -233,7 +275,7 @@ class SwiftMeasurer:
         records = self._encoder.records
         indices = [records.position(number) for number in numbers.tolist()]
         if in_full or self._quick is None:
-            return Batch.of(numbers, [self.outcome(index, in_full=True) for index in indices])
+            return Batch.of(numbers, [self.outcome(index, in_full=in_full) for index in indices])
         outcomes, digests = self._quick.measure(indices)
         return Batch.of(numbers, outcomes, digests)
 
@@ -266,7 +308,8 @@ class SwiftMeasurer:
         if not in_full and self._quick is not None:
             return self._quick.measure([index])[0][0]
         try:
-            return Measured(self.measure(index), self.images(index))
+            measurement = self.measure(index) if in_full else self.measure_quickly(index)
+            return Measured(measurement, self.images(index))
         except RecordError as error:
             return error
 
@@ -284,6 +327,11 @@ class _Measured(Dataset[Outcome]):
 
     def __getitem__(self, index: int) -> Outcome:
         return self._samples.outcome(index, in_full=True)
+
+
+@cache
+def _say_once(what: str) -> None:
+    log.info("%s", what)
 
 
 _measure: Callable[[NDArray[np.int64]], Batch] | None = None

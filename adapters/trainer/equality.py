@@ -9,7 +9,6 @@ alone, positions by the model itself, no mask but the causal one.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -21,14 +20,14 @@ import torch.nn.functional as F  # noqa: N812  # its usual name
 
 from adapters.attention import native_attention
 from adapters.samples.encoder import IGNORED_LABEL
+from adapters.samples.media import IMAGES
 from adapters.trainer.base import model_inputs
 from adapters.trainer.loader import NORMALISER
 from adapters.trainer.packed_dataset import EncodedPack
 from adapters.trainer.static import PackTrainer
+from adapters.trainer.vision import model_media, rope_of, takes
 from core.equality import Finding, loss_difference
 from core.errors import PackplanError
-
-_MEDIA = ("pixel_values", "image_grid_thw", "mm_token_type_ids")
 
 _ROWS = ("text", "temporal", "height", "width")
 
@@ -43,8 +42,11 @@ class _Span:
     index: int
     start: int
     stop: int
-    patches: slice
-    """Rows of the pack's pixel values that are this sample's patches."""
+    pixels: slice
+    """Where this sample's lie among the pack's pixel values, along *axis*."""
+
+    axis: int
+    """The axis along which a pack's pixel values are those of its samples."""
 
 
 @attrs.frozen(eq=False)
@@ -106,8 +108,8 @@ class PackComparison:
             raise served
         indices = self.trainer.train_dataset.packs[pack]
         encoded = [self.encode(index) for index in indices]
-        spans = list(_spans(indices, encoded))
         collated = self._collated(served)
+        spans = list(_spans(indices, encoded, collated))
         alone = [self._alone(sample) for sample in encoded]
         prepared, logits = self._packed(collated)
         scale = max(_largest(one.logits) for one in alone)
@@ -155,11 +157,7 @@ class PackComparison:
         device = self.trainer.accelerator.device
         length = len(sample["input_ids"])
         inputs = {"input_ids": torch.tensor(sample["input_ids"])[None], "attention_mask": torch.ones(1, length).long()}
-        for key in _MEDIA:
-            if sample.get(key) is not None:
-                # ms-swift makes them for inference: without a copy, no gradient would pass.
-                value = torch.as_tensor(sample[key]).clone()
-                inputs[key] = value.view(1, length) if key == "mm_token_type_ids" else value
+        inputs |= model_media(self.trainer.model, sample)
         return {key: value.to(device) for key, value in inputs.items()}
 
     def _alone(self, sample: dict[str, Any]) -> _Alone:
@@ -180,12 +178,12 @@ class PackComparison:
         rows if it sees.
         """
         text = torch.arange(inputs["input_ids"].shape[1], device=inputs["input_ids"].device)[None]
-        rope = next((m.get_rope_index for m in self.trainer.model.modules() if hasattr(m, "get_rope_index")), None)
+        rope = rope_of(self.trainer.model)
         if rope is None:
             return text
-        if "image_grid_thw" not in inputs:
+        if IMAGES.rows(inputs) is None:
             return text.expand(4, -1)
-        given = inspect.signature(rope).parameters
+        given = takes(rope)
         positions, _ = rope(**{key: value for key, value in inputs.items() if key in given})
         return torch.cat([text, positions[:, 0]])
 
@@ -225,7 +223,7 @@ class PackComparison:
     def _gradients(self, pack: int, collated: dict[str, Any], encoded: list[dict[str, Any]]) -> Iterator[Finding]:
         trainer, model = self.trainer, self.trainer.model
         weights = self._weights(encoded)
-        normaliser = torch.cat(weights).sum().clamp(min=1)
+        normaliser = float(torch.cat(weights).sum()) or 1.0
         expected = terms = norms = 0.0
         reference: dict[str, torch.Tensor] = {}
         for sample, weight in zip(encoded, weights, strict=True):
@@ -245,7 +243,7 @@ class PackComparison:
         model.zero_grad()
         with trainer.media_hook(), trainer.template.forward_context(model, dict(collated)):
             inputs = trainer._prepare_inputs(dict(collated))  # noqa: SLF001  # what training does, and no less
-            items = torch.tensor(max(collated[NORMALISER], 1.0), device=trainer.accelerator.device)
+            items = torch.tensor(collated[NORMALISER] or 1.0, device=trainer.accelerator.device)
             with trainer.accelerator.autocast():
                 loss = trainer.compute_loss(model, inputs, num_items_in_batch=items)
             torch.autograd.backward(loss)
@@ -262,27 +260,39 @@ class PackComparison:
         for sample in encoded:
             counted = (torch.tensor(sample["labels"]) != IGNORED_LABEL).double()
             counted[0] = 0
-            weights.append(counted * counted.sum().clamp(min=1) ** powers[self.trainer.reduction])
+            if "loss_scale" in sample:
+                counted *= torch.tensor(sample["loss_scale"], dtype=torch.float64)
+            weights.append(counted * (float(counted.sum()) or 1.0) ** powers[self.trainer.reduction])
         return weights
 
 
-def _spans(indices: list[int], encoded: list[dict[str, Any]]) -> Iterator[_Span]:
-    start = patch = 0
+def _spans(indices: list[int], encoded: list[dict[str, Any]], collated: dict[str, Any]) -> Iterator[_Span]:
+    start = pixel = 0
+    axis = _joined_axis(encoded, collated)
     for index, sample in zip(indices, encoded, strict=True):
-        grid = sample.get("image_grid_thw")
-        patches = 0 if grid is None else int(torch.as_tensor(grid).prod(-1).sum())
+        held = sample.get(IMAGES.pixels)
+        pixels = 0 if held is None else held.shape[axis]
         stop = start + len(sample["input_ids"])
-        yield _Span(index, start, stop, slice(patch, patch + patches))
-        start, patch = stop, patch + patches
+        yield _Span(index, start, stop, slice(pixel, pixel + pixels), axis)
+        start, pixel = stop, pixel + pixels
+
+
+def _joined_axis(encoded: list[dict[str, Any]], collated: dict[str, Any]) -> int:
+    """Return the axis along which a pack's pixel values are those of its samples."""
+    whole = collated.get(IMAGES.pixels)
+    parts = [torch.as_tensor(sample[IMAGES.pixels]) for sample in encoded if sample.get(IMAGES.pixels) is not None]
+    if whole is None:
+        return 0
+    return next(axis for axis, size in enumerate(whole.shape) if size == sum(part.shape[axis] for part in parts))
 
 
 def _with_other_pixels(collated: dict[str, Any], span: _Span) -> dict[str, Any]:
     """Return the batch with a sample's images in negative."""
-    if span.patches.start == span.patches.stop:
+    if span.pixels.start == span.pixels.stop:
         return collated
-    pixels = collated["pixel_values"].clone()
-    pixels[span.patches] *= -1
-    return {**collated, "pixel_values": pixels}
+    pixels = collated[IMAGES.pixels].clone()
+    pixels.transpose(0, span.axis)[span.pixels] *= -1
+    return {**collated, IMAGES.pixels: pixels}
 
 
 def _positions(pack: int, spans: list[_Span], alone: list[_Alone], packed: torch.Tensor) -> Iterator[Finding]:

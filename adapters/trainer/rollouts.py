@@ -16,6 +16,7 @@ import torch
 
 from adapters.samples.encoder import SwiftEncoder
 from adapters.trainer.packed_dataset import Sample
+from adapters.trainer.vision import model_media
 from core.errors import ConfigError
 from core.rl import Reward, Sampling
 from core.stream import Order
@@ -116,11 +117,7 @@ class RolloutStream(RecordStream):
         length = len(encoded["input_ids"])
         inputs = {"input_ids": torch.tensor(encoded["input_ids"])[None]}
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-        for key in ("pixel_values", "image_grid_thw"):
-            if encoded.get(key) is not None:
-                inputs[key] = torch.as_tensor(encoded[key])
-        if encoded.get("mm_token_type_ids") is not None:
-            inputs["mm_token_type_ids"] = torch.as_tensor(encoded["mm_token_type_ids"]).view(1, -1)
+        inputs |= model_media(self._model, encoded)
         template, sampling = self.encoded.template, self._sampling
         was_training = self._model.training
         self._model.eval()

@@ -23,7 +23,7 @@ WARM_UP = 32
 """Samples before the clock starts: as many as are measured at once."""
 
 if TYPE_CHECKING:
-    from app.bench.text_cost import TextCost
+    from app.bench.measuring.text import TextCost
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,13 +54,13 @@ def run(options: argparse.Namespace) -> None:
         message = f"{name} has to be more than the {WARM_UP} that warm up"
         raise DataSetError(message)
     # Ten seconds to load, for this benchmark alone.
-    from app.bench.text_cost import measure_text
+    from app.bench.measuring.text import measure_text
 
     text = measure_text(options.text_rows, options.model)
     if options.text_alone:
         print(json.dumps(_as_document(text), indent=1) if options.json else _as_line(text))
         return
-    from app.bench.measuring_cost import STORED, measure_costs
+    from app.bench.measuring.cost import STORED, measure_costs
 
     costs = measure_costs(options.workers, options.samples)
     if options.json:

@@ -6,7 +6,7 @@ network.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,7 @@ def write_model(
         vocabulary: Tokens of the tokenizer, at most, the special ones aside.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = _tokenizer(text, vocabulary)
+    tokenizer = learned_tokenizer(text, vocabulary=vocabulary)
     size = len(tokenizer)
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
     # The weights come from one generator, which is put back afterwards: a caller's draws do not
@@ -104,7 +104,31 @@ def write_model(
     processor.save_pretrained(folder)
 
 
-def _tokenizer(text: Iterable[str], vocabulary: int) -> Any:
+def learned_tokenizer(
+    text: Iterable[str],
+    *,
+    tokens: Sequence[str] = SPECIAL_TOKENS,
+    eos_token: str = "<|im_end|>",  # noqa: S107  # a token of text
+    pad_token: str = "<|endoftext|>",  # noqa: S107  # a token of text
+    named: Mapping[str, str] | None = None,
+    vocabulary: int = _VOCABULARY,
+) -> Any:
+    """
+    Return a tokenizer of Qwen's kind, whose vocabulary is learned from a text.
+
+    Args:
+        text: What it is learned from.
+
+        tokens: Special tokens.
+
+        eos_token: The one that ends a turn.
+
+        pad_token: The one that pads.
+
+        named: Names of the tokenizer's own for some of them, as `image_token`.
+
+        vocabulary: Tokens that are learned, at most.
+    """
     learner = ByteLevelBPETokenizer()
     learner.train_from_iterator(text, vocab_size=vocabulary, min_frequency=2, show_progress=False)
     learned = json.loads(learner.to_str())["model"]
@@ -112,10 +136,11 @@ def _tokenizer(text: Iterable[str], vocabulary: int) -> Any:
     tokenizer = Qwen2Tokenizer(
         vocab=learned["vocab"],
         merges=merges,
-        eos_token="<|im_end|>",  # noqa: S106  # a token of text
-        pad_token="<|endoftext|>",  # noqa: S106  # a token of text
+        eos_token=eos_token,
+        pad_token=pad_token,
+        **({"extra_special_tokens": dict(named)} if named else {}),
     )
-    tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL_TOKENS)})
+    tokenizer.add_special_tokens({"additional_special_tokens": list(tokens)})
     tokenizer.chat_template = _CHAT_TEMPLATE
     return tokenizer
 

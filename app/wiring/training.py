@@ -18,7 +18,7 @@ import attrs
 import numpy as np
 import torch
 
-from adapters.model_folder import config_model_type
+from adapters.model_folder import config_model_type, refuse_other_layers
 from adapters.policy_loss import LOSSES
 from adapters.probe import open_model_config, place_of, precision_of, probe_config, probe_loaded
 from adapters.ranks.torch_group import OneRank, TorchGroup
@@ -28,7 +28,6 @@ from adapters.samples.template import open_template, refuse_packing, refuse_remo
 from adapters.sequence_loss import FusedLoss, PackedLoss, PaddedLoss
 from adapters.trainer.arguments import TrainingArguments, runs_on_cpu, shards_weights, training_arguments
 from adapters.trainer.checkpoints import Checkpoint, find_checkpoint
-from adapters.trainer.dummy_image import ensure_vision_forward
 from adapters.trainer.dynamic_dataset import DynamicDataset
 from adapters.trainer.equality import PackComparison
 from adapters.trainer.model import hide_progress_bars, open_model
@@ -37,6 +36,7 @@ from adapters.trainer.rehearsal import rehearsal_faults
 from adapters.trainer.rollouts import RecordStream, RolloutStream
 from adapters.trainer.static import PackTrainer
 from adapters.trainer.stream import StreamTrainer
+from adapters.trainer.vision import DummyImage
 from adapters.workers.policy import PolicySettings, PolicyWorker
 from adapters.workers.ranks import RankWorkers
 from app.planning.split import PlannedSplit, resume_state_of
@@ -141,6 +141,7 @@ def verdict_of(config: RunConfig) -> PackingVerdict:
     if stored is not None and not (stored.strategy == "flash" and on_cpu):
         return stored
     refuse_remote_code(config.model)
+    refuse_other_layers(config.model)
     return _probed(verdict_key(config).digest, config.model, asked_of(config), on_cpu=on_cpu)
 
 
@@ -297,9 +298,35 @@ def _open_model(
         _ask_loaded(config, model, whole=not shards_weights(arguments), keep=group.rank == 0)
     template.model = getattr(model, "get_base_model", lambda: model)()
     if samples.sees_images and group.world_size > 1:
-        ensure_vision_forward(model, template.processor.image_processor)
+        _keep_in_step(model, template, arguments)
     template.packing = template.padding_free = config.training.packing
     return template, model
+
+
+def _keep_in_step(model: Any, template: Any, arguments: TrainingArguments) -> None:
+    """
+    Let ranks that share a model's weights or gradients use all of its vision tower in every batch.
+
+    Args:
+        model: Ready to train.
+
+        template: Of the model.
+
+        arguments: Of the trainer.
+
+    Raises:
+        ConfigError: The model does not say how it sees, or no image reaches a part of its tower.
+    """
+    dummy = DummyImage.of(model, template)
+    if not shards_weights(arguments) and not arguments.ddp_find_unused_parameters:
+        unreached = dummy.unreached()
+        if unreached:
+            reason = (
+                f"is false, but no image reaches {counted(len(unreached), 'weight')} of the vision tower, as "
+                f"{unreached[0]}, whose gradients the ranks would wait for: set it to true, or training.freeze_vit"
+            )
+            raise ConfigError.of("training.ddp_find_unused_parameters", reason)
+    dummy.ensure_seen()
 
 
 def _ask_loaded(config: RunConfig, model: Any, *, whole: bool, keep: bool) -> None:

@@ -46,7 +46,8 @@ class ModelConfig:
     model_type: str | None = None
     """
     ms-swift's name of the architecture; unset, its registry says it, if it names exactly one for
-    the model's folder or the architecture in its config.json.
+    the model's folder or the architecture in its config.json. A text model that it does not know
+    needs none.
     """
 
     attn_impl: str = "auto"
@@ -88,6 +89,18 @@ class TemplateConfig:
 
     system: str | None = None
     """System prompt of records that bring none; unset, the template's."""
+
+    agent_template: str | None = None
+    """
+    ms-swift's name of the notation of tools, their calls and answers; unset, the template's own.
+    """
+
+    loss_scale: str = "default"
+    """
+    ms-swift's name of what is trained, and how much each token weighs: `default` trains what the
+    assistant says, `last_round` its last turn, `all` everything; behind it or alone, names of
+    weights, as `last_round+hermes` or `ignore_empty_think`.
+    """
 
     truncation_strategy: Literal["left", "right", "raise"] | None = None
     """

@@ -24,8 +24,10 @@ from core.samples.measurement import (
 from core.samples.place import Place
 from core.samples.records import MAX_MESSAGES, REFUSED, SUPPORTED, shaped, to_messages
 from core.samples.shapes import IMAGE_KEYS, MIXABLE, READ, Shaped
+from core.samples.tools import CALL, RESPONSE
 
 __all__ = [
+    "CALL",
     "COLUMNS",
     "DIGEST_BYTES",
     "HEAD_BYTES",
@@ -35,6 +37,7 @@ __all__ = [
     "MIXABLE",
     "READ",
     "REFUSED",
+    "RESPONSE",
     "SUPPORTED",
     "BadRecord",
     "Image",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import random
 
 import pytest
@@ -88,48 +87,50 @@ def test_texts_measure_as_full_encodes_do(of, limit, samples, tmp_path):
 
 
 def test_few_samples_are_encoded(samples):
-    """The first of each kind, and one in hundreds."""
+    """Whatever their number: a few that prove the way, the first of each kind, one in hundreds."""
     measured = samples("qwen2", [record(random.Random(0))] * 600)  # noqa: S311
     calls, encode = [], measured._encoder.template.encode
     measured._encoder.template.encode = lambda *args, **options: calls.append(args) or encode(*args, **options)
 
     assert 1 == len(set(measured.measure_many(range(600), in_full=False)))
 
-    assert 2 == len(calls)
+    # Two that prove the template, the first of its kind, and number 512.
+    assert 4 == len(calls)
 
 
 @pytest.mark.parametrize("number", [0, 70])
 def test_a_count_that_is_wrong_is_found_by_the_audit(number, samples, monkeypatch):
-    """Before it is trusted: the first record of a kind is encoded too, wherever it stands."""
-    from adapters.samples.pieces import PieceCounter
+    """The first record of a kind is encoded too, wherever it stands."""
+    from adapters.samples.counting.pieces import PieceCounter
 
     plain = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     turns = {"messages": plain["messages"] * 3}
     records = [plain] * 100
     records[number] = turns
     measured = samples("qwen2", records)
-    monkeypatch.setattr(PieceCounter, "_trained_ends", lambda *_: 0)
+    ends = PieceCounter._trained_ends
+    # Right for what proves the way: one turn, and two.
+    monkeypatch.setattr(PieceCounter, "_trained_ends", lambda self, parts: len(parts) < 6 and ends(self, parts))
 
     with pytest.raises(ShortcutError, match=rf"line {number + 1} measured .* but encodes to"):
         list(measured.measure_many(range(100), in_full=False))
 
 
-def test_a_template_with_ways_of_its_own_encodes_each_sample_in_full(samples, monkeypatch, caplog):
-    """And the log says which, and what it does otherwise."""
+def test_a_template_with_ways_of_its_own_encodes_each_sample(samples, monkeypatch):
+    """And says which way it is."""
     from swift.template import Template
 
-    from adapters.samples.measurer import SwiftMeasurer
+    from adapters.samples.counting.pieces import prove_pieces
 
     records = [record(random.Random(n)) for n in range(3)]  # noqa: S311
-    plain = samples("qwen2", records)
+    measured = samples("qwen2", records)
+    template = measured._encoder.template
 
     class Own(Template):
         def _tokenize(self, context, **kwargs):
             return super()._tokenize(context, **kwargs) * 2
 
-    monkeypatch.setattr(plain._encoder.template, "__class__", Own)
-    with caplog.at_level(logging.INFO, logger="adapters.samples.measurer"):
-        own = SwiftMeasurer(plain._encoder)
+    monkeypatch.setattr(template, "__class__", Own)
 
-    assert "qwen2_5: it has its own _tokenize" in caplog.text
-    assert list(own.measure_many(range(3), in_full=True)) == list(own.measure_many(range(3), in_full=False))
+    assert (None, "its template has a way of its own to tokenize") == prove_pieces(template, image_token=None)
+    assert list(measured.measure_many(range(3), in_full=True)) == list(measured.measure_many(range(3), in_full=False))

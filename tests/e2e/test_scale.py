@@ -108,8 +108,8 @@ def test_a_batch_without_images_uses_every_weight(write_run, model):
     """
     So that no rank waits; the loss is the same. Without it, Qwen3-VL leaves its vision tower out.
     """
-    from adapters.trainer.dummy_image import ensure_vision_forward
     from adapters.trainer.packed_dataset import EncodedPack
+    from adapters.trainer.vision import DummyImage
     from app.training.prepare import prepare
     from app.wiring import training as wiring
 
@@ -128,7 +128,7 @@ def test_a_batch_without_images_uses_every_weight(write_run, model):
         return loss.item(), {name for name, p in trainer.model.named_parameters() if p.grad is None}
 
     before, unused = loss_and_unused()
-    ensure_vision_forward(trainer.model, trainer.template.processor.image_processor)
+    DummyImage.of(trainer.model, trainer.template).ensure_seen()
     after, still = loss_and_unused()
 
     assert before == after

@@ -144,7 +144,7 @@ STARTERS = {
     "adapters/lifeline.py": {"multiprocessing", "concurrent"},
     "adapters/ranks/heartbeat.py": {"multiprocessing"},
     "app/bench/process.py": {"multiprocessing"},
-    "app/bench/measuring_cost.py": {"multiprocessing"},
+    "app/bench/measuring/cost.py": {"multiprocessing"},
     "app/bench/inspection.py": {"subprocess"},
 }
 """

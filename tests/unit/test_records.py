@@ -95,7 +95,7 @@ def test_polygons_and_text_alone():
             {"messages": [QUESTION, {**ANSWER, "reasoning_content": "because"}]},
             "'reasoning_content', which would be ignored",
         ),
-        ({"messages": [QUESTION, {**ANSWER, "tool_calls": [{}]}]}, "'tool_calls', which would be ignored"),
+        ({"messages": [{**QUESTION, "tool_calls": [{}]}, ANSWER]}, "'tool_calls', which would be ignored"),
         ({"messages": [QUESTION, *[ANSWER] * 4096]}, "has 4,097 messages, but may have 4,096: .* custom.max_messages"),
         ({"messages": [QUESTION, {"role": "assistant", "content": " "}]}, "assistant"),
         ({"messages": [ANSWER], "images": ["a.png"]}, "1 image, but no <image> tag and no user who could show them"),
@@ -182,6 +182,7 @@ def test_objects_beside_messages_are_refused(objects):
         "refusal",
         "weight",
         "tool_call_id",
+        "name",
         "Loss",
     ],
 )
@@ -290,12 +291,11 @@ def test_a_missing_summary_is_refused_only_when_asked_for():
     assert to_messages(dense(summary=""))
 
 
-@pytest.mark.parametrize("key", ["loss", "loss_scale"])
-def test_a_part_of_a_loss_that_would_be_ignored_is_refused(key):
-    """A message is trained, or it is not."""
+def test_a_part_of_a_loss_that_would_be_ignored_is_refused():
+    """A message is trained, or it is not; how much it weighs is another key."""
     for scale in (None, 0, 1, True, False):
-        assert to_messages({"messages": [QUESTION, {**ANSWER, key: scale}, QUESTION, ANSWER]})
+        assert to_messages({"messages": [QUESTION, {**ANSWER, "loss": scale}, QUESTION, ANSWER]})
 
     for scale in (0.5, "false", [1]):
-        with pytest.raises(ValueError, match=f"the {key} .*, which would be ignored: remove it"):
-            to_messages({"messages": [QUESTION, {**ANSWER, key: scale}]})
+        with pytest.raises(ValueError, match=r"the loss .*, which would be ignored: remove it"):
+            to_messages({"messages": [QUESTION, {**ANSWER, "loss": scale}]})

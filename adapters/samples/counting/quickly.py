@@ -17,9 +17,10 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
+from adapters.samples.counting.pieces import PieceCounter, Pieces
 from adapters.samples.encoder import SwiftEncoder
-from adapters.samples.image_headers import ImageArithmetic, image_facts
-from adapters.samples.pieces import PieceCounter, Pieces
+from adapters.samples.image_headers import image_facts
+from adapters.samples.image_lengths import ImageCost, ImageLengths
 from core.errors import RecordError
 from core.samples import (
     DIGEST_BYTES,
@@ -46,8 +47,8 @@ _SAYS_MORE = re.compile(r"<\|\w+\|>|</?think>|<(?:image|video|audio|bbox|ref-obj
 """A text that a template may treat otherwise than others: tokens, thoughts, tags."""
 
 
-class FullMeasure(Protocol):
-    """What measures a sample by encoding it; RecordError if it cannot become one."""
+class MeasureOne(Protocol):
+    """Measures a sample by itself; RecordError if it cannot become one."""
 
     def __call__(self, index: int, /) -> Measurement:
         """Return the measurement of sample *index*."""
@@ -60,9 +61,11 @@ class _Read:
     index: int
     sample: dict[str, Any]
     facts: tuple[ImageFacts, ...]
-    patches: int
+    beyond: list[ImageCost]
+    """What its images cost beyond stand-ins."""
+
     pieces: Pieces | None
-    """None if it has to be encoded in full."""
+    """None if it has to be measured by itself."""
 
 
 @attrs.frozen(eq=False)
@@ -111,18 +114,31 @@ class Batch:
 class QuickMeasurer:
     """Measures samples of an encoder without encoding each."""
 
-    def __init__(self, encoder: SwiftEncoder, in_full: FullMeasure) -> None:
+    def __init__(
+        self,
+        encoder: SwiftEncoder,
+        counter: PieceCounter,
+        lengths: ImageLengths | None,
+        *,
+        alone: MeasureOne,
+        in_full: MeasureOne,
+    ) -> None:
         """
         Measure what an encoder encodes.
 
         Args:
-            encoder: Gives the samples; its template has to be one whose texts can be counted.
+            encoder: Gives the samples.
+
+            counter: Counts the texts of its template.
+
+            lengths: What images cost; None measures those samples by themselves.
+
+            alone: Measures one that cannot be measured with others.
 
             in_full: Measures one by encoding it.
         """
-        self._encoder, self._in_full = encoder, in_full
-        self._counter = PieceCounter(encoder.template)
-        self._arithmetic = ImageArithmetic.of(encoder.template)
+        self._encoder, self._alone, self._in_full = encoder, alone, in_full
+        self._counter, self._lengths = counter, lengths
         self._kinds: set[object] = set()
 
     def measure(self, indices: Sequence[int]) -> tuple[list[Outcome], list[bytes]]:
@@ -148,19 +164,19 @@ class QuickMeasurer:
         """
         sample, images = self._encoder.sample_of(index, record)
         facts = self.facts(index, images)
-        if images and self._arithmetic is None:
-            return _Read(index, sample, facts, 0, None)
-        patches = 0
+        if images and self._lengths is None:
+            return _Read(index, sample, facts, [], None)
+        beyond = []
         try:
-            if self._arithmetic is not None:
-                patches = sum(self._arithmetic.patches(one.width, one.height) for one in facts)
+            if self._lengths is not None:
+                beyond = [self._lengths.beyond_stand_in(one.width, one.height) for one in facts]
         except ValueError as error:
             raise self._encoder.fault(index, f"an image cannot be encoded: {error}") from None
         try:
             pieces = self._counter.pieces(sample, num_images=len(images))
         except Exception:  # noqa: BLE001  # whatever the template raises, a full encode says with the record's place
             pieces = None
-        return _Read(index, sample, facts, patches, pieces)
+        return _Read(index, sample, facts, beyond, pieces)
 
     def facts(self, index: int, images: Sequence[Image]) -> tuple[ImageFacts, ...]:
         """
@@ -187,14 +203,16 @@ class QuickMeasurer:
         """
         quick = None if one.pieces is None else next(counted)
         limit = self._encoder.template.max_length
-        if quick is not None and one.facts:
-            assert self._arithmetic is not None  # noqa: S101  # or it would have no pieces
-            more = one.patches // self._arithmetic.merge_size**2 - len(one.facts)
-            quick = attrs.evolve(quick, length=quick.length + more, patches=one.patches)
+        if quick is not None:
+            quick = attrs.evolve(
+                quick,
+                length=quick.length + sum(more.tokens for more in one.beyond),
+                patches=quick.patches + sum(more.patches for more in one.beyond),
+            )
         try:
             # Which tokens a truncated sample keeps is the template's to say.
             if quick is None or (limit is not None and quick.length > limit):
-                return Measured(self._in_full(one.index), one.facts)
+                return Measured(self._alone(one.index), one.facts)
         except RecordError as error:
             return error
         if self._audits(one):

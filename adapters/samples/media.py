@@ -1,0 +1,156 @@
+"""
+What an encoded sample holds of its record's media: how many, in how many patches, by how many
+tokens.
+
+Templates hold images as patches with a grid for each image, as slices with a grid for each, or as
+tiles of one size. All of it is read off the encoding itself, so that images are counted for every
+template.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
+
+import attrs
+import torch
+from PIL import Image
+from swift.template import Template
+
+from core.errors import ConfigError
+
+Encoded = Mapping[str, Any]
+
+
+@attrs.frozen
+class Medium:
+    """A kind of media, as encodings hold it."""
+
+    name: str
+    """The column of a record."""
+
+    pixels: str
+    """Key of the pixels."""
+
+    grids: tuple[str, ...]
+    """Keys of patches in each dimension, a row for each one in the record."""
+
+    slices: tuple[str, ...]
+    """The same, a row for each part that one is cut into."""
+
+    @property
+    def counted(self) -> str:
+        """Key under which an encoding notes how many of them its record has."""
+        return f"num_{self.name}"
+
+    def rows(self, encoded: Encoded) -> int | None:
+        """Return how many of them an encoding holds; None if it does not tell."""
+        found = next((encoded[key] for key in self.grids if encoded.get(key) is not None), None)
+        return None if found is None else len(found)
+
+    def patches(self, encoded: Encoded, *, patch_size: int) -> int:
+        """
+        Return the vision patches that an encoding holds, before merging.
+
+        Args:
+            encoded: A sample as its template gives it.
+
+            patch_size: Pixels of a patch's side, for templates that hold whole tiles.
+        """
+        for key in (*self.grids, *self.slices):
+            if encoded.get(key) is not None:
+                return int(torch.as_tensor(encoded[key]).prod(-1).sum())
+        pixels = encoded.get(self.pixels)
+        parts = [] if pixels is None else pixels if isinstance(pixels, list) else [pixels]
+        sides = [part.shape for part in parts]
+        return sum(side[:-3].numel() * (side[-2] // patch_size) * (side[-1] // patch_size) for side in sides)
+
+
+IMAGES = Medium("images", "pixel_values", ("image_grid_thw", "image_grid_hws", "grid_thws"), ("target_sizes",))
+
+
+def patch_size_of(config: Any) -> int:
+    """Return the pixels of a patch's side; 1 where a model's configuration does not say."""
+    size = getattr(getattr(config, "vision_config", None), "patch_size", None) or 1
+    return int(size[0] if isinstance(size, (list, tuple)) else size)
+
+
+def encode_image(template: Template, size: tuple[int, int] | None) -> dict[str, Any]:
+    """
+    Encode a sample with a black image, whole, whatever the template truncates.
+
+    Args:
+        template: Of a model that sees.
+
+        size: Width and height of the image; None encodes the sample without one.
+    """
+    images = [] if size is None else [Image.new("RGB", size)]
+    messages = [
+        {"role": "user", "content": "<image>" * len(images) + "?"},
+        {"role": "assistant", "content": "."},
+    ]
+    limit, template.max_length = template.max_length, None
+    try:
+        return dict(template.encode({"messages": messages, "images": images}, return_length=True))
+    finally:
+        template.max_length = limit
+
+
+DUMMY_SIZE = (56, 56)
+"""Width and height of the image that others are compared with: a few tokens."""
+
+
+@attrs.frozen
+class ImageTokens:
+    """How a template writes images into a sample's tokens."""
+
+    token: int
+    """The token that stands for parts of an image."""
+
+    patches: int | None
+    """Patches of a token; None where it is no whole number."""
+
+    @classmethod
+    def of(cls, template: Template) -> ImageTokens:
+        """
+        Find the token that an image adds most of, by encoding one.
+
+        Raises:
+            ConfigError: The template encodes no image, or none of it shows.
+        """
+        try:
+            without, encoded = (encode_image(template, size) for size in (None, DUMMY_SIZE))
+        except Exception as error:
+            install = f": install {error.name}" if isinstance(error, ImportError) and error.name else ""
+            reason = f"is {template.template_meta.template_type}, which cannot encode an image here{install}"
+            raise ConfigError.of("template.template", f"{reason} ({type(error).__name__}: {error})") from error
+        added = Counter(encoded["input_ids"]) - Counter(without["input_ids"])
+        if not added:
+            reason = f"is {template.template_meta.template_type}, in which an image adds no token: name the model's own"
+            raise ConfigError.of("template.template", reason)
+        (token, number), *_ = added.most_common(1)
+        patches = IMAGES.patches(encoded, patch_size=patch_size_of(template.config))
+        return cls(token, patches // number if patches % number == 0 else None)
+
+    def why_not(self, input_ids: list[int], patches: int) -> str | None:
+        """
+        Return why a sample's tokens cannot be those of its images; None if they can.
+
+        Args:
+            input_ids: The sample's tokens.
+
+            patches: Of all its images.
+        """
+        tokens = input_ids.count(self.token)
+        if patches and self.patches is None:
+            return None
+        expected = patches // (self.patches or 1)
+        if tokens == expected:
+            return None
+        return (
+            f"the record has {tokens:,} image tokens, but its images give {expected:,}: "
+            "its text may contain the image token itself"
+        )

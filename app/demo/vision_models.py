@@ -1,0 +1,293 @@
+"""
+Tiny models of other families that see, each with the processor and the special tokens that
+ms-swift's template of it expects; made without a network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
+
+import attrs
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForImageTextToText, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
+from transformers.models.got_ocr2.image_processing_got_ocr2 import GotOcr2ImageProcessor
+from transformers.models.internvl.video_processing_internvl import InternVLVideoProcessor
+from transformers.models.minicpmv4_6.image_processing_minicpmv4_6 import MiniCPMV4_6ImageProcessor
+from transformers.models.minicpmv4_6.video_processing_minicpmv4_6 import MiniCPMV4_6VideoProcessor
+from transformers.models.paddleocr_vl.image_processing_paddleocr_vl import PaddleOCRVLImageProcessor
+
+from app.demo.tiny_models import SPECIAL_TOKENS, learned_tokenizer
+
+Sizes = dict[str, Any]
+
+_TEXT = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": False,
+}
+
+_VISION = {"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64, "out_hidden_size": 64}
+
+_TOWER = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
+
+_QWEN_MEDIA = {
+    "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+}
+
+
+@attrs.frozen
+class VisionFamily:
+    """A family of models that see, and a tiny one of it."""
+
+    model_type: str
+    """Name that transformers has for it."""
+
+    swift: tuple[str, str]
+    """ms-swift's model type and template."""
+
+    config: Sizes
+    """The configuration, but for the vocabulary's size and the ids of tokens."""
+
+    processor: Callable[[Any], Any]
+    """Makes the processor of a tokenizer."""
+
+    ids: Mapping[str, str]
+    """Key of the configuration -> the token whose id it is."""
+
+    tokens: tuple[str, ...] = SPECIAL_TOKENS
+    """Special tokens."""
+
+    named: Mapping[str, str] = {}
+    """Names by which the processor asks its tokenizer for tokens."""
+
+    ends: tuple[str, str] = ("<|im_end|>", "<|endoftext|>")
+    """The tokens that end a turn, and that pad."""
+
+
+def write_vision_model(folder: Path, name: str, text: Iterable[str], *, seed: int) -> None:
+    """
+    Write a model, its tokenizer and its processor to *folder*.
+
+    Args:
+        folder: Made if missing.
+
+        name: One of `VISION_FAMILIES`.
+
+        text: What the tokenizer's vocabulary is learned from.
+
+        seed: Decides the weights.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    family = VISION_FAMILIES[name]
+    ends, pads = family.ends
+    tokenizer = learned_tokenizer(text, tokens=family.tokens, eos_token=ends, pad_token=pads, named=dict(family.named))
+    ids = {key: tokenizer.convert_tokens_to_ids(token) for key, token in family.ids.items()}
+    special = {"eos_token_id": ends, "pad_token_id": pads, "bos_token_id": pads}
+    own = {key: tokenizer.convert_tokens_to_ids(token) for key, token in special.items()}
+    sizes = {**family.config, "text_config": {**family.config["text_config"], "vocab_size": len(tokenizer), **own}}
+    config = AutoConfig.for_model(family.model_type, **sizes, **ids, tie_word_embeddings=False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+    family.processor(tokenizer).save_pretrained(folder)
+
+
+def _internvl(tokenizer: Any) -> Any:
+    """Return a processor of tiles of 56 pixels, each 4 tokens."""
+    size = {"height": 56, "width": 56}
+    return transformers.InternVLProcessor(
+        GotOcr2ImageProcessor(size=size, crop_to_patches=True, max_patches=6),
+        tokenizer,
+        InternVLVideoProcessor(size=size),
+        image_seq_length=4,
+        chat_template=tokenizer.chat_template,
+    )
+
+
+def _glm4v(tokenizer: Any) -> Any:
+    return transformers.Glm4vProcessor(
+        transformers.Glm4vImageProcessor(),
+        tokenizer,
+        transformers.Glm4vVideoProcessor(),
+        chat_template=tokenizer.chat_template,
+    )
+
+
+def _qwen_processor(patch_size: int, kind: Any, videos: Any) -> Callable[[Any], Any]:
+    def build(tokenizer: Any) -> Any:
+        sides = {"patch_size": patch_size, "merge_size": 2}
+        return kind(Qwen2VLImageProcessor(**sides), tokenizer, videos(**sides), chat_template=tokenizer.chat_template)
+
+    return build
+
+
+def _minicpm(tokenizer: Any) -> Any:
+    """Return a processor of slices of at most 112 pixels."""
+    return transformers.MiniCPMV4_6Processor(
+        MiniCPMV4_6ImageProcessor(scale_resolution=112, max_slice_nums=4),
+        MiniCPMV4_6VideoProcessor(scale_resolution=112),
+        tokenizer,
+        chat_template=tokenizer.chat_template,
+    )
+
+
+def _paddleocr(tokenizer: Any) -> Any:
+    """Return a processor of images from 56 to 280 pixels a side."""
+    sides = {"shortest_edge": 56 * 56, "longest_edge": 280 * 280}
+    return transformers.PaddleOCRVLProcessor(
+        PaddleOCRVLImageProcessor(size=sides), tokenizer, chat_template=tokenizer.chat_template
+    )
+
+
+def _mrope(*sections: int, **others: Any) -> Sizes:
+    return {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(sections), **others}
+
+
+_LINEAR = {
+    **_TEXT,
+    "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "rope_parameters": _mrope(2, 1, 1, mrope_interleaved=True, partial_rotary_factor=0.25),
+}
+"""A text model of Qwen3.5's kind: a layer of linear attention, and one of full attention."""
+
+_QWEN3_VISION = {**_VISION, "patch_size": 16, "num_position_embeddings": 256}
+
+VISION_FAMILIES = {
+    "internvl": VisionFamily(
+        model_type="internvl",
+        swift=("internvl", "internvl_hf"),
+        config={
+            "text_config": {"model_type": "qwen2", **_TEXT},
+            "vision_config": {**_TOWER, "image_size": 56, "patch_size": 14},
+            "image_seq_length": 4,
+        },
+        processor=_internvl,
+        ids={"image_token_id": "<IMG_CONTEXT>"},
+        tokens=("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<img>", "</img>", "<IMG_CONTEXT>", "<video>"),
+        named={
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+            "context_image_token": "<IMG_CONTEXT>",
+            "video_token": "<video>",
+        },
+    ),
+    "glm4v": VisionFamily(
+        model_type="glm4v",
+        swift=("glm4v", "glm4v"),
+        config={
+            "text_config": {
+                **_TEXT,
+                "rope_parameters": _mrope(2, 1, 1, partial_rotary_factor=0.5),
+            },
+            "vision_config": {**_VISION, "patch_size": 14, "image_size": 56},
+        },
+        processor=_glm4v,
+        ids={
+            "image_token_id": "<|image|>",
+            "video_token_id": "<|video|>",
+            "image_start_token_id": "<|begin_of_image|>",
+            "image_end_token_id": "<|end_of_image|>",
+            "video_start_token_id": "<|begin_of_video|>",
+            "video_end_token_id": "<|end_of_video|>",
+        },
+        tokens=("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>",
+                "<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>", "<|image|>",
+                "<|video|>"),
+        ends=("<|user|>", "<|endoftext|>"),
+    ),
+    "qwen2_vl": VisionFamily(
+        model_type="qwen2_vl",
+        swift=("qwen2_vl", "qwen2_vl"),
+        config={
+            "text_config": {**_TEXT, "rope_parameters": _mrope(2, 3, 3)},
+            "vision_config": {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": 14},
+        },
+        processor=_qwen_processor(14, transformers.Qwen2VLProcessor, Qwen2VLVideoProcessor),
+        ids=_QWEN_MEDIA,
+    ),
+    "qwen3_vl_moe": VisionFamily(
+        model_type="qwen3_vl_moe",
+        swift=("qwen3_vl_moe", "qwen3_vl"),
+        config={
+            "text_config": {
+                **_TEXT,
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 32,
+                "rope_parameters": _mrope(4, 2, 2, mrope_interleaved=True),
+            },
+            "vision_config": {**_QWEN3_VISION, "deepstack_visual_indexes": [0, 1]},
+        },
+        processor=_qwen_processor(16, transformers.Qwen3VLProcessor, transformers.Qwen3VLVideoProcessor),
+        ids=_QWEN_MEDIA,
+    ),
+    "qwen3_5": VisionFamily(
+        model_type="qwen3_5",
+        swift=("qwen3_5", "qwen3_5"),
+        config={"text_config": _LINEAR, "vision_config": _QWEN3_VISION},
+        processor=_qwen_processor(16, transformers.Qwen3VLProcessor, transformers.Qwen3VLVideoProcessor),
+        ids=_QWEN_MEDIA,
+    ),
+    "minicpmv4_6": VisionFamily(
+        model_type="minicpmv4_6",
+        swift=("minicpmv4_6", "minicpmv4_6"),
+        config={
+            "text_config": {"model_type": "qwen3_5_text", **_LINEAR},
+            "vision_config": {**_TOWER, "image_size": 112, "patch_size": 14},
+            "insert_layer_id": 0,
+            "image_size": 112,
+        },
+        processor=_minicpm,
+        ids={"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"},
+        tokens=("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<image>", "</image>", "<slice>", "</slice>",
+                "<image_id>", "</image_id>", "<|image_pad|>", "<|video_pad|>"),
+        named={
+            "image_token": "<|image_pad|>",
+            "video_token": "<|video_pad|>",
+            "image_start_token": "<image>",
+            "image_end_token": "</image>",
+            "slice_start_token": "<slice>",
+            "slice_end_token": "</slice>",
+            "image_id_start_token": "<image_id>",
+            "image_id_end_token": "</image_id>",
+        },
+    ),
+    "paddleocr_vl": VisionFamily(
+        model_type="paddleocr_vl",
+        swift=("paddleocr_vl", "paddle_ocr_1_5"),
+        config={
+            "text_config": {**_TEXT, "rope_parameters": _mrope(2, 3, 3)},
+            "vision_config": {**_TOWER, "image_size": 56, "patch_size": 14},
+        },
+        processor=_paddleocr,
+        ids={
+            "image_token_id": "<|IMAGE_PLACEHOLDER|>",
+            "video_token_id": "<|video_pad|>",
+            "vision_start_token_id": "<|IMAGE_START|>",
+            "vision_end_token_id": "<|IMAGE_END|>",
+        },
+        tokens=("<unk>", "<|begin_of_sentence|>", "<|end_of_sentence|>", "</s>", "<|IMAGE_START|>", "<|IMAGE_END|>",
+                "<|IMAGE_PLACEHOLDER|>", "<|video_pad|>"),
+        named={"image_token": "<|IMAGE_PLACEHOLDER|>"},
+        ends=("</s>", "<unk>"),
+    ),
+}  # fmt: skip
+"""Name -> family."""
