@@ -113,6 +113,12 @@ class LengthSource(Measurable, Protocol):
     def leave_out(self, numbers: Sequence[int], /) -> None:
         """Leave out these records, by their positions among all, ascending, and no others."""
 
+    def copy_faults(self) -> Iterator[tuple[str, str]]:
+        """
+        Yield each data file that is read from a copy which is not what the file holds, and why; all
+        of both is read.
+        """
+
     def number(self, index: int, /) -> int:
         """Return the position of sample *index* among all records, also those left out."""
 

@@ -44,9 +44,13 @@ class ListSource:
         self.image_bytes = 1000
         self.widths: dict[int, int] = {}
         self.elsewhere: list[int] = []
+        self.faulty_copies: list[tuple[str, str]] = []
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    def copy_faults(self) -> Iterator[tuple[str, str]]:
+        return iter(self.faulty_copies)
 
     def leave_out(self, numbers: Sequence[int]) -> None:
         if not self.left_out:

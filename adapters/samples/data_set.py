@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from adapters.progress import BRIEF_S, progress
-from adapters.samples.spans import Named
+from adapters.samples.formats.spans import Named
 from core.samples import DIGEST_BYTES, Place
 
 _NOTHING = hashlib.sha256()

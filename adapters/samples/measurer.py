@@ -25,6 +25,7 @@ from adapters.lifeline import ctrl_c_kept, end_with_parent, open_pool
 from adapters.samples.counting.pieces import prove_pieces
 from adapters.samples.counting.quickly import Batch, QuickMeasurer
 from adapters.samples.encoder import SwiftEncoder
+from adapters.samples.files import copy_faults
 from adapters.samples.image_headers import image_facts
 from adapters.samples.image_lengths import ImageLengths, prove_lengths
 from adapters.samples.template import swift_types
@@ -58,6 +59,10 @@ _PROCESSING_VARIABLES = (
     "IMAGE_MIN_TOKEN_NUM",
     "MAX_RATIO",
     "SPATIAL_MERGE_SIZE",
+    "INPUT_SIZE",
+    "MAX_NUM",
+    "MAX_SLICE_NUMS",
+    "DOWNSAMPLE_MODE",
     "QWENVL_BBOX_FORMAT",
     "ENABLE_THINKING",
     "PRESERVE_THINKING",
@@ -136,6 +141,11 @@ class SwiftMeasurer:
         """Return the digest of *count* records from *start* on."""
         return self._encoder.records.digest(count, start=start)
 
+    def copy_faults(self) -> Iterator[tuple[str, str]]:
+        """Yield each data file whose copy is not what it holds; see `core.ports`."""
+        spec = self._encoder.spec
+        return copy_faults(spec.paths, cache=spec.cache)
+
     def leave_out(self, numbers: Sequence[int]) -> None:
         """Leave out these records; see `core.ports`."""
         self._encoder.leave_out(numbers)
@@ -155,7 +165,7 @@ class SwiftMeasurer:
         """
         sample, images = self._encoder.read(index)
         # Where the template truncates, what goes depends on where the images stand.
-        lengths = None if not images or self._encoder.template.max_length is not None else self._lengths
+        lengths = None if not images or self._encoder.template.max_length is not None else self.image_lengths[0]
         if lengths is None:
             return self.measure(index)
         sizes = [self._encoder.image_size(index, image) for image in images]
@@ -181,19 +191,19 @@ class SwiftMeasurer:
         if counter is None:
             _say_once(f"{name}: every sample is encoded by itself to be measured: {why_not}")
             return None
-        lengths = None if counter.stand_in is None else self._lengths
+        lengths = None if counter.stand_in is None else self.image_lengths[0]
         return QuickMeasurer(self._encoder, counter, lengths, alone=self.measure_quickly, in_full=self.measure)
 
     @cached_property
-    def _lengths(self) -> ImageLengths | None:
-        """What gives the lengths of images from their headers; None if each is to be encoded."""
+    def image_lengths(self) -> tuple[ImageLengths | None, str]:
+        """What gives the lengths of images by their headers, and how; or None, and why nothing."""
         lengths, why = prove_lengths(self._encoder.template)
         name = self._encoder.template.template_meta.template_type
         if lengths is None:
             _say_once(f"{name}: every sample with images is encoded in full: {why}")
         else:
             _say_once(f"{name}: lengths of images come from their headers, by {why}")
-        return lengths
+        return lengths, why
 
     def measure(self, index: int) -> Measurement:
         """Encode and measure sample *index*; RecordError if it cannot become a sample."""
@@ -219,6 +229,7 @@ class SwiftMeasurer:
         `core.ports`.
         """
         # Records may be left out while this goes on: their positions among all stay.
+        self._encoder.fetch_media(indices)
         numbers = self._encoder.records.numbers(indices)
         done = 0
         if self._workers > 1:

@@ -20,7 +20,7 @@ import torch
 from PIL import Image
 from swift.template import Template
 
-from core.errors import ConfigError
+from core.errors import ConfigError, counted
 
 Encoded = Mapping[str, Any]
 
@@ -70,6 +70,16 @@ class Medium:
 
 
 IMAGES = Medium("images", "pixel_values", ("image_grid_thw", "image_grid_hws", "grid_thws"), ("target_sizes",))
+
+
+def drop_partial(encoded: dict[str, Any]) -> None:
+    """
+    Take out of an encoding what some templates leave of its images' tokens alone, and not of all:
+    the model would take it for the sample's.
+    """
+    for key in ("attention_mask", "mm_token_type_ids", "token_type_ids"):
+        if isinstance(held := encoded.get(key), torch.Tensor) and held.numel() != len(encoded["input_ids"]):
+            del encoded[key]
 
 
 def patch_size_of(config: Any) -> int:
@@ -151,6 +161,6 @@ class ImageTokens:
         if tokens == expected:
             return None
         return (
-            f"the record has {tokens:,} image tokens, but its images give {expected:,}: "
+            f"the record has {counted(tokens, 'image token')}, but its images give {expected:,}: "
             "its text may contain the image token itself"
         )

@@ -6,6 +6,7 @@ none.
 from __future__ import annotations
 
 from core.config.advice import closest, unknown_key
+from core.config.faults import faults
 from core.config.rl import GrpoConfig
 from core.config.rl_faults import rl_faults
 from core.config.run import (
@@ -16,7 +17,6 @@ from core.config.run import (
     RunConfig,
     TemplateConfig,
     TrainingConfig,
-    faults,
 )
 
 __all__ = [

@@ -19,8 +19,9 @@ import zstandard
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from adapters.samples import files, rewriting, spans
+from adapters.samples import files
 from adapters.samples.files import open_records, require_files
+from adapters.samples.formats import rewriting, spans
 from core.errors import DataSetError, OutputError, PackplanError, RecordError
 
 MESSAGES = [
@@ -134,6 +135,51 @@ def test_equal_records_have_one_digest_in_every_format(tmp_path, name):
     other = write(tmp_path, name, [*RECORDS[:6], {**RECORDS[6], "id": 7}])
     assert records.digest(6) == opened(other).digest(6)
     assert reference.digest(7) != opened(other).digest(7)
+
+
+def faults(path: Path) -> list[str]:
+    return [reason for _, reason in files.copy_faults((str(path),), cache=path.parent / "cache")]
+
+
+@every_format
+def test_a_copy_that_is_not_what_its_file_holds_is_found(tmp_path, name):
+    """Whichever byte of it changed; a file that is read where it is has none."""
+    path = write(tmp_path, name)
+    opened(path)
+    assert [] == faults(path)
+    for held in tmp_path.glob("cache/*/*"):
+        whole, hits = held.read_bytes(), 0
+        for place in range(0, len(whole), max(1, len(whole) // 41)):
+            held.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+            try:
+                found = faults(path)
+            except DataSetError:
+                hits += 1
+                continue
+            hits += bool(found)
+            # Arrow has bytes that say nothing: padding, and how rows are cut into batches.
+            assert found or held.name == "rows.arrow", place
+            assert all(f"delete {held.parent}, and build again" in reason for reason in found)
+        assert hits > 10
+        held.write_bytes(whole + whole[-40:])
+        assert held.name == "rows.arrow" or "its copy has more than" in faults(path)[0]
+        held.write_bytes(whole)
+    assert [] == faults(path)
+    assert name not in PACKED or [*tmp_path.glob("cache/*/*")]
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_a_file_that_changed_unseen_is_found(tmp_path, name, monkeypatch):
+    """Where its size and times are what they were, a start takes its copy; verifying reads it."""
+    path = write(tmp_path, name)
+    monkeypatch.setattr(rewriting, "_SETTLED_NS", -1)
+    opened(path)
+    first = rewriting._standing(path)
+    monkeypatch.setattr(rewriting, "_standing", lambda _: first)
+    write(tmp_path, name, RECORDS[:3])
+
+    assert len(RECORDS) == len(opened(path))
+    assert ["the file is another one than its copy"] == [reason[:37] for reason in faults(path)]
 
 
 @every_format

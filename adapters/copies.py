@@ -1,0 +1,37 @@
+"""Copies of data that several processes want, and one writes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from adapters import files
+from adapters.progress import progress
+
+
+@contextlib.contextmanager
+def held(path: Path, source: Path) -> Iterator[None]:
+    """
+    Let one process write a copy; the others wait for it.
+
+    Args:
+        path: File of the lock.
+
+        source: What is copied, for the line that waits.
+    """
+    lock = FileLock(path)
+    with progress(desc=f"waiting for a copy of {source.name}", bar_format="{desc} [{elapsed}]", leave=False) as bar:
+        while True:
+            with files.writing(path):
+                try:
+                    lock.acquire(timeout=0.5)
+                    break
+                except Timeout:
+                    bar.update()
+    try:
+        yield
+    finally:
+        lock.release()
