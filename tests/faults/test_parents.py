@@ -145,7 +145,7 @@ STARTERS = {
     "adapters/ranks/heartbeat.py": {"multiprocessing"},
     "adapters/samples/urls.py": {"concurrent"},  # threads, which end with their process
     "app/bench/process.py": {"multiprocessing"},
-    "app/bench/measuring_cost.py": {"multiprocessing"},
+    "app/bench/measuring/cost.py": {"multiprocessing"},
     "app/bench/inspection.py": {"subprocess"},
     "app/bench/work/ranks.py": {"multiprocessing"},
 }
