@@ -111,7 +111,11 @@ def copy_faults(paths: tuple[str, ...], *, cache: Path | None) -> Iterator[tuple
         elif head.startswith(_PARQUET):
             folder = copy_of(path, cache, rewrite_parquet)
             rows = ArrowFile([folder / ROWS], named=Named.of(path))
-            fault = rows_fault(path, folder, rows.digests(0, len(rows))) if is_of(path, folder) else _CHANGED
+            fault = (
+                rows_fault(path, folder, (rows.digests(row, row + 1) for row in range(len(rows))))
+                if is_of(path, folder)
+                else _CHANGED
+            )
         else:
             continue
         if fault is not None:

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from torch.utils._pytree import tree_map
 
 from adapters.ranks.torch_group import OneRank
+from adapters.samples import measurer as measuring
 from adapters.samples.measurer import SwiftMeasurer
 from adapters.trainer.packed_dataset import EncodedPack
 from adapters.trainer.vision import DummyImage
@@ -103,6 +104,7 @@ def measurer(path) -> SwiftMeasurer:
 def test_lengths_are_those_of_full_encodes(vision_run, pictures, caplog, family):
     """Of 45 sizes and of several images: from headers where the processor can say it, and told."""
     caplog.set_level("INFO", "adapters")
+    measuring._say_once.cache_clear()  # another test of this process may have heard it
     samples = measurer(vision_run(family, custom={"train_jsonl": str(pictures)}))
     in_full = list(samples.measure_many(range(len(samples)), in_full=True))
 

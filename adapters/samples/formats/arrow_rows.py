@@ -142,10 +142,15 @@ class ArrowFile:
         """Return where a row stands."""
         return Place(self.named.name, row + 1, self.unit)
 
-    def digests(self, start: int, stop: int) -> Iterator[bytes]:
-        """Yield the digest of each row from *start* to before *stop*."""
-        for row in range(start, stop):
-            yield self._digests[row].tobytes() if self._digests is not None else self._digest(row)
+    def digests(self, start: int, stop: int) -> bytes:
+        """Return the digests of the records from *start* to before *stop*, one behind the other."""
+        if self._digests is not None:
+            return self._digests[start:stop].tobytes()
+        return b"".join(map(self._digest, range(start, stop)))
+
+    def digest_of(self, _: int, value: Any) -> bytes:
+        """Return the digest of a record that was read; nothing where all are known."""
+        return b"" if self._digests is not None else digest_of(value)
 
     def _digest(self, row: int) -> bytes:
         try:
