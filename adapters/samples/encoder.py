@@ -143,11 +143,28 @@ class SwiftEncoder:
 
     def read(self, index: int) -> tuple[dict[str, Any], list[Image]]:
         """Return sample *index* as messages, and its images: paths, or the bytes of files."""
-        record = self.records[index]
-        self._refuse_mixed(index, record)
+        return self.sample_of(index, self.records[index])
+
+    def sample_of(self, index: int, record: object) -> tuple[dict[str, Any], list[Image]]:
+        """
+        Return what `read` does of a record that was read already.
+
+        Args:
+            index: Its sample.
+
+            record: Its JSON value.
+
+        Raises:
+            RecordError: It cannot become a sample.
+        """
+        try:
+            known = shaped(record, self.spec.custom.columns)
+        except ValueError as error:
+            raise self.fault(index, f"the record {error}") from None
+        self._refuse_mixed(index, known.shape)
         try:
             sample = to_messages(
-                record,
+                known,
                 object_field_order=self.spec.custom.object_field_order,
                 use_summary=self.spec.custom.use_summary,
                 max_messages=self.spec.custom.max_messages,
@@ -235,15 +252,18 @@ class SwiftEncoder:
                 break
         return self._first_shapes[number]
 
-    def _refuse_mixed(self, index: int, record: object) -> None:
-        """Refuse a record of another shape than those before it in its file."""
+    def _refuse_mixed(self, index: int, shape: str) -> None:
+        """
+        Refuse a record of another shape than those before it in its file.
+
+        Args:
+            index: Its sample.
+
+            shape: What the record has.
+        """
         first, expected = self._first_shape(index)
         if index == first or expected == "unknown":
             return
-        try:
-            shape = shaped(record, self.spec.custom.columns).shape
-        except ValueError:
-            return  # which `to_messages` says
         if shape != expected and not {shape, expected} <= MIXABLE:
             reason = (
                 f"the record is of the shape {shape}, but {self.records.where(first)} is of the shape {expected}: a "
