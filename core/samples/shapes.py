@@ -151,11 +151,16 @@ def _under_one_name(record: Mapping[str, Any], names: Sequence[str]) -> Mapping[
 
 # Messages, in the notations that they have.
 
+_KINDS = {int: "a number", float: "a number", bool: "true or false", dict: "an object", bytes: "bytes"}
+"""What JSON, and columns, call a value that is no list."""
+
 
 def _of_messages(record: Mapping[str, Any]) -> Shaped:
     """Return a record with its messages in the notation that is read here."""
     messages = parsed(record["messages"], "'messages'")
-    if not isinstance(messages, list) or not messages:
+    if not isinstance(messages, list):
+        fail(f"has 'messages' that are no list, but {_KINDS.get(type(messages), type(messages).__name__)}")
+    if not messages:
         fail("has no message in 'messages'")
     if not all(isinstance(message, Mapping) for message in messages):
         fail("has a message that is not an object with a role and a content")

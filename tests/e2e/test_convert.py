@@ -196,7 +196,7 @@ def losses_in_packs(trainer) -> dict[str, float]:
     with torch.no_grad(), trainer.media_hook():
         model = trainer.model.eval()
         for inputs in trainer.get_eval_dataloader(trainer.train_dataset):
-            logits, labels = trainer.logits_and_labels(model, dict(inputs))
+            logits, labels, _ = trainer.logits_and_labels(model, dict(inputs))
             start = 0
             for length in inputs[LENGTHS]:
                 stop = start + length

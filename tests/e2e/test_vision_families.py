@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from types import SimpleNamespace
 
 from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
 
@@ -21,6 +22,7 @@ from adapters.ranks.torch_group import OneRank
 from adapters.samples.measurer import SwiftMeasurer
 from adapters.trainer.packed_dataset import EncodedPack
 from adapters.trainer.vision import DummyImage
+from app import check, vision
 from app.demo.vision_data import IMAGES_OF, record, texts, write_scenes, write_sizes
 from app.demo.vision_models import VISION_FAMILIES, write_vision_model
 from core.errors import ConfigError, RecordError
@@ -42,6 +44,8 @@ HEADERS = {
 }
 """Family -> what gives the lengths of its images from headers; the others are encoded in full."""
 
+NAMES = [*HEADERS, "minicpmv4_6", "paddleocr_vl"]
+
 CHECKED = ["internvl", "glm4v", "minicpmv4_6", "paddleocr_vl"]
 """Those outside of Qwen; `app.check --vision` compares all."""
 
@@ -51,7 +55,7 @@ def folder(tmp_path_factory):
     """Records with no, one and three images, and a model of each family."""
     folder = tmp_path_factory.mktemp("vision")
     scenes = write_scenes(folder, count=8)
-    for name in VISION_FAMILIES:
+    for name in NAMES:
         write_vision_model(folder / name, name, texts(scenes), seed=0)
     return folder
 
@@ -95,7 +99,7 @@ def measurer(path) -> SwiftMeasurer:
     return training.open_measurer(config, training.open_samples(config)["train"])
 
 
-@pytest.mark.parametrize("family", VISION_FAMILIES)
+@pytest.mark.parametrize("family", NAMES)
 def test_lengths_are_those_of_full_encodes(vision_run, pictures, caplog, family):
     """Of 45 sizes and of several images: from headers where the processor can say it, and told."""
     caplog.set_level("INFO", "adapters")
@@ -297,3 +301,58 @@ def test_a_missing_package_is_named_before_anything_is_measured(vision_run, monk
     monkeypatch.setitem(sys.modules, "qwen_vl_utils", None)
     with pytest.raises(ConfigError, match=r"model\.model: .* cannot be opened by ms-swift: .*qwen_vl_utils"):
         wiring.open_samples(wiring.read_config(vision_run("qwen2_vl")))
+
+
+def test_the_command_shows_a_family_and_keeps_the_page(tmp_path, capsys):
+    """`app.check --vision` gives rows for programs, and writes its own section of a page alone."""
+    page = tmp_path / "models.md"
+    page.write_text("# Which models pack\n\n| llama |\n")
+
+    assert 0 == check.main(["--vision", "qwen2_vl", "--json", "--quiet", "--output", str(page)])
+    (row,) = json.loads(capsys.readouterr().out)["families"]
+    assert row["passes"]
+    assert row["headers"]
+    assert [49, 49] == row["sizes"]
+    assert "varlen" == row["strategy"]
+    assert row["equality"] < 1e-5
+    written = page.read_text()
+    assert written.startswith("# Which models pack\n\n| llama |\n\n## Models that see\n")
+    assert "| qwen2_vl | qwen2_vl | varlen | headers | 49 of 49 |" in written
+    assert written == vision.with_section(written, vision.section_of(written).lstrip())
+    assert 2 == check.main(["--vision", "nobody"])
+    assert "names nobody: tiny models are of internvl" in capsys.readouterr().err
+
+
+class Seeing(torch.nn.Module):
+    """A model with a tower, of which no image reaches one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower, self.unseen = torch.nn.Linear(3, 4), torch.nn.Linear(3, 4)
+        self.language_model = torch.nn.Linear(4, 4)
+
+    def get_image_features(self, pixel_values):
+        return {"pooler_output": [self.tower(pixel_values)]}
+
+
+def test_what_would_let_ranks_wait_is_refused_by_name(monkeypatch):
+    """
+    Weights that no image reaches, unless DDP looks for them or they are frozen; and a model that
+    does not say what an image's features are.
+    """
+    from adapters.trainer import vision as module
+    from app.wiring import training as wiring
+
+    monkeypatch.setattr(module, "encode_image", lambda *_: {"pixel_values": torch.ones(2, 3), "input_ids": [1]})
+    plain = SimpleNamespace(fsdp=None, ddp_find_unused_parameters=False)
+
+    model = Seeing()
+    with pytest.raises(ConfigError, match=r"ddp_find_unused_parameters: .* reaches 2 weights .*, as unseen\.weight"):
+        wiring.keep_in_step(model, None, plain)
+    wiring.keep_in_step(model, None, SimpleNamespace(fsdp=None, ddp_find_unused_parameters=True))
+    model.unseen.requires_grad_(requires_grad=False)
+    wiring.keep_in_step(model, None, plain)
+    with pytest.raises(
+        ConfigError, match=r"model\.model: is a Linear, which does not say what an image's features are"
+    ):
+        wiring.keep_in_step(torch.nn.Linear(2, 2), None, plain)
