@@ -200,6 +200,17 @@ def test_tokens_weigh_what_ms_swift_says(scale, encoder, files, loaded):
     assert "weights" in weighed
 
 
+@pytest.mark.parametrize("scale", ["default", "all", "last_round+react"])
+def test_tools_and_weights_measure_the_same_by_their_texts_and_in_full(scale, encoder, files):
+    """Whatever is counted without encoding it."""
+    from adapters.samples.measurer import SwiftMeasurer
+
+    for case, samples in encoder(files, loss_scale=scale).items():
+        source = SwiftMeasurer(samples)
+        (quick,), (whole,) = (list(source.measure_many(range(1), in_full=in_full)) for in_full in (False, True))
+        assert whole.measurement == quick.measurement, case
+
+
 def test_what_a_template_cannot_tell_is_refused(encoder):
     """By record, or by key."""
     for key in ("agent_template", "loss_scale"):
