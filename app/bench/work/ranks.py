@@ -62,7 +62,7 @@ class Task:
     """How often, after a round that warms up."""
 
     seed: int
-    """Of the samples."""
+    """Seed of the samples, from 0."""
 
 
 @attrs.frozen
@@ -141,7 +141,7 @@ class Mix:
     grids: list[list[tuple[int, int, int]]]
     packs: list[list[int]]
     works: IntArray
-    """Of each pack, in whole units."""
+    """Work of each pack, in whole units; shape (num_packs,)."""
 
 
 def drawn_mix(num_steps: int, *, seed: int) -> Mix:
