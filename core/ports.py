@@ -55,6 +55,25 @@ class Records(Protocol):
     def position(self, number: int, /) -> int:
         """Return the index of a record that is not left out, by its position among all."""
 
+    def numbers(self, indices: range, /) -> NDArray[np.int64]:
+        """Return the positions of several records among all; shape (len(indices),)."""
+
+    def read(self, index: int, /) -> tuple[Any, bytes]:
+        """
+        Return a record's JSON value, and its digest for `remember`, nothing if there is nothing to
+        remember; RecordError naming its place if there is no value.
+        """
+
+    def remember(self, numbers: NDArray[np.int64], digests: NDArray[np.uint8], /) -> None:
+        """
+        Keep digests of records that were read, so that they need not be read for them again.
+
+        Args:
+            numbers: Their positions among all; shape (num_records,).
+
+            digests: Their digests, all zero where there is none; shape (num_records, DIGEST_BYTES).
+        """
+
     def record_digest(self, index: int, /) -> str:
         """Return the digest of record *index* alone."""
 

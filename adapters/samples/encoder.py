@@ -36,6 +36,9 @@ from core.samples import (
 
 IGNORED_LABEL = -100
 
+_SOUNDS = frozenset({"audio", "tts"})
+"""What ms-swift says of models that take nothing but text and sound."""
+
 _TRIED = 1000
 """Records of a file, from its first, that may be none before its shape is said to be unknown."""
 
@@ -78,8 +81,9 @@ class SwiftEncoder:
 
     @property
     def sees_images(self) -> bool:
-        """Whether the model takes images."""
-        return bool(self.template.model_meta.is_multimodal)
+        """Whether the model takes images; one that hears alone does not."""
+        meta = self.template.model_meta
+        return bool(meta.is_multimodal) and not (meta.tags and _SOUNDS.issuperset(meta.tags))
 
     @cached_property
     def image_tokens(self) -> ImageTokens | None:
@@ -139,11 +143,28 @@ class SwiftEncoder:
 
     def read(self, index: int) -> tuple[dict[str, Any], list[Image]]:
         """Return sample *index* as messages, and its images: paths, or the bytes of files."""
-        record = self.records[index]
-        self._refuse_mixed(index, record)
+        return self.sample_of(index, self.records[index])
+
+    def sample_of(self, index: int, record: object) -> tuple[dict[str, Any], list[Image]]:
+        """
+        Return what `read` does of a record that was read already.
+
+        Args:
+            index: Its sample.
+
+            record: Its JSON value.
+
+        Raises:
+            RecordError: It cannot become a sample.
+        """
+        try:
+            known = shaped(record, self.spec.custom.columns)
+        except ValueError as error:
+            raise self.fault(index, f"the record {error}") from None
+        self._refuse_mixed(index, known.shape)
         try:
             sample = to_messages(
-                record,
+                known,
                 object_field_order=self.spec.custom.object_field_order,
                 use_summary=self.spec.custom.use_summary,
                 max_messages=self.spec.custom.max_messages,
@@ -231,15 +252,18 @@ class SwiftEncoder:
                 break
         return self._first_shapes[number]
 
-    def _refuse_mixed(self, index: int, record: object) -> None:
-        """Refuse a record of another shape than those before it in its file."""
+    def _refuse_mixed(self, index: int, shape: str) -> None:
+        """
+        Refuse a record of another shape than those before it in its file.
+
+        Args:
+            index: Its sample.
+
+            shape: What the record has.
+        """
         first, expected = self._first_shape(index)
         if index == first or expected == "unknown":
             return
-        try:
-            shape = shaped(record, self.spec.custom.columns).shape
-        except ValueError:
-            return  # which `to_messages` says
         if shape != expected and not {shape, expected} <= MIXABLE:
             reason = (
                 f"the record is of the shape {shape}, but {self.records.where(first)} is of the shape {expected}: a "

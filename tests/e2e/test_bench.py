@@ -156,7 +156,8 @@ def test_measuring_is_measured_on_made_data(server, tmp_path):
     One document: every kind both ways; a photograph's header far cheaper than its pixels; memory
     and warm start bounded.
     """
-    run = server.packplan("bench", "lengths", "--workers", "1", "--samples", "36", "--json", env={"TMPDIR": tmp_path})
+    wanted = ["--workers", "1", "--samples", "36", "--text-rows", "160", "--json"]
+    run = server.packplan("bench", "lengths", *wanted, env={"TMPDIR": tmp_path})
     assert 0 == run.wait(), run.said[-3000:]
 
     document = json.loads(run.printed)
@@ -168,10 +169,14 @@ def test_measuring_is_measured_on_made_data(server, tmp_path):
     assert 0 < document["rank_memory_bytes"] < 60e6
     assert 0 < document["warm_start_s"] < 60
     assert 1_000_000 == document["stored_samples"]
+    text = document["text"]
+    assert 128 == text["num_rows"]
+    assert text["tokenizer_s"] / text["measured_s"] == text["ratio"] > 0.5
+    assert text["full_s"] > text["measured_s"]
 
 
-@pytest.mark.parametrize("wrong", [["--workers", "0"], ["--samples", "32"]])
-def test_too_few_workers_and_samples_are_refused(wrong, capsys):
+@pytest.mark.parametrize("wrong", [["--workers", "0"], ["--text-rows", "32"], ["--samples", "32"]])
+def test_too_few_workers_and_rows_are_refused(wrong, capsys):
     """Status 2, before anything is measured."""
     assert 2 == main(["lengths", *wrong])
     assert wrong[0] in capsys.readouterr().err

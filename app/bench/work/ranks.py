@@ -21,6 +21,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
+from adapters.lifeline import end_with_parent
 from core.errors import PackplanError
 from core.lengths import IntArray
 from core.packers import pack
@@ -62,7 +63,7 @@ class Task:
     """How often, after a round that warms up."""
 
     seed: int
-    """Seed of the samples, from 0."""
+    """Seed that the samples are drawn with."""
 
 
 @attrs.frozen
@@ -141,7 +142,7 @@ class Mix:
     grids: list[list[tuple[int, int, int]]]
     packs: list[list[int]]
     works: IntArray
-    """Work of each pack, in whole units; shape (num_packs,)."""
+    """Work of each pack, in whole units."""
 
 
 def drawn_mix(num_steps: int, *, seed: int) -> Mix:
@@ -243,6 +244,7 @@ def run_rank(rank: int, folder: str, task: Task, results: Any) -> None:
     import torch
     import torch.distributed as dist
 
+    end_with_parent()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{Path(folder) / 'ranks'}", rank=rank, world_size=RANKS)
     mix = drawn_mix(task.num_steps, seed=task.seed)
