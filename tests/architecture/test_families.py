@@ -20,7 +20,7 @@ What no key of a config.json says of a family's work; models that are made to tr
 def families() -> set[str]:
     """Return the families that transformers knows, but for those that are words of other things."""
     listed = set(ROW.findall((ROOT / "docs" / "models.md").read_text(encoding="utf-8")))
-    return listed - {"family", "git", "mamba", "opt"}
+    return listed - {"family", "git", "mamba", "model", "opt"}
 
 
 def named_in(code: str, known: set[str]) -> Iterator[str]:

@@ -63,7 +63,7 @@ class Task:
     """How often, after a round that warms up."""
 
     seed: int
-    """Of the samples."""
+    """Seed that the samples are drawn with."""
 
 
 @attrs.frozen
@@ -142,7 +142,7 @@ class Mix:
     grids: list[list[tuple[int, int, int]]]
     packs: list[list[int]]
     works: IntArray
-    """Of each pack, in whole units."""
+    """Work of each pack, in whole units."""
 
 
 def drawn_mix(num_steps: int, *, seed: int) -> Mix:
