@@ -145,6 +145,7 @@ STARTERS = {
     "adapters/ranks/heartbeat.py": {"multiprocessing"},
     "app/bench/process.py": {"multiprocessing"},
     "app/bench/measuring/cost.py": {"multiprocessing"},
+    "app/bench/measuring/records.py": {"subprocess"},
     "app/bench/inspection.py": {"subprocess"},
 }
 """
