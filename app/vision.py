@@ -29,7 +29,9 @@ _ABOUT = """Tiny models with random weights, each with the processor of its fami
 images, of so many sizes, and samples with none, two, three and four of them, whose measurements
 were those of full encodes. **Packed**: samples with 0, 1 and 3 images in packs, whose positions, labels,
 logits, losses and gradients were compared with each sample alone, and of which one at a time was
-changed; **equality** is the largest relative difference of logits, losses and gradients."""
+changed; **equality** is the largest relative difference of logits, losses and gradients. Templates
+whose models bring their own code (InternVL's chat form, Kimi-VL, Ovis2.5, LLaVA-OneVision) are asked
+in the same way by `app.check` on a run of yours; they are not in this table."""
 
 _EXACT = ("positions", "labels", "isolation")
 """Checks in which only 0 passes."""

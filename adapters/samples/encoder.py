@@ -36,6 +36,9 @@ from core.samples import (
 
 IGNORED_LABEL = -100
 
+_SOUNDS = frozenset({"audio", "tts"})
+"""What ms-swift says of models that take nothing but text and sound."""
+
 _TRIED = 1000
 """Records of a file, from its first, that may be none before its shape is said to be unknown."""
 
@@ -78,8 +81,9 @@ class SwiftEncoder:
 
     @property
     def sees_images(self) -> bool:
-        """Whether the model takes images."""
-        return bool(self.template.model_meta.is_multimodal)
+        """Whether the model takes images; one that hears alone does not."""
+        meta = self.template.model_meta
+        return bool(meta.is_multimodal) and not (meta.tags and _SOUNDS.issuperset(meta.tags))
 
     @cached_property
     def image_tokens(self) -> ImageTokens | None:

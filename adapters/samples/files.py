@@ -155,26 +155,35 @@ def require_file(path: Path) -> None:
         raise DataSetError(message) from None
 
 
-def _expanded(paths: Iterable[str]) -> Iterator[Path]:
-    """Yield the files that names and patterns stand for, those of a pattern by name."""
+def _expanded(paths: Iterable[str]) -> list[Path]:
+    """Return the files that names and patterns stand for, those of a pattern by name."""
+    files = []
     for path in paths:
         if Path(path).exists() or not glob.has_magic(path):
-            yield Path(path)
+            files.append(Path(path))
             continue
         found = sorted(map(Path, glob.glob(path, recursive=True)))  # noqa: PTH207  # patterns may be absolute
         if not found:
             message = f"{path} matches no file: name existing data files"
             raise DataSetError(message)
-        _refuse_twins(path, found)
-        yield from found
+        files += found
+    _refuse_twins(files)
+    return files
 
 
-def _refuse_twins(pattern: str, found: list[Path]) -> None:
-    """Refuse files that are the same but for being packed: their records would be there twice."""
-    names = {str(path) for path in found}
-    for path in found:
-        if path.suffix.lower() in _PACKED and str(path.with_suffix("")) in names:
-            message = f"{pattern} matches {path.with_suffix('')} and {path}, the same data: name one of them"
+def _refuse_twins(files: list[Path]) -> None:
+    """
+    Refuse a file that is named twice, and files that are the same but for being packed: their
+    records would be there twice.
+    """
+    known: dict[Path, Path] = {}
+    for path in files:
+        if (twin := known.setdefault(path.resolve(), path)) is not path:
+            message = f"{path} is named twice, once as {twin}: its records would be there twice; remove one"
+            raise DataSetError(message)
+    for path in files:
+        if path.suffix.lower() in _PACKED and (plain := known.get(path.with_suffix("").resolve())):
+            message = f"{plain} and {path} are the same data, one of them packed: name one of them"
             raise DataSetError(message)
 
 

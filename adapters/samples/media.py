@@ -84,7 +84,8 @@ def drop_partial(encoded: dict[str, Any]) -> None:
 
 def patch_size_of(config: Any) -> int:
     """Return the pixels of a patch's side; 1 where a model's configuration does not say."""
-    size = getattr(getattr(config, "vision_config", None), "patch_size", None) or 1
+    vision = getattr(config, "vision_config", None)
+    size = (vision.get("patch_size") if isinstance(vision, Mapping) else getattr(vision, "patch_size", None)) or 1
     return int(size[0] if isinstance(size, (list, tuple)) else size)
 
 

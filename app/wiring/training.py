@@ -348,7 +348,11 @@ def _ask_loaded(config: RunConfig, model: Any, *, whole: bool, keep: bool) -> No
     """
     verdict, place = verdict_of(config), place_of(model)
     if not whole:
-        log.debug("ranks share the weights: the model was asked as a small copy alone")
+        if keep and verdict.passes:
+            log.info(
+                "the loaded model was not asked whether it may pack, since ranks share its weights: "
+                "what its small copy showed counts"
+            )
     elif verdict.passes and place not in verdict.loaded_on:  # `app.check` looks at those that do not, too
         measured = probe_loaded(model, native=verdict.native)
         why_not = measured.why_not(limit=limit_of(model))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import datetime as dt
 import gc
 import gzip
 import hashlib
@@ -12,6 +13,7 @@ import os
 import pickle
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +28,7 @@ from adapters.samples import files
 from adapters.samples.files import open_records, require_files
 from adapters.samples.formats import rewriting, spans
 from core.errors import DataSetError, OutputError, PackplanError, RecordError
-from core.samples import DIGEST_BYTES
+from core.samples import DIGEST_BYTES, to_messages
 
 MESSAGES = [
     {"role": "user", "content": '“Ünïcode”, \n"quoted" and a null: \0'},
@@ -372,10 +374,81 @@ def test_a_pattern_names_files_in_order(tmp_path):
     with pytest.raises(DataSetError, match=r"\*\.csv matches no file"):
         require_files([f"{tmp_path}/*.csv"])
     (tmp_path / "1.jsonl.gz").write_bytes(gzip.compress(b"1\n"))
-    with pytest.raises(DataSetError, match=r"matches .*1\.jsonl and .*1\.jsonl\.gz, the same data"):
-        open_records((f"{tmp_path}/*",))
+    packed = str(tmp_path / "1.jsonl.gz")
+    for names in ((f"{tmp_path}/*",), (packed, f"{tmp_path}/1.jsonl"), (f"{tmp_path}/*.jsonl", packed)):
+        with pytest.raises(DataSetError, match=r"1\.jsonl and .*1\.jsonl\.gz are the same data"):
+            open_records(names, cache=tmp_path / "cache")
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "2.jsonl")
+    for twin in ("2.jsonl", "../" + tmp_path.name + "/2.jsonl", "link.jsonl"):
+        with pytest.raises(DataSetError, match=r"is named twice, once as .*/2\.jsonl: its records would"):
+            open_records((f"{tmp_path}/2.jsonl", f"{tmp_path}/{twin}"))
     (tmp_path / "[x].jsonl").write_text("7\n")
     assert 7 == open_records((f"{tmp_path}/[x].jsonl",))[0]
+
+
+@every_format
+def test_files_of_one_name_in_two_folders_are_two_files(tmp_path, name):
+    """Each with its own records, places and folder of images."""
+    folders = [tmp_path / "a", tmp_path / "b"]
+    paths = []
+    for number, folder in enumerate(folders):
+        folder.mkdir()
+        paths.append(write(folder, name, [{"n": number}] * (number + 1)))
+
+    records = open_records(tuple(map(str, paths)), cache=tmp_path / "cache")
+
+    assert [0, 1, 1] == [records[index]["n"] for index in range(3)]
+    assert [str(folders[index > 0]) for index in range(3)] == [records.folder(index) for index in range(3)]
+    assert str(records.where(1)).startswith(str(paths[1]))
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_columns_of_one_name_are_refused(tmp_path, name):
+    """One of them would be read, in silence."""
+    twins = pa.Table.from_arrays([pa.array(["a"])] * 2, names=["query", "query"])
+    path = tmp_path / name
+    if name == "a.parquet":
+        pq.write_table(twins, path)
+    else:
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, twins.schema) as writer:
+            writer.write_table(twins)
+
+    with pytest.raises(DataSetError, match=rf"{name} has two columns 'query'"):
+        opened(path)
+
+
+OTHER_TYPES = {
+    "numbers": [1, 2.5], "true": [True], "days": [dt.date(2026, 1, 1)],
+    "times": [dt.datetime(2026, 1, 1, tzinfo=dt.UTC)],
+    "bytes": [b"\xff\xfe"], "objects": [{"a": None, "b": 1}], "lists": [[None, []]], "decimals": [Decimal("1.5")],
+    "durations": [dt.timedelta(1)], "words of a dictionary": pa.array(["a"]).dictionary_encode(),
+    "maps": pa.array([[("a", "b")]], pa.map_(pa.string(), pa.string())),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("column", ["messages", "query", "response", "system", "history", "images", "tools"])
+@pytest.mark.parametrize("kind", OTHER_TYPES)
+def test_a_column_of_another_type_is_refused_by_record(tmp_path, column, kind):
+    """It never ends the process, and is never taken for something else."""
+    rows = {"query": ["a"], "response": ["b"], column: OTHER_TYPES[kind][:1]}
+    if column == "messages":
+        rows = {column: rows[column]}
+    pq.write_table(pa.table(rows), tmp_path / "a.parquet")
+    records = opened(tmp_path / "a.parquet")
+
+    assert f"{tmp_path}/a.parquet, row 1" == str(records.where(0))
+    if kind == "words of a dictionary" and column in {"query", "response", "system", "images"}:
+        assert to_messages(records[0])
+        return
+    if (column, kind) == ("history", "maps"):  # pairs of texts, which are a question and its answer
+        assert 4 == len(to_messages(records[0])["messages"])
+        return
+    if (column, kind) == ("images", "bytes"):
+        assert [b"\xff\xfe"] == to_messages(records[0])["images"]
+        return
+    with pytest.raises((ValueError, RecordError)) as refused:
+        to_messages(records[0])
+    assert len(str(refused.value)) < 500
 
 
 @pytest.mark.parametrize("name", PACKED)
