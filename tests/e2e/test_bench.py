@@ -182,6 +182,12 @@ def test_too_few_workers_and_rows_are_refused(wrong, capsys):
     assert wrong[0] in capsys.readouterr().err
 
 
+def test_memory_is_measured_over_enough_rows(capsys):
+    """Of fewer, a tenth would be no run."""
+    assert 2 == main(["records", "--rows", "639"])
+    assert "--rows" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_training_is_measured_in_every_way(server):
     """
