@@ -9,6 +9,7 @@ import argparse
 import sys
 
 from app.bench import inspection, lengths, loss, planner, shard, stream
+from app.bench.measuring import records
 from app.bench.training import command as training
 from app.bench.work import command as work
 from app.cli.command import program, run_command, run_program
@@ -16,6 +17,7 @@ from app.cli.command import program, run_command, run_program
 BENCHMARKS = {
     "planner": (planner, "packing algorithms"),
     "lengths": (lengths, "measuring samples"),
+    "records": (records, "memory of a run over many rows"),
     "inspect": (inspection, "looking at stored plans"),
     "stream": (stream, "dynamic packing"),
     "train": (training, "packed against padded"),

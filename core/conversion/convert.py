@@ -11,6 +11,7 @@ same way: `packing_drop_last: false`, for ms-swift drops no pack, and, unless sa
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -183,37 +184,29 @@ class _Builder:
         if special := _SPECIAL.get(name):
             special(self, value)
         elif name in ADAPTERS and self.value("tuner_type") == "full":
-            self._unneeded("tuner_type is full: there are no adapters")
+            self.unneeded("tuner_type is full: there are no adapters")
         elif name in WHOLE and self.value("tuner_type") != "full":
-            self._unneeded("tuner_type is lora: only adapters are trained")
+            self.unneeded("tuner_type is lora: only adapters are trained")
         elif name in KEYS:
-            self._take({KEYS[name]: value})
+            self.take({KEYS[name]: value})
         elif name in GENERATION:
-            self._unneeded("it is of answers, and training writes none")
+            self.unneeded("it is of answers, and training writes none")
         elif name in UNNEEDED:
-            self._unneeded(UNNEEDED[name])
-        elif reason := _unsupported(name):
-            is_default = value == self._table[name].default or value in (False, [], None, "none", "true")
-            (self._unneeded("it is ms-swift's default, and nothing else is done here") if is_default
-             else self._unsupported(reason))  # fmt: skip
+            self.unneeded(UNNEEDED[name])
+        elif reason := _why_unsupported(name):
+            self._refused(name, value, reason)
         elif name in REFUSED_TRAINING_KEYS:
-            self._unsupported(REFUSED_TRAINING_KEYS[name])
-        elif name in self._world.trainer_keys:
-            self._take({f"training.{name}": value})
-        else:  # pragma: no cover  # a test holds every argument of the table against these cases
-            raise AssertionError(name)
+            self.unsupported(REFUSED_TRAINING_KEYS[name])
+        else:
+            assert name in self._world.trainer_keys  # noqa: S101  # a test holds every argument against these cases
+            self.take({f"training.{name}": value})
 
-    def take(self, keys: Mapping[str, Any], also: str = "") -> None:
-        """Write keys, and the line of the argument that they stand for."""
-        self._take(keys, also)
-
-    def unneeded(self, reason: str) -> None:
-        """Say why the argument is not needed."""
-        self._unneeded(reason)
-
-    def unsupported(self, reason: str) -> None:
-        """Say why the argument is not supported."""
-        self._unsupported(reason)
+    def _refused(self, name: str, value: Any, reason: str) -> None:
+        """Say why an argument is not supported, unless it asks for what is done anyway."""
+        if value == self._table[name].default or value in (False, [], None, "none", "true"):
+            self.unneeded("it is ms-swift's default, and nothing else is done here")
+        else:
+            self.unsupported(reason)
 
     @property
     def world(self) -> World:
@@ -224,22 +217,32 @@ class _Builder:
         """Return whether the command gives an argument."""
         return name in self._values
 
-    def _take(self, keys: Mapping[str, Any], also: str = "") -> None:
+    def take(self, keys: Mapping[str, Any], also: str = "") -> None:
+        """
+        Write keys, and the line of the argument that they stand for.
+
+        Args:
+            keys: Key with its section -> value.
+
+            also: What else the line says.
+        """
         for key, value in keys.items():
             section, _, name = key.partition(".")
             self._document[section][name] = value
         written = ", ".join(f"{key}: {_shown(value)}" for key, value in keys.items())
         self._lines.append(Line(self._shown, "taken over", written + (f"; {also}" if also else "")))
 
-    def _unneeded(self, reason: str) -> None:
+    def unneeded(self, reason: str) -> None:
+        """Say why the argument is not needed."""
         self._lines.append(Line(self._shown, "not needed here", reason))
 
-    def _unsupported(self, reason: str) -> None:
+    def unsupported(self, reason: str) -> None:
+        """Say why the argument is not supported."""
         self._lines.append(Line(self._shown, "not supported", reason))
 
     def _default(self, what: str, keys: Mapping[str, Any], also: str = "") -> None:
         self._shown = f"(default) {what}"
-        self._take(keys, also)
+        self.take(keys, also)
 
     def _defaults(self) -> None:
         """
@@ -289,7 +292,7 @@ class _Builder:
             return
         self._shown = "(default) max_length"
         reason = "it is what the model was made for, and the model is not on this machine: set template.max_length"
-        self._unsupported(reason)
+        self.unsupported(reason)
 
     def _default_precision(self) -> None:
         bf16, fp16 = self._values.get("bf16"), self._values.get("fp16")
@@ -299,7 +302,7 @@ class _Builder:
         if dtype is None:
             self._shown = "(default) bf16, fp16"
             reason = "they follow the type of the model's weights, which is not on this machine: set training.bf16"
-            self._unsupported(reason)
+            self.unsupported(reason)
             return
         keys = {}
         if bf16 is None:
@@ -315,9 +318,9 @@ class _Builder:
             return
         self._shown = f"(default) {' and '.join(frozen)}"
         if seen is None:
-            self._unsupported("nothing tells whether the model takes images: set them to true if it does")
+            self.unsupported("nothing tells whether the model takes images: set them to true if it does")
             return
-        self._take({f"training.{name}": True for name in frozen})
+        self.take({f"training.{name}": True for name in frozen})
 
     def _default_evaluation(self) -> None:
         if not self.evaluates:
@@ -355,10 +358,10 @@ class _Builder:
         if self.value("truncation_strategy") in {None, "delete"}:
             keys["training.packing_allow_single_long"] = False
             also += "; samples of max_length tokens or more are left out, and counted"
-        self._take(keys, also)
+        self.take(keys, also)
 
 
-def _unsupported(name: str) -> str | None:
+def _why_unsupported(name: str) -> str | None:
     """Return why an argument is not supported, None if it may be."""
     by_prefix = (why for prefix, why in UNSUPPORTED_PREFIXES.items() if name.startswith(prefix))
     return UNSUPPORTED.get(name) or next(by_prefix, None)
@@ -507,7 +510,22 @@ def _hpz(builder: _Builder, _: Any) -> None:
         builder.unneeded("it is of deepspeed, which is not given")
 
 
+_VERSIONED = re.compile(r"(.+)/v\d+-\d{8}-\d{6}/?")
+"""Output folder of a run of ms-swift, which adds a version and the time to what it is told."""
+
+
+def _output_dir(builder: _Builder, value: Any) -> None:
+    versioned = _VERSIONED.fullmatch(str(value))
+    if versioned is None:
+        builder.take({"training.output_dir": value})
+    else:
+        builder.take({"training.output_dir": versioned[1]}, "without the version that ms-swift added")
+
+
 def _fsdp(builder: _Builder, value: Any) -> None:
+    if isinstance(value, str) and "shard" in value:
+        builder.take({"training.fsdp": value})
+        return
     section = builder.world.sections.get(value) if isinstance(value, str) else value
     if not isinstance(section, Mapping):
         builder.unsupported("name fsdp2, or write training.fsdp and training.fsdp_config")
@@ -577,6 +595,6 @@ _SPECIAL: Mapping[str, Callable[[_Builder, Any], None]] = {
     "resume_from_checkpoint": _resume,
     "report_to": _report_to,
     "gradient_accumulation_steps": lambda builder, value: builder.take({"training.gradient_accumulation_steps": value}),
-    "output_dir": lambda builder, value: builder.take({"training.output_dir": value}),
+    "output_dir": _output_dir,
 }
 """Arguments that are more than a key of another name."""

@@ -212,21 +212,18 @@ def _placed(lengths: IntArray, units: IntArray, *, num: int, capacity: int) -> I
     """
     is_long = lengths * _LONG > capacity
     if not is_long.any() or int(is_long.sum()) * _RARE >= num:
-        return _emptiest_first(lengths.tolist(), num)
+        return _emptiest_first(lengths, num)
     per_token = int(units.sum()) / int(lengths.sum())
     rooms = np.where(is_long, np.maximum(lengths, np.rint(units / per_token)), lengths).astype(np.int64)
     order = np.argsort(-rooms, kind="stable")
     labels = np.empty(lengths.size, dtype=np.int64)
-    labels[order] = _emptiest_first(rooms[order].tolist(), num)
+    labels[order] = _emptiest_first(rooms[order], num)
     return labels
 
 
-def _emptiest_first(lengths: list[int], num: int) -> IntArray:
+def _emptiest_first(lengths: IntArray, num: int) -> IntArray:
     """Return the pack of each sample, in the order given: the emptiest so far, of *num*."""
     heap = list(range(num))  # load and pack in one number
-    labels = []
-    for length in lengths:
-        key = heap[0]
-        labels.append(key % num)
-        heapreplace(heap, key + length * num)
-    return np.array(labels)
+    keys = [heapreplace(heap, heap[0] + length) for length in (lengths * num).tolist()]
+    labels: IntArray = np.array(keys, dtype=np.int64) % num
+    return labels

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import csv
 import datetime as dt
+import gc
 import gzip
 import hashlib
 import io
 import json
 import os
 import pickle
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -25,7 +28,7 @@ from adapters.samples import files
 from adapters.samples.files import open_records, require_files
 from adapters.samples.formats import rewriting, spans
 from core.errors import DataSetError, OutputError, PackplanError, RecordError
-from core.samples import to_messages
+from core.samples import DIGEST_BYTES, to_messages
 
 MESSAGES = [
     {"role": "user", "content": '“Ünïcode”, \n"quoted" and a null: \0'},
@@ -611,3 +614,26 @@ def test_a_long_text_of_a_column_is_refused_by_its_row(tmp_path):
     with pytest.raises(RecordError, match=r"row 2: the row has 5\d\d bytes of text, but may have 100.*max_line_bytes"):
         records[1]
     assert opened(tmp_path / "a.parquet").digest(2) == records.digest(2)
+
+
+def test_what_is_held_of_a_row_is_small_whatever_it_holds(tmp_path):
+    """Opened, read through and digested, with digests kept: less than 100 bytes a row."""
+    held = []
+    for number in (1_000, 6_000):
+        rows = [{"query": f"{row}", "response": "a " * 50, "image": bytes(500)} for row in range(number)]
+        path = tmp_path / f"{number}.parquet"
+        path.write_bytes(parquet(rows))
+        opened(path)  # makes the copy
+        del rows
+        gc.collect()
+        tracemalloc.start()
+        records = opened(path)
+        for index in range(0, number, 50):
+            records.read(index)
+        records.digest(number)
+        records.remember(np.arange(number), np.ones((number, DIGEST_BYTES), np.uint8))
+        gc.collect()
+        held.append(tracemalloc.get_traced_memory()[0])
+        tracemalloc.stop()
+
+    assert held[1] - held[0] < 100 * 5_000

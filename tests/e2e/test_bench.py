@@ -182,6 +182,12 @@ def test_too_few_workers_and_rows_are_refused(wrong, capsys):
     assert wrong[0] in capsys.readouterr().err
 
 
+def test_memory_is_measured_over_enough_rows(capsys):
+    """Of fewer, a tenth would be no run."""
+    assert 2 == main(["records", "--rows", "639"])
+    assert "--rows" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_training_is_measured_in_every_way(server):
     """
@@ -434,7 +440,8 @@ def test_two_ranks_take_the_steps_of_both_orders(server, tmp_path, monkeypatch, 
     assert taken.min() > 0
     ((step,),) = rounds
     sums = [mix.works[order].reshape(4, 2).sum(axis=0).max() for order in (plain, by_work)]
-    assert sums[0] / sums[1] == pytest.approx(step.predicted) > 1
+    assert sums[0] / sums[1] == pytest.approx(step.predicted)
+    assert step.predicted > 1
     assert step.as_they_come_s == taken[:, 0, 0, 0, 0].max()
     monkeypatch.setattr("app.bench.work.command.measured_rounds", lambda asked: rounds if asked == task else None)
     wanted = ["work", "--measured", "1", "--steps", "1"]

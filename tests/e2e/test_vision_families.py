@@ -115,10 +115,10 @@ def test_lengths_are_those_of_full_encodes(vision_run, pictures, caplog, family)
     encoder.encode = lambda index: encoded.append(index) or plain(index)
     assert in_full == list(samples.measure_many(range(len(samples)), in_full=False))
     if family in HEADERS:
-        assert {48} <= set(encoded) <= {0, 48}, "the one without images, and one that texts are counted by"
+        assert set(encoded) <= {0, 48}, "those alone that are audited"
         assert f"lengths of images come from their headers, by {HEADERS[family]}" in caplog.text
     else:
-        assert [*range(49)] == encoded
+        assert set(range(48)) <= set(encoded)
         assert "every sample with images is encoded in full" in caplog.text
         assert "does not say what an image of some size takes" in caplog.text
 

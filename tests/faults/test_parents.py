@@ -146,6 +146,7 @@ STARTERS = {
     "adapters/samples/urls.py": {"concurrent"},  # threads, which end with their process
     "app/bench/process.py": {"multiprocessing"},
     "app/bench/measuring/cost.py": {"multiprocessing"},
+    "app/bench/measuring/records.py": {"subprocess"},
     "app/bench/inspection.py": {"subprocess"},
     "app/bench/work/ranks.py": {"multiprocessing"},
 }

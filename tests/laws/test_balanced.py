@@ -146,7 +146,10 @@ def test_a_sample_that_no_pack_holds_is_named():
 
 @pytest.mark.parametrize("capacity", [8192, 16384])
 def test_packs_with_a_rare_long_sample_are_level_too(capacity):
-    """Chats, of which few are long: on 64 ranks the busiest is within 0.2 % of the mean pack."""
+    """
+    Chats, of which few are long: on 64 ranks the busiest is within 0.2 % of what whole samples
+    allow, though one may be heavier than a pack.
+    """
     lengths = np.random.default_rng(2).choice(trace("chat"), 40_000).astype(np.int64)
     lengths = lengths[lengths < capacity]
     works = MODEL.trained().of(lengths)
@@ -154,7 +157,8 @@ def test_packs_with_a_rare_long_sample_are_level_too(capacity):
     sums = np.add.reduceat(works[packs.indices], packs.offsets[:-1])
 
     assert packs.loads(lengths).max() <= capacity
-    assert expected_imbalance(sums, world_size=64) <= 1.002
+    floor = expected_imbalance(floor_of(works, num_packs=len(packs)), world_size=64)
+    assert floor <= expected_imbalance(sums, world_size=64) <= 1.002 * floor
 
 
 def test_works_are_refused_where_they_would_change_nothing():

@@ -282,6 +282,8 @@ def test_defaults_are_those_of_ms_swift():
         ("--zero_hpz_partition_size 4", "zero_hpz_partition_size 4", "not needed here", "is not given"),
         ("--deepspeed x.json", "deepspeed x.json", "taken over", "training.deepspeed: x.json"),
         ("--fsdp fsdp2", "fsdp fsdp2", "taken over", "training.fsdp: full_shard"),
+        ("--fsdp full_shard", "fsdp full_shard", "taken over", "training.fsdp: full_shard"),
+        ("--output_dir o/v0-20260101-010203", "output_dir o/v0-20260101-010203", "taken over", "output_dir: o;"),
         ("--fsdp x", "fsdp x", "not supported", "name fsdp2"),
         ("--split_dataset_ratio 0.1", "split_dataset_ratio 0.1", "taken over", "custom.split_dataset_ratio"),
         ("--split_dataset_ratio 0", "split_dataset_ratio 0", "not needed here", "0 splits nothing"),
