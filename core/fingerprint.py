@@ -73,6 +73,12 @@ def configured_inputs(template: TemplateConfig, custom: CustomConfig, *, packing
         "custom.columns": json.dumps(dict(custom.columns), sort_keys=True) if custom.columns else None,
         "template.system": template.system,
         "template.max_pixels": template.max_pixels,
+        "template.fps": None if template.fps is None else str(template.fps),
+        "template.fps_min_frames": template.fps_min_frames,
+        "template.fps_max_frames": template.fps_max_frames,
+        "template.video_min_pixels": template.video_min_pixels,
+        "template.video_max_pixels": template.video_max_pixels,
+        "template.video_total_pixels": template.video_total_pixels,
         "template.truncation_strategy": cut,
         "packing_length": packing_length if cut else None,
     }

@@ -15,11 +15,21 @@ from swift.template import Template
 
 from adapters.samples.files import open_records
 from adapters.samples.image_headers import read_size
-from adapters.samples.media import IMAGES, ImageTokens, patch_size_of
+from adapters.samples.media import IMAGES, VIDEOS, ImageTokens, patch_size_of
 from adapters.samples.template import open_template
+from adapters.samples.video import (
+    FRAMES_OF_LAYER,
+    VideoFacts,
+    VideoLengths,
+    frames_of,
+    reads_videos,
+    unread_reason,
+    video_facts,
+    why_no_reader,
+)
 from core.config import CustomConfig, ModelConfig, TemplateConfig
 from core.errors import ContractError, RecordError, counted
-from core.samples import MIXABLE, Image, Measurement, Table, from_row, shaped, to_messages
+from core.samples import MIXABLE, Image, ImageFacts, Measurement, Table, Video, from_row, shaped, to_messages
 
 IGNORED_LABEL = -100
 
@@ -111,12 +121,17 @@ class SwiftEncoder:
             sample = {**sample, "messages": [*before, {**last, "content": answer}]}
         for image in images:
             self.image_size(index, image)
+        videos = sample.get("videos", ())
+        for video in videos:
+            self.video_facts(index, video)
         try:
             return self.encode_messages(index, {**sample, "images": images})
         except RecordError:
             # A damaged image is the likelier reason, and a better one.
             for image in images:
                 self.image_size(index, image, decode=True)
+            for video in videos:
+                self.decode_video(index, video)
             raise
 
     def read(self, index: int) -> tuple[dict[str, Any], list[Image]]:
@@ -137,7 +152,20 @@ class SwiftEncoder:
         images = [image if isinstance(image, bytes) else str(Path(folder, image)) for image in sample.get("images", ())]
         if images and not self.sees_images:
             raise self.fault(index, "the record has images, but the model reads text only")
+        if "videos" in sample:
+            sample["videos"] = [_located(video, folder) for video in sample["videos"]]
+            self._refuse_unread_videos(index)
         return sample, images
+
+    def _refuse_unread_videos(self, index: int) -> None:
+        """Refuse a sample's videos where the template, or this machine, reads none."""
+        if not self.sees_images:
+            raise self.fault(index, "the record has videos, but the model reads text only")
+        if not reads_videos(self.template):
+            name = self.template.template_meta.template_type
+            raise self.fault(index, f"the record has videos, which are not read for the template {name} here")
+        if (why_not := why_no_reader()) is not None and "pip install" in why_not:
+            raise self.fault(index, f"the record has videos, but {why_not}")
 
     def leave_out(self, numbers: Sequence[int]) -> None:
         """Leave out these records, by their positions among all, ascending, and no others."""
@@ -204,6 +232,9 @@ class SwiftEncoder:
         Encode what `read` gave of sample *index*, or what stands in for it; RecordError if the
         template cannot.
         """
+        if videos := sample.get("videos"):
+            listed = [video if isinstance(video, list) else frames_of(video) or video for video in videos]
+            sample = {**sample, "videos": [list(video) if isinstance(video, tuple) else video for video in listed]}
         if images := sample.get("images"):
             held = [{"bytes": image, "path": None} if isinstance(image, bytes) else image for image in images]
             sample = {**sample, "images": held}
@@ -212,7 +243,51 @@ class SwiftEncoder:
         except Exception as error:
             raise self.fault(index, f"the record cannot be encoded: {type(error).__name__}: {error}") from error
         encoded[IMAGES.counted] = len(sample.get("images", ()))
+        encoded[VIDEOS.counted] = len(sample.get("videos", ()))
         return encoded
+
+    @cached_property
+    def video_lengths(self) -> VideoLengths | None:
+        """
+        What videos cost in the template by what their containers say; None where each is to be
+        decoded.
+        """
+        return None if why_no_reader() else VideoLengths.of(self.template, self.spec.template)
+
+    def video_facts(self, index: int, video: Video) -> VideoFacts:
+        """Return what a video of sample *index* says of itself; RecordError if it cannot be used."""
+        custom = self.spec.custom
+        try:
+            facts = video_facts(video, max_seconds=custom.max_video_s)
+            size = self.video_lengths.num_bytes(facts) if self.video_lengths is not None else 0
+        except ValueError as error:
+            raise self.fault(index, str(error)) from None
+        if size > custom.max_video_bytes:
+            reason = (
+                f"the sampled frames of {facts.width} x {facts.height} of the video {_named(video)} take "
+                f"{counted(size, 'byte')}, but may take {custom.max_video_bytes:,}: lower template.fps_max_frames, "
+                "shrink the video, or raise custom.max_video_bytes"
+            )
+            raise self.fault(index, reason)
+        return facts
+
+    def stored_video(self, index: int, video: Video) -> ImageFacts:
+        """Return what is kept of a video of sample *index*; RecordError if it cannot be used."""
+        facts = self.video_facts(index, video)
+        lengths = self.video_lengths
+        seconds = facts.num_frames / float(facts.rate) if facts.rate else 0.0
+        return facts.stored(seconds if lengths is None else lengths.seconds(facts))
+
+    def decode_video(self, index: int, video: Video) -> None:
+        """Decode frames of a video of sample *index*; RecordError if they cannot be."""
+        try:
+            frames = frames_of(video)
+            for frame in frames or ():
+                read_size(frame, decode=True)
+        except ValueError as error:
+            raise self.fault(index, str(error)) from None
+        if frames is None and (reason := unread_reason(str(video))) is not None:
+            raise self.fault(index, reason)
 
     def fault(self, index: int, reason: str) -> RecordError:
         """Return an error that names the place of sample *index*."""
@@ -225,6 +300,7 @@ class SwiftEncoder:
             supervised=sum(label != IGNORED_LABEL for label in encoded["labels"][1:]),
             images=encoded[IMAGES.counted],
             patches=IMAGES.patches(encoded, patch_size=patch_size_of(self.template.config)),
+            **self._measured_videos(encoded),
         )
         held = IMAGES.rows(encoded)
         if held not in (None, measurement.images):
@@ -234,7 +310,39 @@ class SwiftEncoder:
             why_not = self.image_tokens.why_not(encoded["input_ids"], measurement.patches)
             if why_not is not None:
                 raise self.fault(index, why_not)
+        self._refuse_video_tokens(index, encoded["input_ids"], measurement)
         return measurement
+
+    def _measured_videos(self, encoded: dict[str, Any]) -> dict[str, int]:
+        """Return what an encoded sample has of videos, as columns of its measurement."""
+        if not encoded[VIDEOS.counted]:
+            return {}
+        layers = encoded["video_grid_thw"][:, 0].sum()
+        patches = VIDEOS.patches(encoded, patch_size=patch_size_of(self.template.config))
+        return {
+            "videos": encoded[VIDEOS.counted],
+            "frames": FRAMES_OF_LAYER * int(layers),
+            "video_patches": patches,
+        }
+
+    def _refuse_video_tokens(self, index: int, tokens: list[int], measurement: Measurement) -> None:
+        """
+        Refuse a sample whose video tokens are not those of its videos.
+
+        Args:
+            index: Of the sample.
+
+            tokens: Of the sample.
+
+            measurement: What its encoding holds.
+        """
+        if not self.sees_images or not reads_videos(self.template):
+            return
+        merge = self.template.processor.image_processor.merge_size**2
+        found, expected = tokens.count(self.template.video_token_id), measurement.video_patches // merge
+        if found != expected:
+            reason = f"the record has {found:,} video tokens, but its videos give {expected:,}: its text may contain"
+            raise self.fault(index, f"{reason} the video token itself")
 
     def fetch(self, index: int, planned: Table) -> dict[str, Any]:
         """
@@ -258,3 +366,14 @@ class SwiftEncoder:
         if differences := expected.differences(found):
             raise ContractError(index, str(self.records.where(index)), differences)
         return encoded
+
+
+def _located(video: Video, folder: str) -> Video:
+    """Return a video whose paths start at the folder of its record."""
+    if isinstance(video, tuple):
+        return tuple(str(Path(folder, frame)) for frame in video)
+    return str(Path(folder, video))
+
+
+def _named(video: Video) -> str:
+    return video if isinstance(video, str) else f"of {counted(len(video), 'frame')}, {video[0]}"

@@ -14,6 +14,7 @@ from swift.template import Template
 
 from adapters.families import embeds_itself, settled_types
 from adapters.model_folder import config_architecture
+from adapters.samples.video import prepare_videos
 from core.config import ModelConfig, TemplateConfig
 from core.errors import ConfigError, Fault
 
@@ -149,6 +150,7 @@ def open_template(model: ModelConfig, template: TemplateConfig, *, packing_lengt
     if embeds_itself(template_type):
         opened._post_encode = _as_they_are  # noqa: SLF001  # no public way
     _name_tokens(opened, processor)
+    prepare_videos(opened, template)
     return opened
 
 

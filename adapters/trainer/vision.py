@@ -22,12 +22,15 @@ from swift.utils import get_packed_seq_params
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from adapters.samples.media import DUMMY_SIZE, IMAGES, encode_image
+from adapters.samples.media import DUMMY_SIZE, IMAGES, VIDEOS, encode_image
 from core.errors import ConfigError
 
 _TYPES = "mm_token_type_ids"
 
 _POSITIONS = "position_ids"
+
+_SECONDS = "second_per_grid_ts"
+"""Key of the seconds that a layer of patches of each video stands for."""
 
 
 def plain_model(model: Any) -> Any:
@@ -42,7 +45,7 @@ def takes(function: Callable[..., Any]) -> set[str]:
 
 def token_types(config: Any, input_ids: torch.Tensor) -> torch.Tensor:
     """
-    Return which tokens stand for images: 1, 0 for text; of the tokens' shape.
+    Return which tokens stand for images, 1, or videos, 2; 0 for text; of the tokens' shape.
 
     Args:
         config: Of a model that sees.
@@ -50,7 +53,7 @@ def token_types(config: Any, input_ids: torch.Tensor) -> torch.Tensor:
         input_ids: Tokens.
     """
     types: torch.Tensor = (input_ids == config.image_token_id).long()
-    return types
+    return types if getattr(config, "video_token_id", None) is None else types + 2 * (input_ids == config.video_token_id)
 
 
 def model_media(model: Any, encoded: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -69,8 +72,10 @@ def model_media(model: Any, encoded: Mapping[str, Any]) -> dict[str, torch.Tenso
     tokens = torch.tensor(encoded["input_ids"])[None]
     if _TYPES in media:
         media[_TYPES] = media[_TYPES].view(tokens.shape)
-    elif _TYPES in taken and IMAGES.rows(encoded) is not None:
+    elif _TYPES in taken and (IMAGES.rows(encoded) is not None or VIDEOS.rows(encoded) is not None):
         media[_TYPES] = token_types(plain.config, tokens)
+    if _SECONDS in taken and encoded.get(_SECONDS) is not None:
+        media[_SECONDS] = torch.tensor(encoded[_SECONDS])
     return media
 
 

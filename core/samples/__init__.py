@@ -17,12 +17,14 @@ from core.samples.measurement import (
     column,
     from_row,
     from_tables,
+    num_media,
     to_row,
     to_tables,
 )
 from core.samples.place import Place
 from core.samples.records import MAX_MESSAGES, REFUSED, SUPPORTED, shaped, to_messages
-from core.samples.shapes import IMAGE_KEYS, MIXABLE, READ, Shaped
+from core.samples.shapes import IMAGE_KEYS, MIXABLE, READ, VIDEO_KEYS, Shaped
+from core.samples.videos import VIDEO_TAG, Video, to_videos
 
 __all__ = [
     "COLUMNS",
@@ -45,14 +47,19 @@ __all__ = [
     "Place",
     "Shaped",
     "Table",
+    "VIDEO_KEYS",
+    "VIDEO_TAG",
+    "Video",
     "column",
     "digest_of",
     "from_row",
     "from_tables",
     "inline_image",
+    "num_media",
     "shaped",
     "to_messages",
     "to_row",
     "to_tables",
+    "to_videos",
     "unreadable_digest",
 ]
