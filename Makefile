@@ -8,6 +8,8 @@ MINUTES ?= 10
 # Tests start processes of their own: more threads than cores only slow them down.
 test test-fast explore: export OMP_NUM_THREADS ?= 1
 export PYTHONUNBUFFERED = 1
+# Where compiled modules are not kept, every process of the tests compiles the project anew: 1 s each.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-fast explore lint reference clean
 

@@ -4,8 +4,8 @@ model.
 
 `swift`: architecture -> ms-swift's model type and template, where its registry names several and
 one is meant by default. `embeds`: templates of ms-swift whose own way to embed images fails with
-this transformers, while the model embeds them itself. `complete`: model type -> keys without which transformers' own default
-configuration builds no model, or none that shows its kinds of layers.
+this transformers, while the model embeds them itself. `complete`: model type -> keys without which
+transformers' own default configuration builds no model, or none that shows its kinds of layers.
 """
 
 from __future__ import annotations

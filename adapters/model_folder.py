@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,49 @@ def config_architecture(model: ModelConfig) -> str:
     """
     content = model_sizes(model)
     return str((content.get("architectures") or [content["model_type"]])[0])
+
+
+_NUMBERED = re.compile(r"(.*?)\.(\d+)\.")
+"""A weight's name up to the number of its layer: what comes before, and the number."""
+
+
+def refuse_other_layers(model: ModelConfig) -> None:
+    """
+    Refuse a config.json that has more layers than the weights beside it: the others would train
+    from random numbers, which transformers only warns of.
+
+    Raises:
+        ConfigError: It has.
+    """
+    sizes = model_sizes(model)
+    part = sizes.get("text_config")
+    text: Mapping[str, Any] = part if isinstance(part, Mapping) else sizes
+    asked = text.get("num_hidden_layers")
+    layers: dict[str, set[int]] = {}
+    for name in _weight_names(Path(model.model)):
+        if found := _NUMBERED.match(name):
+            layers.setdefault(found[1], set()).add(int(found[2]))
+    there = max(map(len, layers.values()), default=0)
+    if isinstance(asked, int) and 0 < there < asked:
+        reason = (
+            f"{model.model} has a config.json of {asked} layers (num_hidden_layers) beside weights of {there}: "
+            "take the config.json that belongs to the weights"
+        )
+        raise ConfigError.of("model.model", reason)
+
+
+def _weight_names(folder: Path) -> Collection[str]:
+    """Return the names of the weights in a folder's safetensors; none where there are none."""
+    index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    try:
+        if index.is_file():
+            return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"]).keys()
+        if whole.is_file():
+            with whole.open("rb") as file:
+                return dict(json.loads(file.read(int.from_bytes(file.read(8), "little")))).keys()
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, MemoryError) as error:
+        raise ConfigError.of("model.model", f"{folder} has weights whose header cannot be read: {error}") from error
+    return ()
 
 
 def config_digest(model: ModelConfig) -> str:

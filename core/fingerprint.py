@@ -72,6 +72,8 @@ def configured_inputs(template: TemplateConfig, custom: CustomConfig, *, packing
         "custom.use_summary": custom.use_summary,
         "custom.columns": json.dumps(dict(custom.columns), sort_keys=True) if custom.columns else None,
         "template.system": template.system,
+        "template.agent_template": template.agent_template,
+        "template.loss_scale": template.loss_scale,
         "template.max_pixels": template.max_pixels,
         "template.fps": None if template.fps is None else str(template.fps),
         "template.fps_min_frames": template.fps_min_frames,

@@ -124,6 +124,15 @@ def row_of_layers() -> Row | None:
         raise PackplanError(message) from None
 
 
+def outside_of_models() -> bool:
+    """Return whether no model that follows its rows computes at the moment."""
+    try:
+        _ROW.get()
+    except LookupError:
+        return True
+    return False
+
+
 @contextmanager
 def computing(row: Row | None) -> Iterator[None]:
     """Let layers compute a row, inside."""
@@ -141,6 +150,8 @@ class _Bound:
         self._checkpoint = checkpoint
 
     def __call__(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        if outside_of_models():  # a vision tower, which ms-swift's hooks run before the model
+            return self._checkpoint(function, *arguments, **options)
         row = row_of_layers()
 
         def again(*inner: Any, **keywords: Any) -> Any:

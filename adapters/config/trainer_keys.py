@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import attrs
 import cattrs
 
 from adapters.config.values import HUGE
+from adapters.versions import installed_version
 from core.errors import Fault
 
 TABLE = Path(__file__).with_name("trainer_keys.json")
@@ -119,7 +119,7 @@ class TrainerKey:
 def stored_keys() -> dict[str, TrainerKey] | None:
     """Return the table's keys; None if another version of a library is installed than it is of."""
     table = json.loads(TABLE.read_text(encoding="utf-8"))
-    if any(_installed(name) not in {None, table["versions"][name]} for name in LIBRARIES):
+    if any(installed_version(name) not in {None, table["versions"][name]} for name in LIBRARIES):
         return None
     return cattrs.structure(table["keys"], dict[str, TrainerKey])
 
@@ -135,7 +135,7 @@ def as_table(keys: Mapping[str, TrainerKey]) -> str:
         f"{json.dumps(attrs.asdict(key, filter=lambda part, value: value != getattr(plain, part.name)))}"
         for name, key in sorted(keys.items())
     ]
-    versions = json.dumps({name: version(name) for name in LIBRARIES})
+    versions = json.dumps({name: installed_version(name) for name in LIBRARIES})
     return f'{{\n  "versions": {versions},\n  "keys": {{\n' + ",\n".join(lines) + "\n  }\n}\n"
 
 
@@ -158,10 +158,3 @@ def lacking(settings: Mapping[str, Any]) -> Iterator[Fault]:
             if find_spec(package) is None:
                 reason = f"has {service}, whose package {package} is not installed: install it, or remove {service}"
                 yield Fault("training.report_to", reason)
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None

@@ -16,9 +16,10 @@ import torch
 from adapters.attention import MASKED_NAME, NAME, ROWS_NAME, attend_as, takes_grids
 from adapters.probe.images import measure_images, sees
 from adapters.probe.rows import Alone, ProbeRow, measure_alone, measure_packed
-from adapters.probe.shrink import FIRST_ID, LONGEST, VOCABULARY
+from adapters.probe.shrink import FIRST_ID, LONGEST, VOCABULARY, shrink
 from adapters.probe.small_model import build_small, quiet
 from adapters.probe.states import split_found_states
+from adapters.probe.unknown import Trials, named, shrink_by_trial, unknown_places
 from core.equality import (
     AUTO,
     EQUAL,
@@ -46,6 +47,9 @@ class _Outcome:
     trial: Trial
     measured: Measured | None
     split: tuple[str, ...] = ()
+    carriers: tuple[str, ...] = ()
+    """Classes of layers that carry a state along the row, whether they can be split or not."""
+
     failure: str = ""
     passed: bool = False
     not_exercised: tuple[str, ...] = ()
@@ -120,7 +124,7 @@ class _Place:
     alone: Alone
 
     @classmethod
-    def of(cls, build: Callable[[str], Any], device: str, precision: Precision) -> _Place:
+    def of(cls, build: Callable[..., Any], device: str, precision: Precision) -> _Place:
         """
         Choose the native attention, and compute each sample alone under it.
 
@@ -133,10 +137,10 @@ class _Place:
         """
 
         def place(attention: str) -> Any:
-            return build(attention).to(device, getattr(torch, precision))
+            return build(attention=attention).to(device, getattr(torch, precision))
 
         model = place("eager")
-        row = ProbeRow.draw(model, LENGTHS, ids=range(FIRST_ID, VOCABULARY))
+        row = _row(model)
         try:
             alone = measure_alone(model, row)
         except Exception as error:
@@ -147,7 +151,14 @@ class _Place:
 
 
 def _probed(config: Any, attn_impl: str, *, trust_remote_code: bool, on_cpu: bool) -> PackingVerdict:
-    build = partial(_built, config, trust_remote_code)
+    build_one = partial(build_small, config, trust_remote_code=trust_remote_code)
+    try:
+        shorter, left = _settled(config, build_one)
+    except ProbeError as error:
+        return _refused(config, attn_impl, "", error.reason)
+    if left:
+        return _refused(config, attn_impl, "", f"{_UNREACHED}: {', '.join(left)}")
+    build = partial(build_one, trials=shorter)
     on_gpu = None if on_cpu else partial(_Place.of, build, "cuda", "bfloat16" if attn_impl != FLEX else "float32")
     try:
         place = _Place.of(build, "cpu", "float32")
@@ -178,6 +189,9 @@ def _probed(config: Any, attn_impl: str, *, trust_remote_code: bool, on_cpu: boo
         return _refused(config, attn_impl, place.native, failure)
     measured, best = min(ran, key=lambda pair: _badness(pair[0]))
     why_not = measured.why_not(limit=EQUAL["float32"]) or ""
+    carriers = next((one.carriers for _, one in ran if one.carriers != one.split), ())
+    if carriers:
+        why_not += f"; {' and '.join(carriers)} carry it along the row, and do not run sample by sample"
     return attrs.evolve(
         _refused(config, best.trial.attention, place.native, why_not),
         split=best.split,
@@ -185,8 +199,44 @@ def _probed(config: Any, attn_impl: str, *, trust_remote_code: bool, on_cpu: boo
     )
 
 
-def _built(config: Any, trust_remote_code: bool, attention: str) -> Any:  # noqa: FBT001  # bound in order
-    return build_small(config, attention=attention, trust_remote_code=trust_remote_code)
+_UNREACHED = (
+    "its small copy cannot show what carries one sample's state to the next, since config.json has lengths that it "
+    "cannot be built with shorter"
+)
+
+
+def _settled(config: Any, build: Callable[..., Any]) -> tuple[Trials, list[str]]:
+    """
+    Return what numbers that may be lengths, and that no rule knows, are in small copies; and those
+    that cannot be shrunk and are no size of weights.
+
+    Args:
+        config: Of the whole model.
+
+        build: Builds a small copy.
+    """
+    text = config.get_text_config()
+    part = next((name for name in config.sub_configs if getattr(config, name, None) is text), None)
+    found = unknown_places(shrink(config.to_dict()), text=part)
+
+    def runs(tried: Trials) -> bool:
+        try:
+            model = build(attention="eager", trials=tried)
+            measure_alone(model, _row(model), with_gradients=False)
+        except Exception:  # noqa: BLE001  # whatever the code of a family raises
+            return False
+        return True
+
+    shorter, left = shrink_by_trial(tuple(found), runs)
+    if not left:
+        return shorter, []
+    model = build(attention="eager", trials=shorter)
+    axes = {size for one in (*model.parameters(), *model.buffers()) for size in one.shape}
+    return shorter, [named(place, found[place]) for place in left if found[place] not in axes]
+
+
+def _row(model: Any) -> ProbeRow:
+    return ProbeRow.draw(model, LENGTHS, ids=range(FIRST_ID, VOCABULARY))
 
 
 def _gives_the_same(build: Callable[[str], Any], row: ProbeRow, eager: Alone, limit: float) -> bool:
@@ -221,6 +271,7 @@ def _tried(place: _Place, trial: Trial) -> _Outcome:
         return model, measure_packed(model, place.row, place.alone)
 
     split: tuple[str, ...] = ()
+    found = split
     try:
         model, measured = measure(split)
     except Exception as error:  # noqa: BLE001  # whatever the code of a family raises
@@ -231,7 +282,7 @@ def _tried(place: _Place, trial: Trial) -> _Outcome:
             found = split_found_states(model, place.row)
             model, measured = measure(found) if found else (model, measured)
             split = found
-    outcome = _Outcome(trial, measured, split, passed=measured.passes(place.precision))
+    outcome = _Outcome(trial, measured, split, found, passed=measured.passes(place.precision))
     return _with_images(place, outcome) if outcome.passed and sees(model.config) else outcome
 
 

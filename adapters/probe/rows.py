@@ -86,7 +86,8 @@ def losses_of(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 def measure_alone(model: Any, row: ProbeRow, *, with_gradients: bool = True) -> Alone:
     """
-    Compute each sample alone.
+    Compute each sample alone, the last one first: what a layer keeps from call to call is then not
+    what it keeps along the row.
 
     Args:
         model: In evaluation, under its native attention.
@@ -97,7 +98,7 @@ def measure_alone(model: Any, row: ProbeRow, *, with_gradients: bool = True) -> 
     """
     logits, losses, norms = [], [], 0.0
     total: Gradients = {}
-    for number, span in enumerate(row.spans):
+    for number, span in reversed(list(enumerate(row.spans))):
         with torch.set_grad_enabled(with_gradients):
             one = model(**row.alone(number), use_cache=False).logits[0]
             loss = losses_of(one, row.ids[0, span])
@@ -105,7 +106,7 @@ def measure_alone(model: Any, row: ProbeRow, *, with_gradients: bool = True) -> 
             norms += _add(total, _weight_gradients(model, loss))
         logits.append(one.detach().float())
         losses.append(float(loss.detach()))
-    return Alone(logits, losses, total, norms)
+    return Alone(logits[::-1], losses[::-1], total, norms)
 
 
 def measure_packed(model: Any, row: ProbeRow, alone: Alone, *, with_gradients: bool = True) -> Measured:

@@ -190,6 +190,11 @@ def shrink(config: Mapping[str, Any], *, times: int = 1) -> dict[str, Any]:
     return _shrink(config, outer=HIDDEN, times=times)
 
 
+def is_known(key: str) -> bool:
+    """Return whether a rule says what becomes of a number under a key."""
+    return any(pattern.fullmatch(key) for pattern, _ in _COMPILED)
+
+
 def _shrink(config: Mapping[str, Any], *, outer: int, times: int) -> dict[str, Any]:
     layers = next((config[name] for name in _LAYERS if isinstance(config.get(name), int)), 0)
     context = _Context(config, layers, min(layers, _kept_layers(config, layers, times)), _head(config), outer)

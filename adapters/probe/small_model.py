@@ -6,10 +6,13 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
 
+import psutil
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -17,10 +20,19 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from transformers.utils import logging as transformers_logging
 
 from adapters.probe.shrink import shrink
+from adapters.probe.unknown import Trials, with_trials
 from core.config import ModelConfig
 from core.errors import ConfigError, ProbeError
 
 _MOST_WEIGHTS = 20_000_000
+"""More would take minutes to ask."""
+
+_BYTES_PER_WEIGHT = 4 * 6
+"""
+Two copies of a model at a time, their gradients packed and alone, and a difference in float64.
+"""
+
+_CGROUP = Path("/sys/fs/cgroup")
 
 _PLAIN_STD = 0.05
 """Weights below are initialised for a wide model; in a narrow one, all scores would be alike."""
@@ -50,7 +62,14 @@ def open_model_config(model: ModelConfig) -> Any:
         ) from error
 
 
-def build_small(config: Any, *, attention: str, trust_remote_code: bool = False, seed: int = 3) -> Any:
+def build_small(
+    config: Any,
+    *,
+    attention: str,
+    trust_remote_code: bool = False,
+    seed: int = 3,
+    trials: Trials = MappingProxyType({}),
+) -> Any:
     """
     Build a small copy of the model that a configuration describes, in float32, in evaluation.
 
@@ -63,12 +82,14 @@ def build_small(config: Any, *, attention: str, trust_remote_code: bool = False,
 
         seed: Decides the weights.
 
+        trials: Numbers to put in place of what `shrink` left.
+
     Raises:
         ProbeError: It cannot be built, or not small.
     """
     failures = []
     for times in (1, 2):
-        small = partial(_small, config, times, attention=attention, trust_remote_code=trust_remote_code)
+        small = partial(_small, config, times, trials, attention=attention, trust_remote_code=trust_remote_code)
         try:
             return _build(small, seed=seed)
         except ProbeError:
@@ -78,15 +99,41 @@ def build_small(config: Any, *, attention: str, trust_remote_code: bool = False,
     raise ProbeError(config.model_type, f"no small copy of it can be built ({failures[0][:300]})")
 
 
-def _small(config: Any, times: int, *, attention: str, trust_remote_code: bool) -> Any:
-    """Return a small model, of the class that the configuration names, if it is transformers'."""
-    small = type(config).from_dict(shrink(config.to_dict(), times=times))
+def _small(config: Any, times: int, trials: Trials, *, attention: str, trust_remote_code: bool) -> Any:
+    """
+    Return a small model, of the class that the configuration names, if it is transformers'.
+
+    Args:
+        config: Of the whole model.
+
+        times: How often each kind of layer is to be there.
+
+        trials: Numbers to put in place of what `shrink` left.
+
+        attention: The attention of transformers that it is built with.
+
+        trust_remote_code: Whether code beside the configuration may run.
+    """
+    small = type(config).from_dict(with_trials(shrink(config.to_dict(), times=times), trials))
     named = getattr(transformers, (config.architectures or [""])[0], None)
     if named is not None and issubclass(named, transformers.PreTrainedModel):
         return named._from_config(small, attn_implementation=attention)  # noqa: SLF001  # from_config calls it
     sees = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
     return kind.from_config(small, attn_implementation=attention, trust_remote_code=trust_remote_code)
+
+
+def free_memory() -> int:
+    """Return the bytes that this process may still take, of its machine and of its container."""
+    free = int(psutil.virtual_memory().available)
+    try:
+        limit, used, stat = ((_CGROUP / f"memory.{name}").read_text() for name in ("max", "current", "stat"))
+    except OSError:
+        return free
+    if limit.strip() == "max":
+        return free
+    cached = int(dict(line.split() for line in stat.splitlines())["inactive_file"])
+    return max(0, min(free, int(limit) - int(used) + cached))
 
 
 def _build(small: Callable[[], Any], *, seed: int) -> Any:
@@ -96,14 +143,21 @@ def _build(small: Callable[[], Any], *, seed: int) -> Any:
     if weights > _MOST_WEIGHTS:
         reason = f"its small copy has {weights:,} weights, more than {_MOST_WEIGHTS:,}"
         raise ProbeError(outline.config.model_type, reason)
+    needed, free = weights * _BYTES_PER_WEIGHT, free_memory()
+    if needed > free:
+        reason = (
+            f"its small copy of {weights:,} weights takes about {needed / 1e6:,.0f} MB to ask, and {free / 1e6:,.0f} "
+            "MB are free: free memory"
+        )
+        raise ProbeError(outline.config.model_type, reason)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = small().float().eval()
-        _enliven(model)
+        enliven(model)
     return model
 
 
-def _enliven(model: torch.nn.Module) -> None:
+def enliven(model: torch.nn.Module) -> None:
     """
     Let no weights be constant, which might keep a mechanism still, and attention tell tokens apart.
     """

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from adapters.samples.json_value import without_nulls
 from adapters.samples.spans import Named, has_media_tag
 from core.errors import DataSetError, RecordError, counted
 from core.samples import DIGEST_BYTES, Place, digest_of, unreadable_digest
@@ -132,7 +133,7 @@ class ArrowFile:
             if not self._sound[number]:
                 batch.validate(full=True)
                 self._sound[number] = True
-            return _without_nulls(batch.slice(row - int(self._ends[number]), 1).to_pylist()[0])
+            return without_nulls(batch.slice(row - int(self._ends[number]), 1).to_pylist()[0])
         except (pa.ArrowException, UnicodeDecodeError, ValueError, OverflowError) as error:
             raise RecordError(str(self.where(row)), f"is damaged: {_short(error)}") from None
 
@@ -161,14 +162,6 @@ def _batches_of(part: Path) -> list[Any]:
         return [file.get_batch(number) for number in range(file.num_record_batches)]
     held.seek(0)
     return list(pa.ipc.open_stream(held))
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nulls(held) for key, held in value.items() if held is not None}
-    if isinstance(value, list):
-        return [_without_nulls(held) for held in value]
-    return value
 
 
 def _text_size(value: Any) -> int:

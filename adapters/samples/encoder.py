@@ -29,7 +29,19 @@ from adapters.samples.video import (
 )
 from core.config import CustomConfig, ModelConfig, TemplateConfig
 from core.errors import ContractError, RecordError, counted
-from core.samples import MIXABLE, Image, ImageFacts, Measurement, Table, Video, from_row, shaped, to_messages
+from core.samples import (
+    CALL,
+    MIXABLE,
+    RESPONSE,
+    Image,
+    ImageFacts,
+    Measurement,
+    Table,
+    Video,
+    from_row,
+    shaped,
+    to_messages,
+)
 
 IGNORED_LABEL = -100
 
@@ -118,7 +130,7 @@ class SwiftEncoder:
         sample, images = self.read(index)
         if answer is not None:
             *before, last = sample["messages"]
-            sample = {**sample, "messages": [*before, {**last, "content": answer}]}
+            sample = {**sample, "messages": [*before, {**last, "role": "assistant", "content": answer}]}
         for image in images:
             self.image_size(index, image)
         videos = sample.get("videos", ())
@@ -155,7 +167,22 @@ class SwiftEncoder:
         if "videos" in sample:
             sample["videos"] = [_located(video, folder) for video in sample["videos"]]
             self._refuse_unread_videos(index)
+        self._refuse_unread(index, sample)
         return sample, images
+
+    def _refuse_unread(self, index: int, sample: dict[str, Any]) -> None:
+        """Refuse what this template would not read of a sample."""
+        has_tools = "tools" in sample or any(message["role"] in {CALL, RESPONSE} for message in sample["messages"])
+        if has_tools and self.template._agent_template is None:  # noqa: SLF001  # its property raises
+            name = self.template.template_meta.template_type
+            reason = f"the record has tools, for which the template {name} has no notation: set template.agent_template"
+            raise self.fault(index, f"{reason}, as hermes")
+        if self.template.loss_scale.base_strategy == "all" and any(
+            message.get("loss") is not None and message["role"] not in {"assistant", CALL}
+            for message in sample["messages"]
+        ):
+            reason = "the record says 'loss': false of what the user says, which template.loss_scale: all trains"
+            raise self.fault(index, f"{reason} all the same: remove it")
 
     def _refuse_unread_videos(self, index: int) -> None:
         """Refuse a sample's videos where the template, or this machine, reads none."""
@@ -244,7 +271,21 @@ class SwiftEncoder:
             raise self.fault(index, f"the record cannot be encoded: {type(error).__name__}: {error}") from error
         encoded[IMAGES.counted] = len(sample.get("images", ()))
         encoded[VIDEOS.counted] = len(sample.get("videos", ()))
-        return encoded
+        return self._weighed(index, encoded)
+
+    def _weighed(self, index: int, encoded: dict[str, Any]) -> dict[str, Any]:
+        """Return an encoded sample that has weights of its tokens only where they are not all 1."""
+        weights = encoded.pop("loss_scale", None)
+        if weights is None or set(weights) <= {0, 1}:
+            return encoded
+        if len(weights) != len(encoded["labels"]):
+            name = self.template.template_meta.template_type
+            reason = (
+                f"the record has weights of the loss, which the template {name} does not carry to its "
+                f"{len(encoded['labels']):,} tokens: remove loss_scale from its messages, or template.loss_scale"
+            )
+            raise self.fault(index, reason)
+        return {**encoded, "loss_scale": weights}
 
     @cached_property
     def video_lengths(self) -> VideoLengths | None:
@@ -255,7 +296,9 @@ class SwiftEncoder:
         return None if why_no_reader() else VideoLengths.of(self.template, self.spec.template)
 
     def video_facts(self, index: int, video: Video) -> VideoFacts:
-        """Return what a video of sample *index* says of itself; RecordError if it cannot be used."""
+        """
+        Return what a video of sample *index* says of itself; RecordError if it cannot be used.
+        """
         custom = self.spec.custom
         try:
             facts = video_facts(video, max_seconds=custom.max_video_s)
@@ -300,8 +343,8 @@ class SwiftEncoder:
             supervised=sum(label != IGNORED_LABEL for label in encoded["labels"][1:]),
             images=encoded[IMAGES.counted],
             patches=IMAGES.patches(encoded, patch_size=patch_size_of(self.template.config)),
-            **self._measured_videos(encoded),
         )
+        measurement = attrs.evolve(measurement, **self._measured_videos(encoded))
         held = IMAGES.rows(encoded)
         if held not in (None, measurement.images):
             reason = f"the record has {counted(measurement.images, 'image')}, but its encoding holds {held:,}"
@@ -313,7 +356,7 @@ class SwiftEncoder:
         self._refuse_video_tokens(index, encoded["input_ids"], measurement)
         return measurement
 
-    def _measured_videos(self, encoded: dict[str, Any]) -> dict[str, int]:
+    def _measured_videos(self, encoded: dict[str, Any]) -> dict[str, Any]:
         """Return what an encoded sample has of videos, as columns of its measurement."""
         if not encoded[VIDEOS.counted]:
             return {}

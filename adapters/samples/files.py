@@ -193,7 +193,8 @@ def _open_text(text: Path, suffix: str, named: Named, max_bytes: int | None) -> 
 
 def rebased(record: Any, folder: Path, onto: Path) -> Any:
     """
-    Return a record of a file in *folder* as one in *onto* has to read: with the same images and videos.
+    Return a record of a file in *folder* as one in *onto* has to read: with the same
+    media.
 
     Args:
         record: A record's JSON value, or that of a column.

@@ -76,3 +76,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         message = f"the key {twice!r} is written twice in one object"
         raise ValueError(message)
     return found
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a value without what columns write for keys that it does not have."""
+    if isinstance(value, dict):
+        return {key: without_nulls(held) for key, held in value.items() if held is not None}
+    if isinstance(value, list):
+        return [without_nulls(held) for held in value]
+    return value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import logging
 import os
 import time
@@ -23,6 +22,7 @@ from adapters.samples.encoder import SampleSpec, SwiftEncoder
 from adapters.samples.image_headers import image_facts
 from adapters.samples.image_lengths import ImageLengths, prove_lengths
 from adapters.samples.template import swift_types
+from adapters.versions import installed_version
 from core.errors import RecordError
 from core.fingerprint import Fingerprint, Value, configured_inputs
 from core.samples import Image, ImageFacts, Measured, Measurement, Outcome
@@ -67,7 +67,7 @@ _PROCESSING_VARIABLES = (
     "MODEL_SEQ_LEN",
     "FORCE_QWENVL_VIDEO_READER",
 )
-"""Environment variables that ms-swift and qwen_vl_utils read while encoding text, images and videos."""
+"""Environment variables that ms-swift and qwen_vl_utils read while encoding text and media."""
 
 MEASURING = 3
 """
@@ -123,7 +123,7 @@ class SwiftMeasurer:
             inputs[f"model.{file.name}.sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
         inputs["version.measuring"] = MEASURING
         for package in _PROCESSING_PACKAGES:
-            inputs[f"version.{package}"] = importlib.metadata.version(package)
+            inputs[f"version.{package}"] = installed_version(package)
         for variable in _PROCESSING_VARIABLES:
             inputs[f"environment.{variable}"] = os.environ.get(variable)
         return Fingerprint(inputs)
@@ -146,8 +146,8 @@ class SwiftMeasurer:
 
     def measure_quickly(self, index: int) -> Measurement:
         """
-        Measure sample *index* from its the headers of its images and videos where that is proven to be exact; else in
-        full.
+        Measure sample *index* from the headers of its images and videos where that is proven to be
+        exact; else in full.
         """
         sample, images = self._encoder.read(index)
         # Where the template truncates, what goes depends on where the images stand.
@@ -191,7 +191,7 @@ class SwiftMeasurer:
             raise encoder.fault(index, f"{what} cannot be encoded: {error}") from None
         return attrs.evolve(
             measured,
-            length=measured.length + sum(one.tokens for one in (*seen, *shown)),
+            length=measured.length + sum(one.tokens for one in seen) + sum(one.tokens for one in shown),
             patches=measured.patches + sum(one.patches for one in seen),
             frames=measured.frames + sum(one.frames for one in shown),
             video_patches=measured.video_patches + sum(one.patches for one in shown),

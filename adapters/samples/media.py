@@ -124,13 +124,12 @@ class ImageTokens:
             ConfigError: The template encodes no image, or none of it shows.
         """
         try:
-            with_image, without = (Counter(encode_image(template, size)["input_ids"]) for size in (DUMMY_SIZE, None))
-            encoded = encode_image(template, DUMMY_SIZE)
+            without, encoded = (encode_image(template, size) for size in (None, DUMMY_SIZE))
         except Exception as error:
             install = f": install {error.name}" if isinstance(error, ImportError) and error.name else ""
             reason = f"is {template.template_meta.template_type}, which cannot encode an image here{install}"
             raise ConfigError.of("template.template", f"{reason} ({type(error).__name__}: {error})") from error
-        added = with_image - without
+        added = Counter(encoded["input_ids"]) - Counter(without["input_ids"])
         if not added:
             reason = f"is {template.template_meta.template_type}, in which an image adds no token: name the model's own"
             raise ConfigError.of("template.template", reason)

@@ -24,12 +24,13 @@ from filelock import FileLock, Timeout
 
 from adapters import files
 from adapters.progress import BRIEF_S, progress
+from adapters.samples.json_value import without_nulls
 from core.errors import CorruptArtefactError, DataSetError, counted
 from core.samples import digest_of
 
 log = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 """Version of the copies; a change of what they hold raises it."""
 
 TEXT, ROWS, DIGESTS = "text", "rows.arrow", "digests.bin"
@@ -281,4 +282,4 @@ def _plain(schema: Any) -> Any:
 
 
 def _write_digests(batch: Any, file: BinaryIO) -> None:
-    file.writelines(digest_of(batch.slice(row, 1).to_pylist()[0]) for row in range(batch.num_rows))
+    file.writelines(digest_of(without_nulls(batch.slice(row, 1).to_pylist()[0])) for row in range(batch.num_rows))

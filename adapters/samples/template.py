@@ -9,14 +9,19 @@ from typing import Any
 from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
 
 from swift import get_model_processor, get_template
+from swift.agent_template import agent_template_map
+from swift.loss_scale import ALL_BASE_STRATEGY, loss_scale_map
 from swift.model import MODEL_MAPPING, get_matched_model_meta
 from swift.template import Template
 
 from adapters.families import embeds_itself, settled_types
-from adapters.model_folder import config_architecture
+from adapters.model_folder import config_architecture, model_sizes
 from adapters.samples.video import prepare_videos
 from core.config import ModelConfig, TemplateConfig
 from core.errors import ConfigError, Fault
+
+_MEDIA = ("vision", "audio")
+"""Parts of models that only a loader of their own opens."""
 
 
 def refuse_remote_code(model: ModelConfig) -> None:
@@ -36,12 +41,13 @@ def refuse_remote_code(model: ModelConfig) -> None:
             raise ConfigError.of("model.model", f"{model.model} {reason}")
 
 
-def swift_types(model: ModelConfig, template: TemplateConfig) -> tuple[str, str]:
+def swift_types(model: ModelConfig, template: TemplateConfig) -> tuple[str | None, str]:
     """
     Return ms-swift's model type and template, which a local folder does not tell it.
 
     They are what the run names; else what the registry knows the folder's name by; else the only
-    ones that it knows the architecture by, or that are settled (`families.json`).
+    ones that it knows the architecture by, or that are settled (`families.json`). The type is None
+    for text models that the registry does not know: ms-swift loads them as transformers does.
 
     Raises:
         ConfigError: The registry names none, or several to choose from.
@@ -56,7 +62,7 @@ def swift_types(model: ModelConfig, template: TemplateConfig) -> tuple[str, str]
     return types[0], templates[0]
 
 
-def swift_model_type(model: ModelConfig) -> str:
+def swift_model_type(model: ModelConfig) -> str | None:
     """Return ms-swift's model type; see `swift_types`."""
     types, _ = _candidates(model)
     if len(types) != 1:
@@ -64,7 +70,7 @@ def swift_model_type(model: ModelConfig) -> str:
     return types[0]
 
 
-def _candidates(model: ModelConfig) -> tuple[list[str], list[str]]:
+def _candidates(model: ModelConfig) -> tuple[Sequence[str | None], Sequence[str]]:
     """Return the model types and the templates that a model may have."""
     named = get_matched_model_meta(str(Path(model.model).resolve()))
     if named is not None and model.model_type in (None, named.model_type):
@@ -74,6 +80,8 @@ def _candidates(model: ModelConfig) -> tuple[list[str], list[str]]:
     if settled is not None and model.model_type in (None, settled[0]):
         return [settled[0]], [settled[1]]
     types = [model.model_type] if model.model_type else _types_of(architecture)
+    if not types and not any(f"{part}_config" in model_sizes(model) for part in _MEDIA):
+        return [None], []
     return types, _templates_of(types)
 
 
@@ -89,11 +97,11 @@ def _templates_of(types: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(name for meta in known for name in meta.candidate_templates))
 
 
-def _choice(model: ModelConfig, key: str, what: str, found: Sequence[str]) -> Fault:
+def _choice(model: ModelConfig, key: str, what: str, found: Sequence[str | None]) -> Fault:
     architecture = config_architecture(model)
     if not found:
         return Fault(key, f"is not set, and ms-swift knows no {what} of {architecture}: set it to one that it has")
-    several = ", ".join(found[:20])
+    several = ", ".join(map(str, found[:20]))
     return Fault(key, f"is not set, and ms-swift knows several {what} of {architecture}: set it to one of {several}")
 
 
@@ -127,6 +135,7 @@ def open_template(model: ModelConfig, template: TemplateConfig, *, packing_lengt
         packing_length: Tokens of a pack; the limit where the template truncates.
     """
     refuse_remote_code(model)
+    _refuse_unknown(template)
     model_type, template_type = swift_types(model, template)
     cuts = template.truncation_strategy in {"left", "right"}
     try:
@@ -138,7 +147,14 @@ def open_template(model: ModelConfig, template: TemplateConfig, *, packing_lengt
             template_type=template_type,
             truncation_strategy=template.truncation_strategy or "raise",
             max_pixels=template.max_pixels,
+            agent_template=template.agent_template,
+            loss_scale=template.loss_scale,
+            # Else weights of single messages would be ignored; those that are all 1 are dropped
+            # behind the template.
+            is_binary_loss_scale=False,
         )
+    except AssertionError as error:
+        raise ConfigError.of("template", f"is refused by ms-swift: {error}") from error
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError.of("model.model", f"{model.model} cannot be opened by ms-swift: {error}") from error
     if not cuts:  # ms-swift fills in the model's own limit, and would refuse what is longer
@@ -171,6 +187,21 @@ def _name_tokens(template: Template, processor: Any) -> None:
 def _as_they_are(_: Any, inputs: Any) -> Any:
     """Leave a batch to its model."""
     return inputs
+
+
+def _refuse_unknown(template: TemplateConfig) -> None:
+    """Refuse names of notations and of weights that ms-swift does not know; ConfigError."""
+    known = ", ".join(sorted(agent_template_map))
+    if template.agent_template is not None and template.agent_template not in agent_template_map:
+        reason = f"is {template.agent_template}, but has to be one of {known}"
+        raise ConfigError.of("template.agent_template", reason)
+    strategy, *names = template.loss_scale.split("+")
+    if strategy not in ALL_BASE_STRATEGY:
+        names = [strategy, *names]
+    if wrong := [name for name in names if name not in loss_scale_map]:
+        strategies, weights = ", ".join(ALL_BASE_STRATEGY), ", ".join(sorted(loss_scale_map))
+        reason = f"has {wrong[0]!r}, but is one of {strategies}, perhaps with + and any of {weights}"
+        raise ConfigError.of("template.loss_scale", reason)
 
 
 def _keep_text(_: Any) -> None:

@@ -261,7 +261,7 @@ class PackingTrainer(Seq2SeqTrainer):
         if self.group.world_size > 1:
             torch.distributed.all_reduce(total)
         # A step without a single supervised token has a loss of 0, and not of 0 / 0.
-        return total.clamp(min=1).to(device, torch.float32)
+        return torch.where(total > 0, total, 1.0).to(device, torch.float32)
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         rest = {key: value for key, value in inputs.items() if key not in (PACK_INDICES, NORMALISER, LENGTHS)}
@@ -283,7 +283,8 @@ class PackingTrainer(Seq2SeqTrainer):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """
-        Measure the token mean of the loss over all packs once, whatever the ranks and packs.
+        Measure the token mean of the loss over all packs once, whatever the ranks and packs; where
+        tokens have weights, it is the weighted mean.
 
         Packs that only fill the ranks weigh nothing. Sums are in float64.
 
@@ -300,7 +301,7 @@ class PackingTrainer(Seq2SeqTrainer):
             model.to(self.accelerator.device)
         was_training = model.training
         model.eval()
-        sums = torch.zeros(3, dtype=torch.float64)
+        sums = torch.zeros(4, dtype=torch.float64)
         counted = torch.zeros(len(dataloader.dataset), dtype=torch.int64)
         try:
             with torch.no_grad(), self.media_hook(), self.accelerator.autocast():
@@ -319,35 +320,41 @@ class PackingTrainer(Seq2SeqTrainer):
         num_samples = dataloader.dataset.packs.num_samples
         packs = torch.arange(len(counted))
         require_packs("evaluation", packs.tolist(), packs.repeat_interleave(counted).tolist())
-        loss, correct, tokens = sums.tolist()
+        loss, weight, correct, tokens = sums.tolist()
         if not math.isfinite(loss):
             raise NotFiniteError(f"{metric_key_prefix}_loss", loss, _ENDED)
         metrics = {
-            f"{metric_key_prefix}_loss": loss / tokens if tokens else float("nan"),
+            f"{metric_key_prefix}_loss": loss / weight if weight else float("nan"),
             f"{metric_key_prefix}_token_acc": correct / tokens if tokens else float("nan"),
             f"{metric_key_prefix}_tokens": int(tokens),
         }
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=num_samples)
 
     def token_sums(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        """Return loss, correct tokens and counted tokens of a batch; float64 of shape (3,)."""
-        logits, labels = self.logits_and_labels(model, inputs)
+        """
+        Return loss, weight, correct tokens and counted tokens of a batch; float64 of shape (4,).
+        """
+        logits, labels, weights = self.logits_and_labels(model, inputs)
         logits, labels = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten().to(logits.device)
-        sums = torch.zeros(3, dtype=torch.float64)
-        for rows, targets in zip(torch.split(logits, _LOGIT_ROWS), torch.split(labels, _LOGIT_ROWS), strict=True):
-            losses = F.cross_entropy(rows.float(), targets, ignore_index=IGNORED_LABEL, reduction="none")
+        weights = weights[:, 1:].flatten().to(logits.device)
+        sums = torch.zeros(4, dtype=torch.float64)
+        for rows, targets, own in zip(*(torch.split(of, _LOGIT_ROWS) for of in (logits, labels, weights)), strict=True):
+            losses = F.cross_entropy(rows.float(), targets, ignore_index=IGNORED_LABEL, reduction="none").double()
             kept = targets != IGNORED_LABEL
             correct = (rows.argmax(-1) == targets) & kept
-            sums += torch.stack([losses.double().sum(), correct.sum(), kept.sum()]).double().cpu()
+            sums += torch.stack([(losses * own).sum(), own.sum(), correct.sum(), kept.sum()]).double().cpu()
         return sums
 
-    def logits_and_labels(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    def logits_and_labels(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """
-        Return the logits of a batch, as training computes them, and its labels; of the same rows.
+        Return the logits of a batch, as training computes them, its labels, and what each weighs in
+        float64; of the same rows.
         """
         with self.template.forward_context(self.model, inputs):
             inputs = self._prepare_inputs(inputs)
-            return model(**model_inputs(inputs)).logits, inputs["labels"]
+            labels, weights = inputs["labels"], inputs.get("loss_scale")
+            weights = (labels != IGNORED_LABEL) if weights is None else weights
+            return model(**model_inputs(inputs)).logits, labels, weights.double()
 
     @contextlib.contextmanager
     def media_hook(self) -> Iterator[None]:

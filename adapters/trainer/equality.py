@@ -226,7 +226,7 @@ class PackComparison:
     def _gradients(self, pack: int, collated: dict[str, Any], encoded: list[dict[str, Any]]) -> Iterator[Finding]:
         trainer, model = self.trainer, self.trainer.model
         weights = self._weights(encoded)
-        normaliser = torch.cat(weights).sum().clamp(min=1)
+        normaliser = float(torch.cat(weights).sum()) or 1.0
         expected = terms = norms = 0.0
         reference: dict[str, torch.Tensor] = {}
         for sample, weight in zip(encoded, weights, strict=True):
@@ -246,7 +246,7 @@ class PackComparison:
         model.zero_grad()
         with trainer.media_hook(), trainer.template.forward_context(model, dict(collated)):
             inputs = trainer._prepare_inputs(dict(collated))  # noqa: SLF001  # what training does, and no less
-            items = torch.tensor(max(collated[NORMALISER], 1.0), device=trainer.accelerator.device)
+            items = torch.tensor(collated[NORMALISER] or 1.0, device=trainer.accelerator.device)
             with trainer.accelerator.autocast():
                 loss = trainer.compute_loss(model, inputs, num_items_in_batch=items)
             torch.autograd.backward(loss)
@@ -263,7 +263,9 @@ class PackComparison:
         for sample in encoded:
             counted = (torch.tensor(sample["labels"]) != IGNORED_LABEL).double()
             counted[0] = 0
-            weights.append(counted * counted.sum().clamp(min=1) ** powers[self.trainer.reduction])
+            if "loss_scale" in sample:
+                counted *= torch.tensor(sample["loss_scale"], dtype=torch.float64)
+            weights.append(counted * (float(counted.sum()) or 1.0) ** powers[self.trainer.reduction])
         return weights
 
 

@@ -19,7 +19,7 @@ from swift.utils import seed_worker
 from adapters.lifeline import end_with_parent
 from adapters.samples.encoder import IGNORED_LABEL
 from adapters.trainer.dynamic_dataset import Ended, StreamCounts, StreamedPack
-from adapters.trainer.packed_dataset import EncodedPack
+from adapters.trainer.packed_dataset import EncodedPack, Sample
 from adapters.trainer.vision import complete
 from core.errors import PackplanError
 from core.schedule import EpochSchedule
@@ -105,8 +105,10 @@ class Collator:
             if isinstance(item, (PackplanError, Ended)):
                 return item
             packs.append(item)
-        batch = self._collated([pack.samples if self.grouped else pack.samples[0] for pack in packs])
-        weights = loss_weights(batch["labels"], self._starts(batch), reduction=self.reduction)
+        samples = with_weights([pack.samples for pack in packs])
+        batch = self._collated(samples if self.grouped else [one for (one,) in samples])
+        scale = batch.get("loss_scale")
+        weights = loss_weights(batch["labels"], self._starts(batch), reduction=self.reduction, scale=scale)
         batch[PACK_INDICES] = tuple(pack.position for pack in packs)
         batch[LENGTHS] = tuple(sample["length"] for pack in packs for sample in pack.samples)
         if counts := tuple(attrs.astuple(pack.counts) for pack in packs if isinstance(pack, StreamedPack)):
@@ -115,9 +117,8 @@ class Collator:
         # ms-swift multiplies each token's loss by `loss_scale`. Without one, the model divides by
         # its own tokens: the same, but for a batch of none, which would be 0 / 0 and make every
         # weight of the model NaN.
-        if self.reduction != "token" or not batch[NORMALISER]:
-            scale = batch.get("loss_scale")
-            batch["loss_scale"] = weights if scale is None else scale * weights
+        if self.reduction != "token" or scale is not None or not batch[NORMALISER]:
+            batch["loss_scale"] = weights
         return batch
 
     def _collated(self, rows: list[Any]) -> Batch:
@@ -144,13 +145,30 @@ class Collator:
         return starts
 
 
-def loss_weights(labels: torch.Tensor, starts: torch.Tensor, *, reduction: Reduction) -> torch.Tensor:
+def with_weights(packs: list[list[Sample]]) -> list[list[Sample]]:
+    """
+    Return the samples of packs, all of them with weights of their tokens if one has some: ms-swift
+    would put those of the others one after the other.
+    """
+    if not any("loss_scale" in sample for pack in packs for sample in pack):
+        return packs
+    return [[sample if "loss_scale" in sample else _with_ones(sample) for sample in pack] for pack in packs]
+
+
+def _with_ones(sample: Sample) -> Sample:
+    return {**sample, "loss_scale": [float(label != IGNORED_LABEL) for label in sample["labels"]]}
+
+
+def loss_weights(
+    labels: torch.Tensor, starts: torch.Tensor, *, reduction: Reduction, scale: torch.Tensor | None = None
+) -> torch.Tensor:
     """
     Return what each label's loss weighs, 0 where it is ignored; the loss of a step is the weighted
     mean.
 
     `token` gives every token the same weight, `sample` every sample; `sqrt` lies between (InternVL
-    2.5, 2024, calls it square averaging): a token of a sample of n weighs n ** -0.5.
+    2.5, 2024, calls it square averaging): a token of a sample of n weighs n ** -0.5. Where tokens
+    have weights of their own, n is the sum of a sample's, and each is multiplied by its own.
 
     Args:
         labels: Of shape (rows, length).
@@ -158,11 +176,16 @@ def loss_weights(labels: torch.Tensor, starts: torch.Tensor, *, reduction: Reduc
         starts: Where samples start, the first of each row included; bool of the same shape.
 
         reduction: How samples of unequal length are weighed.
+
+        scale: What each label weighs by itself, of the same shape; None: 1.
     """
-    counted = labels != IGNORED_LABEL
+    counted = (labels != IGNORED_LABEL).float()
+    if scale is not None:
+        counted = counted * scale
     sample = starts.flatten().cumsum(0) - 1
-    tokens = torch.zeros(int(sample[-1]) + 1).index_add_(0, sample, counted.flatten().float())
-    return (tokens.clamp(min=1) ** _POWERS[reduction])[sample].view_as(labels) * counted
+    sums = torch.zeros(int(sample[-1]) + 1).index_add_(0, sample, counted.flatten())
+    each = torch.where(sums > 0, sums, 1.0) ** _POWERS[reduction]
+    return each[sample].view_as(labels) * counted
 
 
 def open_worker(number: int, *, num_workers: int, rank: int) -> None:

@@ -53,7 +53,9 @@ def token_types(config: Any, input_ids: torch.Tensor) -> torch.Tensor:
         input_ids: Tokens.
     """
     types: torch.Tensor = (input_ids == config.image_token_id).long()
-    return types if getattr(config, "video_token_id", None) is None else types + 2 * (input_ids == config.video_token_id)
+    return (
+        types if getattr(config, "video_token_id", None) is None else types + 2 * (input_ids == config.video_token_id)
+    )
 
 
 def model_media(model: Any, encoded: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -53,7 +53,7 @@ class VisionFamily:
     """A family of models that see, and a tiny one of it."""
 
     model_type: str
-    """Of transformers' configuration."""
+    """Name that transformers has for it."""
 
     swift: tuple[str, str]
     """ms-swift's model type and template."""

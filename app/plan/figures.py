@@ -31,6 +31,13 @@ def _samples(view: PlanView) -> Iterator[Row]:
         yield "  long, packs of their own", f"{plan.long_samples:,}", counted(plan.long_tokens, "token")
         yield "  dropped, in underfilled packs", f"{plan.dropped_samples:,}", counted(plan.dropped_tokens, "token")
     yield "  skipped, too long", f"{plan.skipped_samples:,}", counted(plan.skipped_tokens, "token")
+    if plan.supervised_tokens is not None:
+        share = plan.supervised_tokens / plan.planned_tokens
+        yield (
+            "supervised tokens",
+            f"{plan.supervised_tokens:,}",
+            f"{share:.1%} of the planned ones: the loss counts them",
+        )
 
 
 def _packs(view: PlanView) -> Iterator[Row]:

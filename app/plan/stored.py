@@ -32,6 +32,7 @@ from core.inspection import PlanSummary, ScheduleSummary, summarise, summarise_s
 from core.lengths import IntArray
 from core.plan import refuse_dropped, refuse_longer
 from core.ports import LengthStore, StoredLengths, StoredPlan
+from core.samples import column
 from core.schedule import EpochSchedule
 
 
@@ -51,7 +52,8 @@ class StoredSplit:
 
     def summary(self) -> PlanSummary:
         """Return the plan in numbers."""
-        return summarise(self.plan.plan, self.lengths.tokens, packed=self.packed)
+        supervised = column(self.lengths.rows.table, "supervised")
+        return summarise(self.plan.plan, self.lengths.tokens, packed=self.packed, supervised=supervised)
 
 
 @attrs.frozen(eq=False)

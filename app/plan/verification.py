@@ -29,7 +29,7 @@ from core.inspection import plan_faults
 from core.lengths import IntArray
 from core.plan import refuse_dropped, refuse_longer
 from core.ports import LengthSource, Origin, StoredLengths, StoredPlan
-from core.samples import ImageTable, Measured, Table, column, from_row, from_tables, num_media
+from core.samples import ImageTable, Measured, Table, from_row, from_tables, num_media
 
 log = logging.getLogger(__name__)
 

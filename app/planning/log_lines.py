@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from types import MappingProxyType
 
+import numpy as np
+
 from app.planning.split import PlannedSplit
 from core.errors import agree, counted
 from core.inspection import LowFill, longest_pack, low_fill
@@ -62,6 +64,9 @@ def describe(planned: PlannedSplit, policy: PlanPolicy) -> Iterator[tuple[int, s
             f"world_size {aligned.world_size}, dataloader_drop_last {str(aligned.dataloader_drop_last).lower()}"
         ),
     )
+    supervised = int(column(planned.table, "supervised")[raw.packs.indices].sum(dtype=np.int64))
+    share = supervised / raw.planned_tokens
+    yield info, f"{name}: {counted(supervised, 'token')} of planned samples ({share:.1%}) are supervised"
     if aligned.pad_needed:
         shown = ", ".join(map(str, aligned.repeated[:20])) + (", …" if aligned.pad_needed > 20 else "")
         yield info, f"{name}: pad_needed {aligned.pad_needed:,}, repeated packs of the raw plan [{shown}]"

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from adapters.microbatches import BatchedData
 from adapters.progress import progress
 from adapters.sequence_loss import normalisers
+from app.training.works import trained_work
 from app.wiring.stores import open_policy_folder
 from app.wiring.training import require_isolation
 from core.config import RunConfig
@@ -32,6 +33,7 @@ from core.ports import Arrays, Workers
 from core.rl import group_advantages
 from core.shard import Sharding, batch_metrics, pooled, shard_dynamic, shard_packed, shard_plain
 from core.shuffling import shuffled
+from core.work import WorkModel
 
 if TYPE_CHECKING:
     from adapters.samples.encoder import SwiftEncoder
@@ -92,11 +94,14 @@ def run(config: RunConfig, workers: Workers, samples: SwiftEncoder) -> list[dict
     is_first = is_first_rank()
     folder = open_policy_folder(config)
     prompts = _encoded_prompts(config, samples, shown=is_first)
+    work, estimated = trained_work(config)
+    if estimated and is_first:
+        log.warning("work counts tokens and squares of lengths, for %s", estimated)
     history = []
     started = time.perf_counter()
     for step, drawn in zip(range(config.grpo.num_steps), _drawn(config, len(prompts)), strict=False):
         asked = _asked(samples, prompts, drawn)
-        history.append({"step": step + 1, **_step(config, workers, asked, shards=shards, step=step)})
+        history.append({"step": step + 1, **_step(config, workers, asked, work, shards=shards, step=step)})
         if is_first:
             left_s = (time.perf_counter() - started) / (step + 1) * (config.grpo.num_steps - step - 1)
             folder.append(_finite(history[-1]))
@@ -110,7 +115,13 @@ def run(config: RunConfig, workers: Workers, samples: SwiftEncoder) -> list[dict
 
 
 def cut(
-    config: RunConfig, lengths: NDArray[np.int64], *, shards: int, batch_size: int | None = None, training: bool
+    config: RunConfig,
+    lengths: NDArray[np.int64],
+    *,
+    work: WorkModel,
+    shards: int,
+    batch_size: int | None = None,
+    training: bool,
 ) -> Sharding:
     """
     Cut a batch into microbatches as `policy.` says.
@@ -120,6 +131,8 @@ def cut(
 
         lengths: Tokens of each sequence.
 
+        work: What a sequence costs.
+
         shards: Data-parallel workers.
 
         batch_size: Sequences of an optimizer step; None: all.
@@ -128,7 +141,7 @@ def cut(
     """
     policy = config.policy
     packing, dynamic = policy.sequence_packing, policy.dynamic_batching
-    workers: dict[str, Any] = {"shards": shards, "batch_size": batch_size or len(lengths)}
+    workers: dict[str, Any] = {"shards": shards, "batch_size": batch_size or len(lengths), "work": work}
 
     def of_phase(train: int, logprob: int | None) -> int:
         return train if training or logprob is None else logprob
@@ -143,6 +156,8 @@ def cut(
             assignment=packing.assignment,
             microbatch_order=packing.microbatch_order,
             seed=config.training.seed,
+            # Workers sum their gradients once, after the global batch.
+            meeting="step",
         )
     if dynamic.enabled:
         return shard_dynamic(
@@ -176,22 +191,39 @@ def run_on_all(workers: Workers, method: str, shards: list[Any], config: RunConf
     return workers.run_all_workers_sharded_data(method, held, **options)[::size]
 
 
-def _step(config: RunConfig, workers: Workers, asked: BatchedData, *, shards: int, step: int) -> dict[str, Any]:
-    """Answer prompts, learn from the answers, and return the step's figures."""
+def _step(
+    config: RunConfig, workers: Workers, asked: BatchedData, work: WorkModel, *, shards: int, step: int
+) -> dict[str, Any]:
+    """
+    Answer prompts, learn from the answers, and return the step's figures.
+
+    Args:
+        config: The run.
+
+        workers: They hold the policy.
+
+        asked: The prompts.
+
+        work: What a sequence costs.
+
+        shards: Data-parallel workers.
+
+        step: Of the run, from 0.
+    """
     started = time.perf_counter()
     rollouts = _roll_out(config, workers, asked, shards=shards, step=step)
     answered = time.perf_counter()
     batch, rewards = rollouts.batch, rollouts.rewards
     lengths = batch.lengths.numpy()
     batch_size = config.policy.train_global_batch_size or len(batch)
-    logprob = cut(config, lengths, shards=shards, training=False)
+    logprob = cut(config, lengths, work=work, shards=shards, training=False)
     fields = {"old_log_probabilities": _log_probabilities(config, workers, batch, logprob)}
     if config.grpo.kl_coefficient:
         fields["reference_log_probabilities"] = _log_probabilities(config, workers, batch, logprob, of_reference=True)
     advantages = group_advantages(rewards, group_size=config.grpo.num_generations_per_prompt)
     batch = batch.with_fields(**fields, advantages=torch.as_tensor(advantages, dtype=torch.float32))
     scored = time.perf_counter()
-    sharding = cut(config, lengths, shards=shards, batch_size=batch_size, training=True)
+    sharding = cut(config, lengths, work=work, shards=shards, batch_size=batch_size, training=True)
     counts = [
         normalisers(batch.tensor("token_mask")[start : start + batch_size])
         for start in range(0, len(batch), batch_size)
@@ -302,7 +334,7 @@ def _figures(sharding: Sharding) -> dict[str, Any]:
     together = pooled(global_batches)
     return {
         **together.logs(),
-        "microbatch_imbalance": together.step_imbalance,
+        "imbalances": together.imbalances,
         "chunks": [dict(batch.logs()) for batch in global_batches],
     }
 
@@ -320,7 +352,8 @@ def _log(entry: Mapping[str, Any], *, num_steps: int, left_s: float) -> None:
     log.info(
         "step %d/%d, %.0f s left: reward %.3f, loss %+.4f, %.1f tokens an answer; computed %.0f %% of what padding "
         "would, "
-        "utilisation %.3f, work imbalance %.3f",
+        "utilisation %.3f, work imbalance %.3f, of microbatches %.3f",
         entry["step"], num_steps, left_s, entry["reward"], entry["loss"], entry["answer_tokens"],
         100 * trained["computed_share"], trained["utilisation"], trained["work_imbalance"],
+        trained["microbatch_imbalance"],
     )  # fmt: skip

@@ -46,7 +46,7 @@ def work_of(config: RunConfig, table: Table) -> Work:
 
         table: Measurements of the samples; shape (num_samples, num_columns).
     """
-    model, estimated = _trained(config)
+    model, estimated = trained_work(config)
     works = SampleWorks.of(
         model, column(table, "length"), images=column(table, "images"), patches=column(table, "patches")
     )
@@ -54,9 +54,9 @@ def work_of(config: RunConfig, table: Table) -> Work:
     return Work(works, f"{counted}, forward and backward", estimated)
 
 
-def _trained(config: RunConfig) -> tuple[WorkModel, str | None]:
+def trained_work(config: RunConfig) -> tuple[WorkModel, str | None]:
     """
-    Return the work of the model, forward and backward, and why it is only estimated, if it is.
+    Return the work of a run's model, forward and backward, and why it is only estimated, if it is.
     """
     model, estimated = _model_of(config)
     training = config.training
@@ -87,7 +87,7 @@ def policy_of(config: RunConfig, split: str) -> PlanPolicy:
     packs depend on that.
     """
     weighs = config.training.packing and ALGORITHMS[config.training.packing_algorithm].weighs
-    return PlanPolicy.of(config, split, work=_trained(config)[0] if weighs else None)
+    return PlanPolicy.of(config, split, work=trained_work(config)[0] if weighs else None)
 
 
 def meeting_of(config: RunConfig) -> Meeting | None:

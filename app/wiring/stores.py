@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from adapters.stores.lengths import DiskLengthStore
 from adapters.stores.lock import FolderLock
 from adapters.stores.plans import DiskPlanStore
 from adapters.stores.verdicts import DiskVerdictStore
+from adapters.versions import installed_version
 from app.planning.split import Stores
 from core.config import RunConfig
 from core.equality import (
@@ -98,7 +98,7 @@ def verdict_key(config: RunConfig) -> Fingerprint:
     Return everything that the verdict on a run's model depends on; ConfigError if its folder does
     not say what it is.
     """
-    packages = {name: _version(name) for name in ("torch", "transformers", "ms-swift", "flash-attn")}
+    packages = {name: installed_version(name) for name in ("torch", "transformers", "ms-swift", "flash-attn")}
     return Fingerprint(
         {
             "config.json": config_digest(config.model),
@@ -113,13 +113,6 @@ def verdict_key(config: RunConfig) -> Fingerprint:
 def sizes_of(config: RunConfig) -> Mapping[str, Any]:
     """Return the sizes that a run's model says it has; ConfigError if its folder does not say."""
     return model_sizes(config.model)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def open_verdicts(config: RunConfig) -> DiskVerdictStore:

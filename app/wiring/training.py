@@ -18,7 +18,7 @@ import attrs
 import numpy as np
 import torch
 
-from adapters.model_folder import config_model_type
+from adapters.model_folder import config_model_type, refuse_other_layers
 from adapters.policy_loss import LOSSES
 from adapters.probe import open_model_config, place_of, precision_of, probe_config, probe_loaded
 from adapters.ranks.torch_group import OneRank, TorchGroup
@@ -141,6 +141,7 @@ def verdict_of(config: RunConfig) -> PackingVerdict:
     if stored is not None and not (stored.strategy == "flash" and on_cpu):
         return stored
     refuse_remote_code(config.model)
+    refuse_other_layers(config.model)
     return _probed(verdict_key(config).digest, config.model, asked_of(config), on_cpu=on_cpu)
 
 

@@ -11,7 +11,7 @@ from types import MappingProxyType
 import attrs
 
 from core.config.rl import GrpoConfig, PolicyConfig
-from core.config.run import RunConfig
+from core.config.run import RunConfig, TemplateConfig
 from core.errors import Fault
 from core.packers import ALGORITHMS
 
@@ -38,6 +38,8 @@ def rl_faults(config: RunConfig) -> Iterator[Fault]:
         for field in attrs.fields(type(values)):
             if field.name not in used and getattr(values, field.name) != field.default:
                 yield Fault(f"{section}.{field.name}", "is not used by app.rl: remove it")
+    if config.template.loss_scale != attrs.fields(TemplateConfig).loss_scale.default:
+        yield Fault("template.loss_scale", "weighs the tokens of records, but app.rl trains on answers: remove it")
     for name in sorted(set(config.training.trainer) - RL_TRAINER_KEYS):
         yield Fault(
             f"training.{name}", f"is not used by app.rl, which takes {', '.join(sorted(RL_TRAINER_KEYS))}: remove it"

@@ -49,7 +49,8 @@ class ModelConfig:
     model_type: str | None = None
     """
     ms-swift's name of the architecture; unset, its registry says it, if it names exactly one for
-    the model's folder or the architecture in its config.json.
+    the model's folder or the architecture in its config.json. A text model that it does not know
+    needs none.
     """
 
     attn_impl: str = "auto"
@@ -108,7 +109,8 @@ class TemplateConfig:
 
     video_max_pixels: int | None = None
     """
-    Pixels a frame of a video is scaled down to; unset, ms-swift's `VIDEO_MAX_TOKEN_NUM`, 768 tokens.
+    Pixels a frame of a video is scaled down to; unset, ms-swift's `VIDEO_MAX_TOKEN_NUM`, 768
+    tokens.
     """
 
     video_total_pixels: int | None = None
@@ -119,6 +121,18 @@ class TemplateConfig:
 
     system: str | None = None
     """System prompt of records that bring none; unset, the template's."""
+
+    agent_template: str | None = None
+    """
+    ms-swift's name of the notation of tools, their calls and answers; unset, the template's own.
+    """
+
+    loss_scale: str = "default"
+    """
+    ms-swift's name of what is trained, and how much each token weighs: `default` trains what the
+    assistant says, `last_round` its last turn, `all` everything; behind it or alone, names of
+    weights, as `last_round+hermes` or `ignore_empty_think`.
+    """
 
     truncation_strategy: Literal["left", "right", "raise"] | None = None
     """
@@ -135,7 +149,8 @@ class CustomConfig:
     """
     Data files, or patterns of their names (`data/*.parquet`): JSON Lines, JSON arrays, CSV, either
     of them packed (.gz, .zst), Parquet, folders of `datasets.save_to_disk`. Relative paths of
-    images and videos start at the folder of their file. Needed, unless `fusion_config` names the data.
+    images and videos start at the folder of their file. Needed, unless `fusion_config` names the
+    data.
     """
 
     val_jsonl: tuple[PathText, ...] = ()

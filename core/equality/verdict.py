@@ -31,7 +31,7 @@ STRATEGIES: Mapping[Strategy, str] = MappingProxyType(
 )
 """What a strategy does, in the order in which they are tried."""
 
-PROBE_VERSION = 1
+PROBE_VERSION = 2
 """Raised when a probe would find what an earlier one did not, so that models are asked again."""
 
 EQUAL: Mapping[Precision, float] = MappingProxyType({"float32": 2e-5, "float16": 2e-2, "bfloat16": 1e-1})

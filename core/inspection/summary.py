@@ -65,6 +65,9 @@ class PlanSummary:
     skipped_tokens: int
     dropped_tokens: int
 
+    supervised_tokens: int | None
+    """Planned tokens that the loss counts, whatever they weigh; None if that was not measured."""
+
     dropped_packs: int
     """Packs filled below the ratio."""
 
@@ -188,7 +191,9 @@ class ScheduleSummary:
     """
 
 
-def summarise(plan: RawPlan, lengths: Lengths, *, packed: bool = True) -> PlanSummary:
+def summarise(
+    plan: RawPlan, lengths: Lengths, *, packed: bool = True, supervised: Lengths | None = None
+) -> PlanSummary:
     """
     Return a plan in numbers.
 
@@ -198,6 +203,8 @@ def summarise(plan: RawPlan, lengths: Lengths, *, packed: bool = True) -> PlanSu
         lengths: Tokens of each sample, >= 1.
 
         packed: Whether samples share packs; if not, each is planned alone.
+
+        supervised: Tokens of each sample that the loss counts, if they were measured.
 
     >>> from core.plan import build_raw_plan
     >>> lengths = [60, 20, 50, 30, 40, 40]
@@ -230,6 +237,7 @@ def summarise(plan: RawPlan, lengths: Lengths, *, packed: bool = True) -> PlanSu
         long_tokens=plan.long_tokens,
         skipped_tokens=plan.skipped_tokens,
         dropped_tokens=plan.dropped_tokens,
+        supervised_tokens=None if supervised is None else int(np.asarray(supervised)[plan.packs.indices].sum()),
         dropped_packs=len(plan.dropped_packs),
         longest_pack=longest.tokens,
         oversized_packs=longest.num_oversized,

@@ -24,9 +24,11 @@ from core.samples.measurement import (
 from core.samples.place import Place
 from core.samples.records import MAX_MESSAGES, REFUSED, SUPPORTED, shaped, to_messages
 from core.samples.shapes import IMAGE_KEYS, MIXABLE, READ, VIDEO_KEYS, Shaped
+from core.samples.tools import CALL, RESPONSE
 from core.samples.videos import VIDEO_TAG, Video, to_videos
 
 __all__ = [
+    "CALL",
     "COLUMNS",
     "DIGEST_BYTES",
     "HEAD_BYTES",
@@ -36,7 +38,10 @@ __all__ = [
     "MIXABLE",
     "READ",
     "REFUSED",
+    "RESPONSE",
     "SUPPORTED",
+    "VIDEO_KEYS",
+    "VIDEO_TAG",
     "BadRecord",
     "Image",
     "ImageFacts",
@@ -47,8 +52,6 @@ __all__ = [
     "Place",
     "Shaped",
     "Table",
-    "VIDEO_KEYS",
-    "VIDEO_TAG",
     "Video",
     "column",
     "digest_of",

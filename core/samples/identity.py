@@ -28,7 +28,12 @@ _DATA_URI = re.compile(r"data:[\w.+-]+/[\w.+-]+;base64,")
 _BASE64 = re.compile(r"(?:/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk[0-3])[A-Za-z0-9+/]{60,}={0,2}\Z")
 """A JPEG, PNG, GIF, WebP or BMP in base64, by the bytes that it starts with."""
 
-_MAY_DIFFER = re.compile(r'null|"(?:data:|/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk[0-3])')
+_WRITTEN = ("tools", "arguments", "parameters", "input", "content")
+"""Keys whose objects the model sees as they are written; tools may be a list of them."""
+
+_MAY_DIFFER = re.compile(
+    rf'null|"(?:data:|/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk[0-3])|"(?:{"|".join(_WRITTEN)})":\{{|"tools":\['
+)
 """What a record's text has to have, for its canonical form to be another than its plain one."""
 
 
@@ -79,9 +84,19 @@ def _medium(size: int, head: bytes) -> str:
     return f"medium of {size} bytes {hashlib.sha256(head).hexdigest()}"
 
 
+_as_written = json.JSONEncoder(ensure_ascii=False, check_circular=False, default=_bytes_or_text).encode
+
+
+def _under(key: object, value: Any) -> Any:
+    """Return what stands for a value under a key."""
+    if (key in _WRITTEN and isinstance(value, Mapping)) or (key == "tools" and isinstance(value, list)):
+        return _as_written(value)
+    return _canonical(value)
+
+
 def _canonical(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _canonical(held) for key, held in value.items() if held is not None}
+        return {key: _under(key, held) for key, held in value.items() if held is not None}
     if isinstance(value, (list, tuple)):
         return [_canonical(held) for held in value]
     if isinstance(value, str) and (coded := inline_image(value)) is not None:

@@ -95,7 +95,9 @@ def _kind(held: bytes) -> str | None:
 
 
 def why_no_path(image: str) -> str | None:
-    """Return what to do about an image or a video that is no path of a file, or None if it is one."""
+    """
+    Return what to do about an image or a video that is no path of a file, or None if it is one.
+    """
     if len(image) > _LONGEST_PATH:
         return "is neither a path nor an image in base64: write one of them"
     scheme = _SCHEME.match(image)

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 from core.errors import counted
 from core.samples.images import to_images
-from core.samples.shapes import IMAGE_TAG, READ, Shaped, is_empty, to_shape
+from core.samples.shapes import IMAGE_TAG, READ, Shaped, to_shape
+from core.samples.tools import CALL, RESPONSE, to_tools
+from core.samples.values import fail, is_empty
 from core.samples.videos import VIDEO_TAG, to_videos
 
 MAX_MESSAGES = 4096
@@ -50,8 +52,8 @@ REFUSED = {
     ),
     **dict.fromkeys(("omnijev_column_keys", "extra_kwargs", "mm_processor_kwargs", "add_eos"), _NO_TASK),
     **dict.fromkeys(("reasoning_content", "reasoning", "thinking", "thinking_content"), _AS_CONTENT),
-    **dict.fromkeys(("tools", "functions"), "write the tools into the system message"),
-    "loss_scale": "an answer is trained, or is not with 'loss': false in its message: remove it",
+    "functions": "ms-swift reads 'tools': write custom.columns: {functions: tools}, or remove it",
+    "loss_scale": "a weight is that of a message: write it into the answer that it weighs, or remove it",
     "chat_template_kwargs": "a template is set for all records, in the section 'template': remove it",
 }
 """
@@ -66,13 +68,26 @@ _NOTES_IN_MESSAGES = ("id", "index", "source", "model", "language", "timestamp")
 
 _KNOWN_IN_MESSAGES = {*_READ_OF_MESSAGES, *_NOTES_IN_MESSAGES}
 
+_KNOWN_OF_RESPONSES = {"name", "tool_call_id"}
+"""Keys of a tool's answer alone: agent templates may read the first, the second is a note."""
+
+_KNOWN_ROLES = ("system", "user", "assistant", CALL, RESPONSE)
+
+_TRAINED = {"assistant", CALL}
+"""Roles of what the model says."""
+
+_WEIGHED = ("loss", "loss_scale")
+
+MAX_WEIGHT = 1_000_000
+"""The largest weight of a message in the loss: beyond, float32 would lose the others."""
+
 _REFUSED_IN_MESSAGES = {
     **dict.fromkeys(
         ("reasoning_content", "reasoning", "reasoning_details", "thinking", "thinking_content"),
         "write it into 'content', between the tags that the model thinks in, or remove it",
     ),
-    "tool_calls": "write the calls into 'content', as the model writes them",
-    "function_call": "write the call into 'content', as the model writes it",
+    "tool_calls": "it is read of assistant messages alone",
+    "function_call": "write it as 'tool_calls', or as a message of the role tool_call",
     "images": f"write the images into the record's 'images', and {IMAGE_TAG} into 'content', or remove it",
     "weight": "write 'loss': false where a message is not to be trained, or remove it",
 }
@@ -93,8 +108,8 @@ def to_messages(
     columns: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """
-    Return *record* as ms-swift reads it: `messages`, and `images`, `videos` and `channel` where it
-    has them; an image is a path, or the bytes of its file.
+    Return *record* as ms-swift reads it: `messages`, and `tools`, `images`, `videos` and `channel`
+    where it has them; an image is a path, or the bytes of its file.
 
     Args:
         record: One JSON value of a data file.
@@ -123,17 +138,19 @@ def to_messages(
     else:
         messages = _dense(record, len(images), object_field_order, use_summary=use_summary)
     if (system := record.get("system")) is not None and not isinstance(system, str):
-        _fail(f"has the 'system' {system!r}, but it has to be a text")
+        fail(f"has the 'system' {system!r}, but it has to be a text")
     if system:
         if messages[0]["role"] == "system":
-            _fail("has 'system' and a system message: keep one")
+            fail("has 'system' and a system message: keep one")
         messages = [{"role": "system", "content": system}, *messages]
     messages = _tagged(messages, IMAGE_TAG, "image", len(images))
     videos = to_videos(record.get("videos"))
     if videos:  # without one, <video> in a text is text
         messages = _tagged(messages, VIDEO_TAG, "video", len(videos))
+    tools = to_tools(record.get("tools"))
     return {
         "messages": messages,
+        **({"tools": tools} if tools else {}),
         **({"images": images} if images else {}),
         **({"videos": videos} if videos else {}),
         **({"channel": str(record["channel"])} if record.get("channel") is not None else {}),
@@ -143,12 +160,8 @@ def to_messages(
 def shaped(record: object, columns: Mapping[str, str] | None = None) -> Shaped:
     """Return a record in the one shape that is read here; ValueError if it has no known shape."""
     if not isinstance(record, Mapping):
-        _fail("is not a JSON object: write {…} with 'messages', or another shape of docs/records.md")
+        fail("is not a JSON object: write {…} with 'messages', or another shape of docs/records.md")
     return to_shape(record, columns=columns)
-
-
-def _fail(reason: str) -> NoReturn:
-    raise ValueError(reason)
 
 
 def _tagged(messages: list[dict[str, Any]], tag: str, name: str, number: int) -> list[dict[str, Any]]:
@@ -169,7 +182,7 @@ def _tagged(messages: list[dict[str, Any]], tag: str, name: str, number: int) ->
     if tags == number:
         return messages
     if tags:
-        _fail(f"has {counted(tags, f'{tag} tag')} but {counted(number, name)}: write one tag for each {name}")
+        fail(f"has {counted(tags, f'{tag} tag')} but {counted(number, name)}: write one tag for each {name}")
     for place, message in enumerate(messages):
         if message["role"] == "user":
             return [
@@ -177,7 +190,7 @@ def _tagged(messages: list[dict[str, Any]], tag: str, name: str, number: int) ->
                 {**message, "content": tag * number + message["content"]},
                 *messages[place + 1 :],
             ]
-    _fail(f"has {counted(number, name)}, but no {tag} tag and no user who could show them: write the tags")
+    return fail(f"has {counted(number, name)}, but no {tag} tag and no user who could show them: write the tags")
 
 
 def _refuse_keys(record: Mapping[str, Any]) -> None:
@@ -190,56 +203,79 @@ def _refuse_keys(record: Mapping[str, Any]) -> None:
         if is_empty(value):
             continue
         if plain in REFUSED:
-            _fail(f"has {name!r}: {REFUSED[plain]}")
+            fail(f"has {name!r}: {REFUSED[plain]}")
     if "messages" not in record and not is_empty(record.get("videos")):
-        _fail("has 'videos' and 'objects', whose places are those of an image: write messages, or remove one")
+        fail("has 'videos' and 'objects', whose places are those of an image: write messages, or remove one")
     if "messages" in record and not is_empty(record.get("objects")):
-        _fail(
+        fail(
             "has 'messages' and 'objects', which would be ignored: write into the messages what they say, or remove one"
         )
 
 
 def _refuse_keys_of_message(message: Mapping[str, Any]) -> None:
     """Refuse what a message has that would be ignored."""
+    role = message["role"]
+    known = _KNOWN_IN_MESSAGES | _KNOWN_OF_RESPONSES if role == RESPONSE else _KNOWN_IN_MESSAGES
     for name, held in message.items():
-        if name not in _KNOWN_IN_MESSAGES and not is_empty(held):
-            _fail(f"has a message with {name!r}, which would be ignored: {_REFUSED_IN_MESSAGES.get(name, _OTHERWISE)}")
-    for name in ("loss", "loss_scale"):
-        if message.get(name) not in (None, 0, 1):
-            reason = (
-                f"has a message with the {name} {message[name]!r}, which would be ignored: remove it, or write 0 or 1"
-            )
-            _fail(reason)
+        if name not in known and not is_empty(held):
+            fail(f"has a message with {name!r}, which would be ignored: {_REFUSED_IN_MESSAGES.get(name, _OTHERWISE)}")
+    loss, weight = message.get("loss"), message.get("loss_scale")
+    if loss not in (None, 0, 1):
+        fail(f"has a message with the loss {loss!r}, which would be ignored: remove it, or write true or false")
+    if role not in _TRAINED and (loss or weight is not None):
+        said = "loss_scale" if weight is not None else "loss"
+        fail(f"has a {role} message with {said!r}, but only what the model says is weighed: remove it")
+    if weight is None:
+        return
+    if not isinstance(weight, (int, float)) or not 0 <= weight <= MAX_WEIGHT:
+        fail(f"has a message with the loss_scale {weight!r}: write a number from 0 to {MAX_WEIGHT:,}, or remove it")
+    if loss in (0, False) and weight:
+        fail("has a message with 'loss': false and a loss_scale, which would be ignored: remove one")
 
 
 def _messages(value: list[Any], most: int) -> list[dict[str, Any]]:
     if len(value) > most:
         reason = f"has {counted(len(value), 'message')}, but may have {most:,}: split it, or raise custom.max_messages"
-        _fail(reason)
+        fail(reason)
     messages: list[dict[str, Any]] = []
     for message in value:
         if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
-            _fail("has a message that is not an object with a text 'content'")
-        if message.get("role") not in {"system", "user", "assistant"}:
-            _fail(f"has a message with the role {message.get('role')!r}; known are system, user and assistant")
+            fail("has a message that is not an object with a text 'content'")
+        if message.get("role") not in _KNOWN_ROLES:
+            fail(f"has a message with the role {message.get('role')!r}; known are {', '.join(_KNOWN_ROLES)}")
         _refuse_keys_of_message(message)
-        # `loss` steers which messages ms-swift trains, and passes through.
-        if message["role"] == "system" and messages:
-            _fail("has a system message behind others: a record has one, at its beginning")
-        messages.append({name: message[name] for name in _READ_OF_MESSAGES if name in message})
-    if messages[-1]["role"] != "assistant" or not messages[-1]["content"].strip():
-        _fail("does not end with an assistant message that says something, so there is nothing to learn from it")
-    if messages[-1].get("loss") in (0, False):
-        _fail(
-            "has 'loss': false in its last message, of which ms-swift would train the end alone: leave that message out"
-        )
+        _refuse_order(messages, message)
+        # `loss` and `loss_scale` steer what ms-swift trains, and pass through.
+        read = (*_READ_OF_MESSAGES, "name") if message["role"] == RESPONSE else _READ_OF_MESSAGES
+        messages.append({name: message[name] for name in read if message.get(name) is not None})
+    last = messages[-1]
+    if last["role"] not in _TRAINED or not last["content"].strip():
+        fail("does not end with an assistant message that says something, so there is nothing to learn from it")
+    for name in ("loss", "loss_scale"):
+        if last.get(name) in (0, False):
+            said = json.dumps(last[name])
+            fail(f"has '{name}': {said} in its last message, of which ms-swift would train the end: leave it out")
     return messages
+
+
+def _refuse_order(before: list[dict[str, Any]], message: Mapping[str, Any]) -> None:
+    """Refuse a message that cannot stand behind those before it."""
+    role, previous = message["role"], before[-1] if before else None
+    if role == "system" and before:
+        fail("has a system message behind others: a record has one, at its beginning")
+    if previous is None or previous["role"] == "system":
+        if role == RESPONSE:
+            fail("begins with the answer of a tool: a question, or a call, comes before")
+    elif previous["role"] == RESPONSE and role == "user":
+        fail("has a user message behind the answer of a tool: what the assistant makes of it comes between")
+    elif previous["role"] == role == CALL and any(previous.get(name) != message.get(name) for name in _WEIGHED):
+        fail("has calls of one turn with several weights, of which the first would count: write the same")
 
 
 def _dense(record: Mapping[str, Any], num_images: int, order: FieldOrder, *, use_summary: bool) -> list[dict[str, Any]]:
     if use_summary:
         if not isinstance(record.get("summary"), str) or not record["summary"].strip():
-            _fail("has no 'summary', which custom.use_summary asks for")
+            fail("has no 'summary', which custom.use_summary asks for")
         prompt, answer = SUMMARY_PROMPT, record["summary"]
     else:
         prompt, answer = DENSE_PROMPT, _objects(record["objects"], order)
@@ -251,19 +287,19 @@ def _dense(record: Mapping[str, Any], num_images: int, order: FieldOrder, *, use
 
 def _objects(objects: object, order: FieldOrder) -> str:
     if not isinstance(objects, list) or not objects:
-        _fail("has no object in 'objects', so there is nothing to learn from it")
+        fail("has no object in 'objects', so there is nothing to learn from it")
     rows = []
     for position, item in enumerate(objects):
         if not isinstance(item, Mapping) or not isinstance(item.get("desc"), str):
-            _fail(f"has no text 'desc' in object {position}")
+            fail(f"has no text 'desc' in object {position}")
         kinds = [kind for kind in _GEOMETRY if kind in item]
         if len(kinds) != 1:
-            _fail(f"has to have exactly one of {' and '.join(_GEOMETRY)} in object {position}")
+            fail(f"has to have exactly one of {' and '.join(_GEOMETRY)} in object {position}")
         points = item[kinds[0]]
         if not isinstance(points, list) or not all(type(point) in {int, float} for point in points):
-            _fail(f"has coordinates that are not numbers in object {position}")
+            fail(f"has coordinates that are not numbers in object {position}")
         if len(points) < _GEOMETRY[kinds[0]] or len(points) % 2 or (kinds[0] == "bbox_2d" and len(points) != 4):
-            _fail(f"has {counted(len(points), 'coordinate')} in the {kinds[0]} of object {position}")
+            fail(f"has {counted(len(points), 'coordinate')} in the {kinds[0]} of object {position}")
         fields = [("desc", item["desc"]), (kinds[0], points)]
         rows.append(dict(fields if order == "desc_first" else reversed(fields)))
     return json.dumps(rows, ensure_ascii=False)

@@ -8,13 +8,13 @@ choose between two columns, the record is refused, and says what to do.
 
 from __future__ import annotations
 
-import ast
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import attrs
 
+from core.samples.tools import CALL, RESPONSE, in_text, with_blocks, with_calls
+from core.samples.values import fail, has, is_empty, parsed
 from core.samples.videos import VIDEO_TAG, VideoPart
 
 IMAGE_TAG = "<image>"
@@ -35,8 +35,11 @@ RESPONSE_KEYS = (
 )  # fmt: skip
 
 READ = frozenset(
-    {*MESSAGE_KEYS, *SYSTEM_KEYS, *IMAGE_KEYS, *VIDEO_KEYS, *QUERY_KEYS, *RESPONSE_KEYS, "history", "objects", "summary", "channel"}
-)
+    {
+        *MESSAGE_KEYS, *SYSTEM_KEYS, *IMAGE_KEYS, *VIDEO_KEYS, *QUERY_KEYS, *RESPONSE_KEYS,
+        "history", "objects", "summary", "channel", "tools",
+    }
+)  # fmt: skip
 """Keys of a record that some shape reads, in small letters and in capitals."""
 
 _ANSWERED = (
@@ -51,6 +54,13 @@ _ROLES = {
     "gpt": "assistant",
     "bot": "assistant",
     "system": "system",
+    "tool_call": CALL,
+    "function_call": CALL,
+    "tool": RESPONSE,
+    "tool_response": RESPONSE,
+    "function_response": RESPONSE,
+    "observation": RESPONSE,
+    "observations": RESPONSE,
 }
 """What messages call a role -> what it is called here."""
 
@@ -107,31 +117,17 @@ def to_shape(record: Mapping[str, Any], *, columns: Mapping[str, str] | None = N
         record = _under_one_name(record, names)
     for known, others in (("messages", _ANSWERED[:3]), ("objects", _ANSWERED)):
         if has(record, known) and (other := next((name for name in others if has(record, name)), None)):
-            _fail(f"has {known!r} and {other!r}, of which one would be ignored: remove one")
+            fail(f"has {known!r} and {other!r}, of which one would be ignored: remove one")
     if has(record, "messages"):
         return _of_messages(record)
     if has(record, "objects"):
-        return Shaped(DENSE, {**record, "objects": _parsed(record["objects"], "objects")})
+        return Shaped(DENSE, {**record, "objects": parsed(record["objects"], "'objects'")})
     if any(has(record, name) for name in RESPONSE_KEYS):
         return _of_columns(record)
     for known, held in (("messages", "message"), ("objects", "object")):
         if known in record:
-            _fail(f"has no {held} in {known!r}, so there is nothing to learn from it")
-    return _fail(f"is of no known shape: {_nearest(record)}")
-
-
-def is_empty(value: object) -> bool:
-    """Return whether a key holds nothing, as exports write what a record does not have."""
-    return value is None or (isinstance(value, (str, list, Mapping)) and not value)
-
-
-def has(record: Mapping[str, Any], name: str) -> bool:
-    """Return whether a record has something under a key."""
-    return not is_empty(record.get(name))
-
-
-def _fail(reason: str) -> NoReturn:
-    raise ValueError(reason)
+            fail(f"has no {held} in {known!r}, so there is nothing to learn from it")
+    return fail(f"is of no known shape: {_nearest(record)}")
 
 
 def _renamed(record: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
@@ -142,7 +138,7 @@ def _renamed(record: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[s
         if not has(renamed, known):
             renamed[known] = held
         elif not is_empty(held):
-            _fail(f"has {known!r} twice, once as {name!r}: remove one, or name one otherwise in custom.columns")
+            fail(f"has {known!r} twice, once as {name!r}: remove one, or name one otherwise in custom.columns")
     return renamed
 
 
@@ -150,24 +146,10 @@ def _under_one_name(record: Mapping[str, Any], names: Sequence[str]) -> Mapping[
     """Return a record that holds under the first of *names* what it holds under one of them."""
     found = [name for name in names if has(record, name)]
     if len(found) > 1:
-        _fail(f"has {found[0]!r} and {found[1]!r}, which mean the same: remove one")
+        fail(f"has {found[0]!r} and {found[1]!r}, which mean the same: remove one")
     if not found or found == [names[0]]:
         return record
     return {**{name: held for name, held in record.items() if name not in names}, names[0]: record[found[0]]}
-
-
-def _parsed(value: Any, name: str) -> Any:
-    """Return what a text says, where a table has to write lists and objects as texts."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except ValueError:
-        pass
-    try:
-        return ast.literal_eval(value)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        _fail(f"has {name!r} as a text that is neither JSON nor Python: write a list")
 
 
 # Messages, in the notations that they have.
@@ -175,19 +157,25 @@ def _parsed(value: Any, name: str) -> Any:
 
 def _of_messages(record: Mapping[str, Any]) -> Shaped:
     """Return a record with its messages in the notation that is read here."""
-    messages = _parsed(record["messages"], "messages")
+    messages = parsed(record["messages"], "'messages'")
     if not isinstance(messages, list) or not messages:
-        _fail("has no message in 'messages'")
+        fail("has no message in 'messages'")
     if not all(isinstance(message, Mapping) for message in messages):
-        _fail("has a message that is not an object with a role and a content")
+        fail("has a message that is not an object with a role and a content")
     images: list[Any] = []
     if any(name in messages[0] for name in ("role", "from", "content", "value")):
         shape = MESSAGES if "role" in messages[0] else "conversations of from and value"
-        turned = [_with_content(_with_role(message), images) for message in messages]
+        turned = _turned(messages, images)
     else:
         shape = "conversations of user and assistant"
         turned = [one for message in messages for one in _of_pair(message)]
     return Shaped(shape, _with_images({**record, "messages": turned}, images))
+
+
+def _turned(messages: Sequence[Mapping[str, Any]], images: list[Any]) -> list[dict[str, Any]]:
+    """Return messages of role and content, in texts; images of parts are added to *images*."""
+    called = with_calls([_with_role(message) for message in messages])
+    return [_with_content(message, images) for message in with_blocks([in_text(message) for message in called])]
 
 
 def _with_images(record: Mapping[str, Any], images: list[Any]) -> Mapping[str, Any]:
@@ -196,7 +184,7 @@ def _with_images(record: Mapping[str, Any], images: list[Any]) -> Mapping[str, A
     images = [image for image in images if not isinstance(image, VideoPart)]
     for name, held in (("images", images), ("videos", videos)):
         if held and has(record, name):
-            _fail(f"has {name} in its messages and in {name!r}, of which one would be ignored: keep one")
+            fail(f"has {name} in its messages and in {name!r}, of which one would be ignored: keep one")
     return {**record, **({"images": images} if images else {}), **({"videos": videos} if videos else {})}
 
 
@@ -206,10 +194,10 @@ def _with_role(message: Mapping[str, Any]) -> dict[str, Any]:
     for name, other in (("role", "from"), ("content", "value")):
         if other in message:
             if not is_empty(message.get(name)) and message[name] != message[other]:
-                _fail(f"has a message with {name!r} and {other!r}, of which one would be ignored: keep one")
+                fail(f"has a message with {name!r} and {other!r}, of which one would be ignored: keep one")
             turned[name] = message[other]
     if isinstance(role := turned.get("role"), str):
-        turned["role"] = _ROLES.get(role, role)
+        turned["role"] = _ROLES.get(role, _ROLES.get(role.replace("-", "_"), role))
     return turned
 
 
@@ -225,17 +213,17 @@ def _of_part(part: object, images: list[Any]) -> str:
     """Return what a part of a message says, an image its tag."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     if not isinstance(part, Mapping) or not isinstance(kind, str):
-        _fail("has a part of a message that is not an object with a type: write a text, or a list of such objects")
+        fail("has a part of a message that is not an object with a type: write a text, or a list of such objects")
     if kind == "text":
         if not isinstance(part.get("text"), str):
-            _fail("has a part of a message of the type text without a 'text'")
+            fail("has a part of a message of the type text without a 'text'")
         return str(part["text"])
     if kind in {"video", "video_url"}:
         video = part.get(kind)
         images.append(VideoPart(video["url"] if isinstance(video, Mapping) and "url" in video else video))
         return VIDEO_TAG
     if kind not in {"image", "image_url"}:
-        _fail(f"has a part of a message of the type {kind!r}; known are text, image and image_url, video and video_url")
+        fail(f"has a part of a message of the type {kind!r}; known are text, image and image_url, video and video_url")
     image = part.get(kind)
     if image is None and isinstance(source := part.get("source"), Mapping):
         image = _of_source(source)
@@ -252,21 +240,22 @@ def _of_source(source: Mapping[str, Any]) -> str:
         return f"data:{source.get('media_type')};base64,{source['data']}"
     if isinstance(source.get("url"), str):
         return str(source["url"])
-    _fail("has an image whose source is neither base64 nor a url")
+    return fail("has an image whose source is neither base64 nor a url")
 
 
 def _of_pair(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield a question and its answer, from an object that has both."""
+    asking = {name for name, role in _ROLES.items() if role in {"user", "assistant"}}
     for role in ("user", "assistant"):
-        found = [name for name, known in _ROLES.items() if known == role and name in message]
+        found = [name for name in message if _ROLES.get(name) == role]
         if len(found) != 1:
-            _fail(
+            fail(
                 "has a message with neither a role nor one question and one answer: write 'role' and 'content' (or "
                 "'from' and 'value'), or 'user' and 'assistant'"
             )
         yield {"role": role, "content": message[found[0]]}
-    if more := [name for name, held in message.items() if name not in _ROLES and not is_empty(held)]:
-        _fail(f"has a message with {more[0]!r}, which would be ignored: remove it")
+    if more := [name for name, held in message.items() if name not in asking and not is_empty(held)]:
+        fail(f"has a message with {more[0]!r}, which would be ignored: remove it")
 
 
 # Columns that hold a question and its answer.
@@ -298,9 +287,9 @@ def _instruction(record: Mapping[str, Any]) -> tuple[str, str]:
     parts = {name: record[name] for name in ("instruction", "input") if has(record, name)}
     for name, part in parts.items():
         if not isinstance(part, str):
-            _fail(f"has {name!r} that is no text")
+            fail(f"has {name!r} that is no text")
     if other := next((name for name in QUERY_KEYS if name not in {"instruction", "input"} and has(record, name)), None):
-        _fail(f"has {next(iter(parts))!r} and {other!r}, of which one would be ignored: name one in custom.columns")
+        fail(f"has {next(iter(parts))!r} and {other!r}, of which one would be ignored: name one in custom.columns")
     return "\n".join(parts.values()), "instruction"
 
 
@@ -311,7 +300,7 @@ def _one_of(record: Mapping[str, Any], names: Sequence[str]) -> str:
     """
     found = [name for name in names if has(record, name)]
     if len(found) > 1 and found[0] != names[0]:
-        _fail(
+        fail(
             f"has {found[0]!r} and {found[1]!r}, of which one would be ignored: say which one is the {names[0]} "
             f"(custom.columns: {{{found[0]}: {names[0]}}})"
         )
@@ -320,12 +309,12 @@ def _one_of(record: Mapping[str, Any], names: Sequence[str]) -> str:
 
 def _of_history(record: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the messages of a record's `history`: earlier questions, each with its answer."""
-    history = _parsed(record["history"], "history") if has(record, "history") else []
+    history = parsed(record["history"], "'history'") if has(record, "history") else []
     if not isinstance(history, list):
-        _fail("has a 'history' that is not a list of questions with their answers")
+        fail("has a 'history' that is not a list of questions with their answers")
     for turn in history:
         if not isinstance(turn, (list, tuple)) or len(turn) != 2:
-            _fail("has a 'history' that is not a list of questions with their answers, [question, answer] each")
+            fail("has a 'history' that is not a list of questions with their answers, [question, answer] each")
         yield from _of_turn(turn[0], turn[1], ("history", "history"))
 
 
@@ -344,7 +333,7 @@ def _of_turn(query: object, response: object, names: tuple[str, str]) -> Iterato
         if text is None:
             continue
         if not isinstance(text, str):
-            _fail(f"has {name!r} that is no text: write one text")
+            fail(f"has {name!r} that is no text: write one text")
         yield {"role": role, "content": text}
 
 
@@ -364,7 +353,7 @@ def _as_chat(value: Any, role: str, images: list[Any]) -> list[dict[str, Any]]:
         images: Those of parts are added here.
     """
     if _is_chat(value):
-        return [_with_content(_with_role(message), images) for message in value]
+        return _turned(value, images)
     return [] if value is None else [{"role": role, "content": value}]
 
 

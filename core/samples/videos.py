@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import attrs
 
 from core.samples.images import why_no_path
+from core.samples.values import fail
 
 Video = str | tuple[str, ...]
 """Path of a video file, or of a folder of its frames; or the paths of its frames, in order."""
@@ -39,10 +40,6 @@ def to_videos(value: object) -> list[Video]:
     return [_to_video(video) for video in (value if isinstance(value, list) else [value])]
 
 
-def _fail(reason: str) -> NoReturn:
-    raise ValueError(reason)
-
-
 def _to_video(video: Any) -> Video:
     if isinstance(video, Mapping):
         video = video.get("path") or video.get("video") or video.get("url")
@@ -63,9 +60,9 @@ def _path(value: Any, what: str) -> str:
     if isinstance(value, Mapping):
         value = value.get("path")
     if not isinstance(value, str) or not value:
-        _fail(f"has a {what} that is no path: {_WRITE}")
+        fail(f"has a {what} that is no path: {_WRITE}")
     if value.startswith("data:"):
-        _fail(f"has the {what} {value[:40]!r}: write it to a file, and name that")
+        fail(f"has the {what} {value[:40]!r}: write it to a file, and name that")
     if remedy := why_no_path(value):
-        _fail(f"has the {what} {value[:60]!r}: {remedy}")
+        fail(f"has the {what} {value[:60]!r}: {remedy}")
     return value

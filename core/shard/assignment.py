@@ -1,5 +1,5 @@
 """
-Items -> microbatches of workers: by attention work under a budget, or whole packs in turn.
+Items -> microbatches of workers: by work under a budget, or whole packs in turn.
 
 Labels say where each item goes: worker r has the microbatches from `r * per_shard` on.
 """
@@ -53,13 +53,15 @@ def with_filler(packs: Packs, num_items: int) -> Packs:
     return Packs(np.concatenate([packs.offsets, ends]), np.concatenate([packs.indices, ends - 1]))
 
 
-def balanced(costs: IntArray, shards: int, per_shard: int, capacity: int) -> IntArray | None:
+def balanced(costs: IntArray, works: IntArray, *, shards: int, per_shard: int, capacity: int) -> IntArray | None:
     """
-    Assign items, the longest first, each to the worker with the least work that has room; None if
-    one fits nowhere.
+    Assign items by falling work, each to the worker with the least that has room; None if one fits
+    nowhere.
 
     Args:
         costs: Positions of each item; at least `shards * per_shard`.
+
+        works: Work of each item, in whole units.
 
         shards: Workers.
 
@@ -67,7 +69,7 @@ def balanced(costs: IntArray, shards: int, per_shard: int, capacity: int) -> Int
 
         capacity: Positions of a microbatch.
     """
-    sizes = costs.tolist()
+    sizes, weights = costs.tolist(), works.tolist()
     held: list[list[int]] = [[] for _ in range(shards)]
     labels = [0] * len(sizes)
     # Room and place of each microbatch of a worker in one number, ascending: the first with room is
@@ -75,7 +77,7 @@ def balanced(costs: IntArray, shards: int, per_shard: int, capacity: int) -> Int
     rooms = [[capacity * per_shard + place for place in range(per_shard)] for _ in range(shards)]
     needed, left = shards * per_shard, len(sizes)
     heap = list(range(shards))  # work and worker in one number
-    for item in np.argsort(-costs, kind="stable").tolist():
+    for item in np.lexsort((-costs, -works)).tolist():
         size = sizes[item]
         wanted = size * per_shard
         passed = []
@@ -97,7 +99,7 @@ def balanced(costs: IntArray, shards: int, per_shard: int, capacity: int) -> Int
         needed -= len(held[shard]) < per_shard
         left -= 1
         held[shard].append(item)
-        heapreplace(heap, heap[0] + size * size * shards)
+        heapreplace(heap, heap[0] + weights[item] * shards)
         for key in passed:
             heappush(heap, key)
     for shard, items in enumerate(held):
@@ -120,7 +122,7 @@ def _level(sizes: list[int], num: int, capacity: int) -> list[int] | None:
     return places if max(heap) // num <= capacity else None
 
 
-def assign_packs(packs: Packs, costs: IntArray, shards: int, *, balance: bool) -> IntArray:
+def assign_packs(packs: Packs, works: IntArray, shards: int, *, balance: bool) -> IntArray:
     """
     Assign whole packs, the same number to each worker: in turn, or by falling work to the one with
     the least.
@@ -128,7 +130,7 @@ def assign_packs(packs: Packs, costs: IntArray, shards: int, *, balance: bool) -
     Args:
         packs: Microbatches, a multiple of *shards*.
 
-        costs: Positions of each item; shape (num_items,).
+        works: Work of each item, in whole units; shape (num_items,).
 
         shards: Workers.
 
@@ -138,14 +140,14 @@ def assign_packs(packs: Packs, costs: IntArray, shards: int, *, balance: bool) -
     place = np.arange(len(packs))
     labels = place % shards * per_shard + place // shards
     if balance:
-        works = packs.loads(costs**2)
+        of_packs = packs.loads(works)
         heap, held = list(range(shards)), [0] * shards
-        for pack_ in np.argsort(-works, kind="stable").tolist():
+        for pack_ in np.argsort(-of_packs, kind="stable").tolist():
             shard = heap[0] % shards
             labels[pack_] = shard * per_shard + held[shard]
             held[shard] += 1
             if held[shard] < per_shard:
-                heapreplace(heap, heap[0] + int(works[pack_]) * shards)
+                heapreplace(heap, heap[0] + int(of_packs[pack_]) * shards)
             else:
                 heappop(heap)
     of_items = np.empty(packs.num_samples, dtype=np.int64)
@@ -154,7 +156,7 @@ def assign_packs(packs: Packs, costs: IntArray, shards: int, *, balance: bool) -
 
 
 def rotate_to_least_loaded(
-    labels: IntArray, costs: IntArray, done: IntArray, per_shard: int
+    labels: IntArray, works: IntArray, done: IntArray, per_shard: int
 ) -> tuple[IntArray, IntArray]:
     """
     Give most work of this global batch to the worker that did least in those before; return labels,
@@ -163,15 +165,16 @@ def rotate_to_least_loaded(
     Args:
         labels: Microbatch of each item, worker by worker; shape (num_items,).
 
-        costs: Positions of each item; shape (num_items,).
+        works: Work of each item, in whole units; shape (num_items,).
 
         done: Work of each worker in the global batches before; shape (num_workers,).
 
         per_shard: Microbatches of each worker.
     """
-    works = np.bincount(labels // per_shard, weights=costs.astype(np.float64) ** 2).astype(np.int64)
+    of_workers = np.zeros(done.size, dtype=np.int64)
+    np.add.at(of_workers, labels // per_shard, works)
     to = np.empty(done.size, dtype=np.int64)
-    to[np.argsort(-works, kind="stable")] = np.argsort(done, kind="stable")
+    to[np.argsort(-of_workers, kind="stable")] = np.argsort(done, kind="stable")
     done = done.copy()
-    done[to] += works
+    done[to] += of_workers
     return to[labels // per_shard] * per_shard + labels % per_shard, done

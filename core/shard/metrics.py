@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 
 import attrs
 import numpy as np
+from numpy.typing import NDArray
 
-from core.lengths import IntArray
 from core.metrics import PackingMetrics, aggregate, metrics_of_loads
 from core.shard.modes import Sharding
 
@@ -33,12 +33,13 @@ class ShardMetrics:
     padded_tokens: int
     """Positions if every sequence were padded to the longest of its global batch."""
 
-    works: IntArray
+    works: NDArray[np.float64]
     """
-    Attention work of each worker in each microbatch; shape (num_shards, microbatches of a worker).
+    Work of each worker in each microbatch, see `Sharding.works`; shape (num_shards, microbatches of
+    a worker).
     """
 
-    global_batches: tuple[IntArray, ...]
+    global_batches: tuple[NDArray[np.float64], ...]
     """The works again, an array for each global batch."""
 
     @property
@@ -54,7 +55,7 @@ class ShardMetrics:
         return self.computed_tokens / self.padded_tokens
 
     @property
-    def step_imbalance(self) -> tuple[float, ...]:
+    def imbalances(self) -> tuple[float, ...]:
         """
         The busiest worker's work over the workers' mean, for each microbatch in turn; 1 is even.
         """
@@ -63,11 +64,19 @@ class ShardMetrics:
     @property
     def work_imbalance(self) -> float:
         """
-        The busiest worker's work over the mean, of whole global batches: workers wait for each
-        other at their ends; 1 is even.
+        The busiest worker's work over the mean, of whole global batches: what workers wait that
+        meet at their ends; 1 is even.
         """
-        busiest = sum(int(works.sum(axis=1).max()) for works in self.global_batches)
-        return busiest / (int(self.works.sum()) / len(self.works))
+        busiest = sum(float(works.sum(axis=1).max()) for works in self.global_batches)
+        return busiest / (float(self.works.sum()) / len(self.works))
+
+    @property
+    def microbatch_imbalance(self) -> float:
+        """
+        The work of the busiest worker of each microbatch over the mean worker's, all microbatches
+        together: what workers wait that meet in each; 1 is even.
+        """
+        return float(self.works.max(axis=0).sum() / self.works.mean(axis=0).sum())
 
     def logs(self) -> Mapping[str, float]:
         """Return the figures by their names in a log."""
@@ -79,7 +88,7 @@ class ShardMetrics:
             "useful_share": self.useful_share,
             "computed_share": self.computed_share,
             "work_imbalance": self.work_imbalance,
-            "step_imbalance": float(np.mean(self.step_imbalance)),
+            "microbatch_imbalance": self.microbatch_imbalance,
             "microbatches": float(self.works.shape[1]),
             "filler": float(self.num_filler),
             "computed_tokens": float(self.computed_tokens),

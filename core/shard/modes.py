@@ -11,18 +11,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Literal
+from typing import Literal, TypeVar, get_args
 
 import attrs
 import numpy as np
+from numpy.typing import NDArray
 
-from core.errors import BatchError, InvalidLengthError, OverBudgetError, UnevenShardsError, counted
+from core.errors import BatchError, OverBudgetError, UnevenShardsError, counted
 from core.lengths import IntArray, Lengths, as_lengths, positive
 from core.packers import pack, with_bin_count
 from core.packs import Packs
 from core.shard.assignment import assign_packs, balanced, fewer_rounds, rotate_to_least_loaded, round_up, with_filler
+from core.shard.rounds import in_rounds, spread
+from core.work import Meeting, WorkModel, in_units
 
 Mode = Literal["packed", "dynamic", "plain"]
+
+_Number = TypeVar("_Number", np.int64, np.float64)
 
 
 @attrs.frozen(eq=False)
@@ -95,10 +100,10 @@ class Sharding:
     positions: IntArray
     """Positions that each microbatch computes."""
 
-    works: IntArray
+    works: NDArray[np.float64]
     """
-    Attention work of each microbatch: the sum of the squares of its rows' widths, of a packed one
-    of its sequences'.
+    Work of each microbatch, padding included: FLOPs where the model's work was given, else
+    attention work, the sum of the squares of its rows' widths, of a packed one of its sequences'.
     """
 
     capacity: int
@@ -128,7 +133,7 @@ class Sharding:
         """Slots of weight 0."""
         return int(self.weights.size - self.lengths.size)
 
-    def by_worker(self, values: IntArray) -> IntArray:
+    def by_worker(self, values: NDArray[_Number]) -> NDArray[_Number]:
         """
         Return a value of each microbatch as (num_shards, microbatches of a worker in all global
         batches).
@@ -165,6 +170,8 @@ def shard_packed(
     microbatch_multiple: int = 1,
     when_short: Literal["fill", "error"] = "fill",
     seed: int = 0,
+    work: WorkModel | None = None,
+    meeting: Meeting = "microbatch",
 ) -> Sharding:
     """
     Cut a batch into microbatches that become one packed row each.
@@ -182,14 +189,13 @@ def shard_packed(
 
         algorithm: A name in `core.packers.ALGORITHMS`; it decides how many microbatches there are.
 
-        assignment: `balanced`: no worker has much more attention work than another (longest
-        processing time first,
-            Graham, 1969, under the budget). `round_robin`: the algorithm's packs are assigned in
-            turn.
+        assignment: `balanced`: sequences are assigned so that workers wait for each other as
+        little as may be, under
+            the budget. `round_robin`: the algorithm's packs are assigned in turn.
 
-        microbatch_order: Of a worker in a global batch: by first sequence, or by falling number of
-        tokens, so that what takes
-            most memory comes first.
+        microbatch_order: Of a worker in a global batch: by first sequence; or by falling number of
+        tokens of each
+            worker, so that what takes most memory comes first, whatever runs beside it.
 
         microbatch_multiple: A worker's microbatches in a global batch are a multiple of it, as
         virtual pipeline stages need.
@@ -197,6 +203,13 @@ def shard_packed(
         when_short: With fewer sequences than microbatches, fill up with weight 0, or raise.
 
         seed: Of algorithms that draw.
+
+        work: What a sequence costs; None counts attention work, the square of its length.
+
+        meeting: Where workers wait for each other: in each `microbatch`, as under FSDP; then those
+        that run together
+            have equal work. Or at the end of a `step`, a global batch; then the sums of workers
+            are equal, and microbatches as far as these allow.
 
     Raises:
         OverBudgetError: A sequence does not fit a row.
@@ -213,8 +226,11 @@ def shard_packed(
     rounds_of = shards * positive("microbatch_multiple", microbatch_multiple)
     _one_of("assignment", assignment, ("balanced", "round_robin"))
     _one_of("microbatch_order", microbatch_order, ("packer", "largest_first"))
+    _one_of("meeting", meeting, get_args(Meeting))
     array, padded = _padded(lengths, sequence_length_pad_multiple, capacity)
     balance = assignment == "balanced"
+    # None without work: a microbatch that has something is never taken for an empty one.
+    units = np.maximum(in_units(_works(padded, work)), 1)
     done = np.zeros(shards, dtype=np.int64)
     parts = []
     for batch in _global_batches(array.size, batch_size):
@@ -224,14 +240,17 @@ def shard_packed(
             packs = fewer_rounds(packs, costs, capacity=capacity, rounds_of=rounds_of)
         num = round_up(len(packs), rounds_of)
         items = _filled(costs, num, when_short)
-        labels = _assigned(packs, costs[items], num, shards=shards, capacity=capacity, balance=balance)
+        works = units[batch.start : batch.stop][items]
+        workers = _Workers(shards, num // shards, capacity, meeting if balance else None)
+        labels = workers.assigned(packs, costs[items], works)
         if balance:
-            labels, done = rotate_to_least_loaded(labels, costs[items], done, num // shards)
-        ordered = _ordered(labels, items, costs, num // shards, by_size=microbatch_order == "largest_first")
-        parts.append(_Part(items + batch.start, ordered, num // shards))
+            labels, done = rotate_to_least_loaded(labels, works, done, num // shards)
+        labels = workers.ordered(labels, items, costs[items], works, by_size=microbatch_order == "largest_first")
+        parts.append(_Part(items + batch.start, labels, num // shards))
     return _sharding(
-        "packed", array, padded, parts, shards=shards, capacity=capacity, multiple=int(sequence_length_pad_multiple)
-    )
+        "packed", array, padded, parts, shards=shards, capacity=capacity, multiple=int(sequence_length_pad_multiple),
+        work=work,
+    )  # fmt: skip
 
 
 def shard_dynamic(
@@ -242,6 +261,7 @@ def shard_dynamic(
     max_tokens_per_microbatch: int,
     sequence_length_round: int = 1,
     when_short: Literal["fill", "error"] = "fill",
+    work: WorkModel | None = None,
 ) -> Sharding:
     """
     Cut a batch into microbatches of sequences of like length, as many as the padded widths allow.
@@ -262,6 +282,8 @@ def shard_dynamic(
         sequence_length_round: Widths are multiples of it.
 
         when_short: Where the workers do not divide a global batch, fill up with weight 0, or raise.
+
+        work: What a row costs; None counts the square of its width.
 
     Raises:
         OverBudgetError: A sequence alone is wider than the budget.
@@ -289,8 +311,9 @@ def shard_dynamic(
         labels = np.tile(np.arange(shards) * widths.size, rows.size) + np.repeat(numbers, shards)
         parts.append(_Part(ascending + batch.start, labels, widths.size, widths))
     return _sharding(
-        "dynamic", array, padded, parts, shards=shards, capacity=capacity, multiple=int(sequence_length_round)
-    )
+        "dynamic", array, padded, parts, shards=shards, capacity=capacity, multiple=int(sequence_length_round),
+        work=work,
+    )  # fmt: skip
 
 
 def shard_plain(
@@ -301,6 +324,7 @@ def shard_plain(
     micro_batch_size: int | None = None,
     sequence_length_round: int = 1,
     allow_uneven: bool = False,
+    work: WorkModel | None = None,
 ) -> Sharding:
     """
     Cut a batch into equal runs of neighbours, padded to the longest sequence of their global batch.
@@ -320,6 +344,8 @@ def shard_plain(
         allow_uneven: Where the workers do not divide a global batch, some have one sequence more;
         one that would have none
             gets the shortest with weight 0.
+
+        work: What a row costs; None counts the square of its width.
 
     Raises:
         UnevenShardsError: The workers do not divide a global batch, and that is not allowed.
@@ -347,7 +373,9 @@ def shard_plain(
             labels.append(rank * num + np.arange(items[-1].size) * num // items[-1].size)
         widths = np.full(num, costs.max())
         parts.append(_Part(np.concatenate(items) + batch.start, np.concatenate(labels), num, widths))
-    return _sharding("plain", array, padded, parts, shards=shards, capacity=None, multiple=int(sequence_length_round))
+    return _sharding(
+        "plain", array, padded, parts, shards=shards, capacity=None, multiple=int(sequence_length_round), work=work
+    )
 
 
 @attrs.frozen(eq=False)
@@ -377,16 +405,20 @@ def _padded(lengths: Lengths, multiple: int, capacity: int | None) -> tuple[IntA
     """Return lengths, and lengths rounded up; OverBudgetError if one is over *capacity* then."""
     array = as_lengths(lengths)
     multiple = positive("the pad multiple", multiple)
-    if array.size and array.size * round_up(int(array.max()), multiple) ** 2 >= 2**63:
-        index = int(array.argmax())
-        reason = "the attention work of the batch, a sum of squares, would pass 64 bits"
-        raise InvalidLengthError(index, int(array[index]), reason)
     padded = -(-array // multiple) * multiple
     if capacity is not None and array.size and int(padded.max()) > capacity:
         over = np.flatnonzero(padded > capacity)
         worst = int(padded.max())
         raise OverBudgetError(int(over[0]), int(array[over[0]]), int(padded[over[0]]), capacity, over.size, worst)
     return array, padded
+
+
+def _works(widths: IntArray, work: WorkModel | None) -> NDArray[np.float64]:
+    """Return the work of rows of these widths, one sequence each, padding included."""
+    if work is None:
+        squares: NDArray[np.float64] = widths.astype(np.float64) ** 2
+        return squares
+    return work.of(widths)
 
 
 def _global_batches(num: int, batch_size: int) -> Iterator[range]:
@@ -414,27 +446,94 @@ def _filled(costs: IntArray, wanted: int, when_short: Literal["fill", "error"]) 
     return np.concatenate([np.arange(costs.size), np.full(short, costs.argmin())])
 
 
-def _assigned(packs: Packs, costs: IntArray, num: int, *, shards: int, capacity: int, balance: bool) -> IntArray:
-    """
-    Return the microbatch of each slot, of *num* over all workers: item by item where these fit so,
-    else pack by pack.
-    """
-    labels = balanced(costs, shards, num // shards, capacity) if balance else None
-    if labels is not None:
-        return labels
-    packs = with_bin_count(with_filler(packs, costs.size), costs, minimum=num, multiple=1)
-    return assign_packs(packs, costs, shards, balance=balance)
+@attrs.frozen
+class _Workers:
+    """Who takes part in a global batch, and where they wait for each other."""
 
+    shards: int
 
-def _ordered(labels: IntArray, items: IntArray, costs: IntArray, per_shard: int, *, by_size: bool) -> IntArray:
-    """Number the microbatches of each worker again: by first sequence, or by falling size first."""
-    num = int(labels.max()) + 1
-    first = np.full(num, costs.size)
-    np.minimum.at(first, labels, items)
-    sizes = np.bincount(labels, weights=costs[items]) if by_size else np.zeros(num)
-    ranks = np.empty(num, dtype=np.int64)
-    ranks[np.lexsort((first, -sizes, np.arange(num) // per_shard))] = np.arange(num)
-    return ranks[labels]
+    rounds: int
+    """Microbatches of each worker."""
+
+    capacity: int
+    """Positions of a microbatch."""
+
+    meeting: Meeting | None
+    """None where packs are assigned in turn."""
+
+    def assigned(self, packs: Packs, costs: IntArray, works: IntArray) -> IntArray:
+        """
+        Return the microbatch of each slot, worker by worker.
+
+        Args:
+            packs: Microbatches of the algorithm, which are taken where slots do not fit otherwise.
+
+            costs: Positions of each slot, at least as many as microbatches.
+
+            works: Work of each slot, in whole units.
+        """
+        if self.meeting is None:
+            return assign_packs(self._whole(packs, costs), works, self.shards, balance=False)
+        labels = spread(costs, works, shards=self.shards, rounds=self.rounds, capacity=self.capacity)
+        by_worker = None
+        if labels is None or self.meeting == "step":
+            by_worker = balanced(costs, works, shards=self.shards, per_shard=self.rounds, capacity=self.capacity)
+            if by_worker is None:
+                by_worker = assign_packs(self._whole(packs, costs), works, self.shards, balance=True)
+        start = by_worker if labels is None else labels
+        assert start is not None  # noqa: S101  # one of the two is there
+        even = in_rounds(start, costs, works, shards=self.shards, capacity=self.capacity)
+        if by_worker is None or self.meeting == "microbatch":
+            return even
+        # Even microbatches are taken where workers wait no more for them, but for a thousandth.
+        least = self._busiest(by_worker, works)
+        return even if self._busiest(even, works) <= least + least // 1000 else by_worker
+
+    def _whole(self, packs: Packs, costs: IntArray) -> Packs:
+        """Return the packs as so many as there are microbatches, filler included."""
+        return with_bin_count(with_filler(packs, costs.size), costs, minimum=self.shards * self.rounds, multiple=1)
+
+    def _busiest(self, labels: IntArray, works: IntArray) -> int:
+        """Return the work of the busiest worker."""
+        sums = np.zeros(self.shards, dtype=np.int64)
+        np.add.at(sums, labels // self.rounds, works)
+        return int(sums.max())
+
+    def ordered(
+        self, labels: IntArray, items: IntArray, costs: IntArray, works: IntArray, *, by_size: bool
+    ) -> IntArray:
+        """
+        Number the microbatches of each worker again; return the label of each slot.
+
+        Args:
+            labels: Microbatch of each slot.
+
+            items: Sequence of each slot.
+
+            costs: Positions of each slot.
+
+            works: Work of each slot.
+
+            by_size: By falling size. Else those of packs in turn come by first sequence; others
+            stay beside those of like work, and these rounds come by first sequence.
+        """
+        num = self.shards * self.rounds
+        first = np.full(num, int(items.max()) + 1)
+        np.minimum.at(first, labels, items)
+        sizes = np.zeros(num, dtype=np.int64)
+        worker = np.arange(num) // self.rounds
+        ranks = np.empty(num, dtype=np.int64)
+        if by_size:
+            np.add.at(sizes, labels, costs)
+        if by_size or self.meeting is None:
+            ranks[np.lexsort((first, -sizes, worker))] = np.arange(num)
+            return ranks[labels]
+        np.add.at(sizes, labels, works)
+        rounds = np.lexsort((first, -sizes, worker)).reshape(self.shards, -1)
+        # Round k has every worker's k-th heaviest.
+        order = np.argsort(first[rounds].min(axis=0), kind="stable")
+        ranks[rounds[:, order].ravel()] = np.arange(num)
+        return ranks[labels]
 
 
 def _numbers(rows: Sequence[int], capacity: int) -> IntArray:
@@ -460,6 +559,7 @@ def _sharding(
     shards: int,
     capacity: int | None,
     multiple: int,
+    work: WorkModel | None,
 ) -> Sharding:
     """Put the global batches together, worker by worker."""
     total = sum(part.num for part in parts)
@@ -478,10 +578,10 @@ def _sharding(
     weights = np.zeros(slots.num_samples, dtype=np.int64)
     weights[np.unique(slots.indices, return_index=True)[1]] = 1
     widths = slots.loads(padded)
-    positions, works = widths, slots.loads(padded**2)
+    positions, works = widths, np.add.reduceat(_works(padded, work)[slots.indices], slots.offsets[:-1])
     if mode != "packed":
         widths = np.tile(np.concatenate([part.widths for part in parts if part.widths is not None]), shards)
-        positions, works = slots.sizes() * widths, slots.sizes() * widths**2
+        positions, works = slots.sizes() * widths, slots.sizes() * _works(widths, work)
     return Sharding(
         mode=mode,
         num_shards=shards,

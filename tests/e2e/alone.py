@@ -20,6 +20,13 @@ from tests.nearness import norm
 POWERS = {"token": 0.0, "sample": -1.0, "sqrt": -0.5}
 
 
+def token_weights(encoded: dict[str, Any]) -> torch.Tensor:
+    """Return what each supervised token of a sample weighs by itself; float64."""
+    labels = torch.tensor(encoded["labels"])[1:]
+    weights = torch.tensor(encoded.get("loss_scale", [1] * len(encoded["labels"])), dtype=torch.float64)[1:]
+    return weights[labels != -100]
+
+
 def token_losses(model: Any, encoded: dict[str, Any]) -> torch.Tensor:
     """
     Return the loss of each supervised token of a sample; float64, with gradients. The model is not
@@ -59,16 +66,17 @@ def step_alone(model: Any, samples: list[dict[str, Any]], reduction: str = "toke
 
         samples: Encoded, of the whole step.
 
-        reduction: How samples of unequal length are weighed; a key of `POWERS`.
+        reduction: How samples of unequal length are weighed; a key of `POWERS`. Where tokens have
+        weights of their own, their sum is a sample's length.
     """
-    counts = [sum(label != -100 for label in encoded["labels"][1:]) for encoded in samples]
-    each = [count ** POWERS[reduction] if count else 0.0 for count in counts]
-    total = max(1, sum(weight * count for weight, count in zip(each, counts, strict=True)))
+    sums = [float(token_weights(encoded).sum()) for encoded in samples]
+    each = [own ** POWERS[reduction] if own else 0.0 for own in sums]
+    total = sum(weight * own for weight, own in zip(each, sums, strict=True)) or 1.0
     loss, scale, gradients = 0.0, 0.0, {}
     for encoded, weight in zip(samples, each, strict=True):
         if weight:
             model.zero_grad()
-            share = weight * token_losses(model, encoded).sum() / total
+            share = weight * (token_losses(model, encoded) * token_weights(encoded)).sum() / total
             share.backward()
             own = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
             loss, scale = loss + float(share.detach()), scale + norm(own)

@@ -17,6 +17,7 @@ from adapters.microbatches import BatchedData
 from adapters.sequence_loss import normalisers
 from adapters.workers.ranks import RankWorkers
 from app.rl import loop
+from app.training.works import trained_work
 from app.wiring import training
 
 LENGTHS = [9, 41, 5, 30, 2, 17, 61, 8, 12, 25, 33]
@@ -57,13 +58,14 @@ def phases(path: str) -> dict:
         shards = group.world_size // config.policy.context_parallel_size
         batch = rollouts(len(samples.template.tokenizer))
         lengths = batch.lengths.numpy()
-        cut = loop.cut(config, lengths, shards=shards, training=False)
+        work, _ = trained_work(config)
+        cut = loop.cut(config, lengths, work=work, shards=shards, training=False)
         old = loop._log_probabilities(config, workers, batch, cut)
         batch = batch.with_fields(
             old_log_probabilities=old + batch.tensor("noise"), reference_log_probabilities=old - batch.tensor("noise")
         )
         sequences, tokens = normalisers(batch.tensor("token_mask"))
-        sharding = loop.cut(config, lengths, shards=shards, training=True)
+        sharding = loop.cut(config, lengths, work=work, shards=shards, training=True)
         # Twice: what one update leaves is not added to the next.
         for _ in range(2):
             trained = loop.run_on_all(

@@ -32,10 +32,13 @@ def main(config: str, out: str) -> None:
     index = int((images == 0).argmax()) if rank == 0 else int((images > 0).argmax())
     batch = trainer.data_collator([EncodedPack(0, [prepared.samples["train"].encode(index)])])
     model = trainer.model
-    DummyImage.of(model, trainer.template).ensure_seen()
+    dummy = DummyImage.of(model, trainer.template)
+    dummy.ensure_seen()
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
     mesh = dist.device_mesh.init_device_mesh("cpu", (world_size,))
-    for block in [*model.model.visual.blocks, *model.model.language_model.layers, model.model.visual]:
+    tower = next(part for name, part in dummy.inner.named_children() if name != "language_model")
+    lists = [part for part in model.modules() if isinstance(part, torch.nn.ModuleList)]
+    for block in [*(block for part in lists for block in part), tower]:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     for _ in range(2):

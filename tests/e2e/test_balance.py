@@ -19,7 +19,8 @@ def test_balanced_steps_give_the_loss_and_the_gradients_of_the_plain_order(start
     Two ranks, four packs of each a step, dropout 0: every step to rounding, while ranks hold other
     packs.
     """
-    keys = {"effective_batch_size": 8, "learning_rate": 0.0, "packing_max_dropped_share": 1, "max_grad_norm": 0}
+    keys = {"effective_batch_size": 8, "learning_rate": 0.0, "packing_max_dropped_share": 1, "max_grad_norm": 0,
+            "max_steps": 2}  # fmt: skip
     found = {}
     for balance in ("none", "auto", "microbatch"):
         out = tmp_path / f"out-{balance}"

@@ -13,6 +13,7 @@ from adapters.attention import layout as varlen_layout
 from adapters.attention import varlen
 from adapters.attention.layout import Layout
 from adapters.ranks.torch_group import OneRank
+from adapters.trainer import loader
 
 pytestmark = pytest.mark.slow
 
@@ -42,6 +43,13 @@ def scenes(tmp_path_factory):
     (folder / "all.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     text = [record for record in records if "images" not in record]
     (folder / "text.jsonl").write_text("".join(json.dumps(record) + "\n" for record in text))
+    weighed = [
+        {**record, "messages": [*record["messages"][:-1], {**record["messages"][-1], "loss_scale": 0.25 + number % 3}]}
+        if number % 4
+        else record
+        for number, record in enumerate(records)
+    ]
+    (folder / "weighed.jsonl").write_text("".join(json.dumps(record) + "\n" for record in weighed))
     pairs = [record for record in records if len(record.get("images", ())) == 1]
     (folder / "image.jsonl").write_text("".join(json.dumps(record) + "\n" for record in pairs))
     return folder
@@ -97,6 +105,17 @@ def test_packs_of_images_alone_pass(compared, model):
 
     assert set() == failed
     assert {"image"} == {kind for _, kind, _ in report.packs}
+
+
+@pytest.mark.parametrize("reduction", ["token", "sqrt"])
+def test_weights_of_messages_are_compared(compared, monkeypatch, reduction):
+    """They pass; a collator that loses them in packs fails the loss of a step."""
+    training = {"loss_reduction": reduction}
+    assert set() == compared("qwen2_5_vl", "weighed.jsonl", training=training)[1]
+    plain = loader.loss_weights
+    monkeypatch.setattr(loader, "loss_weights", lambda *labels, **how: plain(*labels, **(how | {"scale": None})))
+
+    assert {"step loss", "gradients"} <= compared("qwen2_5_vl", "weighed.jsonl", training=training, name="lost")[1]
 
 
 @pytest.mark.parametrize("model", ["qwen2", "qwen3"])

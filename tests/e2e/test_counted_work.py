@@ -30,18 +30,27 @@ def inputs(config, num_tokens, grids):
     return {"input_ids": ids, "pixel_values": pixels, "image_grid_thw": torch.tensor(grids), "mm_token_type_ids": kinds}
 
 
+def counted(model, config, num_tokens, grids) -> int:
+    """Return the operations that torch counts in a forward pass."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(**inputs(config, num_tokens, grids), use_cache=False)
+    total: int = counter.get_total_flops()
+    return total
+
+
 @pytest.mark.slow
 @pytest.mark.covers
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl"])
 def test_torch_counts_the_same_operations(demo, model_type):
     """
-    Exactly, in one forward pass, with images and without.
+    Exactly, in one forward pass: of one sample or a row of sixty, with images and without.
 
     Under eager attention, whose products torch's counter sees: it computes whole squares, where
     causal attention needs the pairs up to the diagonal.
     """
-    import torch
-    from torch.utils.flop_counter import FlopCounterMode
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     folder = demo / "models" / model_type
@@ -51,8 +60,40 @@ def test_torch_counts_the_same_operations(demo, model_type):
     model = auto.from_pretrained(folder, attn_implementation="eager")
     work = WorkModel.from_config(config)
 
-    for num_tokens, grids in [(1, []), (60, []), (700, []), *([(90, GRIDS), (400, GRIDS[:1])] if sees_images else [])]:
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            model(**inputs(config, num_tokens, grids), use_cache=False)
+    with_images = [(90, GRIDS), (400, GRIDS[:1]), (60 * 30, GRIDS * 20)] if sees_images else []
+    for num_tokens, grids in [(1, []), (60, []), (60 * 12, []), *with_images]:
         mine = work.of_positions(num_tokens, num_tokens**2) + work.of_images(grids).sum()
-        assert counter.get_total_flops() == mine
+        assert counted(model, config, num_tokens, grids) == mine
+
+
+TEXTS = (
+    "mixtral", "qwen3_moe", "qwen2_moe", "deepseek_v3", "glm4_moe", "gpt_oss", "gemma2", "gemma3_text", "mistral",
+    "phi3", "gpt2", "starcoder2", "nemotron", "qwen3_next", "qwen3_5_text", "lfm2", "mamba",
+)  # fmt: skip
+"""
+Experts, shared experts, routers; windows in all layers or some; latent heads; MLPs of two products;
+layers under the delta rule, short convolutions, states.
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [*TEXTS, "qwen2_vl", "qwen3_vl_moe", "qwen3_5"])
+def test_torch_counts_about_the_same_in_families_that_keys_describe(family):
+    """
+    Within 2 % in a small copy, by the keys of its configuration alone, of a sample or a row of
+    sixty.
+    """
+    from adapters.probe.families import default_config
+    from adapters.probe.small_model import build_small, quiet
+
+    with quiet():
+        model = build_small(default_config(family), attention="eager")
+    # The kernels that compute experts together are not counted.
+    model.set_experts_implementation("eager")
+    config = json.loads(json.dumps(model.config.to_dict(), default=str))
+    work = WorkModel.from_config(config)
+
+    grids = [] if family in TEXTS else GRIDS
+    for num_tokens, images in ((60, []), (60 * 8, []), *([(90, grids), (60 * 30, grids * 20)] if grids else [])):
+        mine = work.of_positions(num_tokens, num_tokens**2) + work.of_images(images).sum()
+        assert mine == pytest.approx(counted(model, config, num_tokens, images), rel=0.02)

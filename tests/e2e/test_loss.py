@@ -13,7 +13,8 @@ import torch
 
 from adapters.ranks.torch_group import OneRank
 from core.errors import CoverageError
-from tests.e2e.alone import Gradients, silence, step_alone, token_losses
+from core.samples import to_messages
+from tests.e2e.alone import Gradients, silence, step_alone, token_losses, token_weights
 from tests.nearness import FLOAT32, apart
 from tests.processes import finished
 
@@ -35,17 +36,28 @@ def data(demo, tmp_path, monkeypatch):
     """
     silence(monkeypatch.setattr)
 
-    def write(of: str, name: str = "train.jsonl") -> str:
+    def write(of: str, name: str = "train.jsonl", *, weighed: bool = False) -> str:
         records = [json.loads(line) for line in (demo / "data" / name).read_text().splitlines()][:23]
         for record in records:
             record["images"] = [str(demo / "data" / i) for i in record.get("images", ())] if of.endswith("vl") else []
         silent = [{"role": "user", "content": "silent"}, {"role": "assistant", "content": "nothing to learn from"}]
         records.insert(2, {"messages": silent})
+        if weighed:
+            records = [weigh(record, number) for number, record in enumerate(records)]
         path = tmp_path / f"{of}-{name}"
         path.write_text("".join(json.dumps(record) + "\n" for record in records))
         return str(path)
 
     return write
+
+
+def weigh(record, number):
+    """Return a record whose answer weighs so little, or so much, that no mean hides it."""
+    if number % 4 == 3:
+        return record
+    *asked, said = to_messages(record)["messages"]
+    weighed = {**said, "loss_scale": (0.125, 3, 1)[number % 4]}
+    return {"images": record.get("images", []), "messages": [*asked, weighed]}
 
 
 @pytest.fixture
@@ -54,8 +66,10 @@ def prepared(write_run, data, tmp_path):
     from app.training.prepare import prepare
     from app.wiring import training
 
-    def build(of: str, *, val: bool = False, **overlay):
-        custom = {"train_jsonl": data(of), **({"val_jsonl": data(of, "val.jsonl")} if val else {})}
+    def build(of: str, *, val: bool = False, weighed: bool = False, **overlay):
+        custom = {"train_jsonl": data(of, weighed=weighed)}
+        if val:
+            custom["val_jsonl"] = data(of, "val.jsonl", weighed=weighed)
         overlay = {"custom": custom, "template": {"max_length": 400}, **overlay}
         name = f"{of}-{len(list(tmp_path.iterdir()))}"
         return prepare(training.read_config(write_run(of, name=name, **overlay)), OneRank())
@@ -131,6 +145,57 @@ def test_padded_batches_weigh_samples_the_same(prepared):
     check_steps(run, run.schedule, losses, gradients.steps, "sqrt")
 
 
+@pytest.mark.parametrize(
+    ("model", "training", "scale"),
+    [
+        ("qwen2_5_vl", {"effective_batch_size": 4, "loss_reduction": "token"}, "default"),
+        ("qwen2", {"effective_batch_size": 1, "loss_reduction": "token"}, "all"),
+        ("qwen3", {"effective_batch_size": 2, "loss_reduction": "sample"}, "default"),
+        ("qwen2", {"packing": False, "per_device_train_batch_size": 3, "loss_reduction": "sqrt"}, "default"),
+    ],
+)
+def test_a_step_is_the_weighted_mean_where_messages_have_weights(prepared, model, training, scale):
+    """
+    Their weights are in the loss and in what it is divided by, in packs of samples with and without
+    weights, in steps of less than 1 in all, and in padded batches.
+    """
+    template = {"max_length": 400, "loss_scale": scale}
+    run = prepared(model, weighed=True, training={**training, **QUIET}, template=template)
+    gradients = Gradients()
+    run.trainer.add_callback(gradients)
+    encode = run.samples["train"].encode
+    packs = run.planned["train"].raw.packs.tolist()
+    weighed = [["loss_scale" in encode(index) for index in pack] for pack in packs]
+    assert any(any(pack) for pack in weighed)
+    assert not training.get("packing", True) or any(len({*pack}) == 2 for pack in weighed)
+
+    run.trainer.train()
+
+    losses = [entry["loss"] for entry in run.trainer.state.log_history if "loss" in entry]
+    check_steps(run, run.schedule, losses, gradients.steps, training["loss_reduction"])
+
+
+def test_weights_that_are_all_alike_change_nothing(prepared, monkeypatch):
+    """However small their sum is that a step is divided by."""
+    from adapters.samples.encoder import SwiftEncoder
+
+    encode = SwiftEncoder.encode_messages
+
+    def small(samples, index, sample):
+        encoded = encode(samples, index, sample)
+        return {**encoded, "loss_scale": [1e-4 if label != -100 else 0.0 for label in encoded["labels"]]}
+
+    keys = {"max_steps": 2, **QUIET}
+    plain = prepared("qwen2", training=keys)
+    plain.trainer.train()
+    monkeypatch.setattr(SwiftEncoder, "encode_messages", small)
+    weighed = prepared("qwen2", training=keys)
+    weighed.trainer.train()
+
+    expected, found = ([e["loss"] for e in run.trainer.state.log_history if "loss" in e] for run in (plain, weighed))
+    assert expected == pytest.approx(found, rel=FLOAT32)
+
+
 def test_a_step_without_a_supervised_token_changes_nothing(write_run, execute, tmp_path):
     """Its loss is 0, not 0 / 0, which would make every weight not a number."""
     path = tmp_path / "cut.jsonl"
@@ -159,9 +224,9 @@ def test_a_step_without_a_supervised_token_changes_nothing(write_run, execute, t
     assert all(tensor.isfinite().all() for tensor in weights.values())
 
 
-@pytest.mark.parametrize(("world_size", "accumulation"), [(2, 4), (4, 1)])
+@pytest.mark.parametrize(("world_size", "accumulation", "weighed"), [(2, 4, False), (4, 1, False), (2, 2, True)])
 def test_a_step_over_several_ranks_is_the_mean_over_all_of_them(  # noqa: PLR0917  # fixtures
-    start_ranks, write_run, data, prepared, tmp_path, world_size, accumulation
+    start_ranks, write_run, data, prepared, tmp_path, world_size, accumulation, weighed
 ):
     """
     Loss and gradients equal those of one process that sees each sample alone, also where packs
@@ -169,31 +234,38 @@ def test_a_step_over_several_ranks_is_the_mean_over_all_of_them(  # noqa: PLR091
     """
     import attrs
 
-    of, reduction = ("qwen2_5_vl", "sqrt") if world_size == 2 else ("qwen2", "token")
+    of, reduction = ("qwen2_5_vl", "sqrt") if accumulation == 4 else ("qwen2", "token")
     keys = {"effective_batch_size": world_size * accumulation, "loss_reduction": reduction, **QUIET}
     overlay = {"template": {"max_length": 400}, "training": keys}
     out = tmp_path / "out"
-    path = write_run(of, name="ranks", custom={"train_jsonl": data(of)}, **overlay)
+    path = write_run(of, name="ranks", custom={"train_jsonl": data(of, weighed=weighed)}, **overlay)
     assert [0] * world_size == finished(start_ranks(world_size, path, out, "gradients"))
     history = json.loads((out / "rank0.json").read_text())["history"]
     gradients = torch.load(out / "gradients0.pt", weights_only=True)
 
-    run = prepared(of, training={**keys, "effective_batch_size": accumulation})
+    run = prepared(of, weighed=weighed, training={**keys, "effective_batch_size": accumulation})
     schedule = attrs.evolve(run.schedule, world_size=world_size)
     assert schedule.batches_per_epoch % accumulation or schedule.num_packs % world_size, "nothing is ragged"
     check_steps(run, schedule, [entry["loss"] for entry in history if "loss" in entry], gradients, reduction)
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_evaluation_is_the_token_mean_over_all_samples_once(prepared, model):
-    """Packed, padded, in a batch of three, and by hand: one number, before any training."""
-    run = prepared(model, val=True, training={"eval_packing": True})
+@pytest.mark.parametrize(("model", "weighed"), [*((model, False) for model in MODELS), ("qwen2_5_vl", True)])
+def test_evaluation_is_the_token_mean_over_all_samples_once(prepared, model, weighed):
+    """
+    Packed, padded, in a batch of three, and by hand: one number, before any training; weighted
+    where messages have weights.
+    """
+    run = prepared(model, val=True, weighed=weighed, training={"eval_packing": True})
     packed = run.trainer.evaluate()
     encode, planned = run.samples["eval"].encode, run.planned["eval"]
     with torch.no_grad():
         reference = torch.cat([token_losses(run.trainer.model, encode(index)) for index in range(len(planned.table))])
-    padded = prepared(model, val=True, training={"eval_packing": False, "per_device_eval_batch_size": 3})
-    unpacked = prepared(model, val=True, training={"packing": False})
+    weights = torch.cat([token_weights(encode(index)) for index in range(len(planned.table))])
+    assert weighed == (len(set(weights.tolist())) > 1)
+    padded = prepared(
+        model, val=True, weighed=weighed, training={"eval_packing": False, "per_device_eval_batch_size": 3}
+    )
+    unpacked = prepared(model, val=True, weighed=weighed, training={"packing": False})
 
     assert planned.raw.num_samples == planned.raw.planned_samples
     samples = len(planned.table)
@@ -203,7 +275,8 @@ def test_evaluation_is_the_token_mean_over_all_samples_once(prepared, model):
         (unpacked.trainer.evaluate(), samples),
     ):
         assert steps == pytest.approx(metrics["eval_steps_per_second"] * metrics["eval_runtime"], rel=0.02)
-        assert float(reference.mean()) == pytest.approx(metrics["eval_loss"], rel=FLOAT32)
+        mean = float((reference * weights).sum() / weights.sum())
+        assert mean == pytest.approx(metrics["eval_loss"], rel=FLOAT32)
         assert len(reference) == metrics["eval_tokens"] == planned.table[:, 1].sum()
 
 

@@ -33,20 +33,6 @@ from core.fingerprint import Fingerprint
 pytestmark = pytest.mark.slow
 
 PASSING = {
-    "llama": ("varlen", ()),
-    "mistral": ("varlen", ()),
-    "mixtral": ("varlen", ()),
-    "phi3": ("varlen", ()),
-    "gemma2": ("varlen", ()),
-    "gemma3_text": ("varlen", ()),
-    "qwen3_moe": ("varlen", ()),
-    "glm4_moe": ("varlen", ()),
-    "deepseek_v3": ("varlen", ()),
-    "minimax_m2": ("varlen", ()),
-    "gpt_oss": ("varlen", ()),
-    "qwen3_next": ("varlen", ("Qwen3NextGatedDeltaNet",)),
-    "lfm2": ("varlen", ("Lfm2ShortConv",)),
-    "nemotron_h": ("varlen", ("NemotronHMamba2Mixer",)),
     "mamba": ("varlen", ("MambaMixer",)),
     "rwkv": ("own", ("RwkvFeedForward", "RwkvSelfAttention")),
     "deepseek_v32": ("own", ()),
@@ -59,7 +45,9 @@ PASSING = {
     "internvl": ("varlen", ()),
     "qwen3_5": ("varlen", ("Qwen3_5GatedDeltaNet",)),
 }
-"""Family -> its strategy, and the layers that run sample by sample."""
+"""
+Family -> its strategy, and the layers that run sample by sample; others are in `test_families.py`.
+"""
 
 
 @pytest.mark.parametrize("family", PASSING)

@@ -35,6 +35,11 @@ def start(*words: str, env: dict[str, str] | None = None, **streams) -> subproce
     )  # fmt: skip
 
 
+def heed_ctrl_c() -> None:
+    """Take an interrupt as a process does that a terminal started."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def materialise(tmp_path: Path, disk: Path) -> list[str]:
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"messages": [], "text": "x" * 5000}) + "\n" for _ in range(40)))
@@ -139,7 +144,8 @@ def test_ctrl_c_in_the_first_second_ends_with_a_line(tmp_path, words, module):
     (model / "config.json").write_text('{"model_type": "qwen2"}')
     (tmp_path / "data.jsonl").write_text("{}\n")
     run = store_run(tmp_path, world_sizes=(1,), model={"model": str(model)})
-    with start(*words, str(run), env=env) as process:
+    # Tests that a shell runs in its background have Ctrl-C ignored, and so would what they start.
+    with start(*words, str(run), env=env, preexec_fn=heed_ctrl_c) as process:
         said = process.stderr.read()
 
     # As a shell sees it, both are 130.

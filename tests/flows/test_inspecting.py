@@ -62,11 +62,12 @@ def test_show_says_what_core_says(store, said):
     )  # fmt: skip
 
     assert ["train", "eval"] == list(document)
-    assert attrs.asdict(summarise(plan, LENGTHS)) == document["train"]["plan"]
+    nothing = [0] * len(LENGTHS)
+    assert attrs.asdict(summarise(plan, LENGTHS, supervised=nothing)) == document["train"]["plan"]
     assert attrs.asdict(summarise_schedule(plan, LENGTHS, schedule, works=works)) == document["train"]["course"]
     assert plan_checksum(plan.packs) == document["train"]["checksums"]["raw_plan"]
     evaluated = build_raw_plan(LENGTHS[:9], packing_length=80, drop_last=False)
-    assert attrs.asdict(summarise(evaluated, LENGTHS[:9])) == document["eval"]["plan"]
+    assert attrs.asdict(summarise(evaluated, LENGTHS[:9], supervised=nothing[:9])) == document["eval"]["plan"]
     assert ["eval"] == list(json.loads(said("show", path, "--json", "--split", "eval"))["splits"])
 
 
@@ -346,8 +347,8 @@ def test_a_streaming_run_has_no_plan(store, capfd):
 
 def test_whatif_gives_what_building_each_would_show(store, said):
     """
-    For every combination, up to the bound, which is only found at once; the best of each number of
-    ranks is marked.
+    For every combination, up to the bound, which is only found at once, and to supervised tokens,
+    which lengths do not say; the best of each number of ranks is marked.
     """
     path = store()
     document = json.loads(said("whatif", path, "--max-length", "100,50,80", "--world-size", "2,4", "--json"))
@@ -358,7 +359,7 @@ def test_whatif_gives_what_building_each_would_show(store, said):
         built = store(name=f"other{packing_length}", template={"max_length": packing_length})
         shown = json.loads(said("show", built, "--json", "--world-size", world_size))["splits"]["train"]
         assert shown["course"] == one["course"]
-        quick = ("lower_bound", "bound_kind", "gap")
+        quick = ("lower_bound", "bound_kind", "gap", "supervised_tokens")
         assert {k: v for k, v in shown["plan"].items() if k not in quick} == {
             k: v for k, v in one["plan"].items() if k not in quick
         }

@@ -38,7 +38,7 @@ def test_a_summary_counts_what_the_packs_hold(of):
     pack.
     """
     plan, lengths = of
-    summary = summarise(plan, lengths)
+    summary = summarise(plan, lengths, supervised=[length // 2 for length in lengths])
     packs = plan.packs.tolist()
     filled = [min(1, sum(lengths[i] for i in pack) / plan.packing_length) for pack in packs]
 
@@ -46,6 +46,8 @@ def test_a_summary_counts_what_the_packs_hold(of):
     assert sum(lengths) == summary.planned_tokens + summary.dropped_tokens + summary.skipped_tokens
     assert sum(map(len, packs)) == summary.planned_samples
     assert sum(lengths[i] for pack in packs for i in pack) == summary.planned_tokens
+    assert sum(lengths[i] // 2 for pack in packs for i in pack) == summary.supervised_tokens
+    assert summarise(plan, lengths).supervised_tokens is None
     assert summary.sample_coverage == summary.planned_samples / len(lengths)
     assert summary.token_coverage == summary.planned_tokens / sum(lengths)
     assert summary.fill_mean == pytest.approx(sum(filled) / len(filled))

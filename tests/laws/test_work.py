@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.errors import ConfigError, InvalidLengthError
-from core.work import SampleWorks, VisionWork, WorkModel, causal_pairs
+from core.work import LocalAttention, SampleWorks, VisionWork, WorkModel, causal_pairs
 
 GRIDS = st.tuples(st.integers(1, 3), st.integers(1, 20).map(lambda n: 2 * n), st.integers(1, 20).map(lambda n: 2 * n))
 
@@ -134,19 +134,86 @@ def test_large_data_sets_do_not_overflow():
     assert 2**63 < works.sum() == pytest.approx(10**6 * (14e9 * 32_768 + 4e5 * causal_pairs(32_768)), rel=1e-12)
 
 
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=6), st.integers(1, 90), st.booleans())
+def test_local_attention_is_counted_pair_by_pair(lengths, tokens, in_chunks):
+    """Each token with those of its window, or of its chunk, up to itself."""
+    local = LocalAttention(5, tokens, in_chunks=in_chunks)
+    model = WorkModel(per_position=7, per_pair=3, local=(local,), per_chunk=11)
+
+    expected = []
+    for length in lengths:
+        seen = sum((place % tokens if in_chunks else min(place, tokens - 1)) + 1 for place in range(length))
+        expected.append(7 * length + 3 * length * (length + 1) / 2 + 5 * seen + 11 * -(-length // 64))
+
+    assert expected == model.of(lengths).tolist()
+    assert [3 * work for work in expected] == model.trained().of(lengths).tolist()
+
+
+def test_layers_that_see_a_window_are_read():
+    """By their names, by a pattern, by how many are first, or all; or none, where it is off."""
+    pair = 4 * 20
+    window = {**TEXT, "model_type": "mistral", "sliding_window": 8}
+    named = {**window, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+
+    for config, full in (
+        (named, 1),
+        ({**window, "sliding_window_pattern": 3}, 1),
+        ({**window, "max_window_layers": 1}, 1),
+        (window, 0),
+    ):
+        read = WorkModel.from_config(config)
+        assert (full * pair, (LocalAttention((3 - full) * pair, 8),)) == (read.per_pair, read.local)
+    off = {**named, "use_sliding_window": False}
+    for config in (off, {**window, "use_sliding_window": False}, {**window, "sliding_window": None}):
+        assert WorkModel.from_config(TEXT) == WorkModel.from_config(config)
+    chunked = {**TEXT, "layer_types": ["chunked_attention"] * 3, "attention_chunk_size": 8}
+    assert (LocalAttention(3 * pair, 8, in_chunks=True),) == WorkModel.from_config(chunked).local
+
+
+def test_only_experts_that_a_token_is_given_to_are_counted():
+    """
+    Worked by hand: a router, two of eight experts, one beside them for all, and a first layer
+    without.
+    """
+    experts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 6, "n_shared_experts": 1}
+    config = {**TEXT, **experts, "first_k_dense_replace": 1}
+    attention = 8 * 20 + 2 * 8 * 10 + 20 * 8
+
+    per_layer = [3 * 8 * 16, *[8 * 8 + 3 * 3 * 8 * 6] * 2]
+
+    assert 2 * (3 * attention + sum(per_layer) + 8 * 100) == WorkModel.from_config(config).per_position
+
+
+def test_keys_that_change_no_product_are_passed_over():
+    """As released configurations have them: places, tokens, norms, caches, groups of experts."""
+    others = {"max_position_embeddings": 32768, "eos_token_id": 5, "rope_scaling": None, "pretraining_tp": 1,
+              "ep_size": 1, "cache_implementation": "hybrid", "num_nextn_predict_layers": 1, "initializer_range": 0.02,
+              "max_window_layers": 28, "sliding_window": 4096, "query_pre_attn_scalar": 224}  # fmt: skip
+
+    assert WorkModel.from_config(TEXT) == WorkModel.from_config({**TEXT, **others})
+
+
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        ({**TEXT, "model_type": "mamba"}, "'mamba'"),
-        ({}, "None"),
-        ({**TEXT, "layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
-        ({key: size for key, size in TEXT.items() if key != "vocab_size"}, "vocab_size"),
-        ({**TEXT, "model_type": "qwen3_vl"}, "vision_config"),
+        ({**TEXT, "model_type": "falcon"}, "'falcon'"),
+        ({}, "no hidden_size"),
+        ({**TEXT, "layer_types": ["full_attention", "indexed_attention"]}, "indexed_attention"),
+        ({key: size for key, size in TEXT.items() if key != "vocab_size"}, "no vocab_size"),
+        ({**TEXT, "intermediate_size": [16, 16, 8]}, r"has intermediate_size \[16, 16, 8\], where"),
+        ({**TEXT, "num_hidden_layers": -1}, "has num_hidden_layers -1, where"),
+        ({**TEXT, "num_streams_size": 4}, "what num_streams_size of its config.json adds"),
+        ({**TEXT, "layer_types": ["sliding_attention"] * 3, "sliding_window": 4, "swa_head_dim": 4}, "swa_head_dim"),
+        ({**TEXT, "num_experts": 4}, "no num_experts_per_tok"),
+        ({"text_config": TEXT, "vision_config": {}}, "its vision tower is not known"),
+        ({"text_config": TEXT, "vision_config": {"deepstack_visual_indexes": []}}, "no intermediate_size"),
+        ({"text_config": TEXT, "audio_config": {}}, "audio_config"),
     ],
 )
 def test_what_is_not_known_is_named(config, named):
     """
-    An architecture, a kind of layer, or a size that is missing: never a number that looks right.
+    A kind of layer, a key that adds something, or a size that is missing or none: never a number
+    that looks right.
     """
     with pytest.raises(ConfigError, match=named):
         WorkModel.from_config(config)

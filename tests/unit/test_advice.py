@@ -73,7 +73,6 @@ def test_a_refused_key_at_a_wrong_level_is_told_why(key):
 @pytest.mark.parametrize(
     "key",
     [
-        "loss_scale",
         "streaming",
         "min_pixels",
         "padding",

@@ -55,6 +55,22 @@ def test_what_is_no_image_is_text(text):
     assert digest_of([text]) != digest_of([f"{text}x"])
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"tools": [{"a": 1, "b": 2}]}, {"tools": [{"b": 2, "a": 1}]}),
+        ({"tools": {"a": 1, "b": 2}}, {"tools": {"b": 2, "a": 1}}),
+        ({"content": {"a": 1, "b": None}}, {"content": {"a": 1}}),
+        ({"tool_calls": [{"arguments": {"a": None}}]}, {"tool_calls": [{"arguments": {}}]}),
+        ({"content": [{"input": {"a": 1, "b": 2}}]}, {"content": [{"input": {"b": 2, "a": 1}}]}),
+    ],
+)
+def test_what_reaches_the_model_as_it_is_written_counts_so(one, other):
+    """Tools, arguments and answers: in their order, and with null."""
+    assert digest_of({**one, "id": 1, "x": None}) == digest_of({"id": 1, **one})
+    assert digest_of(one) != digest_of(other)
+
+
 def test_values_that_json_has_not_and_records_that_cannot_be_read():
     """Each is told from others."""
     days = [dt.date(2026, 1, day) for day in (1, 2)]

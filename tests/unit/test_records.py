@@ -95,7 +95,7 @@ def test_polygons_and_text_alone():
             {"messages": [QUESTION, {**ANSWER, "reasoning_content": "because"}]},
             "'reasoning_content', which would be ignored",
         ),
-        ({"messages": [QUESTION, {**ANSWER, "tool_calls": [{}]}]}, "'tool_calls', which would be ignored"),
+        ({"messages": [{**QUESTION, "tool_calls": [{}]}, ANSWER]}, "'tool_calls', which would be ignored"),
         ({"messages": [QUESTION, *[ANSWER] * 4096]}, "has 4,097 messages, but may have 4,096: .* custom.max_messages"),
         ({"messages": [QUESTION, {"role": "assistant", "content": " "}]}, "assistant"),
         ({"messages": [ANSWER], "images": ["a.png"]}, "1 image, but no <image> tag and no user who could show them"),
@@ -104,7 +104,17 @@ def test_polygons_and_text_alone():
             "1 <image> tag but 2 images",
         ),
         ({"messages": [{"role": "user", "content": "<image>"}, ANSWER]}, "1 <image> tag but 0 images"),
-        ({"messages": [QUESTION, ANSWER], "videos": ["a.mp4"]}, "'videos'"),
+        ({"messages": [ANSWER], "videos": ["a.mp4"]}, "1 video, but no <video> tag and no user who could show them"),
+        (
+            {"messages": [{**QUESTION, "content": "<video>"}, ANSWER], "videos": ["a", "b"]},
+            "1 <video> tag but 2 videos",
+        ),
+        ({"messages": [QUESTION, ANSWER], "videos": ["https://example.org/a.mp4"]}, "the video .* only files"),
+        ({"messages": [QUESTION, ANSWER], "videos": [[]]}, "a video that is no path"),
+        ({"messages": [QUESTION, ANSWER], "videos": [["a.png", 3]]}, "a frame that is no path"),
+        ({"messages": [QUESTION, ANSWER], "videos": "data:video/mp4;base64,AAAA"}, "write it to a file"),
+        ({"messages": [QUESTION, ANSWER], "video": "a.mp4", "videos": ["b.mp4"]}, "'videos' and 'video', which mean"),
+        (dense(videos=["a.mp4"]), "'videos' and 'objects'"),
         ({"messages": [QUESTION, ANSWER], "audios": ["a.wav"]}, "'audios'"),
         ({"messages": [QUESTION, ANSWER], "image": "a.png", "images": ["b.png"]}, "'images' and 'image', which mean"),
         ({"messages": [QUESTION, ANSWER], "rejected_response": "no"}, "pairs"),
@@ -182,6 +192,7 @@ def test_objects_beside_messages_are_refused(objects):
         "refusal",
         "weight",
         "tool_call_id",
+        "name",
         "Loss",
     ],
 )
@@ -290,12 +301,11 @@ def test_a_missing_summary_is_refused_only_when_asked_for():
     assert to_messages(dense(summary=""))
 
 
-@pytest.mark.parametrize("key", ["loss", "loss_scale"])
-def test_a_part_of_a_loss_that_would_be_ignored_is_refused(key):
-    """A message is trained, or it is not."""
+def test_a_part_of_a_loss_that_would_be_ignored_is_refused():
+    """A message is trained, or it is not; how much it weighs is another key."""
     for scale in (None, 0, 1, True, False):
-        assert to_messages({"messages": [QUESTION, {**ANSWER, key: scale}, QUESTION, ANSWER]})
+        assert to_messages({"messages": [QUESTION, {**ANSWER, "loss": scale}, QUESTION, ANSWER]})
 
     for scale in (0.5, "false", [1]):
-        with pytest.raises(ValueError, match=f"the {key} .*, which would be ignored: remove it"):
-            to_messages({"messages": [QUESTION, {**ANSWER, key: scale}]})
+        with pytest.raises(ValueError, match=r"the loss .*, which would be ignored: remove it"):
+            to_messages({"messages": [QUESTION, {**ANSWER, "loss": scale}]})

@@ -90,9 +90,9 @@ def test_the_table_is_not_used_for_other_versions(monkeypatch):
     assert trainer_keys.TABLE.read_text(encoding="utf-8") == as_table(KEYS)
     for name in trainer_keys.LIBRARIES:
         with monkeypatch.context() as patched:
-            patched.setattr(trainer_keys, "_installed", lambda asked, name=name: "0.1" if asked == name else None)
+            patched.setattr(trainer_keys, "installed_version", {name: "0.1"}.get)
             assert stored_keys() is None
-    monkeypatch.setattr(trainer_keys, "_installed", lambda _: None)
+    monkeypatch.setattr(trainer_keys, "installed_version", lambda _: None)
     assert stored_keys() == KEYS
 
 

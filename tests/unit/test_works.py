@@ -76,13 +76,13 @@ def test_work_is_that_of_the_models_sizes(tmp_path, training, passes):
 
 
 def test_a_model_that_is_not_known_counts_tokens_and_squares(tmp_path):
-    """And says why: no folder, or an architecture that is not known, whose width is still taken."""
+    """And says why: no folder, or a key whose work is not known; the width is still taken."""
     assert "is no folder with a config.json" in work_of(run(), TABLE).estimated
-    (tmp_path / "config.json").write_text(json.dumps({**TEXT, "model_type": "new"}))
+    (tmp_path / "config.json").write_text(json.dumps({**TEXT, "num_memory_layers": 4}))
 
     work = work_of(run(str(tmp_path)), TABLE)
 
-    assert "the work of model_type 'new' is not known" in work.estimated
+    assert "what num_memory_layers of its config.json adds to the work is not known" in work.estimated
     per_layer = 2 * 12 * 64**2
     assert WorkModel(2 * per_layer, 4 * 2 * 64) == WorkModel.estimated(TEXT)
     assert WorkModel.estimated(TEXT).trained().of([8, 3]).tolist() == work.of.samples.tolist()

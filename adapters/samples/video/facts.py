@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import stat
-import warnings
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -28,7 +27,10 @@ CONTAINERS = {"mov,mp4,m4a,3gp,3g2,mj2": "mp4", "matroska,webm": "mkv", "avi": "
 """Containers that are read, as FFmpeg names them; another one is refused."""
 
 PROMISED = frozenset({"h264", "hevc", "vp8", "vp9", "mpeg4", "mjpeg"})
-"""Codecs whose videos are measured without decoding; of another one, decoding shows whether it is read."""
+"""
+Codecs whose videos are measured without decoding; of another one, decoding shows whether it is
+read.
+"""
 
 FRAMES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp"})
 """What the names of a folder's frames end with; others are no frames."""
@@ -146,8 +148,7 @@ def _of_file(path: str, max_seconds: float) -> VideoFacts:
         if not stat.S_ISREG(Path(path).stat().st_mode):
             message = f"the video {path} is a pipe or a device: name a video file, or a folder of frames"
             raise ValueError(message)
-        # Playlists may name files on the network: none is opened.
-        with av.open(path, options={"protocol_whitelist": "file"}) as container:
+        with open_video(path) as container:
             size, ends = _bytes_of(path)
             found = _Container(path, container, size, max_seconds).read()
     except FileNotFoundError:
@@ -192,7 +193,7 @@ class _Container:
         self._refuse_seconds(float(num / rate))
         if codec.name not in PROMISED:
             doubt = doubt or f"its codec is {codec.name}"
-        turned = round(first.rotation / 90) % 4 if first.rotation % 90 == 0 else 0
+        turned = _turns(first)
         width, height = (first.height, first.width) if turned % 2 else (first.width, first.height)
         return VideoFacts(self.size, width, height, num, Fraction(rate), 0, turned, doubt)
 
@@ -221,7 +222,7 @@ class _Container:
 
     def _first_frame(self, stream: Any) -> tuple[Any, Iterator[Any]]:
         """
-        Return the first frame, and the packets from the beginning, of which those up to it are read.
+        Return the first frame, and all packets, of which those up to it have been read.
         """
         packets = self.opened.demux(stream)
         read = []
@@ -280,13 +281,11 @@ class _Container:
 
             seconds: How long the container says that it is.
         """
-        import av
-
-        with av.open(self.path, options={"protocol_whitelist": "file"}) as again:
+        with open_video(self.path) as again:
+            sound = again.demux(audio=0) if again.streams.audio else ()
             last = max(
-                (float(packet.pts * packet.time_base) for packet in again.demux(audio=0) if packet.pts is not None),
-                default=end,
-            ) if again.streams.audio else end  # fmt: skip
+                (float(packet.pts * packet.time_base) for packet in sound if packet.pts is not None), default=end
+            )
         return last > seconds - _LOST_S
 
     def _rate_doubt(self, stream: Any, times: list[int]) -> str | None:
@@ -315,15 +314,22 @@ def _cover() -> int:
     """Return the mark of a picture that comes with sound, as the cover of an album."""
     import av
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return int(av.stream.Disposition.attached_pic)
+    return int(av.stream.Disposition.attached_pic)
 
 
 def quarter_turns(path: str) -> int:
     """Return by how many quarters, counter-clockwise, a video's frames are turned to be shown."""
+    with open_video(path) as container:
+        first = next(container.decode(container.streams.best("video")))
+        return _turns(first)
+
+
+def _turns(frame: Any) -> int:
+    return round(frame.rotation / 90) % 4 if frame.rotation % 90 == 0 else 0
+
+
+def open_video(path: str) -> Any:
+    """Open a container; a playlist could name files on the network, of which none is opened."""
     import av
 
-    with av.open(path, options={"protocol_whitelist": "file"}) as container:
-        first = next(container.decode(container.streams.best("video")))
-        return round(first.rotation / 90) % 4 if first.rotation % 90 == 0 else 0
+    return av.open(path, options={"protocol_whitelist": "file"})

@@ -29,7 +29,10 @@ FRAMES_OF_LAYER = 2
 """Frames that become one layer of patches."""
 
 _SMALL, _LARGE = (56, 56), (150, 70)
-"""Widths and heights of the frames that stand in for others, and of those that the arithmetic is tried on."""
+"""
+Widths and heights of the frames that stand in for others, and of those that the arithmetic is tried
+on.
+"""
 
 
 @attrs.frozen
@@ -94,7 +97,7 @@ class VideoLengths:
         return facts.num_frames / float(facts.rate or self._rate())
 
     def cost(self, facts: VideoFacts) -> VideoCost:
-        """Return what a video costs; ValueError if the number or the size of its frames is refused."""
+        """Return what a video costs; ValueError if number or size of its frames is refused."""
         frames, rate = self._sampled(facts)
         rows, columns = self._scaled(facts, len(frames))
         layers = len(frames) // FRAMES_OF_LAYER
@@ -159,7 +162,9 @@ def _resized(height: int, width: int, factor: int, least: float, most: float) ->
         most: Pixels that it has at most.
     """
     if most < least:
-        message = f"frames may have at most {most:,.0f} pixels, and at least {least:,.0f}: set template.video_min_pixels"
+        message = (
+            f"frames may have at most {most:,.0f} pixels, and at least {least:,.0f}: set template.video_min_pixels"
+        )
         raise ValueError(message)
     rows, columns = vision_process.smart_resize(height, width, factor, least, most)
     return int(rows), int(columns)

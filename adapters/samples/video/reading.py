@@ -20,7 +20,7 @@ import torch
 from qwen_vl_utils import vision_process
 from swift.template import Template
 
-from adapters.samples.video.facts import quarter_turns
+from adapters.samples.video.facts import open_video, quarter_turns
 from core.config import TemplateConfig
 from core.errors import ConfigError
 
@@ -119,8 +119,7 @@ def unread_reason(path: str) -> str | None:
 
     try:
         if quarter_turns(path) % 2:
-            num, rate = _counted(path)
-            _decoded(path, [0, num - 1])
+            _decoded(path, [0, _counted(path)[0] - 1])
         else:
             reader = decord.VideoReader(path, num_threads=1)
             reader.get_batch([0, len(reader) - 1])
@@ -145,19 +144,18 @@ def _read(element: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any], float]
 
 def _counted(path: str) -> tuple[int, float]:
     """Return the number and the rate of a video's frames."""
-    import av
-
-    with av.open(path) as container:
+    with open_video(path) as container:
         stream = container.streams.best("video")
         return sum(packet.size > 0 for packet in container.demux(stream)), float(stream.average_rate)
 
 
 def _decoded(path: str, indices: list[int]) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return frames by their numbers, ascending, turned as they are shown; uint8, (frames, h, w, 3)."""
-    import av
-
+    """
+    Return frames by their numbers, ascending, turned as they are shown; uint8, (frames, height,
+    width, 3).
+    """
     kept = []
-    with av.open(path) as container:
+    with open_video(path) as container:
         wanted = iter(indices)
         next_one = next(wanted, None)
         for number, frame in enumerate(container.decode(container.streams.best("video"))):

@@ -1,0 +1,118 @@
+"""
+Keys of a configuration that no rule of `shrink` knows, and that may say how far a mechanism
+reaches: they are shrunk by trial.
+
+A window, a chunk or a memory that is longer than the probe's samples would never be at work in
+them. So each number of that size is set to a smaller one, and stays so if the model still runs.
+One that cannot be shrunk, and is no size of weights, may carry one sample's state to the next
+beyond what the probe reaches: the model is refused, and the key named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from adapters.probe.shrink import LONGEST, is_known
+
+Place = tuple[str | int, ...]
+"""Keys, and positions in lists, that lead to a value."""
+
+Trials = Mapping[Place, int]
+"""What is to stand at some places of a small copy's configuration."""
+
+_SHORT = (8, 16, 32)
+"""Tokens that a mechanism is to reach: as few as the model takes."""
+
+_REACHED = LONGEST // 2
+"""Tokens within which samples of the probe meet every mechanism."""
+
+_NO_SIZES = (
+    "token_id",
+    "label",
+    "rope",
+    "theta",
+    "freq",
+    "seed",
+    "suppress",
+    "inference",
+    "quantization",
+    "dtype",
+    "version",
+)
+"""Parts of keys whose numbers are no sizes, or that `shrink` sees to."""
+
+
+def unknown_places(small: Mapping[str, Any], *, text: str | None) -> dict[Place, int]:
+    """
+    Return the numbers of a small copy's configuration that may be lengths which no rule knows.
+
+    Args:
+        small: What `shrink` gave.
+
+        text: Key of the part that describes the text model; None if there are no parts.
+    """
+    part = small if text is None else small[text]
+    return dict(_places(part, () if text is None else (text,)))
+
+
+def _places(value: Any, place: Place) -> Iterator[tuple[Place, int]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            is_part = isinstance(item, Mapping) and "model_type" in item
+            if not is_part and not is_known(str(key)) and not any(word in str(key) for word in _NO_SIZES):
+                yield from _places(item, (*place, key))
+    elif isinstance(value, (list, tuple)):
+        for number, item in enumerate(value):
+            yield from _places(item, (*place, number))
+    elif isinstance(value, int) and not isinstance(value, bool) and value > _REACHED:
+        yield place, value
+
+
+def shrink_by_trial(places: Sequence[Place], runs: Callable[[Trials], bool]) -> tuple[dict[Place, int], list[Place]]:
+    """
+    Return what stands at some places where the model still runs, and the places that cannot be
+    shrunk.
+
+    Args:
+        places: Of numbers that may be lengths.
+
+        runs: Whether a small copy with other numbers can be built, and computes a sample.
+    """
+    together = dict.fromkeys(places, _SHORT[0])
+    if not places or runs(together):
+        return together, []
+    if not runs({}):  # which is not the numbers' fault
+        return {}, []
+    found: dict[Place, int] = {}
+    left = []
+    for place in places:
+        short = next((size for size in _SHORT if runs({**found, place: size})), None)
+        if short is None:
+            left.append(place)
+        else:
+            found[place] = short
+    return found, left
+
+
+def with_trials(small: Mapping[str, Any], trials: Trials) -> dict[str, Any]:
+    """Return a configuration with other numbers at some places."""
+    changed = dict(small)
+    for place, size in trials.items():
+        _put(changed, place, size)
+    return changed
+
+
+def _put(value: Any, place: Place, size: int) -> None:
+    """Put a number at a place; mappings and lists on the way are copied first."""
+    key, *rest = place
+    if not rest:
+        value[key] = size
+        return
+    value[key] = value[key].copy()
+    _put(value[key], tuple(rest), size)
+
+
+def named(place: Place, value: int) -> str:
+    """Return a place in words: its keys, and the number that stands there."""
+    return f"{'.'.join(str(key) for key in place if not isinstance(key, int))} ({value:,})"

@@ -1,0 +1,193 @@
+"""
+Tools, calls of them and their answers, in the notations that records have -> messages of the roles
+`tool_call` and `tool`, of which ms-swift's agent templates make texts.
+
+A call is JSON of a `name` and `arguments`. Rules are ms-swift's: the calls of a message are
+messages of their own behind what it says, and answers stand in the order of the calls.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from core.samples.values import fail, is_empty, parsed
+
+CALL, RESPONSE = "tool_call", "tool"
+"""Roles of a call of a tool, and of its answer."""
+
+_WEIGHED = ("loss", "loss_scale")
+
+_CALL, _RESULT = "tool_use", "tool_result"
+"""Types of the parts of a message that are a call, or an answer."""
+
+
+def to_tools(value: object) -> list[dict[str, Any]]:
+    """
+    Return the tools of a record, each an object with a name, or with a function that has one.
+
+    >>> to_tools('[{"name": "add"}]')
+    [{'name': 'add'}]
+
+    Raises:
+        ValueError: One is something else.
+    """
+    if is_empty(value):
+        return []
+    listed = parsed(value, "'tools'")
+    tools = [parsed(tool, "a tool") for tool in (listed if isinstance(listed, (list, tuple)) else [listed])]
+    for tool in tools:
+        described = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        if not isinstance(described, Mapping) or not isinstance(_name_of(described), str):
+            fail("has a tool that is not an object with a 'name', or with a 'function' that has one")
+    return tools
+
+
+def _name_of(described: Mapping[str, Any]) -> object:
+    return described.get("name_for_model") or described.get("name")
+
+
+def with_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """
+    Return messages whose `tool_calls` are messages behind them, and the answers in their order.
+
+    Raises:
+        ValueError: A call has no name.
+    """
+    if all(is_empty(message.get("tool_calls")) for message in messages):
+        return list(messages)
+    turned: list[dict[str, Any]] = []
+    waiting = list(messages)
+    while waiting:
+        message = waiting.pop(0)
+        calls = message.get("tool_calls")
+        if message.get("role") != "assistant" or is_empty(calls):
+            turned.append(message)
+            continue
+        if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+            fail("has a message with 'tool_calls' that are not a list of objects")
+        answers = next((at for at, one in enumerate(waiting) if one.get("role") != RESPONSE), len(waiting))
+        waiting[:answers] = _in_order_of(calls, waiting[:answers], "tool_call_id")
+        rest = {name: held for name, held in message.items() if name != "tool_calls"}
+        said = [] if is_empty(rest.get("content")) else [rest]
+        weighed = {name: message[name] for name in _WEIGHED if name in message}
+        turned += [*said, *({**(weighed if said else rest), **one} for one in map(_of_call, calls))]
+    return turned
+
+
+def _in_order_of(calls: Sequence[Any], answers: list[Any], key: str) -> list[Any]:
+    """
+    Return answers in the order of their calls, where each call has one; else as they stand.
+
+    Args:
+        calls: Each may have an `id`.
+
+        answers: Of as many calls.
+
+        key: What holds the id of an answer's call.
+    """
+    order = {call.get("id"): place for place, call in enumerate(calls)}
+    whole = len(order) == len(calls) == len(answers) and None not in order
+    if not whole or {answer.get(key) for answer in answers} != set(order):
+        return answers
+    return sorted(answers, key=lambda answer: order[answer[key]])
+
+
+def _of_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call.get("function", call)
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        fail("has a call of a tool without a 'name' of its function")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            fail(f"has a call of {function['name']!r} with arguments that are no JSON")
+    return {"role": CALL, "content": call_text({"name": function["name"], "arguments": arguments})}
+
+
+def in_text(message: dict[str, Any]) -> dict[str, Any]:
+    """
+    Return a message whose call, or answer of a tool, is a text; ValueError if it is none.
+    """
+    if message.get("role") == CALL:
+        return {**message, "content": call_text(message.get("content"))}
+    if message.get("role") == RESPONSE:
+        return {**message, "content": response_text(message.get("content"))}
+    return message
+
+
+def with_blocks(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """
+    Yield messages whose parts that are calls, or answers, are messages of their own.
+
+    Raises:
+        ValueError: A call has no name.
+    """
+    calls: list[Any] = []
+    for message in messages:
+        parts = message.get("content")
+        if not isinstance(parts, list) or not all(isinstance(part, Mapping) for part in parts):
+            calls = []
+            yield message
+            continue
+        if calls:
+            answers = next((at for at, part in enumerate(parts) if part.get("type") != _RESULT), len(parts))
+            parts = [*_in_order_of(calls, parts[:answers], "tool_use_id"), *parts[answers:]]
+        calls = [part for part in parts if part.get("type") == _CALL]
+        yield from _split(message, parts)
+
+
+def _split(message: dict[str, Any], parts: Sequence[Any]) -> Iterator[dict[str, Any]]:
+    """Yield the messages of one that has parts."""
+    if not any(part.get("type") in {_CALL, _RESULT} for part in parts):
+        yield message
+        return
+    rest = {name: held for name, held in message.items() if name not in {"role", "content"}}
+    said: list[Any] = []
+    for part in parts:
+        if (kind := part.get("type")) not in {_CALL, _RESULT}:
+            said.append(part)
+            continue
+        if said:
+            yield {**rest, "role": message.get("role"), "content": said}
+            said = []
+        if kind == _CALL:
+            yield {**rest, **_of_call({"name": part.get("name"), "arguments": part.get("input", {})})}
+        else:
+            answer = part.get("content", "")
+            yield {**rest, "role": RESPONSE, "content": answer if isinstance(answer, list) else response_text(answer)}
+    if said:
+        yield {**rest, "role": message.get("role"), "content": said}
+
+
+def call_text(content: object) -> str:
+    """
+    Return the text of a call's content.
+
+    Raises:
+        ValueError: It is no call.
+    """
+    call = parsed(content, "a call of a tool")
+    if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
+        fail('has a call of a tool without a \'name\': write {"name": …, "arguments": {…}}')
+    arguments = next((call[name] for name in ("arguments", "parameters") if call.get(name) is not None), None)
+    if arguments is None:
+        fail(f"has a call of {call['name']!r} without 'arguments': write {{}} where there are none")
+    parsed(arguments, f"the arguments of a call of {call['name']!r}")
+    return content if isinstance(content, str) else _as_text(content)
+
+
+def response_text(content: object) -> str:
+    """Return the text of what a tool answers; ValueError if it is nothing."""
+    if content is None:
+        fail("has a message of a tool without a 'content'")
+    return content if isinstance(content, str) else _as_text(content)
+
+
+def _as_text(value: object) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        fail("has a message of a tool whose content is no JSON")

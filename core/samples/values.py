@@ -1,0 +1,37 @@
+"""What the values of a record hold, whatever it is a record of."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+
+def fail(reason: str) -> NoReturn:
+    """Refuse a record; *reason* goes on where its place has been named."""
+    raise ValueError(reason)
+
+
+def is_empty(value: object) -> bool:
+    """Return whether a key holds nothing, as exports write what a record does not have."""
+    return value is None or (isinstance(value, (str, list, Mapping)) and not value)
+
+
+def has(record: Mapping[str, Any], name: str) -> bool:
+    """Return whether a record has something under a key."""
+    return not is_empty(record.get(name))
+
+
+def parsed(value: Any, name: str) -> Any:
+    """Return what a text says, where a table has to write lists and objects as texts."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        pass
+    try:
+        return ast.literal_eval(value)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        fail(f"has {name} as a text that is neither JSON nor Python: write a list, or an object")

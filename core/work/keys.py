@@ -1,0 +1,91 @@
+"""The keys of a model's config.json, and which of them have been read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from core.errors import ConfigError
+
+Sizes = Mapping[str, Any]
+
+PRODUCT = 2
+"""FLOPs of one multiplication and the addition of its result."""
+
+ATTENTION_PRODUCTS = 2
+"""Products per pair of tokens and width: query with key, and weight with value."""
+
+_IS_SIZE = re.compile(
+    r"(size|size_mlp|expert|expert_num|dim|dims|rank|ranks|heads?|layers?|experts|kernel|expand|width|window|inner|types?|pattern|interval|step|"
+    r"blocks|streams|groups|head_sharing|multiplier|freq|period|offset|codebooks|topk|cache)(_\w*per_\w+)?$"
+)
+"""Keys whose names say that they count something that work may depend on."""
+
+_HARMLESS = re.compile(
+    r"(rope_|rotary|mrope|yarn|router_|moe_router|initializer|max_|quant|torch|chunk_size_feed_forward|_token|num_labels|"
+    r"problem|encoder_no_repeat|model_type|transformers|dtype|tokenizer|cache_|use_|layer_scale|norm|attention_multiplier|"
+    r"embedding_multiplier|residual_multiplier|logits_|topk_method|topk_group|n_group|group_expert|num_nextn|scor"
+    r"|routed_scaling|output_|seed|partial|position_embedding_type|layerdrop|bos_|eos_|pad_|mup_|lm_head_multiplier"
+    r"|key_multiplier|attention_(in|out)_multiplier|ssm_(in|out)_multiplier|pretraining_tp|num_experts_to|hidden_act"
+    r"|ep_size|mtp_|num_mtp|clip|is_|attn_type|experts_implementation|type_vocab|tie_|query_pre_attn|init_)"
+)
+"""Beginnings of keys that are sizes by their name, and change no matrix product."""
+
+
+class Keys:
+    """
+    Sizes of a model, and which of them have been read.
+
+    >>> keys = Keys({"hidden_size": 8, "n_layer": 2, "num_streams": 4})
+    >>> keys.size("hidden_size"), keys.size("num_hidden_layers", "n_layer"), keys.unread()
+    (8, 2, ['num_streams'])
+    """
+
+    def __init__(self, sizes: Sizes, defaults: Sizes | None = None) -> None:
+        """
+        Args:
+        sizes: A config.json, or a part of one.
+
+        defaults: Values of keys that it leaves out.
+        """
+        self._sizes = {**(defaults or {}), **{key: value for key, value in sizes.items() if value is not None}}
+        self._read = set[str]()
+
+    def get(self, *names: str) -> Any:
+        """Return the value of the first of these keys that there is; None without one."""
+        self._read.update(names)
+        return next((self._sizes[name] for name in names if name in self._sizes), None)
+
+    def count(self, *names: str) -> int | None:
+        """
+        Return the value of the first of these keys as a whole number; None without one; ConfigError
+        if it is none.
+        """
+        found = self.get(*names)
+        if found is None:
+            return None
+        if isinstance(found, bool) or not isinstance(found, (int, float)) or not found >= 0:
+            shown = str(found)[:40]
+            reason = f"config.json has {names[0]} {shown}, where the work of a sample depends on a whole number"
+            raise ConfigError.of("model.model", reason)
+        return int(found)
+
+    def size(self, *names: str) -> int:
+        """Return the same; ConfigError without one, which names the first."""
+        found = self.count(*names)
+        if found is None:
+            raise ConfigError.of("model.model", f"config.json has no {names[0]}, which the work of a sample depends on")
+        return found
+
+    def unread(self) -> list[str]:
+        """Return the keys that name a size above 0, or a list, and have not been read."""
+        return sorted(
+            key
+            for key, value in self._sizes.items()
+            if key not in self._read
+            and _IS_SIZE.search(key)
+            and not _HARMLESS.match(key)
+            and not isinstance(value, (bool, str))
+            and value not in (0, [], ())
+        )

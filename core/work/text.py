@@ -1,0 +1,287 @@
+"""
+What the text layers of a model cost, by the keys of its config.json.
+
+No family is named where keys say what a layer is: grouped or latent heads, experts beside shared
+ones, layers that see a window or a chunk, layers that carry a state. What no key says, or what
+configs leave out, is in `_UNSAID`. A key that names a size and is not read here makes the model one
+that is not known.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from core.errors import ConfigError
+from core.work.keys import ATTENTION_PRODUCTS, PRODUCT, Keys, Sizes
+
+Kind = Literal["full", "window", "chunk", "delta", "conv", "mamba"]
+
+_KINDS: Mapping[str, Kind] = {
+    "full_attention": "full",
+    "attention": "full",
+    "sliding_attention": "window",
+    "chunked_attention": "chunk",
+    "linear_attention": "delta",
+    "conv": "conv",
+    "mamba": "mamba",
+}
+"""What `layer_types` of a config.json calls them."""
+
+_UNSAID: Mapping[str, Sizes] = {
+    "bitnet": {"mlp_products": 3},
+    "bloom": {"mlp_products": 2},
+    "openai-gpt": {"mlp_products": 2},
+    "cohere2": {"sliding_window_pattern": 4},
+    "gemma2": {"sliding_window_pattern": 2},
+    "gemma3_text": {
+        "sliding_window_pattern": 6, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+        "vocab_size": 262208,
+    },
+    "qwen2": {"use_sliding_window": False},
+    "qwen2_5_vl_text": {"use_sliding_window": False},
+    "qwen2_moe": {"use_sliding_window": False},
+    "qwen2_vl_text": {"use_sliding_window": False},
+    "qwen3": {"use_sliding_window": False},
+    "qwen3_moe": {"use_sliding_window": False},
+    "qwen3_next": {"full_attention_interval": 4, "attn_output_gate": True, "head_dim": 256},
+    "qwen3_5_text": {"full_attention_interval": 4, "attn_output_gate": True, "head_dim": 256},
+    "qwen3_5_moe_text": {"full_attention_interval": 4, "attn_output_gate": True, "head_dim": 256},
+    "starcoder2": {"mlp_products": 2},
+}  # fmt: skip
+"""
+Model type -> what its config.json does not say: how many products its MLP has where the activation
+does not tell, whether attention has a gate, and defaults that configs leave out.
+"""
+
+_OTHERWISE = {"ctrl", "diffllama", "falcon", "gpt_bigcode", "hunyuan_v1_moe", "longcat_flash", "modernbert-decoder"}
+"""Model types whose keys say less than their layers do; they are not known."""
+
+_PLAIN = {"gelu", "gelu_new", "gelu_fast", "quick_gelu", "relu", "relu2", "xielu"}
+"""Activations of MLPs of two products; others gate, by a third."""
+
+DELTA_CHUNK = 64
+"""Tokens of a chunk of layers under the delta rule, in transformers and in the kernels for GPUs."""
+
+
+@attrs.frozen
+class LocalAttention:
+    """Forward FLOPs of attention layers that see some of the tokens before, in plain numbers."""
+
+    per_pair: int
+    """FLOPs per pair of tokens, over these layers."""
+
+    tokens: int
+    """Tokens of a window, the token itself included; or of a chunk."""
+
+    in_chunks: bool = False
+    """Whether tokens see those of their own chunk before them, else the last so many."""
+
+    def pairs(self, lengths: NDArray[np.float64]) -> NDArray[np.float64]:
+        """
+        Return the pairs that are compared in rows of these *lengths*; of their shape.
+
+        >>> LocalAttention(1, 3).pairs(np.array([2.0, 5.0])).tolist()
+        [3.0, 12.0]
+        >>> LocalAttention(1, 3, in_chunks=True).pairs(np.array([2.0, 5.0])).tolist()
+        [3.0, 9.0]
+        """
+        if self.in_chunks:
+            rest = lengths % self.tokens
+            chunks = lengths // self.tokens
+            pairs: NDArray[np.float64] = chunks * self.tokens * (self.tokens + 1) / 2 + rest * (rest + 1) / 2
+            return pairs
+        beyond = np.maximum(lengths - self.tokens, 0)
+        seen: NDArray[np.float64] = lengths * (lengths + 1) / 2 - beyond * (beyond + 1) / 2
+        return seen
+
+
+@attrs.frozen
+class TextWork:
+    """Forward FLOPs of text layers; `core.work.WorkModel` says what the numbers are."""
+
+    per_position: int
+    per_pair: int
+    local: tuple[LocalAttention, ...]
+    per_chunk: int
+
+
+def read_text(sizes: Sizes, *, model_type: str | None) -> TextWork:
+    """
+    Return the work of a model's text layers.
+
+    Args:
+        sizes: The text's part of a config.json.
+
+        model_type: Of that part, or of the whole.
+
+    Raises:
+        ConfigError: It lacks a size, or has one that is not known.
+    """
+    if model_type in _OTHERWISE:
+        raise ConfigError.of("model.model", f"the work of model_type {model_type!r} is not known")
+    keys = Keys(sizes, _UNSAID.get(model_type or "", {}))
+    width = keys.size("hidden_size", "n_embd", "d_model")
+    layers = keys.size("num_hidden_layers", "n_layer", "num_layers")
+    kinds = Counter(_kinds(keys, layers))
+    head = width * keys.size("vocab_size")
+    position, pair = 0, 0
+    if kinds["full"] + kinds["window"] + kinds["chunk"]:
+        position, pair = _attention(keys, width)
+    per_position = (kinds["full"] + kinds["window"] + kinds["chunk"]) * position + head
+    per_chunk = 0
+    if kinds["delta"]:
+        projections, products = _delta(keys, width)
+        per_position += kinds["delta"] * projections
+        per_chunk = PRODUCT * kinds["delta"] * products
+    if kinds["conv"]:
+        per_position += kinds["conv"] * (4 * width**2 + keys.size("conv_L_cache") * width)
+    if kinds["mamba"]:
+        per_position += kinds["mamba"] * _mamba(keys, width)
+    per_position += _mlps(keys, width, layers)
+    scale = PRODUCT * ATTENTION_PRODUCTS
+    local = []
+    if kinds["window"]:
+        local.append(LocalAttention(scale * kinds["window"] * pair // 2, keys.size("sliding_window")))
+    if kinds["chunk"]:
+        chunk = keys.size("attention_chunk_size")
+        local.append(LocalAttention(scale * kinds["chunk"] * pair // 2, chunk, in_chunks=True))
+    if unread := keys.unread():
+        named = ", ".join(unread[:5])
+        raise ConfigError.of("model.model", f"what {named} of its config.json adds to the work is not known")
+    return TextWork(PRODUCT * per_position, scale * kinds["full"] * pair // 2, tuple(local), per_chunk)
+
+
+def _kinds(keys: Keys, layers: int) -> list[Kind]:
+    """Return what each layer is."""
+    named = keys.get("layer_types", "layers_block_type")
+    window = keys.get("sliding_window")
+    has_window = bool(window) and keys.get("use_sliding_window") is not False
+    every = keys.get("sliding_window_pattern", "_sliding_window_pattern")
+    first = keys.get("max_window_layers")
+    interval = keys.get("full_attention_interval")
+    keys.get("attention_chunk_size", "no_rope_layers", "no_rope_layer_interval")
+    if named is not None:
+        if others := sorted(set(named) - set(_KINDS)):
+            raise ConfigError.of("model.model", f"the work of {', '.join(others)} layers is not known")
+        kinds = [_KINDS[name] for name in named]
+        return ["full" if kind == "window" and not has_window else kind for kind in kinds]
+    if keys.get("num_attention_heads", "n_head") is None and keys.get("state_size") is not None:
+        return ["mamba"] * layers
+    if interval:
+        return ["full" if not number % interval else "delta" for number in range(1, layers + 1)]
+    if has_window and every:
+        return ["window" if number % every else "full" for number in range(1, layers + 1)]
+    return [
+        "full" if not has_window or (first is not None and number < first) else "window" for number in range(layers)
+    ]
+
+
+def _attention(keys: Keys, width: int) -> tuple[int, int]:
+    """
+    Return the numbers that one position, and one pair of tokens, is multiplied with in a layer.
+    """
+    heads = keys.size("num_attention_heads", "n_head", "num_heads")
+    if (latent := keys.count("kv_lora_rank")) is not None:
+        plain, rotated, value = (keys.size(key) for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+        keys.get("qk_head_dim", "head_dim", "num_key_value_heads")
+        query, rank = heads * (plain + rotated), keys.count("q_lora_rank")
+        asked = width * query if rank is None else width * rank + rank * query
+        held = width * (latent + rotated) + latent * heads * (plain + value)
+        return asked + held + heads * value * width, heads * (plain + rotated + value)
+    size = keys.count("head_dim", "attention_head_dim", "kv_channels") or width // heads
+    shared = keys.count("num_key_value_heads", "num_kv_heads") or heads
+    gated = heads * size if keys.get("attn_output_gate") else 0
+    return width * (2 * heads * size + 2 * shared * size + gated), 2 * heads * size
+
+
+def _delta(keys: Keys, width: int) -> tuple[int, int]:
+    """
+    Return the numbers that one position is multiplied with in a layer of gated delta rule, and the
+    products of a chunk.
+    """
+    key, value = keys.size("linear_key_head_dim"), keys.size("linear_value_head_dim")
+    heads = keys.size("linear_num_value_heads")
+    keys_width, values_width = keys.size("linear_num_key_heads") * key, heads * value
+    mixed = 2 * keys_width + values_width
+    position = width * (mixed + values_width + 2 * heads) + values_width * width
+    position += keys.size("linear_conv_kernel_dim") * mixed
+    # Keys with keys and with queries, and weights with values; states read twice, and written.
+    chunk = DELTA_CHUNK * heads * (DELTA_CHUNK * (2 * key + value) + 3 * key * value)
+    return position, chunk
+
+
+def _mamba(keys: Keys, width: int) -> int:
+    """Return the numbers that one position is multiplied with in a state-space layer."""
+    state, kernel = keys.size("state_size"), keys.size("conv_kernel")
+    expand, rank = keys.count("expand") or 2, keys.count("time_step_rank") or -(-width // 16)
+    inner = keys.count("intermediate_size") or width * expand
+    steps = inner * (rank + 2 * state) + rank * inner + inner * state
+    return width * 2 * inner + kernel * inner + steps + inner * width
+
+
+def _mlps(keys: Keys, width: int, layers: int) -> int:
+    """Return the numbers that one position is multiplied with in the MLPs of all layers."""
+    if keys.get("state_size") is not None and keys.get("num_attention_heads", "n_head") is None:
+        return 0
+    experts = keys.count("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    inner = keys.count("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
+    inner = _adjusted(keys, 4 * width if inner is None else inner)
+    gated = width * _products(keys)
+    if not experts:
+        keys.get("num_experts_per_tok", "moe_intermediate_size", "shared_intermediate_size", "num_shared_experts")
+        return layers * gated * inner
+    sparse = _sparse(keys, layers)
+    active = keys.size(
+        "num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token", "top_k_experts", "experts_per_token"
+    )
+    expert = keys.count("moe_intermediate_size", "expert_ffn_hidden_size") or inner
+    per_layer = width * experts + active * gated * expert
+    if (alone := keys.count("shared_expert_intermediate_size")) is not None:
+        per_layer += gated * alone + (width if alone else 0)  # and the gate in front of it
+    elif (shared := keys.count("shared_intermediate_size")) is not None:
+        per_layer += gated * shared
+    else:
+        per_layer += (
+            (keys.count("n_shared_experts", "num_shared_experts", "moe_num_shared_experts") or 0) * gated * expert
+        )
+    return sparse * per_layer + (layers - sparse) * gated * inner
+
+
+def _adjusted(keys: Keys, inner: int) -> int:
+    """Return the width of MLPs that a config gives before it is cut and rounded."""
+    cut, factor = keys.get("block_auto_adjust_ff_dim"), keys.get("block_ffn_dim_multiplier")
+    multiple = keys.count("block_multiple_of") or 1
+    if not cut:
+        return inner
+    inner = int(2 * inner / 3)
+    return inner if factor is None else -(-int(factor * inner) // multiple) * multiple
+
+
+def _products(keys: Keys) -> int:
+    """Return the products of an MLP: two, or three where one gates."""
+    if (said := keys.count("mlp_products")) is not None:
+        return said
+    activation = keys.get("hidden_activation", "hidden_act", "activation_function", "mlp_hidden_act")
+    return 2 if activation in _PLAIN else 3
+
+
+def _sparse(keys: Keys, layers: int) -> int:
+    """Return how many layers have experts."""
+    named, places, frequency = keys.get("mlp_layer_types"), keys.get("moe_layers"), keys.get("moe_layer_freq")
+    step = keys.count("decoder_sparse_step", "moe_layer_interval", "interleave_moe_layer_step") or 1
+    dense = keys.count("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index") or 0
+    last, without = keys.get("moe_layer_end_index"), set(keys.get("mlp_only_layers") or ())
+    if named is not None:
+        return sum(name == "sparse" for name in named)
+    if places is not None:
+        return len(places)
+    if isinstance(frequency, Sequence):
+        return sum(map(bool, frequency))
+    end = layers if last in (None, -1) else int(last) + 1
+    return sum(dense <= number < end and not (number + 1) % step and number not in without for number in range(layers))

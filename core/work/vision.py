@@ -1,0 +1,165 @@
+"""What vision towers and their projectors cost, by the keys of a config.json's `vision_config`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from core.errors import ConfigError
+from core.work.keys import ATTENTION_PRODUCTS, PRODUCT, Keys, Sizes
+
+FLOPs = NDArray[np.float64]
+"""Floating-point operations; float64, because those of a large data set pass 64-bit integers."""
+
+Grid = Sequence[int]
+"""
+Patches of one image before merging: frames, rows, columns, as `image_grid_thw` of ms-swift's
+samples gives them.
+"""
+
+
+@attrs.frozen
+class VisionWork:
+    """Forward FLOPs of a vision tower and its projector, in plain numbers."""
+
+    per_patch: int
+    """FLOPs of the matrix products that one patch passes in all layers and in the projectors."""
+
+    per_image_pair: int
+    """
+    FLOPs of attention per pair of patches of one image frame, over the layers that attend within
+    the frame.
+    """
+
+    per_window_pair: int
+    """
+    FLOPs of attention per pair of patches of one window, over the layers that attend within
+    windows; 0 without such layers.
+    """
+
+    window: int
+    """
+    Patches on the side of a window; those at the right and lower edges of an image are smaller. 0
+    without windows.
+    """
+
+    def of_counts(self, images: Any, patches: Any) -> FLOPs:
+        """
+        Return the forward FLOPs of each sample's images where only their number and patches are
+        known: as if a sample's images had equal sizes and whole windows.
+
+        Args:
+            images: Images of each sample; shape (num_samples,).
+
+            patches: Patches of all images of a sample together; of the same shape.
+
+        >>> vision = VisionWork(per_patch=100, per_image_pair=1, per_window_pair=1, window=4)
+        >>> vision.of_counts([1, 2, 0], [16, 32, 0]).tolist()
+        [2112.0, 4224.0, 0.0]
+        """
+        images, patches = np.asarray(images, dtype=np.float64), np.asarray(patches, dtype=np.float64)
+        pairs = patches**2 / np.maximum(images, 1)
+        windows = self.per_window_pair * float(self.window) ** 2 * patches
+        work: FLOPs = self.per_patch * patches + self.per_image_pair * pairs + windows
+        return work
+
+    def of(self, grids: Iterable[Grid]) -> FLOPs:
+        """
+        Return the forward FLOPs of each image; shape (num_images,).
+
+        >>> vision = VisionWork(per_patch=100, per_image_pair=1, per_window_pair=1, window=4)
+        >>> vision.of([(1, 4, 4), (1, 4, 6)]).tolist()
+        [2112.0, 3296.0]
+        """
+        frames, rows, columns = np.array(list(grids), dtype=np.float64).reshape(-1, 3).T
+        patches = rows * columns
+        pairs = _squares(rows, self.window) * _squares(columns, self.window)
+        work: FLOPs = frames * (
+            self.per_patch * patches + self.per_image_pair * patches**2 + self.per_window_pair * pairs
+        )
+        return work
+
+
+def read_vision(sizes: Sizes) -> VisionWork:
+    """
+    Return the work of a vision tower; ConfigError if its keys are not those of a known kind.
+
+    Known are towers whose patches are merged and attend within their frame: with windows but for
+    some layers (`fullatt_block_indexes`); with learned places (`num_position_embeddings`), and a
+    projector more for each layer that feeds the text's (`deepstack_visual_indexes`); and with a
+    width of their own beside the text's (`embed_dim`).
+    """
+    keys = Keys(sizes)
+    if (full := keys.get("fullatt_block_indexes")) is not None:
+        merge = keys.count("spatial_merge_size") or 2
+        tower = _tower(keys, keys.size("hidden_size"), inner=keys.size("intermediate_size"), mlp_products=3)
+        windowed = _pair(keys.size("hidden_size")) * (keys.size("depth") - len(full))
+        # A window is a whole number of merged patches wide.
+        window = keys.size("window_size") // (keys.size("patch_size") * merge) * merge
+        whole = _pair(keys.size("hidden_size")) * len(full)
+        return attrs.evolve(tower, per_image_pair=whole, per_window_pair=windowed, window=window)
+    deep = keys.get("deepstack_visual_indexes")
+    if deep is not None or None not in (keys.get("num_position_embeddings"), keys.get("spatial_merge_size")):
+        inner = keys.size("intermediate_size")
+        return _tower(keys, keys.size("hidden_size"), inner=inner, mlp_products=2, num_projectors=1 + len(deep or ()))
+    if (width := keys.count("embed_dim")) is not None and keys.get("spatial_merge_size") is not None:
+        inner = width * keys.size("mlp_ratio")
+        return _tower(keys, width, inner=inner, mlp_products=2, out=keys.size("hidden_size"))
+    reason = "the work of its vision tower is not known: its vision_config has no fullatt_block_indexes, "
+    raise ConfigError.of("model.model", reason + "deepstack_visual_indexes or embed_dim with spatial_merge_size")
+
+
+def _tower(
+    keys: Keys, width: int, *, inner: int, mlp_products: int, num_projectors: int = 1, out: int | None = None
+) -> VisionWork:
+    """
+    Return the work of a vision tower whose layers all attend within whole frames.
+
+    Args:
+        keys: The `vision_config` of a config.json.
+
+        width: Of its layers.
+
+        inner: Width of a layer's MLP.
+
+        mlp_products: Matrix products of the MLP, each as large as the two widths.
+
+        num_projectors: Pairs of matrices that merge patches and bring them to the text's width.
+
+        out: The text's width; None: `out_hidden_size`.
+    """
+    depth = keys.size("depth")
+    channels = keys.count("in_channels", "in_chans") or 3
+    embedding = channels * (keys.count("temporal_patch_size") or 2) * keys.size("patch_size") ** 2 * width
+    layer = width * (4 * width + mlp_products * inner)
+    # A projector takes merge² patches at once, merge² times as wide, so a patch has its share of
+    # the product.
+    merged = (keys.count("spatial_merge_size") or 2) ** 2 * width
+    projector = width * (merged + (keys.size("out_hidden_size") if out is None else out))
+    return VisionWork(
+        per_patch=PRODUCT * (embedding + depth * layer + num_projectors * projector),
+        per_image_pair=_pair(width) * depth,
+        per_window_pair=0,
+        window=0,
+    )
+
+
+def _pair(width: int) -> int:
+    """Return the FLOPs of attention per pair of patches in one layer."""
+    return PRODUCT * ATTENTION_PRODUCTS * width
+
+
+def _squares(side: FLOPs, window: int) -> FLOPs:
+    """
+    Return the sum of the squares of the parts that windows cut each *side* into; zeros without
+    windows.
+    """
+    if not window:
+        return np.zeros_like(side)
+    rest = side % window
+    squares: FLOPs = side // window * window**2 + rest**2
+    return squares

@@ -1,0 +1,112 @@
+"""
+Families of every kind pack the whole way of training: small random models of them, of which nothing
+in the code names one, pass `app.check`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from adapters.probe.families import default_config
+from adapters.probe.shrink import shrink
+from adapters.probe.small_model import enliven, quiet
+from app import check
+from app.wiring.stores import read_config
+from core.equality import CHECKS, EQUAL
+from core.errors import ConfigError
+
+pytestmark = pytest.mark.slow
+
+FAMILIES = {
+    "llama": ("llama", "llama3_2", ()),
+    "mistral": ("mistral", "mistral_nemo", ()),
+    "mixtral": ("mixtral", "chatml", ()),
+    "phi3": ("phi4", None, ()),
+    "gemma2": (None, None, ()),
+    "gemma3_text": (None, None, ()),
+    "qwen3_moe": (None, "qwen3", ()),
+    "glm4_moe": (None, "glm4_5", ()),
+    "deepseek_v3": (None, "deepseek_v3_1", ()),
+    "minimax_m2": (None, "minimax_m2", ()),
+    "gpt_oss": (None, "chatml", ()),
+    "qwen3_next": (None, "qwen3_nothinking", ("Qwen3NextGatedDeltaNet",)),
+    "lfm2": (None, "chatml", ("Lfm2ShortConv",)),
+    "nemotron_h": (None, None, ("NemotronHMamba2Mixer",)),
+}
+"""
+Family -> ms-swift's model type and template, where its registry names several or none, and the
+layers that run sample by sample.
+"""
+
+
+@pytest.fixture
+def sections(demo, text_jsonl, tmp_path):
+    """Return a function that writes a small model of a family, and gives its run's sections."""
+
+    def of(family):
+        folder, like = tmp_path / family, demo / "models" / "qwen2"
+        folder.mkdir()
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(like / name, folder)
+        sizes = AutoConfig.from_pretrained(like).to_dict()
+        own = {key: sizes[key] for key in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
+        plain = default_config(family)
+        config = type(plain).from_dict({**shrink(plain.to_dict()), **own})
+        with quiet(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        enliven(model)
+        model.save_pretrained(folder)
+        model_type, template, _ = FAMILIES[family]
+        return {
+            "model": {"model": str(folder), **({"model_type": model_type} if model_type else {})},
+            "template": {"max_length": 512, "system": None, **({"template": template} if template else {})},
+            "custom": {"train_jsonl": str(text_jsonl)},
+        }
+
+    return of
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_packs_the_whole_way_of_training(write_run, sections, tmp_path, capsys, family):
+    """
+    Positions, labels, logits, losses, gradients and isolation, in float32; no layer lets another
+    sample be seen.
+    """
+    path = write_run("qwen2", training={"packing_drop_last": False}, **sections(family))
+
+    assert 0 == check.main([str(path), "--json", "--packs", "1", "--quiet"])
+    checks = {one["check"]: one for one in json.loads(capsys.readouterr().out)["checks"]}
+    assert set(CHECKS) == set(checks)
+    assert all(one["passed"] for one in checks.values())
+    assert 0 == checks["positions"]["worst"] == checks["labels"]["worst"]
+    verdict = json.loads((tmp_path / "run" / "static_packing" / "verdict.json").read_text())["verdict"]
+    assert "varlen" == verdict["strategy"]
+    assert FAMILIES[family][2] == tuple(verdict["split"])
+    assert 0 == verdict["measured"].pop("isolation")
+    assert max(verdict["measured"].values()) <= EQUAL["float32"] / 4
+    assert ["cpu, float32"] == verdict["loaded_on"]
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "says"),
+    [
+        ("gpt_oss", {}, r"template\.template: is gpt_oss, which ms-swift does not declare"),
+        ("lfm2", {}, r"template\.template: is not set, and ms-swift knows no templates of Lfm2ForCausalLM"),
+        ("gemma3_text", {"system": "You look at scenes."}, "does not support `system`"),
+    ],
+)  # fmt: skip
+def test_a_template_that_does_not_fit_is_refused(write_run, sections, family, keys, says):
+    """One that does not pack, though its model does; none that is known; one without a system."""
+    rest = sections(family)
+    rest["template"] = {"max_length": 512, "system": None, **keys}
+
+    with pytest.raises(ConfigError, match=says):
+        check.check(read_config(write_run("qwen2", **rest)), num_packs=1)

@@ -1,0 +1,240 @@
+"""
+Tools, calls and weights of the loss are read as ms-swift reads them, under its agent templates and
+strategies.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from core.errors import ConfigError, RecordError
+
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds numbers.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer", "default": None}, "b": {}}},
+    },
+}
+BARE = {"name": "look", "description": "Looks something up.", "parameters": {}}
+ASKED = {"role": "user", "content": "1 and 2?"}
+SAID = {"role": "assistant", "content": "<think>\n\n</think>\n\nThree."}
+ARGUMENTS = {"b": 2, "a": 1}
+CALLED = {"role": "tool_call", "content": json.dumps({"name": "add", "arguments": ARGUMENTS})}
+GIVEN = {"role": "tool_response", "content": json.dumps({"sum": 3})}
+
+ROWS = {
+    "roles": {"tools": [ADD, BARE], "messages": [ASKED, CALLED, CALLED, GIVEN, GIVEN, SAID]},
+    "tools as a text": {"tools": json.dumps([ADD, BARE]), "messages": [ASKED, CALLED, GIVEN, SAID], "system": "Be."},
+    "a tool as a text": {"tools": [json.dumps(ADD)], "messages": [ASKED, SAID]},
+    "roles of ShareGPT": {
+        "tools": json.dumps([ADD]),
+        "conversations": [
+            {"from": "human", "value": "1 and 2?"},
+            {"from": "function_call", "value": CALLED["content"]},
+            {"from": "observation", "value": "3"},
+            {"from": "gpt", "value": "Three."},
+        ],
+    },
+    "tool_calls": {
+        "tools": [ADD],
+        "messages": [
+            ASKED,
+            {
+                "role": "assistant", "content": "Wait.",
+                "tool_calls": [
+                    {"id": "x", "type": "function", "function": {"name": "add", "arguments": json.dumps(ARGUMENTS)}},
+                    {"id": "y", "type": "function", "function": {"name": "look", "arguments": "{}"}},
+                ],
+            },
+            {"role": "tool", "tool_call_id": "y", "content": "second"},
+            {"role": "tool", "tool_call_id": "x", "content": "first"},
+            SAID,
+        ],
+    },
+    "tool_use": {
+        "tools": [ADD],
+        "messages": [
+            ASKED,
+            {"role": "assistant", "content": [{"type": "text", "text": "Wait."},
+                                              {"type": "tool_use", "id": "x", "name": "add", "input": ARGUMENTS}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x", "content": "3"}]},
+            SAID,
+        ],
+    },
+    "objects": {
+        "tools": ADD,
+        "messages": [
+            ASKED, {"role": "tool_call", "content": {"name": "add", "arguments": ARGUMENTS}},
+            {"role": "tool_response", "content": {"sum": None, "a": "é"}}, SAID,
+        ],
+    },
+    "a call at the end": {"tools": [ADD], "messages": [ASKED, CALLED]},
+    "tools beside columns": {"tools": [ADD], "query": "1 and 2?", "response": "3"},
+    "an answer behind a question": {"tools": [ADD], "messages": [ASKED, GIVEN, SAID]},
+    "weights": {
+        "messages": [
+            ASKED, {**SAID, "loss": False}, ASKED, {**SAID, "loss_scale": 0.25}, ASKED,
+            {"role": "assistant", "content": "a", "loss": True}, {"role": "assistant", "content": "b", "loss_scale": 3},
+        ],
+    },
+    "weights of calls": {
+        "tools": [ADD],
+        "messages": [ASKED, {**SAID, "loss_scale": 2}, {**CALLED, "loss_scale": 0.5}, GIVEN, SAID],
+    },
+    "words of agents": {
+        "messages": [
+            ASKED, {"role": "assistant", "content": "Thought: add.\nAction: add\nAction Input: {}\nObservation: 3"},
+            ASKED, {"role": "assistant", "content": "Thought: I know.\nFinal Answer: 3"},
+        ]
+    },
+}  # fmt: skip
+
+AGENTS = ["hermes", "react_en", "qwen_en", "toolbench", "glm4_5", "llama3", "deepseek_v3_1"]
+
+SCALES = [
+    "default", "last_round", "all", "react", "last_round+hermes", "agentflan", "alpha_umi", "qwen",
+    "ignore_empty_think+hermes",
+]  # fmt: skip
+
+WITHOUT_QUESTION = {"toolbench", "llama3", "deepseek_v3_1", "qwen_en"}
+"""Notations that have no words for an answer without a call: ms-swift refuses such a record."""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Write each record into a file of its own."""
+    folder = tmp_path_factory.mktemp("rows")
+    return {case: write(folder / f"{number}.jsonl", row) for number, (case, row) in enumerate(ROWS.items())}
+
+
+def write(path, record):
+    path.write_text(f"{json.dumps(record)}\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def loaded(files):
+    """Return the records as ms-swift's own loading gives them."""
+    from swift.dataset import load_dataset
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MODELSCOPE_CACHE", str(next(iter(files.values())).parent / "modelscope"))
+        rows = {
+            case: load_dataset([str(path)], num_proc=1, load_from_cache_file=False, strict=True)[0][0]
+            for case, path in files.items()
+        }
+    return {case: {key: held for key, held in row.items() if held is not None} for case, row in rows.items()}
+
+
+@pytest.fixture
+def encoder(write_run, tmp_path):
+    """Return a function that opens files, or a record, as a run does, under settings."""
+    import attrs
+
+    from adapters.samples.encoder import SwiftEncoder
+    from app.wiring import training
+
+    def opened(of, **template):
+        paths = of if "roles" in of else {"": write(tmp_path / "a.jsonl", of)}
+        run = write_run("qwen2", custom={"train_jsonl": str(next(iter(paths.values())))}, template=template)
+        first = training.open_samples(training.read_config(run))["train"]
+        every = {
+            case: SwiftEncoder(attrs.evolve(first.spec, paths=(str(path),)), template=first.template)
+            for case, path in paths.items()
+        }
+        return every if "roles" in of else first
+
+    return opened
+
+
+def template_of_swift(samples, **template):
+    """Return a template that ms-swift opens by itself."""
+    from swift import get_template
+
+    theirs = get_template(
+        samples.template.processor, "You look at scenes.", None, template_type="qwen2_5", is_binary_loss_scale=False,
+        **template,
+    )  # fmt: skip
+    theirs.max_length = None
+    theirs.set_mode("train")
+    return theirs
+
+
+def compare(samples, row, theirs):
+    """Hold a record's encoding against ms-swift's, and return it."""
+    expected = theirs.encode(row, return_length=True)
+    found = samples.encode(0)
+    assert expected["input_ids"] == found["input_ids"], samples.template.tokenizer.decode(expected["input_ids"])
+    assert expected["labels"] == found["labels"]
+    weights = [1.0 if label != -100 else 0.0 for label in found["labels"]]
+    assert expected["loss_scale"] == found.get("loss_scale", weights)
+    assert sum(label != -100 for label in expected["labels"]) == samples.measured(0, found).supervised
+    return found
+
+
+@pytest.mark.parametrize("agent", AGENTS)
+def test_tools_have_the_tokens_and_labels_that_ms_swift_gives_them(agent, encoder, files, loaded):
+    """In every notation of calls, under each agent template."""
+    every = encoder(files, agent_template=agent)
+    theirs = template_of_swift(every["roles"], agent_template=agent)
+    for case, samples in every.items():
+        if case == "an answer behind a question" and agent in WITHOUT_QUESTION:
+            with pytest.raises(RecordError, match="does not support standalone tool responses"):
+                samples.encode(0)
+            continue
+        compare(samples, loaded[case], theirs)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_tokens_weigh_what_ms_swift_says(scale, encoder, files, loaded):
+    """By strategy, by the words of an answer, and by what single messages say."""
+    every = encoder(files, loss_scale=scale)
+    theirs = template_of_swift(every["roles"], loss_scale=scale)
+
+    weighed = [case for case, samples in every.items() if "loss_scale" in compare(samples, loaded[case], theirs)]
+
+    assert "weights" in weighed
+
+
+def test_what_a_template_cannot_tell_is_refused(encoder):
+    """By record, or by key."""
+    for key in ("agent_template", "loss_scale"):
+        with pytest.raises(ConfigError, match=rf"template\.{key}.* (has|is) '?mine'?, but"):
+            encoder(ROWS["roles"], **{key: "mine"})
+    samples = encoder(ROWS["roles"])
+    samples.template._agent_template = None
+    with pytest.raises(RecordError, match=r"has tools, for which the template .* set template\.agent_template"):
+        samples.encode(0)
+    silent = {"messages": [{**ASKED, "loss": False}, SAID]}
+    assert encoder(silent).encode(0)
+    with pytest.raises(RecordError, match=r"which template\.loss_scale: all trains all the same"):
+        encoder(silent, loss_scale="all").encode(0)
+
+
+def test_weights_that_a_template_loses_are_refused(encoder, monkeypatch):
+    """Where tokens are more than weights; where all weigh the same, none is needed."""
+    samples = encoder(ROWS["weights"])
+    plain = samples.template.encode
+
+    def short(record, **options):
+        encoded = plain(record, **options)
+        return {**encoded, "loss_scale": encoded["loss_scale"][:-1]}
+
+    monkeypatch.setattr(samples.template, "encode", short)
+    with pytest.raises(RecordError, match=r"which the template qwen2_5 does not carry to its [\d,]+ tokens"):
+        samples.encode(0)
+    plainly = encoder(ROWS["roles"])
+    plain = plainly.template.encode
+    monkeypatch.setattr(plainly.template, "encode", short)
+    assert "loss_scale" not in plainly.encode(0)
+
+
+def test_answers_of_the_model_are_no_calls(encoder):
+    """What a rollout says in place of a call is trained as text."""
+    samples = encoder(ROWS["a call at the end"])
+
+    assert "so." in samples.template.tokenizer.decode(samples.encode(0, answer="so.")["input_ids"])

@@ -1,0 +1,281 @@
+"""
+Families that see, beside those that the project ships with: counted, measured, packed, checked and
+trained as those are.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+
+from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
+
+import pytest
+import torch
+import yaml
+from PIL import Image, ImageDraw
+from safetensors.torch import load_file
+from torch.utils._pytree import tree_map
+
+from adapters.ranks.torch_group import OneRank
+from adapters.samples.measurer import SwiftMeasurer
+from adapters.trainer.packed_dataset import EncodedPack
+from adapters.trainer.vision import DummyImage
+from app.demo.vision_models import VISION_FAMILIES, write_vision_model
+from tests.e2e import rank_main, sharded_main
+from tests.processes import finished
+
+pytestmark = [
+    pytest.mark.slow,
+    # ms-swift's template of InternVL hands tensors to numpy.
+    pytest.mark.filterwarnings("ignore:__array_wrap__ must accept context:DeprecationWarning"),
+]
+
+HEADERS = {
+    "internvl": "what InternVLProcessor says of sizes",
+    "glm4v": "what Glm4vProcessor says of sizes",
+    "qwen2_vl": "the arithmetic of qwen_vl_utils",
+    "qwen3_vl_moe": "the arithmetic of qwen_vl_utils",
+    "qwen3_5": "the arithmetic of qwen_vl_utils",
+}
+"""Family -> what gives the lengths of its images from headers; the others are encoded in full."""
+
+CHECKED = ["internvl", "glm4v", "minicpmv4_6", "paddleocr_vl"]
+"""Those outside of Qwen; `app.check --vision` compares all."""
+
+
+def record(text: str, images: list[str], answer: str = "a large blue circle, a small red bar") -> dict:
+    """A record of one question."""
+    messages = [
+        {"role": "user", "content": "<image>" * len(images) + text},
+        {"role": "assistant", "content": answer},
+    ]
+    return {"messages": messages, **({"images": images} if images else {})}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Records with no, one and three images, and a model of each family."""
+    folder = tmp_path_factory.mktemp("vision")
+    records = []
+    for number in range(8):
+        images = []
+        for part in range((1, 0, 3, 1)[number % 4]):
+            image = Image.new("RGB", (70, 60) if part == 1 else (112, 84), (30 * number, 200 - 20 * number, 90 * part))
+            ImageDraw.Draw(image).ellipse((4, 4, 40 + number, 50), fill=(255 - 20 * number, 30, 7 * number))
+            images.append(f"{number}-{part}.png")
+            image.save(folder / images[-1])
+        records.append(
+            record(f"What is in {number}?", images, "a large blue circle, a small red bar " * (1 + number % 3))
+        )
+    (folder / "scenes.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    text = [message["content"] for one in records for message in one["messages"]]
+    for name in VISION_FAMILIES:
+        write_vision_model(folder / name, name, text, seed=0)
+    return folder
+
+
+@pytest.fixture
+def vision_run(folder, tmp_path):
+    """Return a function that writes the YAML of a run of a family."""
+
+    def write(family: str, name: str = "run", **overlay):
+        model_type, template = VISION_FAMILIES[family].swift
+        sections = {
+            "model": {"model": str(folder / family), "model_type": model_type},
+            "template": {"max_length": 400, "template": template},
+            "custom": {"train_jsonl": str(folder / "scenes.jsonl")},
+            "training": {
+                "output_dir": str(tmp_path / name), "num_train_epochs": 1, "learning_rate": "1e-2", "report_to": [],
+                "save_strategy": "no", "logging_steps": 1, "gradient_checkpointing": False,
+                "dataloader_num_workers": 0, "packing_drop_last": False,
+            },
+        }  # fmt: skip
+        for section, keys in overlay.items():
+            sections[section] |= keys
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(sections))
+        return path
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    """Images of 45 sizes, and records of one to four of them."""
+    folder, rng = tmp_path_factory.mktemp("pictures"), random.Random(0)  # noqa: S311
+    sizes = [(1, 1), (1, 150), (28, 28), (55, 57), (600, 30), (571, 24), (56, 56), (112, 112), (448, 448), (640, 320)]
+    sizes += [(rng.randint(10, 400), rng.randint(10, 400)) for _ in range(45 - len(sizes))]
+    for width, height in sizes:
+        Image.new("RGB", (width, height), (width % 255, height % 255, 9)).save(folder / f"{width}x{height}.png")
+    names = [f"{width}x{height}.png" for width, height in sizes]
+    records = [record("?", [name]) for name in names] + [record("?", rng.sample(names, n)) for n in (2, 3, 4)]
+    path = folder / "pictures.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in [*records, record("?", [])]))
+    return path
+
+
+def measurer(path) -> SwiftMeasurer:
+    """What measures the samples of a run."""
+    from app.wiring import training
+
+    config = training.read_config(path)
+    return training.open_measurer(config, training.open_samples(config)["train"])
+
+
+@pytest.mark.parametrize("family", VISION_FAMILIES)
+def test_lengths_are_those_of_full_encodes(vision_run, pictures, caplog, family):
+    """
+    Of 45 sizes and of several images: from headers where the processor can say it, which is
+    told.
+    """
+    caplog.set_level("INFO", "adapters")
+    samples = measurer(vision_run(family, custom={"train_jsonl": str(pictures)}))
+    in_full = list(samples.measure_many(range(len(samples)), in_full=True))
+
+    assert [outcome.measurement.images for outcome in in_full] == [1] * 45 + [2, 3, 4, 0]
+    assert all(outcome.measurement.patches > 0 for outcome in in_full[:-1])
+    encoder, encoded = samples._encoder, []
+    plain = encoder.encode
+    encoder.encode = lambda index: encoded.append(index) or plain(index)
+    assert in_full == list(samples.measure_many(range(len(samples)), in_full=False))
+    if family in HEADERS:
+        assert [48] == encoded, "the one without images"
+        assert f"lengths of images come from their headers, by {HEADERS[family]}" in caplog.text
+    else:
+        assert [*range(49)] == encoded
+        assert "every sample with images is encoded in full" in caplog.text
+        assert "does not say what an image of some size takes" in caplog.text
+
+
+def swap(trainer) -> None:
+    """Let two samples of a pack have each other's image."""
+    collate = trainer.data_collator
+
+    def swapped(items):
+        samples = [dict(sample) for sample in items[0].samples]
+        with_one = [sample for sample in samples if sample.get("num_images") == 1]
+        first, last = with_one[0], with_one[-1]
+        first["pixel_values"], last["pixel_values"] = last["pixel_values"], first["pixel_values"]
+        return collate([EncodedPack(items[0].position, samples)])
+
+    trainer.data_collator = swapped
+
+
+def blur(trainer) -> None:
+    """Let the images of a pack see each other."""
+
+    def mixed(_, __, output):
+        return tree_map(
+            lambda part: part + part.mean([*range(part.dim() - 1)]) if torch.is_tensor(part) else part, output
+        )
+
+    inner = DummyImage.of(trainer.model, trainer.template).inner
+    next(part for name, part in inner.named_children() if name != "language_model").register_forward_hook(mixed)
+
+
+def loss_and_unused(prepared, index: int) -> tuple[float, set[str]]:
+    """The loss of a sample, and the weights that it leaves out."""
+    trainer = prepared.trainer
+    batch = trainer.data_collator([EncodedPack(0, [prepared.samples["train"].encode(index)])])
+    trainer.model.zero_grad()
+    with trainer.media_hook():
+        inputs = trainer._prepare_inputs(batch)
+        loss = trainer.compute_loss(trainer.model, inputs, num_items_in_batch=torch.tensor(9.0))
+        loss.backward()
+    return loss.item(), {name for name, one in trainer.model.named_parameters() if one.grad is None}
+
+
+@pytest.mark.parametrize("family", CHECKED)
+def test_a_family_is_shown_to_pack(vision_run, family):
+    """
+    On a pack of samples with 0, 1 and 3 images: all is equal; a swapped image is found, and images
+    that see each other. With the dummy image, a batch without images uses every weight, and no
+    loss changes.
+    """
+    from app.check import compare
+    from app.training.prepare import prepare
+    from app.wiring import training as wiring
+
+    config = wiring.read_config(vision_run(family))
+    prepared = prepare(config, OneRank())
+    trainer = prepared.trainer
+
+    def failed() -> set[str]:
+        report = compare(config, prepared, num_packs=1)
+        assert "mixed" == report.packs[0][1]
+        return {verdict.check for verdict in report.verdicts if not verdict.passed}
+
+    assert set() == failed()
+    plain = trainer.data_collator
+    swap(trainer)
+    assert {"logits", "sample loss"} <= failed()
+    trainer.data_collator = plain
+
+    before = [loss_and_unused(prepared, index)[0] for index in (1, 2)]
+    dummy = DummyImage.of(trainer.model, trainer.template)
+    assert [] == dummy.unreached()
+    dummy.ensure_seen()
+    assert [(loss, set()) for loss in before] == [loss_and_unused(prepared, index) for index in (1, 2)]
+
+    blur(trainer)
+    assert "isolation" in failed()
+
+
+def test_ranks_of_which_one_has_no_images_end_together(server, vision_run, tmp_path):
+    """
+    InternVL on two ranks, in packs of one: in some steps the first has text alone, the other
+    images.
+    """
+    path = vision_run("internvl", template={"max_length": 60}, training={"max_steps": 4, "effective_batch_size": 2})
+
+    assert [0, 0] == finished(server.ranks(2, rank_main.main, str(path), str(tmp_path), folder=tmp_path))
+    ranks = rank_main.seen(tmp_path, 2)
+    images = [[(1, 0, 3, 1)[ranks[0]["raw_packs"][pack][0] % 4] for pack in rank["fetched"]] for rank in ranks]
+    assert any((first > 0) != (second > 0) for first, second in zip(*images, strict=True))
+    losses = [[entry["loss"] for entry in rank["history"] if "loss" in entry] for rank in ranks]
+    assert 4 == len(losses[0])
+    assert losses[0] == losses[1]
+
+
+def test_sharded_ranks_of_which_one_has_no_images_stay_in_step(server, vision_run, tmp_path):
+    """InternVL over real FSDP: each needs the other's part of the vision tower."""
+    from app.training.prepare import prepare
+    from app.wiring import training as wiring
+
+    path = vision_run("internvl", training={"max_steps": 1})
+    prepare(wiring.read_config(path), OneRank())  # the ranks find the plan
+
+    assert [0, 0] == finished(server.ranks(2, sharded_main.main, str(path), str(tmp_path), folder=tmp_path))
+    assert all(float((tmp_path / f"loss{rank}").read_text()) > 1 for rank in range(2))
+
+
+KEYS = {"max_steps": 16, "learning_rate": "2e-2", "lr_scheduler_type": "constant", "save_strategy": "steps",
+        "save_steps": 14, "gradient_checkpointing": True}  # fmt: skip
+
+
+def test_a_family_learns_resumes_and_evaluates_packed_as_padded(vision_run, execute, folder, tmp_path):
+    """
+    GLM-4V's loss falls by half; resumed, it is the same bit for bit; padded batches evaluate
+    alike.
+    """
+    from app.training.prepare import prepare
+    from app.wiring import training as wiring
+
+    whole = execute(vision_run("glm4v", "whole", training=KEYS))
+    losses = [entry["loss"] for entry in whole.history if "loss" in entry]
+    assert losses[-1] < losses[0] / 2
+
+    again = {**KEYS, "resume_from_checkpoint": str(tmp_path / "whole" / "checkpoint-14")}
+    resumed = execute(vision_run("glm4v", "resumed", training=again))
+    assert losses == [entry["loss"] for entry in resumed.history if "loss" in entry]
+    left, right = (load_file(tmp_path / run / "checkpoint-16" / "model.safetensors") for run in ("whole", "resumed"))
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+    custom, evaluated = {"val_jsonl": str(folder / "scenes.jsonl")}, []
+    for name, keys in (("packed", {}), ("padded", {"packing": False, "per_device_eval_batch_size": 3})):
+        path = vision_run("glm4v", name, custom=custom, training=keys)
+        evaluated.append(prepare(wiring.read_config(path), OneRank()).trainer.evaluate())
+    assert evaluated[0]["eval_tokens"] == evaluated[1]["eval_tokens"]
+    assert evaluated[0]["eval_loss"] == pytest.approx(evaluated[1]["eval_loss"], rel=1e-6)
