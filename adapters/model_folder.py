@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from adapters.hub_caches import download_command, is_id
 from core.config import ModelConfig
 from core.errors import ConfigError
 
@@ -28,6 +29,12 @@ def model_sizes(model: ModelConfig) -> Mapping[str, Any]:
         sizes: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         sizes["model_type"]
     except (OSError, ValueError, KeyError, TypeError):
+        if is_id(model.model):
+            reason = (
+                f"is {model.model}, which is no folder here, and no local cache holds it: download it with "
+                f"`{download_command(model.model, 'model')}`, or set model.download: true"
+            )
+            raise ConfigError.of("model.model", reason) from None
         raise ConfigError.of(
             "model.model", f"{model.model} is no folder with a config.json that names a model_type"
         ) from None

@@ -19,6 +19,7 @@ COMMANDS = MappingProxyType(
         "sft": ("app.sft", "fine-tune a model from a static pack plan, or from a stream"),
         "plan": ("app.plan.__main__", "measure, plan, and look at plans, before training"),
         "check": ("app.check", "show that packed training is the same training, on your own model"),
+        "convert": ("app.convert", "make a run of a command, a script or a YAML of ms-swift"),
         "rl": ("app.rl.__main__", "train on the model's own answers, in sharded microbatches"),
         "bench": ("app.bench.__main__", "measure what this project claims"),
         "demo": ("app.demo.__main__", "make tiny models and a data set, and train on them"),

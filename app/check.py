@@ -5,7 +5,8 @@ run.yaml`.
 Takes packs from the run's own plan and compares them, through the run's model, template and
 attention backend, with their samples alone: positions, labels, logits, losses, gradients; and
 changes one sample at a time, which may move no other sample's logits. Exit status 0 if all is
-equal, 3 if not. With --families and no run, lists which architectures may pack.
+equal, 3 if not. With --families and no run, lists which architectures may pack; with --vision, how
+tiny models of families that see are measured and packed.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from app.cli.command import (
     run_program,
 )
 from app.families import list_families
+from app.vision import list_vision
 from app.wiring import stores
 from core.config import RunConfig
 from core.equality import CHECKS, Finding, Verdict, choose_packs, judge, kind
@@ -215,7 +217,11 @@ def main(arguments: list[str] | None = None) -> int:
         help="instead of a run: ask a small random model of these families, or of all, whether it may pack",
     )  # fmt: skip
     parser.add_argument(
-        "--output", type=Path, metavar="PAGE.md", help="with --families: also write the table to this page"
+        "--vision", nargs="*", metavar="NAME",
+        help="instead of a run: measure, pack and compare tiny models of these families that see, or of all",
+    )  # fmt: skip
+    parser.add_argument(
+        "--output", type=Path, metavar="PAGE.md", help="with --families or --vision: also write the table to this page"
     )
     parser.add_argument(
         "--packs", type=positive_number, default=4, metavar="N", help="packs to compare, at most (default: %(default)s)"
@@ -223,14 +229,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
     add_logging_options(parser)
     options = parse_arguments(parser, arguments)
-    if (options.config is None) == (options.families is None):
-        parser.error("name either a run's YAML or --families")
-    if options.output is not None and options.families is None:
-        parser.error("--output goes with --families")
+    if [options.config, options.families, options.vision].count(None) != 2:
+        parser.error("name a run's YAML, --families or --vision, and one of them alone")
+    if options.output is not None and options.config is not None:
+        parser.error("--output goes with --families and --vision")
 
     def command() -> None:
         if options.families is not None:
             list_families(options.families, as_json=options.json, output=options.output)
+            return
+        if options.vision is not None:
+            list_vision(options.vision, as_json=options.json, output=options.output)
             return
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ConfigError.of("", "app.check compares on one process: start it without torchrun")

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from adapters.progress import progress
+from app.vision import section_of
 from core.equality import STRATEGIES, PackingVerdict
 
 _ABOUT = """Asked of a small model of each family that transformers knows, as its default configuration
@@ -44,7 +45,9 @@ def list_families(names: Sequence[str], *, as_json: bool, output: Path | None) -
 
     verdicts = list(progress(families.verdicts(names), desc="asking", unit=" families"))
     if output is not None:
-        stores.write_text(output, page(verdicts, families.versions(), date=f"{datetime.now(UTC):%Y-%m-%d}"))
+        before = output.read_text(encoding="utf-8") if output.exists() else ""
+        text = page(verdicts, families.versions(), date=f"{datetime.now(UTC):%Y-%m-%d}")
+        stores.write_text(output, text + section_of(before))
     if as_json:
         rows = [row(one) for one in verdicts]
         print(json.dumps({"versions": families.versions(), "families": rows}, indent=2))

@@ -25,6 +25,7 @@ from typing import Any
 import attrs
 
 from adapters.config.trainer_keys import as_table
+from adapters.conversion.table import as_table as table_of_arguments
 from core.config import PathText
 
 _MARKED = re.compile(r"(<!-- keys of ([\w.]+) -->).*?(<!-- end of keys -->)", re.DOTALL)
@@ -72,6 +73,13 @@ def trainer_table() -> str:
     from adapters.trainer.keys import installed_keys
 
     return as_table(installed_keys())
+
+
+def arguments_table() -> str:
+    """Return the table of the arguments of `swift sft`, as the installed ms-swift has them."""
+    from adapters.conversion.installed import installed_arguments
+
+    return table_of_arguments(installed_arguments())
 
 
 def _part(name: str) -> Iterator[str]:
@@ -174,7 +182,9 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("pages", nargs="+", type=Path, metavar="page.md", help="what to rewrite")
     for page in parser.parse_args(arguments).pages:
-        text = trainer_table() if page.suffix == ".json" else rewritten(page.read_text(encoding="utf-8"))
+        tables = {"trainer_keys.json": trainer_table, "swift_arguments.json": arguments_table}
+        write = tables.get(page.name)
+        text = rewritten(page.read_text(encoding="utf-8")) if write is None else write()
         page.write_text(text, encoding="utf-8")
 
 

@@ -72,15 +72,18 @@ def configured_inputs(template: TemplateConfig, custom: CustomConfig, *, packing
         "custom.use_summary": custom.use_summary,
         "custom.columns": json.dumps(dict(custom.columns), sort_keys=True) if custom.columns else None,
         "template.system": template.system,
-        "template.agent_template": template.agent_template,
-        "template.loss_scale": template.loss_scale,
         "template.max_pixels": template.max_pixels,
-        "template.fps": None if template.fps is None else str(template.fps),
-        "template.fps_min_frames": template.fps_min_frames,
-        "template.fps_max_frames": template.fps_max_frames,
-        "template.video_min_pixels": template.video_min_pixels,
-        "template.video_max_pixels": template.video_max_pixels,
-        "template.video_total_pixels": template.video_total_pixels,
+        # Those that are not set stay out of older fingerprints, which are the same without them.
+        **({"template.agent_template": template.agent_template} if template.agent_template else {}),
+        **({"template.loss_scale": template.loss_scale} if template.loss_scale != "default" else {}),
+        **_set_videos(template),
         "template.truncation_strategy": cut,
         "packing_length": packing_length if cut else None,
     }
+
+
+def _set_videos(template: TemplateConfig) -> dict[str, Value]:
+    """Return how videos are sampled, as far as the run says."""
+    keys = ("fps", "fps_min_frames", "fps_max_frames", "video_min_pixels", "video_max_pixels", "video_total_pixels")
+    named = {f"template.{key}": getattr(template, key) for key in keys if getattr(template, key) is not None}
+    return {name: str(value) if isinstance(value, float) else value for name, value in named.items()}

@@ -10,9 +10,12 @@ import torch
 
 from adapters.attention import native_attention
 from adapters.probe.rows import ProbeRow, measure_alone, measure_packed
-from core.equality import Measured, Precision
+from core.equality import Measured, Precision, loaded_limit
 
 LENGTHS = (17, 3, 29)
+
+_TF32 = 2.0**-10
+"""Step of the products of float32 where PyTorch may round them for speed."""
 
 _IDS = 2000
 """Ids above may be of images, or of no token at all."""
@@ -31,6 +34,28 @@ def precision_of(model: torch.nn.Module) -> Precision:
     return names.get(next(model.parameters()).dtype, "float32")
 
 
+def limit_of(model: Any) -> float:
+    """Return how far packed logits of a model may be from those alone, by rounding."""
+    layers = getattr(model.config.get_text_config(), "num_hidden_layers", 1)
+    return loaded_limit(_epsilon_of(model), layers=max(1, layers))
+
+
+def _epsilon_of(model: torch.nn.Module) -> float:
+    """Return the step of the type that a model's products are rounded to."""
+    precision = precision_of(model)
+    if precision == "float32" and torch.get_float32_matmul_precision() != "highest":
+        return _TF32
+    return float(torch.finfo(getattr(torch, precision)).eps)
+
+
+def _rounds_choices(model: torch.nn.Module) -> bool:
+    """
+    Return whether rounding may change which weights a token passes: those of experts, chosen by
+    scores of 16 bits.
+    """
+    return _epsilon_of(model) >= _TF32 and any("expert" in name for name, _ in model.named_modules())
+
+
 def probe_loaded(model: Any, *, native: str) -> Measured:
     """
     Compare a packed row of short samples with the samples alone, on a model that is ready to train.
@@ -46,7 +71,7 @@ def probe_loaded(model: Any, *, native: str) -> Measured:
     try:
         with native_attention(model, native):
             alone = measure_alone(model, row, with_gradients=False)
-        return measure_packed(model, row, alone, with_gradients=False)
+        return measure_packed(model, row, alone, with_gradients=False, typical=_rounds_choices(model))
     finally:
         model.train(was_training)
 

@@ -14,7 +14,7 @@ import attrs
 import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name
 
-from core.equality import Measured
+from core.equality import Measured, loss_difference
 
 Gradients = dict[str, torch.Tensor]
 
@@ -109,7 +109,9 @@ def measure_alone(model: Any, row: ProbeRow, *, with_gradients: bool = True) -> 
     return Alone(logits[::-1], losses[::-1], total, norms)
 
 
-def measure_packed(model: Any, row: ProbeRow, alone: Alone, *, with_gradients: bool = True) -> Measured:
+def measure_packed(
+    model: Any, row: ProbeRow, alone: Alone, *, with_gradients: bool = True, typical: bool = False
+) -> Measured:
     """
     Compare a packed row with its samples alone, and see whether gradients pass between them.
 
@@ -121,24 +123,32 @@ def measure_packed(model: Any, row: ProbeRow, alone: Alone, *, with_gradients: b
         alone: What they give alone.
 
         with_gradients: Compare the gradients of the weights too.
+
+        typical: Compare each sample's typical token, not the worst, and no losses.
     """
     with _embedded(model) as seen:
         logits = model(**row.packed(), use_cache=False).logits[0]
     isolation = _isolation(logits, seen[0], row)
     scale = max(float(one.abs().max()) for one in alone.logits)
-    different = max(
-        _largest(logits[span].detach().float() - one) for span, one in zip(row.spans, alone.logits, strict=True)
-    )
+    of_tokens = torch.median if typical else torch.max
+    different = torch.stack(
+        [
+            of_tokens((logits[span].detach().float() - one).abs().amax(-1))
+            for span, one in zip(row.spans, alone.logits, strict=True)
+        ]
+    ).max()
     losses = [losses_of(logits[span], row.ids[0, span]) for span in row.spans]
-    loss_difference = max(
-        abs(float(loss.detach()) - expected) / max(abs(expected), 1e-6)
+    # A loss is the difference of a log-sum-exp and a logit, and rounds as they do.
+    different_loss = max(
+        loss_difference(float(loss.detach()), expected, terms=scale)
         for loss, expected in zip(losses, alone.losses, strict=True)
     )
     gradients = 0.0
     if with_gradients:
         found = _weight_gradients(model, torch.stack(losses).sum())
         gradients = _difference(found, alone.gradients) / (alone.norms or 1.0)
-    return Measured(isolation, different / (scale or 1.0), _number(loss_difference), _number(gradients))
+    losses_differ = 0.0 if typical else _number(different_loss)
+    return Measured(isolation, _number(float(different) / (scale or 1.0)), losses_differ, _number(gradients))
 
 
 def _isolation(logits: torch.Tensor, embedded: torch.Tensor, row: ProbeRow) -> float:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from adapters.progress import BRIEF_S, progress
-from adapters.samples.spans import Named
+from adapters.samples.formats.spans import Named
 from core.samples import Place
 
 _NOTHING = hashlib.sha256()

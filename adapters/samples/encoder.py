@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from adapters.samples.files import open_records
 from adapters.samples.image_headers import read_size
 from adapters.samples.media import IMAGES, VIDEOS, ImageTokens, patch_size_of
 from adapters.samples.template import open_template
+from adapters.samples.urls import MediaCache
 from adapters.samples.video import (
     FRAMES_OF_LAYER,
     VideoFacts,
@@ -39,7 +40,9 @@ from core.samples import (
     Table,
     Video,
     from_row,
+    is_url,
     shaped,
+    to_images,
     to_messages,
 )
 
@@ -77,6 +80,7 @@ class SwiftEncoder:
         """
         self.spec = spec
         self.records = open_records(spec.paths, max_line_bytes=spec.custom.max_line_bytes, cache=spec.cache)
+        self._media = MediaCache(Path(spec.custom.media_cache)) if spec.custom.media_cache else None
         self._first_shapes: dict[int, tuple[int, str]] = {}
         """Number of a file -> its first record of known shape, and the shape."""
         self.template = template or open_template(spec.model, spec.template, packing_length=spec.packing_length)
@@ -92,10 +96,14 @@ class SwiftEncoder:
     @cached_property
     def image_tokens(self) -> ImageTokens | None:
         """
-        How images become tokens; None for a model of text, ConfigError if the template cannot
+        How images become tokens, None for a model of text; ConfigError if the template cannot
         encode one.
         """
         return ImageTokens.of(self.template) if self.sees_images else None
+
+    def require_images(self) -> None:
+        """Refuse a template that cannot encode the images that its model takes, by ConfigError."""
+        _ = self.image_tokens
 
     def answer(self, index: int) -> str:
         """Return what the last message of sample *index* says."""
@@ -157,18 +165,52 @@ class SwiftEncoder:
                 use_summary=self.spec.custom.use_summary,
                 max_messages=self.spec.custom.max_messages,
                 columns=self.spec.custom.columns,
+                urls=self._media is not None,
             )
         except ValueError as error:
             raise self.fault(index, f"the record {error}") from None
         folder = self.records.folder(index)
-        images = [image if isinstance(image, bytes) else str(Path(folder, image)) for image in sample.get("images", ())]
+        images = [self._located(index, image, folder) for image in sample.get("images", ())]
         if images and not self.sees_images:
             raise self.fault(index, "the record has images, but the model reads text only")
         if "videos" in sample:
-            sample["videos"] = [_located(video, folder) for video in sample["videos"]]
+            sample["videos"] = [_placed(video, folder) for video in sample["videos"]]
             self._refuse_unread_videos(index)
         self._refuse_unread(index, sample)
         return sample, images
+
+    def _located(self, index: int, image: Image, folder: str) -> Image:
+        """
+        Return an image of a record by its path, or as bytes; RecordError if it cannot be fetched.
+
+        Args:
+            index: Its sample.
+
+            image: As the record has it.
+
+            folder: Where relative paths start.
+        """
+        if isinstance(image, bytes):
+            return image
+        if self._media is None or not is_url(image):
+            return str(Path(folder, image))
+        try:
+            return self._media.path(image)
+        except ValueError as error:
+            raise self.fault(index, str(error)) from None
+
+    def fetch_media(self, indices: Iterable[int]) -> None:
+        """Fetch the images of these samples that are URLs; those that fail say so when read."""
+        if self._media is not None:
+            self._media.prefetch(url for index in indices for url in self._urls(index))
+
+    def _urls(self, index: int) -> list[str]:
+        """Return the URLs of a record's images; none of one that cannot become a sample."""
+        try:
+            found = shaped(self.records[index], self.spec.custom.columns).record.get("images")
+            return [str(image) for image in to_images(found, urls=True) if is_url(image)]
+        except (ValueError, RecordError):
+            return []
 
     def _refuse_unread(self, index: int, sample: dict[str, Any]) -> None:
         """Refuse what this template would not read of a sample."""
@@ -411,7 +453,7 @@ class SwiftEncoder:
         return encoded
 
 
-def _located(video: Video, folder: str) -> Video:
+def _placed(video: Video, folder: str) -> Video:
     """Return a video whose paths start at the folder of its record."""
     if isinstance(video, tuple):
         return tuple(str(Path(folder, frame)) for frame in video)

@@ -16,13 +16,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from adapters.samples.arrow_rows import ArrowFile, is_arrow_folder, parts_of_folder
-from adapters.samples.csv_rows import CsvFile, TsvFile
 from adapters.samples.data_set import FileRecords, RecordFile
-from adapters.samples.json_array import ArrayFile
-from adapters.samples.jsonl import LinesFile
-from adapters.samples.rewriting import DIGESTS, GZIP, ROWS, TEXT, ZSTD, copy_of, rewrite_parquet, unpack
-from adapters.samples.spans import Named, SpanFile
+from adapters.samples.formats.arrow_rows import ArrowFile, is_arrow_folder, parts_of_folder
+from adapters.samples.formats.csv_rows import CsvFile, TsvFile
+from adapters.samples.formats.json_array import ArrayFile
+from adapters.samples.formats.jsonl import LinesFile
+from adapters.samples.formats.rewriting import DIGESTS, GZIP, ROWS, TEXT, ZSTD, copy_of, rewrite_parquet, unpack
+from adapters.samples.formats.spans import Named, SpanFile
 from core.errors import DataSetError
 from core.ports import Records
 from core.samples import IMAGE_KEYS, VIDEO_KEYS, inline_image

@@ -169,7 +169,7 @@ class SwiftMeasurer:
             images: Of the sample.
         """
         encoder, videos = self._encoder, sample.get("videos", ())
-        of_images, of_videos = (self._lengths if images else None), (encoder.video_lengths if videos else None)
+        of_images, of_videos = (self.image_lengths[0] if images else None), (encoder.video_lengths if videos else None)
         if (images and of_images is None) or (videos and of_videos is None):
             return None
         facts = [encoder.video_facts(index, video) for video in videos]
@@ -198,15 +198,15 @@ class SwiftMeasurer:
         )
 
     @cached_property
-    def _lengths(self) -> ImageLengths | None:
-        """What gives the lengths of images from their headers; None if each is to be encoded."""
+    def image_lengths(self) -> tuple[ImageLengths | None, str]:
+        """What gives the lengths of images by their headers, and how; or None, and why nothing."""
         lengths, why = prove_lengths(self._encoder.template)
         name = self._encoder.template.template_meta.template_type
         if lengths is None:
             _say_once(f"{name}: every sample with images is encoded in full: {why}")
         else:
             _say_once(f"{name}: lengths of images come from their headers, by {why}")
-        return lengths
+        return lengths, why
 
     def measure(self, index: int) -> Measurement:
         """Encode and measure sample *index*; RecordError if it cannot become a sample."""
@@ -233,6 +233,7 @@ class SwiftMeasurer:
         """
         # Records may be left out while this goes on: their positions among all stay.
         records = self._encoder.records
+        self._encoder.fetch_media(indices)
         numbers = [records.number(index) for index in indices]
         measure = partial(self._outcome_of, in_full=in_full)
         done = 0

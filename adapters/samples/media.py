@@ -20,7 +20,7 @@ import torch
 from PIL import Image
 from swift.template import Template
 
-from core.errors import ConfigError
+from core.errors import ConfigError, counted
 
 Encoded = Mapping[str, Any]
 
@@ -153,6 +153,6 @@ class ImageTokens:
         if tokens == expected:
             return None
         return (
-            f"the record has {tokens:,} image tokens, but its images give {expected:,}: "
+            f"the record has {counted(tokens, 'image token')}, but its images give {expected:,}: "
             "its text may contain the image token itself"
         )

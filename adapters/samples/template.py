@@ -155,7 +155,7 @@ def open_template(model: ModelConfig, template: TemplateConfig, *, packing_lengt
         )
     except AssertionError as error:
         raise ConfigError.of("template", f"is refused by ms-swift: {error}") from error
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConfigError.of("model.model", f"{model.model} cannot be opened by ms-swift: {error}") from error
     if not cuts:  # ms-swift fills in the model's own limit, and would refuse what is longer
         opened.max_length = None

@@ -58,6 +58,8 @@ def training_arguments(
         "disable_tqdm": not sys.stderr.isatty(),
         "logging_nan_inf_filter": False,  # would log another loss in place of one that is not a number
     }
+    if training.lorap_lr_ratio is not None:
+        defaults["optimizer"] = "lorap"
     if config.custom.rollout_reward is not None:
         defaults["dataloader_num_workers"] = 0  # a worker would answer prompts with the weights of its start
     fixed = {

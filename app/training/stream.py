@@ -14,8 +14,9 @@ from app.planning.split import Planner
 from app.training.schedule import batch_of, forced_batches
 from app.wiring.functions import named_function
 from app.wiring.gather import gather
+from app.wiring.inputs import records_cache
 from app.wiring.mixes import open_mix
-from app.wiring.stores import records_cache, records_of
+from app.wiring.stores import records_of
 from app.wiring.training import build_stream_trainer, open_arguments, require_isolation
 from core.config import RunConfig
 from core.errors import DataSetError, counted

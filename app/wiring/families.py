@@ -28,6 +28,6 @@ def verdicts(names: Sequence[str]) -> Iterator[PackingVerdict]:
         yield probe_family(name)
 
 
-def versions() -> dict[str, str]:
-    """Return the versions that verdicts hold for."""
-    return {name: version(name) for name in PACKAGES}
+def versions(*, swift: bool = False) -> dict[str, str]:
+    """Return the versions that verdicts hold for; *swift* adds that of ms-swift."""
+    return {name: version(name) for name in (*PACKAGES, *(("ms-swift",) if swift else ()))}

@@ -26,6 +26,7 @@ from adapters.stores.plans import DiskPlanStore
 from adapters.stores.verdicts import DiskVerdictStore
 from adapters.versions import installed_version
 from app.planning.split import Stores
+from app.wiring.inputs import records_cache, with_inputs
 from core.config import RunConfig
 from core.equality import (
     AUTO,
@@ -63,7 +64,7 @@ def read_config(path: str | Path, overrides: Sequence[str] = (), *, rl: bool = F
         from adapters.trainer.keys import installed_keys
 
         keys = installed_keys()
-    return load_config(path, keys, overrides=overrides, rl=rl)
+    return with_inputs(load_config(path, keys, overrides=overrides, rl=rl))
 
 
 def require_present(config: RunConfig) -> None:
@@ -210,11 +211,6 @@ def records_of(config: RunConfig, split: str) -> Records:
     """
     paths = config.custom.train_jsonl if split == "train" else config.custom.val_jsonl
     return open_records(paths, cache=records_cache(config))
-
-
-def records_cache(config: RunConfig) -> Path:
-    """Return where a run keeps copies of data files that cannot be read in any order."""
-    return Path(config.custom.records_cache or Path(config.training.output_dir) / "records")
 
 
 def open_policy_folder(config: RunConfig) -> PolicyFolder:

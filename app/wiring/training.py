@@ -20,7 +20,7 @@ import torch
 
 from adapters.model_folder import config_model_type, refuse_other_layers
 from adapters.policy_loss import LOSSES
-from adapters.probe import open_model_config, place_of, precision_of, probe_config, probe_loaded
+from adapters.probe import limit_of, open_model_config, place_of, probe_config, probe_loaded
 from adapters.ranks.torch_group import OneRank, TorchGroup
 from adapters.samples.encoder import SampleSpec, SwiftEncoder
 from adapters.samples.measurer import POOL_START_S, SwiftMeasurer
@@ -41,20 +41,20 @@ from adapters.workers.policy import PolicySettings, PolicyWorker
 from adapters.workers.ranks import RankWorkers
 from app.planning.split import PlannedSplit, resume_state_of
 from app.wiring.functions import named_function
+from app.wiring.inputs import records_cache
 from app.wiring.stores import (
     asked_of,
     attention_by,
     needs_verdict,
     open_verdicts,
     read_config,
-    records_cache,
     refuse_leaks,
     stored_verdict,
     verdict_key,
 )
 from core.batch import Accumulation
 from core.config import ModelConfig, RunConfig
-from core.equality import LOADED_EQUAL, Attention, PackingVerdict, why_not_here
+from core.equality import Attention, PackingVerdict, why_not_here
 from core.errors import ConfigError, Fault, IsolationError, agree, counted
 from core.ports import RankGroup, Workers
 from core.rl import REWARDS, Reward, Sampling
@@ -205,6 +205,7 @@ def open_samples(config: RunConfig, *, train_paths: tuple[str, ...] | None = Non
             config.model, config.template, config.custom, files, config.packing_length, records_cache(config)
         )
         opened[split] = SwiftEncoder(spec, template=template)
+        opened[split].require_images()
         if os.environ.get("RANK", "0") == "0":
             for file, shape in opened[split].shapes():
                 log.info("%s: %s has records of the shape %s", split, file, shape)
@@ -350,7 +351,7 @@ def _ask_loaded(config: RunConfig, model: Any, *, whole: bool, keep: bool) -> No
         log.debug("ranks share the weights: the model was asked as a small copy alone")
     elif verdict.passes and place not in verdict.loaded_on:  # `app.check` looks at those that do not, too
         measured = probe_loaded(model, native=verdict.native)
-        why_not = measured.why_not(limit=LOADED_EQUAL[precision_of(model)])
+        why_not = measured.why_not(limit=limit_of(model))
         if why_not is not None:
             reason = f"the loaded model ({place}) was asked, and {why_not}"
             raise IsolationError(verdict.model_type, config.model.attn_impl, reason)

@@ -6,9 +6,11 @@ none.
 from __future__ import annotations
 
 from core.config.advice import closest, unknown_key
+from core.config.faults import faults
 from core.config.rl import GrpoConfig
 from core.config.rl_faults import rl_faults
 from core.config.run import (
+    LOSS_SCALES,
     REFUSED_TRAINING_KEYS,
     CustomConfig,
     ModelConfig,
@@ -16,10 +18,10 @@ from core.config.run import (
     RunConfig,
     TemplateConfig,
     TrainingConfig,
-    faults,
 )
 
 __all__ = [
+    "LOSS_SCALES",
     "REFUSED_TRAINING_KEYS",
     "CustomConfig",
     "GrpoConfig",

@@ -21,7 +21,9 @@ RL_KEYS = MappingProxyType(
             {"output_dir", "seed", "tuner_type", "lora_rank", "lora_alpha", "lora_dropout", "target_modules",
              "freeze_llm", "freeze_vit", "freeze_aligner", "trainer"}
         ),
-        "custom": frozenset({"train_jsonl", "object_field_order", "use_summary", "columns", "records_cache"}),
+        "custom": frozenset(
+            {"train_jsonl", "object_field_order", "use_summary", "columns", "records_cache", "media_cache"}
+        ),
     }
 )  # fmt: skip
 """Keys of these sections that `app.rl` reads."""

@@ -35,6 +35,10 @@ MANY_EPOCHS = 10**6
 """Epochs that no run trains: a typing error, whose steps nothing could count to."""
 
 
+LOSS_SCALES = frozenset({"default", "last_round", "all", "ignore_empty_think", "ignore_think_prefix"})
+"""Parts of `template.loss_scale`: each trains a token or does not."""
+
+
 def _read_only(keys: Mapping[str, Any]) -> Mapping[str, Any]:
     return MappingProxyType(dict(keys))
 
@@ -44,7 +48,10 @@ class ModelConfig:
     """`model.`: what is trained."""
 
     model: PathText
-    """Folder of the model, its tokenizer and its processor."""
+    """
+    Folder of the model, its tokenizer and its processor; or its id, which the local caches of
+    Hugging Face and ModelScope hold.
+    """
 
     model_type: str | None = None
     """
@@ -69,6 +76,27 @@ class ModelConfig:
 
     max_model_len: int | None = None
     """Tokens; the budget of a pack where `template.max_length` is not set."""
+
+    download: bool = False
+    """
+    Let ms-swift download a model, or data of `custom.dataset`, that no local cache holds; otherwise
+    nothing is fetched.
+    """
+
+    quant_method: Literal["bnb"] | None = None
+    """Load quantised weights, under adapters (QLoRA); on a GPU alone."""
+
+    quant_bits: int | None = None
+    """Bits of a quantised weight: 4 or 8."""
+
+    bnb_4bit_compute_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Type that 4-bit weights compute in; unset, that of the weights."""
+
+    bnb_4bit_quant_type: Literal["fp4", "nf4"] = "nf4"
+    """Kind of 4-bit weights."""
+
+    bnb_4bit_use_double_quant: bool = True
+    """Quantise the scales of 4-bit weights too."""
 
 
 @attrs.frozen(kw_only=True)
@@ -156,6 +184,32 @@ class CustomConfig:
     val_jsonl: tuple[PathText, ...] = ()
     """Data files of the evaluation; unset, there is none."""
 
+    dataset: tuple[str, ...] = ()
+    """
+    Data as ms-swift names them, in place of `train_jsonl`: a file, a folder or an id of a hub,
+    perhaps with `:subset` and `#count` behind it.
+    """
+
+    val_dataset: tuple[str, ...] = ()
+    """The same for the evaluation, in place of `val_jsonl`."""
+
+    split_dataset_ratio: float = 0.0
+    """Share of the records of `dataset` that is evaluated, where nothing else is."""
+
+    data_seed: int = 42
+    """Seed of what `#count` and `split_dataset_ratio` draw."""
+
+    dataset_shuffle: bool = True
+    """Draw at random; `false` draws from the front."""
+
+    model_name: tuple[str, ...] = ()
+    """
+    What `swift/self-cognition` calls the model: a Chinese and an English name, or one for both.
+    """
+
+    model_author: tuple[str, ...] = ()
+    """Whom it says to have made the model, in the same way."""
+
     fusion_config: PathText | None = None
     """
     A mix of data sets, another one each epoch (a YAML); of the rollout variant. A static plan takes
@@ -207,6 +261,12 @@ class CustomConfig:
     """
     Folder of copies of Parquet and packed files, which are written once so that records can be read
     in any order; unset, `records` in `training.output_dir`.
+    """
+
+    media_cache: PathText | None = None
+    """
+    Folder that images of http and https URLs are fetched into, each once, so that training needs no
+    network; runs may share it. Unset, URLs are refused.
     """
 
     rollout_reward: str | None = None
@@ -361,14 +421,32 @@ class TrainingConfig:
     lora_rank: int = 8
     """Rank of the adapters."""
 
-    lora_alpha: int = 32
+    lora_alpha: float = 32.0
     """An adapter's output is scaled by this over its rank."""
 
     lora_dropout: float = 0.05
     """Share of an adapter's inputs that are dropped, from 0 to below 1."""
 
     target_modules: tuple[str, ...] = ("all-linear",)
-    """Modules that get an adapter."""
+    """Modules that get an adapter: names, `all-linear` or `all-embedding`."""
+
+    target_regex: str | None = None
+    """Pattern of the names of modules that get an adapter, in place of `target_modules`."""
+
+    target_parameters: tuple[str, ...] = ()
+    """Parameters that get an adapter by themselves, as those of experts that are no modules."""
+
+    modules_to_save: tuple[str, ...] = ()
+    """Modules that are trained whole beside the adapters: names, `all-embedding` or `all-norm`."""
+
+    use_rslora: bool = False
+    """Scale adapters by the square root of their rank (rsLoRA)."""
+
+    use_dora: bool = False
+    """Train the magnitude of each weight beside its adapter (DoRA)."""
+
+    lorap_lr_ratio: float | None = None
+    """Learning rate of an adapter's second matrix over that of its first (LoRA+)."""
 
     freeze_llm: bool = False
     """Keep the language model's weights."""
@@ -378,6 +456,21 @@ class TrainingConfig:
 
     freeze_aligner: bool = False
     """Keep the weights between the two."""
+
+    freeze_parameters: tuple[str, ...] = ()
+    """Beginnings of the names of weights that are kept, where all are trained."""
+
+    freeze_parameters_regex: str | None = None
+    """Pattern of the names of weights that are kept."""
+
+    freeze_parameters_ratio: float = 0.0
+    """Share of the weights that is kept, from the model's first on."""
+
+    trainable_parameters: tuple[str, ...] = ()
+    """Beginnings of the names of weights that are trained, whatever is kept."""
+
+    trainable_parameters_regex: str | None = None
+    """Pattern of the names of weights that are trained, whatever is kept."""
 
     trainer: Mapping[str, Any] = attrs.field(factory=dict, converter=_read_only)
     """
@@ -439,14 +532,15 @@ REFUSED_TRAINING_KEYS = MappingProxyType(
 """Keys of `training.` -> why they are refused, and what to do."""
 
 
-def faults(config: RunConfig) -> Iterator[Fault]:
+def key_faults(config: RunConfig) -> Iterator[Fault]:
     """Yield everything wrong with a configuration that its types cannot say."""
     yield from _number_faults(config)
     yield from _column_faults(config.custom)
     yield from _mode_faults(config)
     if not (config.template.max_length or config.global_max_length or config.model.max_model_len):
         yield Fault("template.max_length", "is not set, and it is the budget of a pack: set it to a number of tokens")
-    if not config.custom.train_jsonl and config.custom.fusion_config is None:
+    custom = config.custom
+    if not custom.train_jsonl and custom.fusion_config is None and not custom.dataset:
         yield Fault("custom.train_jsonl", "is not set: name the data file, or a list of them")
     attn_impl = config.model.attn_impl
     if attn_impl not in BACKENDS and not {"/", "|"} & set(attn_impl):

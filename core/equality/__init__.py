@@ -20,13 +20,13 @@ from core.equality.isolation import Attention, asked_attention, check_isolation,
 from core.equality.names import AUTO, BACKENDS, FLASH_BACKENDS, FLEX, MASKED, NATIVE, SHARED_ROWS, VARLEN
 from core.equality.verdict import (
     EQUAL,
-    LOADED_EQUAL,
     PROBE_VERSION,
     STRATEGIES,
     Measured,
     PackingVerdict,
     Strategy,
     Trial,
+    loaded_limit,
     trials,
 )
 
@@ -37,7 +37,6 @@ __all__ = [
     "EQUAL",
     "FLASH_BACKENDS",
     "FLEX",
-    "LOADED_EQUAL",
     "MASKED",
     "NATIVE",
     "PROBE_FACTOR",
@@ -59,6 +58,7 @@ __all__ = [
     "choose_packs",
     "judge",
     "kind",
+    "loaded_limit",
     "loss_difference",
     "trials",
     "why_not_here",

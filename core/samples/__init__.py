@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from core.samples.bad import BadRecord
+from core.samples.entries import DataEntry, Draw, draw, parse_entry
 from core.samples.identity import DIGEST_BYTES, HEAD_BYTES, digest_of, inline_image, unreadable_digest
-from core.samples.images import Image
+from core.samples.images import Image, is_url, to_images
 from core.samples.measurement import (
     COLUMNS,
     IMAGE_COLUMNS,
@@ -43,6 +44,8 @@ __all__ = [
     "VIDEO_KEYS",
     "VIDEO_TAG",
     "BadRecord",
+    "DataEntry",
+    "Draw",
     "Image",
     "ImageFacts",
     "ImageTable",
@@ -55,11 +58,15 @@ __all__ = [
     "Video",
     "column",
     "digest_of",
+    "draw",
     "from_row",
     "from_tables",
     "inline_image",
+    "is_url",
     "num_media",
+    "parse_entry",
     "shaped",
+    "to_images",
     "to_messages",
     "to_row",
     "to_tables",

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 Image = str | bytes
-"""Path of an image file, or what such a file would hold."""
+"""Path of an image file, or what such a file would hold; its URL, where URLs are read."""
 
 _DATA_URI = re.compile(r"data:(?P<type>[^;,]*)(?P<coded>;base64)?,")
 
@@ -29,9 +29,19 @@ _KINDS = {b"\xff\xd8\xff": "jpeg", b"\x89PNG\r\n\x1a\n": "png", b"GIF8": "gif", 
 _CALLED = {"jpg": "jpeg", "pjpeg": "jpeg", "x-png": "png", "x-ms-bmp": "bmp", "x-bmp": "bmp"}
 
 
-def to_images(value: object) -> list[Image]:
+def is_url(image: Image) -> bool:
+    """Return whether an image is one that a server has."""
+    return isinstance(image, str) and image[:8].lower().startswith(("http://", "https://"))
+
+
+def to_images(value: object, *, urls: bool = False) -> list[Image]:
     """
-    Return the images of a record, each a path or the bytes of its file.
+    Return the images of a record, each a path or the bytes of its file, or its URL.
+
+    Args:
+        value: What stands under the record's `images`.
+
+        urls: Whether URLs are read.
 
     >>> to_images([{"path": "a.png"}, "b.png"])
     ['a.png', 'b.png']
@@ -42,14 +52,14 @@ def to_images(value: object) -> list[Image]:
     if value is None or (isinstance(value, (str, bytes, list, Mapping)) and not value):
         return []
     listed = value if isinstance(value, list) else [value]
-    return [_to_image(image) for image in listed]
+    return [_to_image(image, urls=urls) for image in listed]
 
 
 def _fail(reason: str) -> NoReturn:
     raise ValueError(reason)
 
 
-def _to_image(image: Any) -> Image:
+def _to_image(image: Any, *, urls: bool) -> Image:
     if isinstance(image, Mapping):
         if held := image.get("bytes"):
             return held if isinstance(held, bytes) else _decoded(held, "'bytes'")
@@ -62,6 +72,8 @@ def _to_image(image: Any) -> Image:
         return _of_uri(image)
     if _BASE64.match(image):
         return _decoded(image, "an image")
+    if urls and is_url(image) and len(image) <= _LONGEST_PATH:
+        return image
     if remedy := why_no_path(image):
         _fail(f"has the image {image[:60]!r}: {remedy}")
     return image
@@ -105,4 +117,9 @@ def why_no_path(image: str) -> str | None:
         return None
     if scheme["name"].lower() == "file":
         return f"write the path alone, without {scheme[0]}"
+    if is_url(image):
+        return (
+            "only files are read, so that training needs no network: copy it to this machine and name the file, or set "
+            "custom.media_cache, a folder that it is fetched into once"
+        )
     return "only files are read, so that training needs no network: copy it to this machine, and name the file"

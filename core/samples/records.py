@@ -106,10 +106,11 @@ def to_messages(
     use_summary: bool = False,
     max_messages: int = MAX_MESSAGES,
     columns: Mapping[str, str] | None = None,
+    urls: bool = False,
 ) -> dict[str, Any]:
     """
     Return *record* as ms-swift reads it: `messages`, and `tools`, `images`, `videos` and `channel`
-    where it has them; an image is a path, or the bytes of its file.
+    where it has them; an image is a path, a URL, or the bytes of its file.
 
     Args:
         record: One JSON value of a data file.
@@ -122,6 +123,8 @@ def to_messages(
 
         columns: Names of the record's keys -> the names that they have here.
 
+        urls: Whether images may be URLs.
+
     Raises:
         ValueError: What is wrong with the record, in words for its author.
 
@@ -132,7 +135,7 @@ def to_messages(
     """
     record = shaped(record, columns).record
     _refuse_keys(record)
-    images = to_images(record.get("images"))
+    images = to_images(record.get("images"), urls=urls)
     if "messages" in record:
         messages = _messages(record["messages"], max_messages)
     else:

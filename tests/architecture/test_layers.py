@@ -127,7 +127,9 @@ def test_only_wiring_constructs_adapters():
 
 def test_one_place_knows_the_formats_of_data_files():
     """Another format is a file beside it, and a line in it."""
-    formats = {f"adapters.samples.{name}" for name in ("jsonl", "json_array", "csv_rows", "arrow_rows", "rewriting")}
+    formats = {
+        f"adapters.samples.formats.{name}" for name in ("jsonl", "json_array", "csv_rows", "arrow_rows", "rewriting")
+    }
     importers = {
         str(path.relative_to(ROOT))
         for layer in ("adapters", "app")

@@ -19,8 +19,9 @@ import zstandard
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from adapters.samples import files, rewriting, spans
+from adapters.samples import files
 from adapters.samples.files import open_records, require_files
+from adapters.samples.formats import rewriting, spans
 from core.errors import DataSetError, OutputError, PackplanError, RecordError
 
 MESSAGES = [

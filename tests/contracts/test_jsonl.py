@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.samples import jsonl, spans
 from adapters.samples.files import open_records
+from adapters.samples.formats import jsonl, spans
 from core.errors import DataSetError, RecordError
 
 json_values = st.recursive(

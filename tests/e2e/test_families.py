@@ -14,12 +14,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from adapters.attention import attend_as
+from adapters.probe import limit_of, probe_loaded
 from adapters.probe.families import default_config
 from adapters.probe.shrink import shrink
-from adapters.probe.small_model import enliven, quiet
+from adapters.probe.small_model import build_small, enliven, quiet
 from app import check
 from app.wiring.stores import read_config
-from core.equality import CHECKS, EQUAL
+from core.equality import CHECKS, EQUAL, PackingVerdict, choose_attention
 from core.errors import ConfigError
 
 pytestmark = pytest.mark.slow
@@ -93,6 +95,19 @@ def test_a_family_packs_the_whole_way_of_training(write_run, sections, tmp_path,
     assert 0 == verdict["measured"].pop("isolation")
     assert max(verdict["measured"].values()) <= EQUAL["float32"] / 4
     assert ["cpu, float32"] == verdict["loaded_on"]
+    require_equal_in_16_bits(family, PackingVerdict.from_dict({**verdict, "measured": None}))
+
+
+def require_equal_in_16_bits(family, verdict):
+    """What rounding changes stays within the limit of the type and of the depth."""
+    with quiet():
+        model = build_small(default_config(family), attention=verdict.native).bfloat16()
+    attend_as(model, choose_attention("auto", verdict))
+
+    measured = probe_loaded(model, native=verdict.native)
+
+    assert measured.why_not(limit=limit_of(model)) is None
+    assert limit_of(model) < 0.06
 
 
 @pytest.mark.parametrize(

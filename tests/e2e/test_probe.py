@@ -20,7 +20,8 @@ from transformers.models.llama import modeling_llama
 from adapters.attention import attend_as, layout, varlen
 from adapters.attention.rows import row_of
 from adapters.attention.states import split_states
-from adapters.probe import probe, probe_config, probe_loaded, rows, small_model
+from adapters.probe import limit_of, probe, probe_config, probe_loaded, rows, small_model
+from adapters.probe import loaded as loaded_model
 from adapters.probe.families import default_config, family_names, probe_family
 from adapters.probe.shrink import LONGEST, shrink
 from adapters.probe.small_model import build_small
@@ -105,16 +106,19 @@ def one_block(_, *, length, **__):
     return layout.Layout(torch.tensor([0, length]), is_causal=True)
 
 
-def leak_beyond_64(plain):
-    """Let each token know of the one 64 tokens before it."""
+def leak_beyond(reach):
+    """Let each token know of the one that is so many tokens before it."""
 
-    def forward(self, *arguments, **options):
-        found = plain(self, *arguments, **options)
-        seen = found.last_hidden_state
-        found.last_hidden_state = torch.cat([seen[:, :64], seen[:, 64:] + 1e-3 * seen[:, :-64]], 1)
-        return found
+    def plant(plain):
+        def forward(self, *arguments, **options):
+            found = plain(self, *arguments, **options)
+            seen = found.last_hidden_state
+            found.last_hidden_state = torch.cat([seen[:, :reach], seen[:, reach:] + 1e-3 * seen[:, :-reach]], 1)
+            return found
 
-    return forward
+        return forward
+
+    return plant
 
 
 class BackwardLeak(torch.autograd.Function):
@@ -140,7 +144,7 @@ def leak_backward(plain):
     return forward
 
 
-@pytest.mark.parametrize("plant", [leak_beyond_64, leak_backward])
+@pytest.mark.parametrize("plant", [leak_beyond(64), leak_backward])
 def test_a_leak_in_the_model_is_refused(monkeypatch, plant):
     """One that short rows do not show, and one that no logit shows."""
     monkeypatch.setattr(modeling_llama.LlamaModel, "forward", plant(modeling_llama.LlamaModel.forward))
@@ -329,22 +333,68 @@ def test_a_model_that_lost_its_row_is_an_error():
         model(**row.packed(), use_cache=False)
 
 
-def test_the_loaded_model_is_asked_and_left_as_it_was(monkeypatch):
-    """In its own precision; a planted leak is found in it, too."""
-    model = build_small(default_config("llama"), attention="sdpa").bfloat16().train()
-    attend_as(model, Attention("varlen", ""))
+def loaded(family, *, attention="varlen", precision="bfloat16"):
+    """Return a small model of a family in some precision, as a run has it."""
+    model = build_small(default_config(family), attention="sdpa").to(getattr(torch, precision)).train()
+    attend_as(model, Attention(attention, ""))
+    return model
+
+
+@pytest.mark.parametrize("precision", ["float16", "bfloat16", "float32"])
+def test_the_loaded_model_is_asked_and_left_as_it_was(precision):
+    """In its own precision."""
+    model = loaded("llama", precision=precision)
     name = model.config._attn_implementation
 
     measured = probe_loaded(model, native="sdpa")
 
     assert 0 == measured.isolation
-    assert measured.equality < 0.05
+    assert measured.equality < limit_of(model)
     assert model.training
     assert name == model.config._attn_implementation
     assert all(weight.grad is None for weight in model.parameters())
 
-    monkeypatch.setattr(varlen, "read_layout", one_block)
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_moe", "lfm2_moe"])
+@pytest.mark.parametrize("precision", ["float16", "bfloat16", "float32"])
+def test_two_right_ways_to_compute_a_model_are_within_the_limit(family, precision):
+    """Eager attention and sdpa round at other places, and experts are then chosen otherwise."""
+    model = build_small(default_config(family), attention="eager").to(getattr(torch, precision)).eval()
+    row = rows.ProbeRow.draw(model, loaded_model.LENGTHS, ids=range(16, 96))
+    alone = rows.measure_alone(model, row, with_gradients=False)
+    model.set_attn_implementation("sdpa")
+    other = rows.measure_alone(model, row, with_gradients=False)
+    typical = torch.median if loaded_model._rounds_choices(model) else torch.max
+    scale = max(float(one.abs().max()) for one in alone.logits)
+
+    worst = max(
+        float(typical((mine - own).abs().amax(-1))) for mine, own in zip(alone.logits, other.logits, strict=True)
+    )
+
+    assert 0 < worst / scale < limit_of(model)
+
+
+@pytest.mark.parametrize("plant", [leak_beyond(17), leak_backward])
+def test_a_leak_too_small_for_16_bits_is_refused_by_its_gradient(monkeypatch, plant):
+    """Of a thousandth, which rounding hides in logits."""
+    monkeypatch.setattr(modeling_llama.LlamaModel, "forward", plant(modeling_llama.LlamaModel.forward))
+    model = loaded("llama")
+
     assert probe_loaded(model, native="sdpa").isolation > 0
+
+
+def test_what_sees_more_than_alone_in_16_bits_is_refused_by_its_logits(monkeypatch):
+    """A window that is ignored, where no gradient passes between samples."""
+    plain = layout.read_layout
+    monkeypatch.setattr(varlen, "read_layout", lambda *a, **o: plain(*a, **{**o, "window": None}))
+    monkeypatch.setattr(layout, "_is_causal_within", lambda *_: True)
+    model = loaded("mistral")
+    assert 24 == model.config.sliding_window < max(loaded_model.LENGTHS)
+
+    measured = probe_loaded(model, native="sdpa")
+
+    assert 0 == measured.isolation
+    assert "differ from themselves alone" in measured.why_not(limit=limit_of(model))
 
 
 @pytest.fixture

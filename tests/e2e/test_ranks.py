@@ -91,6 +91,47 @@ def logged(history: list[dict]) -> list[float]:
     return [next(entry[key] for entry in history if key in entry) for key in ("loss", "eval_loss")]
 
 
+def test_ranks_leave_out_the_same_records_at_every_start(start_ranks, write_run, text_jsonl, tmp_path):
+    """
+    Of training and evaluation: packs and losses are those of files without them, at the first start
+    (rank 0 finds them) and at a later one, which measures nothing.
+    """
+    lines = text_jsonl.read_text().splitlines()
+    bad = ['{"messages": []}', "{", '{"text": "a", "images": ["none.png"]}', "3"]
+    for split, good in {"train": lines, "val": lines[:9]}.items():
+        mixed = [bad[0], *good[:3], bad[1], bad[2], *good[3:], bad[3]]
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(mixed) + "\n")
+        (tmp_path / f"{split}-good.jsonl").write_text("\n".join(good) + "\n")
+    keys = {**KEYS, "eval_strategy": "epoch", "num_train_epochs": 1}
+    skips = {"on_bad_record": "skip", "max_bad_share": "0.5"}
+    seen = {}
+    for number, (of, more) in enumerate({"": skips, " again": skips, "-good": {}}.items()):
+        suffix, name = of.replace(" again", ""), "good" if of == "-good" else "skipping"
+        custom = {key: str(tmp_path / f"{split}{suffix}.jsonl") for split, key in SPLITS.items()}
+        path = write_run("qwen2", name=name, custom={**custom, **more}, training=keys)
+        out = tmp_path / f"out{number}"
+        assert [0, 0] == finished(start_ranks(2, path, out))
+        seen[of] = rank_main.seen(out, 2)
+        check_run(seen[of], epochs=1, accumulation=2)
+        logs = [(out / f"rank{rank}.log").read_text() for rank in range(2)]
+        assert (of == " again") == ("train: the lengths of all 30 samples are stored" in logs[0])
+        assert ("train: 4 of 34 records cannot become samples and are left out" in logs[0]) == bool(more)
+
+    for of, ranks in seen.items():
+        for found, expected in zip(ranks, seen["-good"], strict=True):
+            assert expected["raw_packs"] == found["raw_packs"], of
+            assert expected["fetched"] == found["fetched"]
+            assert measured(expected["history"]) == measured(found["history"])
+
+
+SPLITS = {"train": "train_jsonl", "val": "val_jsonl"}
+
+
+def measured(history: list[dict]) -> list[float]:
+    """Return all losses, of training and of evaluation."""
+    return [entry[key] for entry in history for key in ("loss", "eval_loss") if key in entry]
+
+
 def test_torchrun_starts_two_ranks(write_run, tmp_path):
     """The launcher that users use, dropping the remainder."""
     path = write_run("qwen2", training={**KEYS, "dataloader_drop_last": True, "report_to": ["tensorboard"]})

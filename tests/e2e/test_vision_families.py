@@ -6,14 +6,14 @@ trained as those are.
 from __future__ import annotations
 
 import json
-import random
+import shutil
+import sys
 
 from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
 
 import pytest
 import torch
 import yaml
-from PIL import Image, ImageDraw
 from safetensors.torch import load_file
 from torch.utils._pytree import tree_map
 
@@ -21,7 +21,9 @@ from adapters.ranks.torch_group import OneRank
 from adapters.samples.measurer import SwiftMeasurer
 from adapters.trainer.packed_dataset import EncodedPack
 from adapters.trainer.vision import DummyImage
+from app.demo.vision_data import IMAGES_OF, record, texts, write_scenes, write_sizes
 from app.demo.vision_models import VISION_FAMILIES, write_vision_model
+from core.errors import ConfigError, RecordError
 from tests.e2e import rank_main, sharded_main
 from tests.processes import finished
 
@@ -44,34 +46,13 @@ CHECKED = ["internvl", "glm4v", "minicpmv4_6", "paddleocr_vl"]
 """Those outside of Qwen; `app.check --vision` compares all."""
 
 
-def record(text: str, images: list[str], answer: str = "a large blue circle, a small red bar") -> dict:
-    """A record of one question."""
-    messages = [
-        {"role": "user", "content": "<image>" * len(images) + text},
-        {"role": "assistant", "content": answer},
-    ]
-    return {"messages": messages, **({"images": images} if images else {})}
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Records with no, one and three images, and a model of each family."""
     folder = tmp_path_factory.mktemp("vision")
-    records = []
-    for number in range(8):
-        images = []
-        for part in range((1, 0, 3, 1)[number % 4]):
-            image = Image.new("RGB", (70, 60) if part == 1 else (112, 84), (30 * number, 200 - 20 * number, 90 * part))
-            ImageDraw.Draw(image).ellipse((4, 4, 40 + number, 50), fill=(255 - 20 * number, 30, 7 * number))
-            images.append(f"{number}-{part}.png")
-            image.save(folder / images[-1])
-        records.append(
-            record(f"What is in {number}?", images, "a large blue circle, a small red bar " * (1 + number % 3))
-        )
-    (folder / "scenes.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
-    text = [message["content"] for one in records for message in one["messages"]]
+    scenes = write_scenes(folder, count=8)
     for name in VISION_FAMILIES:
-        write_vision_model(folder / name, name, text, seed=0)
+        write_vision_model(folder / name, name, texts(scenes), seed=0)
     return folder
 
 
@@ -102,17 +83,8 @@ def vision_run(folder, tmp_path):
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory):
-    """Images of 45 sizes, and records of one to four of them."""
-    folder, rng = tmp_path_factory.mktemp("pictures"), random.Random(0)  # noqa: S311
-    sizes = [(1, 1), (1, 150), (28, 28), (55, 57), (600, 30), (571, 24), (56, 56), (112, 112), (448, 448), (640, 320)]
-    sizes += [(rng.randint(10, 400), rng.randint(10, 400)) for _ in range(45 - len(sizes))]
-    for width, height in sizes:
-        Image.new("RGB", (width, height), (width % 255, height % 255, 9)).save(folder / f"{width}x{height}.png")
-    names = [f"{width}x{height}.png" for width, height in sizes]
-    records = [record("?", [name]) for name in names] + [record("?", rng.sample(names, n)) for n in (2, 3, 4)]
-    path = folder / "pictures.jsonl"
-    path.write_text("".join(json.dumps(one) + "\n" for one in [*records, record("?", [])]))
-    return path
+    """Records of images of 45 sizes, and of one to four of them."""
+    return write_sizes(tmp_path_factory.mktemp("pictures"))
 
 
 def measurer(path) -> SwiftMeasurer:
@@ -125,10 +97,7 @@ def measurer(path) -> SwiftMeasurer:
 
 @pytest.mark.parametrize("family", VISION_FAMILIES)
 def test_lengths_are_those_of_full_encodes(vision_run, pictures, caplog, family):
-    """
-    Of 45 sizes and of several images: from headers where the processor can say it, which is
-    told.
-    """
+    """Of 45 sizes and of several images: from headers where the processor can say it, and told."""
     caplog.set_level("INFO", "adapters")
     samples = measurer(vision_run(family, custom={"train_jsonl": str(pictures)}))
     in_full = list(samples.measure_many(range(len(samples)), in_full=True))
@@ -223,15 +192,12 @@ def test_a_family_is_shown_to_pack(vision_run, family):
 
 
 def test_ranks_of_which_one_has_no_images_end_together(server, vision_run, tmp_path):
-    """
-    InternVL on two ranks, in packs of one: in some steps the first has text alone, the other
-    images.
-    """
+    """InternVL on two ranks, in packs of one: in some steps one has text alone, one images."""
     path = vision_run("internvl", template={"max_length": 60}, training={"max_steps": 4, "effective_batch_size": 2})
 
     assert [0, 0] == finished(server.ranks(2, rank_main.main, str(path), str(tmp_path), folder=tmp_path))
     ranks = rank_main.seen(tmp_path, 2)
-    images = [[(1, 0, 3, 1)[ranks[0]["raw_packs"][pack][0] % 4] for pack in rank["fetched"]] for rank in ranks]
+    images = [[IMAGES_OF[ranks[0]["raw_packs"][pack][0] % 4] for pack in rank["fetched"]] for rank in ranks]
     assert any((first > 0) != (second > 0) for first, second in zip(*images, strict=True))
     losses = [[entry["loss"] for entry in rank["history"] if "loss" in entry] for rank in ranks]
     assert 4 == len(losses[0])
@@ -255,10 +221,7 @@ KEYS = {"max_steps": 16, "learning_rate": "2e-2", "lr_scheduler_type": "constant
 
 
 def test_a_family_learns_resumes_and_evaluates_packed_as_padded(vision_run, execute, folder, tmp_path):
-    """
-    GLM-4V's loss falls by half; resumed, it is the same bit for bit; padded batches evaluate
-    alike.
-    """
+    """GLM-4V's loss falls by half; resumed, it is the same bit for bit; padding evaluates alike."""
     from app.training.prepare import prepare
     from app.wiring import training as wiring
 
@@ -279,3 +242,58 @@ def test_a_family_learns_resumes_and_evaluates_packed_as_padded(vision_run, exec
         evaluated.append(prepare(wiring.read_config(path), OneRank()).trainer.evaluate())
     assert evaluated[0]["eval_tokens"] == evaluated[1]["eval_tokens"]
     assert evaluated[0]["eval_loss"] == pytest.approx(evaluated[1]["eval_loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("family", ["internvl", "glm4v", "minicpmv4_6", "paddleocr_vl"])
+def test_what_cannot_be_counted_is_refused_by_record(vision_run, folder, tmp_path, family):
+    """An image token in the text itself, with and without an image."""
+    samples = measurer(vision_run(family))
+    token = samples._encoder.template.tokenizer.decode([samples._encoder.image_tokens.token])
+    image = [str(folder / "0-0.png")]
+    records = [record(token, []), record(f"{token}?", image), record("?", image)]
+    path = tmp_path / "bad.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in records))
+    samples = measurer(vision_run(family, custom={"train_jsonl": str(path)}))
+
+    for in_full in (True, False):
+        said = list(samples.measure_many(range(3), in_full=in_full))
+        assert [RecordError, RecordError] == [type(one) for one in said[:2]]
+        assert "bad.jsonl, line 1: the record has 1 image token, but its images give 0" in str(said[0])
+        assert "its text may contain the image token itself" in str(said[0])
+        assert 1 == said[2].measurement.images
+
+
+def test_a_template_that_cannot_encode_an_image_is_refused_by_key(vision_run, folder, tmp_path):
+    """Half of its processor's sizes are gone: before anything is measured, with the reason."""
+    from app.wiring import training as wiring
+
+    broken = tmp_path / "broken"
+    shutil.copytree(folder / "glm4v", broken)
+    path = broken / "processor_config.json"
+    sizes = json.loads(path.read_text())
+    sizes["image_processor"]["size"] = {"shortest_edge": 12544}
+    path.write_text(json.dumps(sizes))
+    config = wiring.read_config(vision_run("glm4v", model={"model": str(broken)}))
+
+    with pytest.raises(ConfigError, match=r"template\.template: is glm4v, which cannot encode an image here \(.*edge"):
+        wiring.open_samples(config)
+
+
+def test_a_missing_package_is_named_before_anything_is_measured(vision_run, monkeypatch):
+    """That a processor's class asks for, or that its template imports when it meets an image."""
+    from swift.template.templates.glm import GLM4VTemplate
+
+    from app.wiring import training as wiring
+
+    config = wiring.read_config(vision_run("glm4v"))
+
+    def lacks_package(*_, **__):
+        raise ModuleNotFoundError("No module named 'pixels'", name="pixels")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GLM4VTemplate, "replace_tag", lacks_package)
+        with pytest.raises(ConfigError, match=r"template\.template: is glm4v, .*: install pixels"):
+            wiring.open_samples(config)
+    monkeypatch.setitem(sys.modules, "qwen_vl_utils", None)
+    with pytest.raises(ConfigError, match=r"model\.model: .* cannot be opened by ms-swift: .*qwen_vl_utils"):
+        wiring.open_samples(wiring.read_config(vision_run("qwen2_vl")))

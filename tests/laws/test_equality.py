@@ -9,7 +9,7 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from core.equality import CHECKS, PROBE_FACTOR, Finding, choose_packs, judge, kind, loss_difference
+from core.equality import CHECKS, PROBE_FACTOR, Finding, choose_packs, judge, kind, loaded_limit, loss_difference
 from core.samples import COLUMNS
 from tests.strategies import as_packs
 
@@ -87,3 +87,12 @@ def test_the_probe_has_to_see_more_than_it_forgives(precision):
 
     assert PROBE_FACTOR * isolation.limit == probe.limit
     assert probe.passed
+
+
+@given(st.sampled_from([7, 10, 23]), st.integers(1, 200))
+def test_the_limit_of_rounding_grows_with_the_step_and_slowly_with_depth(bits, layers):
+    """At twice the depth by a fifth at most; and no type's limit is near what a fault gives."""
+    limit = loaded_limit(2.0**-bits, layers=layers)
+
+    assert limit < loaded_limit(2.0**-bits, layers=2 * layers) <= 1.25 * limit
+    assert loaded_limit(2.0 ** -(bits + 1), layers=layers) < limit < 0.1

@@ -10,7 +10,7 @@ import pytest
 
 from app.training.works import meeting_of, policy_of, work_of
 from core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
-from core.config.run import faults
+from core.config.faults import faults
 from core.work import WorkModel
 
 TEXT = {"model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,

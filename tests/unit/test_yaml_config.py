@@ -21,7 +21,7 @@ KEYS = {
     for name, types in {
         "learning_rate": "float", "logging_steps": "float", "report_to": "null str list", "lr_scheduler_type": "str",
         "bf16": "bool", "data_seed": "null int", "dataloader_num_workers": "null int", "deepspeed": "null str dict",
-        "packing_length": "int",
+        "packing_length": "int", "optimizer": "null str", "vit_lr": "null float",
     }.items()
 }  # fmt: skip
 """What a trainer of few settings takes."""
@@ -143,6 +143,50 @@ def test_faults_of_values_are_reported_at_once():
     } == set(found)  # fmt: skip
     assert "training.packing_mode: static" in found["training.packing_mode"]
     assert "one JSONL" in found["custom.fusion_config"]
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "says"),
+    [
+        ("custom", "dataset", ["a#0"], "has a#0, which asks for #0"),
+        ("custom", "dataset", ["a"], "and custom.dataset both name data"),
+        ("custom", "split_dataset_ratio", 1.0, "from 0 to below 1"),
+        ("custom", "split_dataset_ratio", 0.5, "splits what custom.dataset names"),
+        ("custom", "data_seed", -1, "from 0 to 2**32 - 1"),
+        ("custom", "model_name", ["a", "b", "c"], "a Chinese and an English name"),
+        ("training", "use_dora", True, "is of adapters: set training.tuner_type: lora"),
+        ("training", "target_regex", "(", "is no pattern"),
+        ("training", "freeze_parameters_ratio", 1.0, "from 0 to below 1"),
+        ("training", "lorap_lr_ratio", -1, "has to be above 0"),
+        ("model", "quant_bits", 4, "without model.quant_method"),
+        ("model", "quant_method", "bnb", "quantises weights that would be trained"),
+        ("template", "loss_scale", "default+hermes", "has hermes, but is made of all, default"),
+    ],
+)
+def test_data_and_tuners_are_checked(section, key, value, says):
+    """Each fault by its key."""
+    document = minimal()
+    document[section][key] = value
+
+    found = faults_of(document)
+
+    assert any(says in reason for reason in found.values()), found
+
+
+def test_tuners_that_exclude_each_other_are_refused():
+    """Freezes of weights that are not trained, two groupings of the weights, bits that are none."""
+    document = minimal(tuner_type="lora", freeze_parameters_ratio=0.5, lorap_lr_ratio=16, optimizer="muon", vit_lr=1e-5)
+    document["model"] |= {"quant_method": "bnb", "quant_bits": 3}
+    document["custom"] |= {
+        "val_jsonl": "a", "split_dataset_ratio": 0.5, "train_jsonl": None, "dataset": ["b"], "fusion_config": "mix",
+    }  # fmt: skip
+
+    found = faults_of(document)
+
+    assert {
+        "training.freeze_parameters_ratio", "training.lorap_lr_ratio", "model.quant_bits", "custom.split_dataset_ratio",
+        "custom.fusion_config",
+    } == set(found)  # fmt: skip
 
 
 def test_columns_and_shares_of_bad_records_are_checked():

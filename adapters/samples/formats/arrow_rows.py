@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from adapters.samples.json_value import without_nulls
-from adapters.samples.spans import Named, has_media_tag
+from adapters.samples.formats.json_value import without_nulls
+from adapters.samples.formats.spans import Named, has_media_tag
 from core.errors import DataSetError, RecordError, counted
 from core.samples import DIGEST_BYTES, Place, digest_of, unreadable_digest
 

@@ -12,7 +12,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from adapters.samples.json_value import read_value
+from adapters.samples.formats.json_value import read_value
 from core.errors import DataSetError, RecordError, counted
 from core.samples import Place, digest_of, unreadable_digest
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from adapters.progress import BRIEF_S, progress
-from adapters.samples.spans import SpanFile, as_spans, has_media_tag
+from adapters.samples.formats.spans import SpanFile, as_spans, has_media_tag
 from core.errors import DataSetError, RecordError, counted
 
 _BOM = b"\xef\xbb\xbf"

@@ -20,11 +20,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from filelock import FileLock, Timeout
-
 from adapters import files
+from adapters.one_writer import held
 from adapters.progress import BRIEF_S, progress
-from adapters.samples.json_value import without_nulls
+from adapters.samples.formats.json_value import without_nulls
 from core.errors import CorruptArtefactError, DataSetError, counted
 from core.samples import digest_of
 
@@ -78,7 +77,7 @@ def copy_of(path: Path, cache: Path | None, write: Callable[[Path, Path], None])
         raise DataSetError(message)
     with files.writing(cache):
         cache.mkdir(parents=True, exist_ok=True)
-    with _held(cache / f"{_key(path)}.lock", path):
+    with held(cache / f"{_key(path)}.lock", path):
         folder = cache / f"{_content(path, cache)[:32]}-{VERSION}"
         if not folder.is_dir():
             _publish(path, folder, write)
@@ -103,24 +102,6 @@ def _publish(path: Path, folder: Path, write: Callable[[Path, Path], None]) -> N
             shutil.rmtree(started, ignore_errors=True)
             raise
         files.sync_folder(folder.parent)
-
-
-@contextlib.contextmanager
-def _held(path: Path, source: Path) -> Iterator[None]:
-    """Let one process rewrite a file; the others wait for its copy."""
-    lock = FileLock(path)
-    with progress(desc=f"waiting for a copy of {source.name}", bar_format="{desc} [{elapsed}]", leave=False) as bar:
-        while True:
-            with files.writing(path):
-                try:
-                    lock.acquire(timeout=0.5)
-                    break
-                except Timeout:
-                    bar.update()
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _key(path: Path) -> str:

@@ -1,0 +1,160 @@
+"""
+What a user gives to convert: a command, a script, a YAML, an args.json -> ms-swift's arguments.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from adapters.config.layers import read_document
+from core.conversion import (
+    Argument,
+    Command,
+    Given,
+    Launch,
+    Word,
+    find_launch,
+    read_keys,
+    read_resolved,
+    read_script,
+    read_words,
+)
+from core.errors import ConfigError, Fault
+
+ARGS = "args.json"
+
+COMMAND_LINE = "the command"
+
+_CONFIGS = (".yaml", ".yml", ".json")
+
+
+@attrs.frozen
+class Source:
+    """A command of `swift sft`, wherever it was written."""
+
+    name: str
+    """Its file, or `COMMAND_LINE`."""
+
+    given: tuple[Given, ...]
+
+    launch: Launch
+
+    num_found_out: int = 0
+    """Values of an args.json that are no arguments."""
+
+
+def read_source(words: Sequence[str], table: Mapping[str, Argument]) -> Source:
+    """
+    Read what is to be converted; nothing is executed.
+
+    Args:
+        words: The name of a file, or of a run's folder; or the words of a command.
+
+        table: Every argument of `swift sft`.
+
+    Raises:
+        ConfigError: All that is wrong with it.
+    """
+    first = Path(words[0])
+    if len(words) > 1 or not first.exists():
+        return _of_command(words, table)
+    if first.is_dir():
+        first = _args_json(first)
+    if first.suffix.lower() in _CONFIGS:
+        return _of_config(first, table)
+    return _of_script(_text(first), str(first), table)
+
+
+def _of_command(words: Sequence[str], table: Mapping[str, Argument]) -> Source:
+    if len(words) == 1 and not words[0].split()[1:]:
+        reason = "is no file, and no command of ms-swift: name a script, a YAML or an args.json"
+        raise ConfigError(words[0], (Fault("", reason),))
+    if len(words) == 1:
+        return _of_script(words[0], COMMAND_LINE, table)
+    variables = {}
+    rest = list(words)
+    while rest and "=" in rest[0] and not rest[0].startswith("-"):
+        name, _, value = rest.pop(0).partition("=")
+        variables[name] = Word(value, quoted=True)
+    command = Command(1, variables, tuple(Word(word, quoted=True) for word in rest))
+    return _of_launch(find_launch([command], source=COMMAND_LINE), COMMAND_LINE, table)
+
+
+def _of_script(text: str, name: str, table: Mapping[str, Argument]) -> Source:
+    commands = read_script(text, os.environ, source=name)
+    return _of_launch(find_launch(commands, source=name), name, table)
+
+
+def _of_launch(launch: Launch, name: str, table: Mapping[str, Argument]) -> Source:
+    """Return the arguments of a command, and of the file that it names first."""
+    words, environment = launch.arguments, dict(launch.environment)
+    below: tuple[Given, ...] = ()
+    if words and words[0].text.lower().endswith(_CONFIGS) and not words[0].computed:
+        document, variables = _config(Path(words[0].text))
+        below = read_keys(document, table, source=words[0].text)
+        environment = {**variables, **environment}
+        words = words[1:]
+    above = read_words(words, table, source=name)
+    named = {argument.name for argument in above}
+    given = (*(argument for argument in below if argument.name not in named), *above)
+    return Source(name, given, attrs.evolve(launch, environment=environment))
+
+
+def _of_config(path: Path, table: Mapping[str, Argument]) -> Source:
+    """Return the arguments of a YAML or JSON of `swift sft`, or of an old run's args.json."""
+    document, variables = _config(path)
+    launch = Launch((), {name: word for name, word in variables.items() if name not in {"NPROC_PER_NODE", "NNODES"}},
+                    variables.get("NPROC_PER_NODE"), variables.get("NNODES"))  # fmt: skip
+    if "swift_version" not in document and "global_world_size" not in document:
+        return Source(str(path), read_keys(document, table, source=str(path)), launch)
+    if "rlhf_type" in document:
+        reason = "is of swift rlhf, which trains on preferences or rewards: only swift sft is converted"
+        raise ConfigError(str(path), (Fault("rlhf_type", reason),))
+    given, others = read_resolved(document, table)
+    ranks = document.get("global_world_size")
+    if isinstance(ranks, int) and ranks > 1:
+        local = document.get("local_world_size")
+        per_node = local if isinstance(local, int) and local > 0 else ranks
+        launch = attrs.evolve(launch, ranks_per_node=Word(str(per_node)), nodes=Word(str(ranks // per_node)))
+    return Source(str(path), given, launch, others)
+
+
+def _config(path: Path) -> tuple[dict[str, Any], dict[str, Word]]:
+    """Return the keys of a file, and the variables that it sets."""
+    if path.suffix.lower() == ".json":
+        try:
+            document = json.loads(_text(path))
+        except ValueError as error:
+            raise ConfigError(str(path), (Fault("", f"is no valid JSON: {error}"),)) from None
+        if not isinstance(document, dict):
+            raise ConfigError(str(path), (Fault("", "has to hold arguments and their values, but holds none"),))
+    else:
+        document = read_document(path)
+    variables = document.pop("ENV", None) or {}
+    return document, {str(name): Word(str(value)) for name, value in variables.items()}
+
+
+def _args_json(folder: Path) -> Path:
+    """Return the args.json of a run: in its folder, or in its newest checkpoint."""
+    if (folder / ARGS).is_file():
+        return folder / ARGS
+    found = sorted(folder.glob(f"checkpoint-*/{ARGS}"), key=lambda file: file.stat().st_mtime_ns)
+    if not found:
+        raise ConfigError(str(folder), (Fault("", f"is a folder without {ARGS}: name a run or a checkpoint of it"),))
+    return found[-1]
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        reason = f"cannot be read ({error.strerror}): name an existing file"
+        raise ConfigError(str(path), (Fault("", reason),)) from None
+    except UnicodeDecodeError:
+        raise ConfigError(str(path), (Fault("", "is not UTF-8 text"),)) from None

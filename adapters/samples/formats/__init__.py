@@ -1,0 +1,1 @@
+"""How records lie in files of each format, and how a file without random access is rewritten."""

@@ -1,0 +1,355 @@
+"""
+Images of URLs, fetched once into a folder where each stands under the digest of its content.
+
+A note beside them says which URL gave which content: whoever asks again, in another process or
+years later, gets the same bytes without a network, or is told that they are gone. An image is
+bounded in size and time, and kept only where it came whole and its pixels can be read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import http.client
+import socket
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import attrs
+from filelock import FileLock
+
+from adapters import files
+from adapters.progress import BRIEF_S, progress
+from adapters.samples.image_headers import read_size
+from core.errors import CorruptArtefactError, counted
+
+_SCHEMA = "packplan.medium/1"
+
+_MOST_BYTES = 2**26
+"""Bytes of an image."""
+
+_CHUNK = 2**16
+
+_AT_ONCE = 16
+"""Images that are fetched at the same time."""
+
+_MOST_REDIRECTS = 5
+
+_MEANT = "%/:=&?~#+!$,;'@()*[]|"
+"""Signs of a URL that stay as they are; blanks and letters beyond ASCII are quoted."""
+
+_AGAIN = (429, 500, 502, 503, 504)
+"""What a server answers that may do better a moment later."""
+
+
+@attrs.frozen
+class Patience:
+    """How long to wait for an image."""
+
+    image_s: float = 60.0
+    """For all of it, whatever the server does."""
+
+    silence_s: float = 10.0
+    """For the next bytes."""
+
+    waits_s: tuple[float, ...] = (0.5, 2.0)
+    """Before each further attempt, where another one may do better."""
+
+
+class _RefusedError(Exception):
+    """An image is not to be had; asking again would not help."""
+
+
+class _TroubleError(Exception):
+    """An image did not come this time."""
+
+
+class MediaCache:
+    """Fetches images, and keeps them."""
+
+    def __init__(self, folder: Path, *, patience: Patience | None = None) -> None:
+        """
+        Keep images in a folder, which several processes may share.
+
+        Args:
+            folder: Made if there is none.
+
+            patience: How long to wait for an image.
+        """
+        self.folder, self._patience = folder, patience or Patience()
+        self._failed: dict[str, str] = {}
+        """URL -> why its image is not to be had; asked once in a process."""
+
+    def path(self, url: str) -> str:
+        """
+        Return the file of an image, fetched if it is not there yet.
+
+        Raises:
+            ValueError: It cannot be had, or is no image, and why.
+
+            OutputError: There is no room for it.
+        """
+        known = self._note(url)
+        if known is None or not self._is_whole(known):
+            with self._held(url):
+                known = self._note(url)
+                if known is None or not self._is_whole(known):
+                    known = self._fetched(url, known)
+        return str(self._content(known["sha256"]))
+
+    def prefetch(self, urls: Iterable[str]) -> None:
+        """Fetch images that are not there yet, several at a time; those that fail say so later."""
+        missing = [url for url in dict.fromkeys(urls) if (note := self._note(url)) is None or not self._is_whole(note)]
+        if not missing:
+            return
+        bar = progress(total=len(missing), desc="fetching images", unit=" images", delay=BRIEF_S)
+        with bar, ThreadPoolExecutor(_AT_ONCE) as pool:
+            for _ in pool.map(self._try, missing):
+                bar.update()
+
+    def _try(self, url: str) -> None:
+        with contextlib.suppress(ValueError):  # which `path` says again, where its record is known
+            self.path(url)
+
+    def _key(self, url: str) -> str:
+        return hashlib.sha256(url.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+    def _note_file(self, url: str) -> Path:
+        key = self._key(url)
+        return self.folder / "urls" / key[:2] / f"{key}.json"
+
+    def _content(self, sha256: str) -> Path:
+        return self.folder / sha256[:2] / sha256
+
+    def _note(self, url: str) -> dict[str, Any] | None:
+        """Return what is known of a URL's image; a damaged note is none."""
+        with contextlib.suppress(CorruptArtefactError), files.writing(self.folder):
+            return files.read_manifest(self._note_file(url), _SCHEMA)
+        return None
+
+    def _is_whole(self, note: dict[str, Any]) -> bool:
+        try:
+            return self._content(note["sha256"]).stat().st_size == int(note["bytes"])
+        except FileNotFoundError:
+            return False
+
+    @contextlib.contextmanager
+    def _held(self, url: str) -> Iterator[None]:
+        """Let one thread of one process fetch; those of other images seldom wait."""
+        path = self._note_file(url).with_name("lock")
+        with files.writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(path)
+            lock.acquire()
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def _fetched(self, url: str, known: dict[str, Any] | None) -> dict[str, Any]:
+        """
+        Fetch an image, and keep it; ValueError if it cannot be had.
+
+        Args:
+            url: Its URL.
+
+            known: What is known of it, where its file is gone.
+        """
+        if (reason := self._failed.get(url)) is not None:
+            raise ValueError(reason)
+        try:
+            held = _image(self._ask(url))
+            sha256 = hashlib.sha256(held).hexdigest()
+            _require_same(sha256, known)
+        except _RefusedError as error:
+            reason = f"the image {url[:500]} cannot be fetched: {error}"
+            self._failed[url] = reason
+            raise ValueError(reason) from None
+        target = self._content(sha256)
+        with files.writing(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+        files.write_bytes(target, held)
+        note = {"schema": _SCHEMA, "url": url, "sha256": sha256, "bytes": len(held)}
+        files.write_manifest(self._note_file(url), note)
+        return note
+
+    def _ask(self, url: str) -> bytes:
+        """Return what a URL gives, in a few attempts; _RefusedError if it gives nothing."""
+        for wait in (*self._patience.waits_s, None):
+            try:
+                return _read(url, self._patience)
+            except _TroubleError as error:
+                if wait is None:
+                    attempts = counted(len(self._patience.waits_s) + 1, "attempt")
+                    raise _RefusedError(f"{error}, in {attempts}") from None
+                time.sleep(wait)
+        raise AssertionError  # the last attempt raises, or returns
+
+
+def _image(held: bytes) -> bytes:
+    """Return what came, if it is an image whose pixels can be read; else _RefusedError."""
+    try:
+        read_size(held, decode=True)
+    except ValueError as error:
+        why = str(error).split(" in the record ", maxsplit=1)[-1]
+        message = f"what came, {counted(len(held), 'byte')}, {why}"
+        raise _RefusedError(message) from None
+    return held
+
+
+def _require_same(sha256: str, known: dict[str, Any] | None) -> None:
+    """Refuse another image than the one that was fetched before, whose file is gone."""
+    if known is not None and known["sha256"] != sha256:
+        message = "it was fetched before, its file is gone, and the server has another one now"
+        raise _RefusedError(message)
+
+
+def _read(url: str, patience: Patience) -> bytes:
+    """Return what a URL gives; _TroubleError if it may do better next time."""
+    alarm = _Alarm(patience.image_s)
+    try:
+        request = urllib.request.Request(  # noqa: S310  # the opener knows http and https alone
+            urllib.parse.quote(url, safe=_MEANT), headers={"User-Agent": "packplan", "Accept": "image/*"}
+        )
+        with _opener(alarm).open(request, timeout=patience.silence_s) as answer:
+            return _whole(answer, alarm)
+    except urllib.error.HTTPError as error:
+        error.close()
+        kind = _TroubleError if error.code in _AGAIN else _RefusedError
+        raise kind(f"the server answers {error.code} {error.reason}") from None
+    except (OSError, http.client.HTTPException, _TroubleError) as error:
+        if alarm.rang:
+            message = f"it took more than {patience.image_s:g} s"
+            raise _RefusedError(message) from None
+        if isinstance(error, _TroubleError):
+            raise
+        why = getattr(error, "reason", None) or error
+        raise _TroubleError(f"{type(error).__name__}: {why}") from None
+    except ValueError as error:  # it is no URL
+        raise _RefusedError(str(error)) from None
+    finally:
+        alarm.cancel()
+
+
+def _whole(answer: Any, alarm: _Alarm) -> bytes:
+    """Return all that a server sends; _TroubleError if that is less than it says."""
+    said = answer.headers.get("Content-Length")
+    size = int(said) if said and said.isdigit() else None
+    parts, number = [], 0
+    if size is None or size <= _MOST_BYTES:
+        while part := answer.read1(_CHUNK):
+            parts.append(part)
+            number += len(part)
+            if number > _MOST_BYTES:
+                break
+    if number > _MOST_BYTES or (size or 0) > _MOST_BYTES:
+        message = f"it has more than {_MOST_BYTES:,} bytes"
+        raise _RefusedError(message)
+    # A connection that the alarm ended looks like one that has come to its end.
+    if alarm.rang or (size is not None and number != size):
+        message = f"{number:,} of {counted(size or 0, 'byte')} came"
+        raise _TroubleError(message)
+    return b"".join(parts)
+
+
+class _Alarm:
+    """Ends the connections of an attempt that takes too long, however slowly a server drips."""
+
+    def __init__(self, seconds: float) -> None:
+        self.rang = False
+        self._sockets: list[socket.socket] = []
+        self._timer = threading.Timer(seconds, self._ring)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def watch(self, connection: socket.socket) -> None:
+        """End a connection when the time is over."""
+        self._sockets.append(connection)
+
+    def cancel(self) -> None:
+        """Let the connections be."""
+        self._timer.cancel()
+
+    def _ring(self) -> None:
+        self.rang = True
+        for connection in self._sockets:
+            with contextlib.suppress(OSError):  # it is closed already
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def _opener(alarm: _Alarm) -> urllib.request.OpenerDirector:
+    """Return what opens http and https URLs, and no others, on connections that are watched."""
+    opener = urllib.request.OpenerDirector()
+    for handler in (
+        urllib.request.ProxyHandler(),
+        _Http(alarm),
+        _Https(alarm),
+        _Redirects(),
+        urllib.request.HTTPDefaultErrorHandler(),
+        urllib.request.HTTPErrorProcessor(),
+        urllib.request.UnknownHandler(),
+    ):
+        opener.add_handler(handler)
+    return opener
+
+
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    """Follows a few redirects, to http and https alone; never from https to http."""
+
+    max_redirections = _MOST_REDIRECTS
+    max_repeats = 1
+
+    def redirect_request(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: str) -> Any:  # noqa: PLR0917
+        """Return the request that a redirect asks for; see urllib."""
+        scheme = urllib.parse.urlsplit(newurl).scheme.lower()
+        if scheme not in {"http", "https"} or (req.type == "https" and scheme == "http"):
+            message = f"the server sends on to {newurl[:100]!r}, and only http and https are read"
+            raise _RefusedError(message)
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+    def http_error_302(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any) -> Any:
+        """Check where a redirect leads before urllib words it in its own way."""
+        if target := headers.get("location") or headers.get("uri"):
+            self.redirect_request(req, fp, code, msg, headers, urllib.parse.urljoin(req.full_url, target))
+        return super().http_error_302(req, fp, code, msg, headers)
+
+    http_error_301 = http_error_303 = http_error_307 = http_error_308 = http_error_302
+
+
+class _Http(urllib.request.HTTPHandler):
+    def __init__(self, alarm: _Alarm) -> None:
+        super().__init__()
+        self._alarm = alarm
+
+    def http_open(self, req: Any) -> Any:
+        return self.do_open(partial(_watched, http.client.HTTPConnection, self._alarm), req)
+
+
+class _Https(urllib.request.HTTPSHandler):
+    def __init__(self, alarm: _Alarm) -> None:
+        super().__init__()
+        self._alarm = alarm
+
+    def https_open(self, req: Any) -> Any:
+        return self.do_open(partial(_watched, http.client.HTTPSConnection, self._alarm), req)
+
+
+def _watched(kind: type[http.client.HTTPConnection], alarm: _Alarm, *arguments: Any, **options: Any) -> Any:
+    """Return a connection whose socket an alarm watches once it is open."""
+    connection = kind(*arguments, **options)
+    connect = connection.connect
+
+    def open_and_watch() -> None:
+        connect()
+        alarm.watch(connection.sock)
+
+    connection.connect = open_and_watch  # type: ignore[method-assign]
+    return connection

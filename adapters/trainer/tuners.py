@@ -1,0 +1,149 @@
+"""
+What of a model is trained: all weights but those that are frozen, or adapters, by ms-swift's own
+code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
+
+import torch
+from swift.arguments.base_args.quant_args import QuantizeArguments
+from swift.arguments.tuner_args import TunerArguments
+
+from core.config import ModelConfig, TrainingConfig
+from core.errors import ConfigError
+
+_OF_TUNERS = (
+    "tuner_type", "target_regex", "lora_rank", "lora_alpha", "lora_dropout", "lorap_lr_ratio", "use_rslora",
+    "use_dora", "freeze_llm", "freeze_vit", "freeze_aligner", "freeze_parameters_regex", "freeze_parameters_ratio",
+    "trainable_parameters_regex",
+)  # fmt: skip
+"""Keys that ms-swift's arguments have too, of the same type."""
+
+_LISTS = ("target_modules", "modules_to_save", "freeze_parameters", "trainable_parameters")
+
+
+def prepare_tuner(model: Any, training: TrainingConfig) -> Any:
+    """
+    Freeze what is not trained, and add the adapters, as `swift sft` does.
+
+    Args:
+        model: As ms-swift loaded it.
+
+        training: What is frozen, and which adapters.
+
+    Returns:
+        The model, or a `PeftModel` around it.
+
+    Raises:
+        ConfigError: Nothing is left to train, or a key names nothing that the model has.
+    """
+    from swift.pipelines.train.tuner import TunerMixin
+
+    arguments = _arguments(model, training)
+    _require_matches(model, training)
+    try:
+        prepared = TunerMixin.prepare_model(arguments, model)
+    except (ValueError, RuntimeError, AttributeError, AssertionError) as error:
+        key = "tuner_type" if training.tuner_type == "full" else _named(training)
+        raise ConfigError.of(f"training.{key}", f"cannot get adapters: {error}") from error
+    if not any(parameter.requires_grad for parameter in prepared.parameters()):
+        key = next((key for key in _FREEZES if getattr(training, key)), "freeze_llm")
+        raise ConfigError.of(f"training.{key}", "and the other freezes leave nothing to train: remove one")
+    if prepared is not model:
+        prepared.model_meta, prepared.model_info = model.model_meta, model.model_info
+    return prepared
+
+
+_FREEZES = (
+    "freeze_parameters_ratio", "freeze_parameters_regex", "freeze_parameters", "freeze_llm", "freeze_vit",
+    "freeze_aligner",
+)  # fmt: skip
+
+
+def quantisation_of(model: ModelConfig, *, on_cpu: bool) -> Any:
+    """
+    Return how ms-swift quantises a model's weights, None if it does not.
+
+    Args:
+        model: What is loaded.
+
+        on_cpu: Whether it trains on a CPU.
+
+    Raises:
+        ConfigError: This machine cannot.
+    """
+    if model.quant_method is None:
+        return None
+    if on_cpu:
+        raise ConfigError.of("model.quant_method", "quantises on a GPU alone: remove it, or train on one")
+    if find_spec("bitsandbytes") is None:
+        reason = "needs the package bitsandbytes, which is not installed: install it, or remove the key"
+        raise ConfigError.of("model.quant_method", reason)
+    compute = model.bnb_4bit_compute_dtype or model.torch_dtype
+    arguments = SimpleNamespace(
+        quant_method=model.quant_method,
+        quant_bits=model.quant_bits,
+        bnb_4bit_compute_dtype=None if compute is None else getattr(torch, compute),
+        bnb_4bit_quant_type=model.bnb_4bit_quant_type,
+        bnb_4bit_use_double_quant=model.bnb_4bit_use_double_quant,
+        bnb_4bit_quant_storage=None,
+        get_modules_to_not_convert=lambda: None,
+    )
+    return QuantizeArguments.get_quantization_config(arguments)
+
+
+def _arguments(model: Any, training: TrainingConfig) -> Any:
+    """Return ms-swift's arguments about tuners, as `SftArguments` would resolve them."""
+    fields: Any = dataclasses.fields(TunerArguments)
+    defaults = {
+        field.name: field.default if field.default is not dataclasses.MISSING else field.default_factory()
+        for field in fields
+    }
+    chosen = {key: getattr(training, key) for key in _OF_TUNERS} | {key: list(getattr(training, key)) for key in _LISTS}
+    others = {
+        "target_parameters": list(training.target_parameters) or None,
+        "tuner_backend": "peft",
+        "use_swift_lora": False,
+        "use_liger_kernel": False,
+        "use_galore": False,
+        "resume_from_checkpoint": None,  # the trainer loads it
+        "adapters": [],
+        "task_type": "causal_lm",
+        "model_type": model.model_info.model_type,
+        "model_meta": model.model_meta,
+        "is_adapter": training.tuner_type != "full",
+    }
+    arguments: Any = SimpleNamespace(**(defaults | chosen | others))
+    arguments._init_multimodal_full = lambda: TunerArguments._init_multimodal_full(arguments)  # noqa: SLF001  # its own
+    TunerArguments.__post_init__(arguments)
+    return arguments
+
+
+def _named(training: TrainingConfig) -> str:
+    """Return the key that says where adapters go."""
+    return next((key for key in ("target_regex", "target_parameters") if getattr(training, key)), "target_modules")
+
+
+def _require_matches(model: Any, training: TrainingConfig) -> None:
+    """Refuse keys that match none of the model's weights, which ms-swift would only log."""
+    names = [name for name, _ in model.named_parameters()]
+    for key in ("freeze_parameters", "trainable_parameters"):
+        for beginning in getattr(training, key):
+            if not any(name.startswith(beginning) for name in names):
+                raise ConfigError.of(f"training.{key}", f"has {beginning}, with which no weight of the model begins")
+    for key in ("freeze_parameters_regex", "trainable_parameters_regex"):
+        pattern = getattr(training, key)
+        if pattern is not None and not any(re.search(pattern, name) for name in names):
+            raise ConfigError.of(f"training.{key}", f"is {pattern}, which matches no weight of the model")
+    modules = [name for name, _ in model.named_modules()]
+    for module in set(training.modules_to_save) - {"all-embedding", "all-norm"}:
+        if not any(name == module or name.endswith(f".{module}") for name in modules):
+            raise ConfigError.of("training.modules_to_save", f"has {module}, which no module of the model is called")

@@ -1,0 +1,123 @@
+"""
+Make a run of a command of ms-swift: `python -m app.convert train.sh`, or `... -- swift sft --model
+...`.
+
+Takes a command line, a shell script, a YAML or JSON for `swift sft`, or the args.json of an old run
+(or the run's folder), executes nothing, and writes a run's YAML, with a line for each argument:
+taken over, not needed here, or not supported and why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from pathlib import Path
+
+import attrs
+
+from app.cli.command import add_logging_options, program, run_command, run_program
+from app.wiring.conversion import Converted, convert_back, convert_source, require_run, run_text, write_run
+from core.errors import ConfigError, Fault
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    parser = argparse.ArgumentParser(
+        prog=program("convert"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "source",
+        nargs="+",
+        metavar="SOURCE",
+        help="a script, a YAML, an args.json or a run's folder; or a command, after --",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="run.yaml",
+        help="what to write (default: run.yaml; swift.yaml with --back)",
+    )
+    parser.add_argument(
+        "--back", action="store_true", help="the other way: make a YAML for swift sft, without packing, of a run's YAML"
+    )
+    parser.add_argument("--strict", action="store_true", help="fail, and write nothing, if something is not supported")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of lines")
+    add_logging_options(parser)
+    options = parser.parse_args(arguments)
+
+    output = options.output or Path("swift.yaml" if options.back else "run.yaml")
+
+    def command() -> None:
+        if options.back:
+            go_back(options.source, output, strict=options.strict)
+            return
+        converted = convert_source(options.source)
+        if options.strict:
+            require_all(converted)
+        require_run(converted)
+        write_run(output, run_text(converted, output=str(output)))
+        print(as_json(converted, output) if options.json else as_lines(converted, output))
+
+    return run_command(command, verbose=options.verbose, quiet=options.quiet)
+
+
+def go_back(source: list[str], output: Path, *, strict: bool) -> None:
+    """
+    Write the YAML of `swift sft` that trains a run's samples without packing, and print what
+    differs.
+
+    Args:
+        source: The name of the run's YAML, alone.
+
+        output: What to write.
+
+        strict: Fail, and write nothing, if something of the run cannot be said to ms-swift.
+
+    Raises:
+        ConfigError: The run has faults, or trains what no file holds.
+    """
+    if len(source) > 1:
+        raise ConfigError.of("--back", "takes one run's YAML")
+    back, text = convert_back(Path(source[0]))
+    missing = tuple(Fault(line.argument, line.reason) for line in back.lines if line.verdict == "not supported")
+    if strict and missing:
+        raise ConfigError(source[0], missing)
+    write_run(output, text)
+    for line in back.lines:
+        print(f"{line.verdict:<15}  {line.argument}  {line.reason}")
+    print(f"start it with: swift sft {output}")
+
+
+def require_all(converted: Converted) -> None:
+    """
+    Refuse a run that does not do all that the command asks for; ConfigError with what it lacks.
+    """
+    if missing := converted.conversion.unsupported:
+        raise ConfigError(converted.source.name, tuple(Fault(line.argument, line.reason) for line in missing))
+
+
+def as_lines(converted: Converted, output: Path) -> str:
+    """Return what became of each argument, for people."""
+    lines = converted.conversion.lines
+    width = max(len(line.argument) for line in lines)
+    listed = [f"{line.verdict:<15}  {line.argument:<{width}}  {line.reason}" for line in lines]
+    counts = Counter(line.verdict for line in lines)
+    summed = ", ".join(f"{counts[verdict]} {verdict}" for verdict in ("taken over", "not needed here", "not supported"))
+    return "\n".join([*listed, f"{output}: {summed}", f"start it with: {converted.start} {output}"])
+
+
+def as_json(converted: Converted, output: Path) -> str:
+    """Return the same for programs, as one document."""
+    document = {
+        "output": str(output),
+        "start": f"{converted.start} {output}",
+        "lines": [attrs.asdict(line) for line in converted.conversion.lines],
+        "run": {name: dict(keys) for name, keys in converted.conversion.document.items()},
+    }
+    return json.dumps(document, indent=2, ensure_ascii=False)
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_program(main))

@@ -1,0 +1,210 @@
+"""
+Puts together what converts a command of ms-swift: its source, what ms-swift knows, the trainer's
+keys.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import attrs
+import yaml
+
+from adapters import files
+from adapters.config.layers import read_document
+from adapters.config.run import parse_config
+from adapters.config.trainer_keys import TrainerKey, stored_keys
+from adapters.conversion.source import Source, read_source
+from adapters.conversion.table import stored_arguments
+from adapters.hub_caches import cached
+from core.config import REFUSED_TRAINING_KEYS
+from core.conversion import Argument, Back, Conversion, Line, Word, World, convert, require_consistent, to_swift
+from core.errors import ConfigError, Fault, OutputError
+
+_ONLY_RANKS = "CUDA_VISIBLE_DEVICES"
+
+
+@attrs.frozen
+class Converted:
+    """A run that was made of a command of ms-swift."""
+
+    source: Source
+    conversion: Conversion
+    """The run, with lines for the variables of the command too."""
+
+    start: str
+    """The command that starts the run, up to the name of its YAML."""
+
+
+def convert_source(words: Sequence[str]) -> Converted:
+    """
+    Convert a command, a script, a YAML or an args.json of ms-swift.
+
+    Args:
+        words: The name of a file, or the words of a command.
+
+    Raises:
+        ConfigError: All that is wrong with it.
+    """
+    table = _arguments()
+    source = read_source(words, table)
+    require_consistent(source.given, source=source.name)
+    world_size, start = _ranks(source)
+    conversion = convert(source.given, table, _world(source, world_size), source=source.name)
+    lines = [*conversion.lines, *_variables(source)]
+    if source.launch.left:
+        lines += [Line(left, "not needed here", "it is another command of the script") for left in source.launch.left]
+    if source.num_found_out:
+        what = f"{source.num_found_out} values of {Path(source.name).name}"
+        lines.append(Line(what, "not needed here", "ms-swift found them out itself"))
+    return Converted(source, attrs.evolve(conversion, lines=tuple(lines)), start)
+
+
+def run_text(converted: Converted, *, output: str) -> str:
+    """
+    Return the text of the run's YAML, how to start it at its top.
+
+    Args:
+        converted: The run.
+
+        output: Name of the YAML.
+    """
+    sections = {name: dict(keys) for name, keys in converted.conversion.document.items() if keys}
+    head = [f"# Converted from {converted.source.name}. Start it with:", f"#   {converted.start} {output}"]
+    head += [f"# Not supported: {line.argument}: {line.reason}" for line in converted.conversion.unsupported]
+    return "\n".join(head) + "\n" + yaml.safe_dump(sections, sort_keys=False, allow_unicode=True, width=100)
+
+
+def require_run(converted: Converted) -> None:
+    """
+    Refuse a run that its own YAML would not be, but for what the report says is missing;
+    ConfigError with its faults.
+    """
+    missing = {"template.max_length"} if "max_length" not in converted.conversion.document["template"] else set()
+    try:
+        parse_config(converted.conversion.document, converted.source.name, _trainer_keys())
+    except ConfigError as error:
+        faults = tuple(fault for fault in error.faults if fault.path not in missing)
+        if faults:
+            raise ConfigError(converted.source.name, faults) from None
+
+
+def write_run(path: Path, text: str) -> None:
+    """Write a run's YAML; ConfigError if another file is there, or it cannot be written."""
+    if path.exists() and (not path.is_file() or path.read_text(encoding="utf-8") != text):
+        raise ConfigError.of("--output", f"{path} exists and holds something else: name another file, or remove it")
+    try:
+        files.write_bytes(path, text.encode())
+    except OutputError as error:
+        raise ConfigError.of("--output", f"{path} cannot be written: {error.reason}") from error
+
+
+def convert_back(path: Path) -> tuple[Back, str]:
+    """
+    Return what `swift sft` is given to train a run's samples without packing, and the text of its
+    YAML; ConfigError with the faults of the run.
+    """
+    document = read_document(path)
+    config = parse_config(document, str(path), _trainer_keys())
+    given = frozenset(
+        f"{section}.{key}" for section, keys in document.items() if isinstance(keys, dict) for key in keys
+    )
+    back = to_swift(config, given=given, world_size=int(os.environ.get("WORLD_SIZE", "1")))
+    head = f"# {path} without packing: swift sft this file\n"
+    return back, head + yaml.safe_dump(dict(back.arguments), sort_keys=False, allow_unicode=True, width=100)
+
+
+def _arguments() -> Mapping[str, Argument]:
+    table = stored_arguments()
+    if table is None:
+        # Of another version than the table: its own arguments take seconds to import.
+        from adapters.conversion.installed import installed_arguments
+
+        table = installed_arguments()
+    return table
+
+
+def _trainer_keys() -> Mapping[str, TrainerKey]:
+    keys = stored_keys()
+    if keys is None:
+        from adapters.trainer.keys import installed_keys
+
+        keys = installed_keys()
+    return keys
+
+
+def _world(source: Source, world_size: int) -> World:
+    """Return what is known of the model and the files of a command."""
+    from adapters.conversion.installed import installed_sections, model_facts
+
+    values = {argument.name: argument.value for argument in source.given}
+    name = str(values.get("model", ""))
+    folder = name if Path(name).is_dir() else cached(name, "model")
+    facts = model_facts(
+        name,
+        None if folder is None else str(folder),
+        model_type=values.get("model_type"),
+        template=values.get("template"),
+        torch_dtype=values.get("torch_dtype"),
+        loss_scale=values.get("loss_scale", "default"),
+        ignores_empty_thoughts=not values.get("disable_ignore_empty_think", False),
+    )
+    return World(
+        frozenset(_trainer_keys()) - set(REFUSED_TRAINING_KEYS), facts, os.path.exists,  # a function
+        installed_sections(), world_size,
+    )  # fmt: skip
+
+
+def _ranks(source: Source) -> tuple[int, str]:
+    """
+    Return how many ranks a command starts, and the command that starts as many of this project's.
+    """
+    launch = source.launch
+    per_node = _number(launch.ranks_per_node, "NPROC_PER_NODE", source)
+    nodes = _number(launch.nodes, "NNODES", source)
+    variables = [f"{name}={_quoted(word)}" for name, word in launch.environment.items() if not word.computed]
+    world_size = per_node * nodes
+    if world_size == 1:
+        return 1, " ".join([*variables, "packplan sft"])
+    options = [f"--nproc-per-node {per_node}", *([f"--nnodes {nodes}"] if nodes > 1 else [])]
+    options += [_quoted(word) for word in launch.torchrun if not word.computed]
+    return world_size, " ".join([*variables, "torchrun", *options, "-m app.sft"])
+
+
+def _number(word: Word | None, name: str, source: Source) -> int:
+    if word is None or (not word.text and not word.computed):
+        return 1
+    if word.computed:
+        reason = f"is computed by the script ({word.computed[0]}), and nothing is run here: write its value out"
+        raise ConfigError(source.name, (Fault(name, reason),))
+    if not word.text.isdecimal() or not int(word.text):
+        raise ConfigError(source.name, (Fault(name, f"is {word.text}, but has to be a number of ranks"),))
+    return int(word.text)
+
+
+def _quoted(word: Word) -> str:
+    import shlex
+
+    return shlex.quote(word.text)
+
+
+def _variables(source: Source) -> list[Line]:
+    """Return a line for each variable that the command is started with."""
+    launch, lines = source.launch, []
+    for name, word in launch.environment.items():
+        shown = f"{name}={word.text or word.computed[0] if word.computed else word.text}"
+        if word.computed:
+            lines.append(Line(shown, "not supported", "it is computed by the script: set it yourself"))
+        elif name == _ONLY_RANKS and "," in word.text and launch.ranks_per_node is None:
+            reason = (
+                "ms-swift spreads the model over these devices in one process: start a rank for each, with torchrun"
+            )
+            lines.append(Line(shown, "not supported", reason))
+        else:
+            lines.append(Line(shown, "taken over", "in the command that starts the run"))
+    for name, ranks in (("ranks per machine", launch.ranks_per_node), ("machines", launch.nodes)):
+        if ranks is not None:
+            lines.append(Line(f"{name} {ranks.text}", "taken over", "in the command that starts the run"))
+    return lines

@@ -1,0 +1,140 @@
+"""
+A run's model and data as they are named -> folders and files on this machine: ids from the caches
+of hubs, and what `#count` and `custom.split_dataset_ratio` draw.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import attrs
+
+from adapters.hub_caches import cached, download_command, is_id
+from adapters.samples.drawn import draw_files
+from adapters.samples.files import open_records
+from core.config import CustomConfig, ModelConfig, RunConfig
+from core.errors import ConfigError, DataSetError
+from core.samples import DataEntry, draw, parse_entry
+
+
+def with_inputs(config: RunConfig) -> RunConfig:
+    """
+    Return a run whose model is a folder, if a cache holds it, and whose data are files.
+
+    Raises:
+        ConfigError: Data that are named by id are not on this machine, or too few to split.
+    """
+    model = _with_model(config.model)
+    custom = config.custom
+    if not custom.dataset and not custom.val_dataset:
+        return attrs.evolve(config, model=model)
+    cache = records_cache(config)
+    train = _files(custom.dataset, "dataset", model, custom, cache)
+    val = _files(custom.val_dataset, "val_dataset", model, custom, cache)
+    if custom.dataset:
+        files, split = _drawn(train, custom, cache)
+        custom = attrs.evolve(custom, train_jsonl=files, val_jsonl=split or custom.val_jsonl)
+    if custom.val_dataset:
+        custom = attrs.evolve(custom, val_jsonl=_drawn_for_evaluation(val, custom, cache))
+    drawn = attrs.evolve(custom, dataset=(), val_dataset=(), split_dataset_ratio=0.0)
+    return attrs.evolve(config, model=model, custom=drawn)
+
+
+def records_cache(config: RunConfig) -> Path:
+    """Return where a run keeps copies of data files that cannot be read in any order."""
+    return Path(config.custom.records_cache or Path(config.training.output_dir) / "records")
+
+
+def _with_model(model: ModelConfig) -> ModelConfig:
+    if not is_id(model.model):
+        return model
+    folder = cached(model.model, "model")
+    if folder is None and model.download:
+        from adapters.conversion.hubs import download_model
+
+        folder = download_model(model.model)
+    # What no cache holds is refused where the folder is first needed.
+    return model if folder is None else attrs.evolve(model, model=str(folder))
+
+
+@attrs.frozen
+class _Named:
+    """A data set that an entry names, and its files."""
+
+    entry: DataEntry
+    files: tuple[str, ...]
+
+
+def _files(names: Sequence[str], key: str, model: ModelConfig, custom: CustomConfig, cache: Path) -> list[_Named]:
+    """
+    Return the files of each entry.
+
+    Args:
+        names: The entries.
+
+        key: Of `custom.`, for errors.
+
+        model: Says whether anything may be downloaded.
+
+        custom: Says what a data set calls its model.
+
+        cache: Where copies are kept.
+    """
+    found = []
+    for name in names:
+        entry = parse_entry(name, exists=os.path.exists)
+        if Path(entry.name).is_file() or (Path(entry.name) / "dataset_info.json").is_file():
+            found.append(_Named(entry, (entry.name,)))
+            continue
+        folder = Path(entry.name) if Path(entry.name).is_dir() else cached(entry.name, "dataset", hub=entry.hub)
+        if folder is None and not model.download:
+            if not is_id(entry.name):
+                raise ConfigError.of(f"custom.{key}", f"has {name}, which is no file, no folder and no id of a hub")
+            reason = (
+                f"has {name}, which is no file here, and no local cache holds it: download it with "
+                f"`{download_command(entry.name, 'dataset', hub=entry.hub)}`, or set model.download: true"
+            )
+            raise ConfigError.of(f"custom.{key}", reason)
+        from adapters.conversion.hubs import write_data_set
+
+        written = write_data_set(
+            entry, folder, cache, model_name=custom.model_name, model_author=custom.model_author, key=f"custom.{key}"
+        )
+        found.append(_Named(entry, (str(written),)))
+    return found
+
+
+def _drawn(named: Sequence[_Named], custom: CustomConfig, cache: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the files that are trained, and those that are split off for evaluation."""
+    counts = [one.entry.count for one in named]
+    if not custom.split_dataset_ratio and not any(counts):
+        return tuple(file for one in named for file in one.files), ()
+    records = [open_records(one.files, cache=cache) for one in named]
+    try:
+        drawn = draw(
+            [len(one) for one in records], counts,
+            split_ratio=custom.split_dataset_ratio, shuffle=custom.dataset_shuffle, seed=custom.data_seed,
+        )  # fmt: skip
+    except ValueError as error:
+        raise DataSetError(f"custom.dataset {error}") from None
+    train, val = draw_files(records, drawn, cache)
+    return (str(train),), () if val is None else (str(val),)
+
+
+def _drawn_for_evaluation(named: Sequence[_Named], custom: CustomConfig, cache: Path) -> tuple[str, ...]:
+    """
+    Return the files of `val_dataset`, whose counts are taken from the front, as ms-swift does.
+    """
+    counts = [one.entry.count for one in named]
+    if not any(counts):
+        return tuple(file for one in named for file in one.files)
+    records = [open_records(one.files, cache=cache) for one in named]
+    try:
+        drawn = draw([len(one) for one in records], counts, split_ratio=1, shuffle=False, seed=custom.data_seed)
+    except ValueError as error:
+        raise DataSetError(f"custom.val_dataset {error}") from None
+    _, val = draw_files(records, drawn, cache)
+    assert val is not None  # noqa: S101  # all that is drawn is of evaluation
+    return (str(val),)

@@ -1,0 +1,244 @@
+"""
+Words of a command line, or keys of a YAML or an args.json -> ms-swift's arguments and their values.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from core.config import closest
+from core.conversion.shell import Word
+from core.errors import ConfigError, Fault
+
+_TRUE, _FALSE = frozenset({"true", "t", "yes", "y", "1"}), frozenset({"false", "f", "no", "n", "0"})
+
+RENAMED: Mapping[str, str] = {
+    "train_type": "tuner_type",
+    "sft_type": "tuner_type",
+    "metric": "eval_metric",
+    "loss_func": "loss_type",
+}
+"""Name of an earlier ms-swift -> the name that it has now."""
+
+
+@attrs.frozen
+class Argument:
+    """What one argument of ms-swift takes."""
+
+    types: tuple[str, ...]
+    """Names of what it takes: null, bool, int, float, str, list and dict."""
+
+    default: Any = None
+
+
+@attrs.frozen
+class Given:
+    """An argument with its value."""
+
+    name: str
+    """As ms-swift calls it now."""
+
+    value: Any
+
+    text: str
+    """As it is written, shortened."""
+
+    written: str
+    """The name as it is written."""
+
+
+MOST = 60
+"""Characters of a value that are shown."""
+
+
+def read_words(words: Sequence[Word], table: Mapping[str, Argument], *, source: str) -> tuple[Given, ...]:
+    """
+    Return the arguments of a command line.
+
+    Args:
+        words: What follows `swift sft`.
+
+        table: Every argument of ms-swift.
+
+        source: Name of the command's file, for errors.
+
+    Raises:
+        ConfigError: All arguments that are unknown, computed, contradictory or no values of theirs.
+    """
+    found: list[Fault] = []
+    texts: dict[str, list[list[Word]]] = {}
+    written: dict[str, str] = {}
+    current: list[Word] | None = None
+    for word in words:
+        is_name = word.text.startswith("--") and len(word.text) > 2
+        if not is_name:
+            if current is None:
+                found.append(Fault(word.text or word.computed[0], "stands before any argument: write --name first"))
+            else:
+                current.append(word)
+            continue
+        name, equals, value = word.text[2:].partition("=")
+        name = name.replace("-", "_")
+        current = [attrs.evolve(word, text=value)] if equals else []
+        known = RENAMED.get(name, name)
+        if known not in table and name.startswith("no_") and "bool" in table.get(name[3:], Argument(())).types:
+            known, current = name[3:], [Word("false")]
+        texts.setdefault(known, []).append(current)
+        written.setdefault(known, name)
+    given: list[Given] = []
+    for name, several in texts.items():
+        try:
+            given.append(_one(name, several, written[name], table))
+        except ValueError as error:
+            found.append(Fault(f"--{written[name]}", str(error)))
+    if found:
+        raise ConfigError(source, tuple(found))
+    return tuple(given)
+
+
+def read_keys(document: Mapping[str, Any], table: Mapping[str, Argument], *, source: str) -> tuple[Given, ...]:
+    """
+    Return the arguments of a YAML or JSON for `swift sft`.
+
+    Args:
+        document: Its keys.
+
+        table: See `read_words`.
+
+        source: Name of the file, for errors.
+
+    Raises:
+        ConfigError: See `read_words`.
+    """
+    given, found = [], []
+    for key, value in document.items():
+        name = RENAMED.get(str(key), str(key))
+        if value is None:
+            continue
+        items = value if isinstance(value, list) else [value]
+        words = [Word(_as_text(item), quoted=True) for item in items]
+        try:
+            given.append(_one(name, [words], str(key), table))
+        except ValueError as error:
+            found.append(Fault(str(key), str(error)))
+    if found:
+        raise ConfigError(source, tuple(found))
+    return tuple(given)
+
+
+def read_resolved(document: Mapping[str, Any], table: Mapping[str, Argument]) -> tuple[tuple[Given, ...], int]:
+    """
+    Return the arguments of an args.json, those that differ from ms-swift's defaults, and how many
+    values it holds that are no arguments: what ms-swift found out itself.
+
+    Args:
+        document: What an old run's args.json holds.
+
+        table: See `read_words`.
+    """
+    given, others = [], 0
+    for key, value in document.items():
+        name = RENAMED.get(key, key)
+        if name not in table:
+            others += 1
+        elif value not in (None, [], {}, table[name].default):
+            shown = _as_text(value)
+            given.append(Given(name, value, _shortened(shown), key))
+    return tuple(given), others
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, (dict, list)):
+        return json.dumps(value, ensure_ascii=False)
+    return str(value)
+
+
+def _one(name: str, several: Sequence[Sequence[Word]], written: str, table: Mapping[str, Argument]) -> Given:
+    """
+    Return one argument; ValueError if it is none.
+
+    Args:
+        name: The name that ms-swift has for it now.
+
+        several: Its values each time that it is given.
+
+        written: The name as it is given.
+
+        table: See `read_words`.
+    """
+    if name not in table:
+        meant = closest(name, table)[:3]
+        message = "is no argument of ms-swift" + (
+            f": did you mean --{' or --'.join(meant)}?" if meant else ": remove it"
+        )
+        raise ValueError(message)
+    if computed := [text for words in several for word in words for text in word.computed]:
+        message = f"is computed by the script ({computed[0]}), and nothing is run here: write its value out"
+        raise ValueError(message)
+    values = [_value(table[name], [word.text for word in words]) for words in several]
+    if any(value != values[0] for value in values):
+        texts = " and ".join(" ".join(word.text for word in words) for words in several)
+        message = f"is given {len(several)} times, as {texts}, of which ms-swift would take the last: keep one"
+        raise ValueError(message)
+    return Given(name, values[0], _shortened(" ".join(word.text for word in several[0])), written)
+
+
+def _value(argument: Argument, texts: Sequence[str]) -> Any:
+    """Return the value that texts stand for; ValueError if they stand for none."""
+    kinds = argument.types
+    if "list" in kinds:
+        return list(texts)
+    if not texts:
+        if "bool" in kinds:
+            return True
+        message = "has no value: give one, or remove it"
+        raise ValueError(message)
+    if len(texts) > 1:
+        message = f"takes one value, but has {len(texts)} ({_shortened(' '.join(texts))}): put quotes around it"
+        raise ValueError(message)
+    (text,) = texts
+    if text in {"None", "null"} and "null" in kinds and "str" not in kinds:
+        return None
+    for read in _readers(kinds):
+        try:
+            return read(text)
+        except ValueError:
+            continue
+    wanted = " or ".join({"bool": "true or false", "int": "a whole number", "float": "a number", "dict": "JSON"}[kind]
+                         for kind in kinds if kind not in {"null", "str"})  # fmt: skip
+    message = f"is {_shortened(text)}, but has to be {wanted}"
+    raise ValueError(message)
+
+
+def _readers(kinds: Iterable[str]) -> Iterator[Any]:
+    if "bool" in kinds:
+        yield _as_bool
+    if "int" in kinds or "float" in kinds:
+        yield int
+    if "float" in kinds:
+        yield float
+    if "dict" in kinds:
+        yield _as_section
+    if "str" in kinds:
+        yield str
+
+
+def _as_bool(text: str) -> bool:
+    if text.lower() not in _TRUE | _FALSE:
+        raise ValueError(text)
+    return text.lower() in _TRUE
+
+
+def _as_section(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError(text)  # noqa: TRY004  # it is the text that is no section
+    return value
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= MOST else f"{text[: MOST - 1]}…"

@@ -1,0 +1,168 @@
+"""
+What becomes of each argument of ms-swift: the key it is here, why it is not needed, or why it is
+not supported. Every argument is in one of these tables, a key of the trainer, or a case of
+`core.conversion.convert`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+KEYS: Mapping[str, str] = {
+    "model_type": "model.model_type",
+    "torch_dtype": "model.torch_dtype",
+    "max_model_len": "model.max_model_len",
+    "quant_method": "model.quant_method",
+    "quant_bits": "model.quant_bits",
+    "bnb_4bit_compute_dtype": "model.bnb_4bit_compute_dtype",
+    "bnb_4bit_quant_type": "model.bnb_4bit_quant_type",
+    "bnb_4bit_use_double_quant": "model.bnb_4bit_use_double_quant",
+    "template": "template.template",
+    "max_length": "template.max_length",
+    "max_pixels": "template.max_pixels",
+    "agent_template": "template.agent_template",
+    "loss_scale": "template.loss_scale",
+    "columns": "custom.columns",
+    "dataset_shuffle": "custom.dataset_shuffle",
+    "model_name": "custom.model_name",
+    "model_author": "custom.model_author",
+    "per_device_train_batch_size": "training.per_device_train_batch_size",
+    "per_device_eval_batch_size": "training.per_device_eval_batch_size",
+    "num_train_epochs": "training.num_train_epochs",
+    "max_steps": "training.max_steps",
+    "seed": "training.seed",
+    "dataloader_drop_last": "training.dataloader_drop_last",
+    "lora_rank": "training.lora_rank",
+    "lora_alpha": "training.lora_alpha",
+    "lora_dropout": "training.lora_dropout",
+    "lorap_lr_ratio": "training.lorap_lr_ratio",
+    "use_rslora": "training.use_rslora",
+    "use_dora": "training.use_dora",
+    "target_modules": "training.target_modules",
+    "target_regex": "training.target_regex",
+    "target_parameters": "training.target_parameters",
+    "modules_to_save": "training.modules_to_save",
+    "freeze_parameters": "training.freeze_parameters",
+    "freeze_parameters_regex": "training.freeze_parameters_regex",
+    "freeze_parameters_ratio": "training.freeze_parameters_ratio",
+    "trainable_parameters": "training.trainable_parameters",
+    "trainable_parameters_regex": "training.trainable_parameters_regex",
+}
+"""Arguments that are keys here, of the same meaning."""
+
+ADAPTERS = frozenset(
+    {"lora_rank", "lora_alpha", "lora_dropout", "lorap_lr_ratio", "use_rslora", "use_dora", "target_modules",
+     "target_regex", "target_parameters", "modules_to_save", "lora_bias", "lora_dtype", "init_weights"}
+)  # fmt: skip
+"""Arguments that only count where adapters are trained."""
+
+WHOLE = frozenset(
+    {"freeze_parameters", "freeze_parameters_regex", "freeze_parameters_ratio", "trainable_parameters",
+     "trainable_parameters_regex"}
+)  # fmt: skip
+"""Arguments that only count where all weights are trained."""
+
+UNNEEDED: Mapping[str, str] = {
+    "dataset_num_proc": "records are read where they are; training.packing_length_precompute_workers says who measures",
+    "load_from_cache_file": "lengths are kept and known again by the records' content",
+    "download_mode": "model.download says whether anything is downloaded",
+    "lazy_tokenize": "samples are always encoded while training runs",
+    "packing_num_proc": "one plan is made of all samples, in one process",
+    "padding_free": "packs have no padding",
+    "padding_side": "packs have no padding, and padded batches are padded on the right",
+    "remove_unused_columns": "records keep what they have, and the template takes what it needs",
+    "stopping_strategy": "it is of custom mixes: see docs/mixing.md",
+    "shuffle_buffer_size": "all samples are planned, so that none waits in a buffer",
+    "streaming": "records are read in any order, and planned once; max_steps keeps its meaning",
+    "val_dataset_shuffle": "an evaluation measures all of its samples, in any order",
+    "disable_auto_column_mapping": "custom.columns names the columns, and nothing else renames them",
+    "check_model": "it asks a hub whether the model's files are the newest, which needs a network",
+    "add_version": "training.output_dir is taken as it is, so that a run goes on in it",
+    "create_checkpoint_symlink": "training.resume_from_checkpoint: last finds the newest whole checkpoint",
+    "ignore_args_error": "unknown arguments are refused",
+    "strict": "a record that cannot be read always stops the run, unless custom.on_bad_record says otherwise",
+    "use_swift_lora": "it is an older way to the same adapters",
+    "tuner_backend": "adapters are always peft's",
+    "use_hf": "both hubs' caches are looked into; the variable USE_HF says which comes first",
+    "hub_token": "it is of the hub's own login; write no tokens into a YAML",
+    "enable_npu_model_patch": "it only counts on Ascend devices",
+    "group_by_length": "packs are already of like length",
+    "load_args": "the YAML says all there is",
+    "load_data_args": "the YAML says all there is",
+    "average_tokens_across_devices": "the loss is always the mean over all tokens of all ranks",
+    "train_dataloader_shuffle": "the order of packs is drawn again each epoch from training.seed",
+    "logging_dir": "logs are written below training.output_dir; the variable TENSORBOARD_LOGGING_DIR names another",
+    "stream": "it is of answers, and no answers are written",
+    "bnb_4bit_quant_storage": "it is of weights that FSDP shards",
+}
+"""Arguments whose work is done in another way, or by itself."""
+
+UNSUPPORTED: Mapping[str, str] = {
+    "model_revision": "name the folder of that revision in model.model",
+    "experts_impl": "the model takes its own",
+    "new_special_tokens": "add them to the model's tokenizer first, and name that folder in model.model",
+    "num_labels": "classification is not trained",
+    "problem_type": "classification is not trained",
+    "rope_scaling": "write it into the model's config.json",
+    "device_map": "each rank holds the model on its own device: use training.deepspeed or training.fsdp",
+    "max_memory": "each rank holds the model on its own device: use training.deepspeed or training.fsdp",
+    "local_repo_path": "models that need a repository's code are not loaded",
+    "init_strategy": "name a model whose weights are all there",
+    "norm_bbox": "boxes stay as the records have them",
+    "use_chat_template": "records always become chats",
+    "sequence_parallel_size": "every rank counts as a learner: set it to 1",
+    "is_binary_loss_scale": "template.loss_scale takes scales of 0 and 1",
+    "template_backend": "templates are ms-swift's own",
+    "response_prefix": "it is of inference",
+    "enable_thinking": "set the variable ENABLE_THINKING instead",
+    "preserve_thinking": "set the variable PRESERVE_THINKING instead",
+    "add_non_thinking_prefix": "the template's own is used",
+    "cached_dataset": "name the data that it was made of in dataset",
+    "cached_val_dataset": "name the data that it was made of in val_dataset",
+    "interleave_prob": "write the shares as a mix: see docs/mixing.md",
+    "custom_dataset_info": "name the data files in dataset",
+    "hqq_axis": "quantisation by hqq is not offered: use bnb",
+    "adapters": "training does not begin from adapters: merge them first (swift export --merge_lora true)",
+    "external_plugins": "it runs Python code of its own",
+    "custom_register_path": "it runs Python code of its own",
+    "model_kwargs": "set them as variables of the environment, in capitals",
+    "lora_bias": "biases stay as they are",
+    "lora_dtype": "adapters have the type of the model's weights",
+    "init_weights": "adapters start at no effect: other starts (pissa, olora, lora-ga) are not offered",
+    "deepspeed_autotp_size": "several ranks would be one learner: remove it",
+    "use_ray": "start the ranks with torchrun",
+    "ray_exp_name": "start the ranks with torchrun",
+    "device_groups": "start the ranks with torchrun",
+    "decision_drop_instructions": "it is of decision data",
+    "decision_subsample_options": "it is of decision data",
+    "decision_state_as_text": "it is of decision data",
+    "decision_shuffle_fields": "it is of decision data",
+    "packing_length": "packs are as long as template.max_length: set that",
+    "resume_only_model": "name the checkpoint in model.model, and leave resume_from_checkpoint out",
+    "enable_dft_loss": "the loss is the cross entropy",
+    "loss_type": "the loss is the cross entropy",
+    "router_aux_loss_coef": "the loss is the cross entropy alone",
+    "use_galore": "its gradients are not tried with packs",
+    "lisa_activated_layers": "layers that change while training runs are not tried with packs",
+}
+"""Arguments that ask for something that is not done here, and what to do instead."""
+
+UNSUPPORTED_PREFIXES: Mapping[str, str] = {
+    "swanlab_": "set SwanLab up by its own variables",
+    "lora_ga_": "other starts of adapters are not offered",
+    "fourier_": "tuner_type is full or lora",
+    "boft_": "tuner_type is full or lora",
+    "vera_": "tuner_type is full or lora",
+    "adapter_": "tuner_type is full or lora",
+    "adalora_": "tuner_type is full or lora",
+    "llamapro_": "tuner_type is full or lora",
+    "reft_": "tuner_type is full or lora",
+    "galore_": "its gradients are not tried with packs",
+}
+"""Beginning of arguments -> why they are not supported."""
+
+GENERATION = frozenset(
+    {"max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "num_beams", "stop_words", "logprobs",
+     "top_logprobs", "structured_outputs_regex"}
+)  # fmt: skip
+"""Arguments about answers, which training does not write."""

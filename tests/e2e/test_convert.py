@@ -1,0 +1,319 @@
+"""
+A converted run against ms-swift itself: the same settings, the same loss of the first step, the
+same losses of samples in packs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from adapters.conversion.table import TABLE, stored_arguments
+from adapters.ranks.torch_group import OneRank
+from adapters.trainer.loader import LENGTHS
+from app import convert
+from app.training.prepare import prepare
+from app.training.schedule import batch_of
+from app.wiring import stores
+from app.wiring import training as wiring
+from app.wiring.conversion import convert_source, run_text
+from tests.e2e import swift_run
+from tests.processes import finished
+from tests.swift_commands import COMMANDS, YAML
+
+NUM_RECORDS = 16
+"""As many as the accumulation of the examples: the first step holds all of them, in any order."""
+
+PLAIN = "--torch_dtype float32 --fp16 false --bf16 false --report_to none --gradient_checkpointing false \
+--dataloader_num_workers 0 --max_length 512"
+
+ALLOWED = {
+    "output_dir": "ms-swift adds a version to it",
+    "run_name": "it is named after output_dir",
+    "logging_dir": "it is below output_dir",
+    "logging_nan_inf_filter": "a loss that is no number is shown as it is",
+    "disable_tqdm": "progress is shown on a terminal alone",
+    "use_cpu": "it is set where there is no GPU",
+    "dataloader_pin_memory": "it follows use_cpu",
+    "accelerator_config": "this project's loaders dispatch nothing",
+    "ddp_find_unused_parameters": "every batch uses every weight",
+    "fsdp": "an empty list and nothing are the same",
+    "tuner_backend": "it is of the model, which is made before",
+    "check_model": "it asks a hub",
+    "dataloader_prefetch_factor": "it is of workers",
+    "warmup_steps": "the same number, as a whole one or not",
+}
+"""Settings that may differ from ms-swift's, and why."""
+
+
+@pytest.fixture
+def command(demo, tmp_path):
+    """
+    Return a function that gives an example's words behind `swift sft`, for a tiny model and few
+    records.
+    """
+
+    def words(example: str, *, of: str, more: str = "") -> list[str]:
+        script = COMMANDS[example].replace("\\\n", " ").partition("swift sft")[2]
+        given = shlex.split(script)
+        values = {"--model": str(demo / "models" / of), "--dataset": str(records(demo, tmp_path, of))}
+        kept: list[str] = []
+        skipped = {"--model", "--dataset", "--train_type", "--torch_dtype", "--max_length", "--model_author",
+                   "--model_name", "--output_dir", "--dataloader_num_workers"}  # fmt: skip
+        place = 0
+        while place < len(given):
+            stop = place + 1
+            while stop < len(given) and not given[stop].startswith("--"):
+                stop += 1
+            if given[place] == "--train_type":
+                kept += ["--tuner_type", given[place + 1]]
+            elif given[place] not in skipped:
+                kept += given[place:stop]
+            place = stop
+        kept += [word for name, value in values.items() for word in (name, value)]
+        types = ["--model_type", "qwen2_5_vl" if of.endswith("vl") else of,
+                 "--template", "qwen2_5" if of == "qwen2" else of]  # fmt: skip
+        return [*kept, *types, *shlex.split(PLAIN), "--output_dir", str(tmp_path / "swift"), *shlex.split(more)]
+
+    return words
+
+
+def records(demo: Path, folder: Path, of: str) -> Path:
+    """Write records for a model, and return their file."""
+    path = folder / "records.jsonl"
+    images = sorted((demo / "data" / "images").glob("train_*"))
+    with path.open("w") as file:
+        for number in range(NUM_RECORDS):
+            answer = {"role": "assistant", "content": "blue circle " * (1 + number % 5)}
+            record = {"messages": [{"role": "user", "content": f"what is {number}?"}, answer]}
+            if of.endswith("vl") and number % 2:
+                record["messages"][0]["content"] = f"<image>what is {number}?"
+                record["images"] = [str(images[number % len(images)])]
+            file.write(json.dumps(record) + "\n")
+    return path
+
+
+def converted(words: list[str], folder: Path) -> Path:
+    """Convert a command, and return the run's YAML."""
+    path = folder / "run.yaml"
+    path.write_text(run_text(convert_source(["swift", "sft", *words]), output=str(path)))
+    return path
+
+
+def as_plain(value):
+    """Return a setting as it is compared: by what it says, not by its type."""
+    value = getattr(value, "value", value)
+    return json.loads(json.dumps(value, default=lambda other: getattr(other, "value", str(other))))
+
+
+@pytest.mark.parametrize(
+    ("example", "of", "more"),
+    [
+        ("examples/train/tuners/lora/train.sh", "qwen2", ""),
+        ("examples/train/full/train.sh", "qwen3", "--split_dataset_ratio 0.2"),
+        ("examples/train/multimodal/ocr.sh", "qwen2_5_vl", "--vit_lr 1e-5"),
+    ],
+)
+def test_settings_are_those_that_ms_swift_resolves(  # noqa: PLR0917  # fixtures
+    server, tmp_path, command, example, of, more
+):
+    """
+    From the same command line, every training argument and what is frozen: but for those that have
+    a reason.
+    """
+    words = command(example, of=of, more=more)
+    out = tmp_path / "settings.json"
+    asked = server.start(swift_run.settings, words, str(out), log=tmp_path / "swift.log")
+
+    config = stores.read_config(converted(words, tmp_path), ["training.packing=false"])
+    batch = batch_of(config, world_size=1)
+    ours = wiring.open_arguments(config, batch.size, batch.accumulation)
+    assert [0] == finished([asked])
+    theirs = json.loads(out.read_text())
+
+    differing = {
+        name: (as_plain(getattr(ours, name, None)), value)
+        for name, value in theirs["training"].items()
+        if name not in ALLOWED and as_plain(getattr(ours, name, None)) != value
+    }
+    if not config.custom.val_jsonl:
+        differing.pop("eval_steps", None)  # of no evaluation
+    assert {} == differing
+    assert theirs["own"]["max_length"] == config.packing_length
+    assert theirs["own"]["loss_scale"] == config.template.loss_scale
+    seen = of.endswith("vl")
+    for part in ("freeze_llm", "freeze_vit", "freeze_aligner"):
+        assert (theirs["own"][part] and seen) == getattr(config.training, part)
+    names = {field.name for field in dataclasses.fields(ours)}
+    assert names >= set(theirs["training"]) - {"logging_dir"}
+
+
+@pytest.mark.parametrize(
+    ("example", "of"),
+    [
+        ("examples/train/tuners/lora/train.sh", "qwen2"),
+        ("examples/train/full/train.sh", "qwen3"),
+        ("examples/train/tuners/dora/train.sh", "qwen2"),
+        ("examples/train/multimodal/ocr.sh", "qwen2_5_vl"),
+    ],
+)
+def test_the_first_step_and_every_sample_have_ms_swift_s_loss(server, tmp_path, command, example, of):
+    """Packing off, the first step's, within 1e-5; in packs, each sample's."""
+    words = command(example, of=of)
+    one = ["--max_steps", "1", "--use_cpu", "true", "--check_model", "false", "--save_strategy", "no"]
+    out = tmp_path / "losses.json"
+    asked = server.start(swift_run.losses, [*words, *one], str(out), log=tmp_path / "swift.log",
+                         env={"MODELSCOPE_CACHE": tmp_path / "cache"})  # fmt: skip
+    path = converted(words, tmp_path)
+    quick = ["training.max_steps=1", "training.logging_steps=1", "training.save_strategy=no"]
+
+    unpacked = stores.read_config(path, [*quick, "training.packing=false", f"training.output_dir={tmp_path / 'off'}"])
+    trained = prepare(unpacked, OneRank()).trainer
+    trained.train()
+    step = next(entry["loss"] for entry in trained.history if "loss" in entry)
+    whole = "training.use_logits_to_keep=false"
+    packed = stores.read_config(path, [*quick, whole, f"training.output_dir={tmp_path / 'on'}"])
+    trainer = prepare(packed, OneRank()).trainer
+    ours = losses_in_packs(trainer)
+
+    assert [0] == finished([asked])
+    theirs = json.loads(out.read_text())
+    assert abs(theirs["step"] - step) < 1e-5
+    assert NUM_RECORDS == len(theirs["alone"]) == len(ours)
+    assert max(abs(loss - ours[key]) for key, loss in theirs["alone"].items()) < 1e-5
+
+
+def losses_in_packs(trainer) -> dict[str, float]:
+    """Return the mean loss of each sample of packs, by its tokens."""
+    found = {}
+    with torch.no_grad(), trainer.media_hook():
+        model = trainer.model.eval()
+        for inputs in trainer.get_eval_dataloader(trainer.train_dataset):
+            logits, labels = trainer.logits_and_labels(model, dict(inputs))
+            start = 0
+            for length in inputs[LENGTHS]:
+                stop = start + length
+                tokens = inputs["input_ids"][0, start:stop].tolist()
+                rows, targets = logits[0, start : stop - 1].float(), labels[0, start + 1 : stop]
+                loss = torch.nn.functional.cross_entropy(rows, targets, ignore_index=-100)
+                found[",".join(map(str, tokens))] = float(loss)
+                start = stop
+    return found
+
+
+def test_the_table_is_that_of_the_installed_ms_swift():
+    """`make reference` writes it."""
+    from app.reference import arguments_table
+
+    assert TABLE.read_text(encoding="utf-8") == arguments_table()
+    assert len(stored_arguments() or ()) > 300
+
+
+def test_the_commands_of_the_examples_convert_or_are_refused(tmp_path, monkeypatch, capsys):
+    """
+    Full, LoRA, many GPUs, DeepSpeed, images, tools, streams, Megatron: nothing is dropped in
+    silence.
+    """
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("MODELSCOPE_CACHE", str(tmp_path / "ms"))
+    monkeypatch.chdir(tmp_path)
+    outcomes = {}
+    for number, (example, text) in enumerate([*COMMANDS.items(), *YAML.items()]):
+        source = tmp_path / f"{number}{Path(example).suffix}"
+        source.write_text(text)
+        status = convert.main([str(source), "-o", f"run{number}.yaml", "--json"])
+        printed = capsys.readouterr()
+        if status:
+            outcomes[example] = printed.err
+            assert 2 == status
+            continue
+        document = json.loads(printed.out)
+        outcomes[example] = [line["argument"] for line in document["lines"] if line["verdict"] == "not supported"]
+        given = text.count(" --") if source.suffix == ".sh" else len(yaml.safe_load(text))
+        mine = [line for line in document["lines"] if line["argument"].startswith("--")]
+        assert given == len(mine)
+        strict = convert.main([str(source), "-o", f"strict{number}.yaml", "--strict"])
+        assert (2 if outcomes[example] else 0) == strict
+        assert bool(outcomes[example]) != (tmp_path / f"strict{number}.yaml").exists()
+        capsys.readouterr()
+
+    refused = {example: said for example, said in outcomes.items() if isinstance(said, str)}
+    assert {"examples/train/multi-gpu/ddp/train.sh", "examples/megatron/sft.sh"} == set(refused)
+    assert (
+        "--gradient_accumulation_steps: is computed by the script ($(expr 16 / $nproc_per_node))"
+        in refused["examples/train/multi-gpu/ddp/train.sh"]
+    )
+    assert "megatron sft trains with Megatron-LM" in refused["examples/megatron/sft.sh"]
+    length, precision = "(default) max_length", "(default) bf16, fp16"
+    assert {
+        "examples/train/full/train.sh": [length, precision],
+        "examples/train/tuners/lora/train.sh": [length, precision],
+        "examples/train/tuners/dora/train.sh": [length, precision],
+        "examples/train/tuners/qlora/train.sh": [length, precision],
+        "examples/train/streaming/streaming.sh": [length, precision],
+        "examples/train/packing/llm.sh": [],
+        "examples/train/packing/qwen2_5_vl.sh": [],
+        "examples/train/multimodal/ocr.sh": ["CUDA_VISIBLE_DEVICES=0,1"],
+        "examples/train/agent/qwen2_5.sh": [],
+        "examples/train/agent/loss_scale/train.sh": ["--loss_scale hermes"],
+        "examples/train/full/dft.sh": ["--enable_dft_loss true"],
+        "examples/yaml/deepspeed/sft.yaml": [],
+    } == {example: said for example, said in outcomes.items() if example not in refused}
+    assert 14 == len(outcomes)
+
+
+def test_a_run_that_exists_is_not_written_over(tmp_path, monkeypatch, capsys, command):
+    """Written again it is the same; anything else of that name is kept."""
+    monkeypatch.chdir(tmp_path)
+    words = ["--", "swift", "sft", *command("examples/train/tuners/lora/train.sh", of="qwen2")]
+    assert 0 == convert.main(words)
+    assert 0 == convert.main(words)
+    (tmp_path / "run.yaml").write_text("mine")
+    assert 2 == convert.main(words)
+
+    said = capsys.readouterr()
+    assert "run.yaml exists and holds something else" in said.err
+    assert "start it with: packplan sft run.yaml" in said.out
+    assert "mine" == (tmp_path / "run.yaml").read_text()
+
+
+def test_the_way_back_is_a_command_that_ms_swift_takes(server, tmp_path, monkeypatch, capsys, command):
+    """The exported YAML resolves to the settings of the run, samples unpacked."""
+    monkeypatch.chdir(tmp_path)
+    converted(command("examples/train/tuners/lora/train.sh", of="qwen2"), tmp_path)
+    assert 0 == convert.main(["--back", "run.yaml"])
+    assert "start it with: swift sft swift.yaml" in capsys.readouterr().out
+    words: list[str] = []
+    for name, value in yaml.safe_load(Path("swift.yaml").read_text()).items():
+        words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    out = tmp_path / "back.json"
+    asked = server.start(swift_run.losses, [*words, "--max_steps", "1", "--use_cpu", "true"], str(out),
+                         log=tmp_path / "swift.log", env={"MODELSCOPE_CACHE": tmp_path / "cache"})  # fmt: skip
+    off = [f"training.output_dir={tmp_path / 'off'}", "training.packing=false", "training.max_steps=1"]
+    trained = prepare(stores.read_config("run.yaml", off), OneRank()).trainer
+    trained.train()
+
+    assert [0] == finished([asked])
+    step = next(entry["loss"] for entry in trained.history if "loss" in entry)
+    assert abs(json.loads(out.read_text())["step"] - step) < 1e-5
+
+
+def test_an_old_run_s_args_json_converts(server, tmp_path, command):
+    """What ms-swift saved of its arguments gives the run that the command itself gives."""
+    words = command("examples/train/tuners/lora/train.sh", of="qwen2")
+    saved = tmp_path / "saved"
+    assert [0] == finished([server.start(swift_run.save, words, str(saved), log=tmp_path / "swift.log")])
+
+    from_args = convert_source([str(saved)]).conversion.document
+    from_command = convert_source(["swift", "sft", *words]).conversion.document
+
+    same = ("learning_rate", "tuner_type", "gradient_accumulation_steps", "lora_rank", "packing", "fp16", "bf16")
+    assert [from_command["training"][key] for key in same] == [from_args["training"][key] for key in same]
+    assert from_command["template"]["max_length"] == from_args["template"]["max_length"]
+    assert from_command["custom"] == from_args["custom"]

@@ -1,0 +1,134 @@
+"""Each tuner that is offered trains, saves, resumes bit for bit, and passes `app.check`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from adapters.ranks.torch_group import OneRank
+from adapters.trainer.model import open_model
+from app import check, sft
+from app.training.prepare import prepare
+from app.wiring import stores
+from app.wiring import training as wiring
+from core.errors import ConfigError
+from tests.e2e import swift_run
+from tests.processes import finished
+
+LORA = {"tuner_type": "lora", "lora_rank": 2}
+
+TUNERS = {
+    "dora": ("qwen2", {**LORA, "use_dora": True}, "lora_magnitude_vector"),
+    "rslora and lora+": ("qwen3", {**LORA, "use_rslora": True, "lorap_lr_ratio": 16}, "lora_B"),
+    "modules_to_save": (
+        "qwen2", {**LORA, "target_regex": r".*\.[qv]_proj", "modules_to_save": ["lm_head", "all-norm"]},
+        "modules_to_save",
+    ),
+    "target_parameters": (
+        "qwen3", {**LORA, "target_modules": ["v_proj"], "target_parameters": ["q_proj.weight"], "lora_dropout": 0},
+        "q_proj",
+    ),
+    "ratio": ("qwen2", {"freeze_parameters_ratio": 0.5, "trainable_parameters_regex": "embed"}, "embed"),
+    "prefixes": (
+        "qwen3", {"freeze_parameters": ["model.layers.0"], "freeze_parameters_regex": "norm",
+                  "trainable_parameters": ["model.norm"]}, "model.norm",
+    ),
+    "rates": ("qwen2_5_vl", {"vit_lr": "1e-3", "aligner_lr": "1e-4"}, "visual"),
+    "rates of adapters": ("qwen2_5_vl", {**LORA, "vit_lr": "1e-3", "freeze_aligner": True}, "visual"),
+}  # fmt: skip
+"""Name -> model, keys of `training.`, and what some trained weight is called."""
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the weights of a checkpoint."""
+    (path,) = folder.glob("*model.safetensors")
+    return load_file(path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TUNERS)
+def test_a_tuner_trains_saves_resumes_and_passes_the_check(write_run, execute, tmp_path, monkeypatch, name):
+    """The resumed run's weights are those of one run; packed samples are equal to samples alone."""
+    model, keys, trained = TUNERS[name]
+    several = {**keys, "max_steps": 2, "save_strategy": "steps", "save_steps": 1, "learning_rate": "1e-2",
+               "packing_drop_last": False}  # fmt: skip
+    small = {"template": {"max_length": 700}} if model.endswith("vl") else {"template": {"max_length": 128}}
+    whole = write_run(model, name="whole", training=several, **small)
+    prepared = []
+
+    def noted(*arguments, **options):
+        prepared.append(wiring.build_trainer(*arguments, **options))
+        return prepared[-1]
+
+    monkeypatch.setattr("app.training.prepare.build_trainer", noted)
+    execute(whole)
+    again = {**several, "resume_from_checkpoint": str(tmp_path / "whole" / "checkpoint-1")}
+    execute(write_run(model, name="resumed", training=again, **small))
+
+    names = {name for name, parameter in prepared[0].model.named_parameters() if parameter.requires_grad}
+    assert any(trained in name for name in names)
+    expected, found = (weights(tmp_path / run / "checkpoint-2") for run in ("whole", "resumed"))
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[key], found[key]) for key in expected)
+    before = weights(tmp_path / "whole" / "checkpoint-1")
+    moved = {key for key in expected if not torch.equal(expected[key], before[key])}
+    assert moved
+    config = stores.read_config(whole)
+    report = check.compare(config, prepare(config, OneRank()), num_packs=1)
+    assert report.passed, [verdict for verdict in report.verdicts if not verdict.passed]
+
+
+def test_weights_that_ms_swift_would_train_are_those_that_train(server, write_run, tmp_path):
+    """For adapters and freezes alike, by name; asked of ms-swift itself."""
+    asked = []
+    for number, (model, keys, _) in enumerate(TUNERS.values()):
+        path = write_run(model, name=f"run{number}", training=keys)
+        config = stores.read_config(path)
+        attention = wiring.attention_of(config)
+        opened = open_model(config.model, config.training, attention=attention, device=torch.device("cpu"))
+        mine = sorted(name for name, parameter in opened.named_parameters() if parameter.requires_grad)
+        unfrozen = {"tuner_type": "full", "freeze_vit": False, "freeze_aligner": False}
+        asked.append((config.model.model, model, unfrozen | keys, mine))
+    out = tmp_path / "trained.json"
+    started = server.start(swift_run.trained, [one[:3] for one in asked], str(out), log=tmp_path / "swift.log")
+
+    assert [0] == finished([started])
+
+    assert [one[3] for one in asked] == json.loads(out.read_text())
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"freeze_parameters": ["zigzag"]}, "training.freeze_parameters: has zigzag, with which no weight"),
+        ({"freeze_parameters_regex": "zigzag"}, "training.freeze_parameters_regex: is zigzag, which matches no weight"),
+        ({**LORA, "modules_to_save": ["zigzag"]}, "training.modules_to_save: has zigzag"),
+        ({**LORA, "target_regex": "zigzag"}, "training.target_regex: cannot get adapters"),
+        (
+            {"freeze_parameters": ["model", "lm_head"]},
+            "training.freeze_parameters: and the other freezes leave nothing",
+        ),
+        ({"freeze_vit": True}, "training.freeze_vit: names a part that this model does not have"),
+    ],
+)
+def test_tuners_that_name_nothing_are_refused(write_run, keys, says):
+    """By the key that names what the model does not have."""
+    config = stores.read_config(write_run("qwen2", training=keys))
+
+    with pytest.raises(ConfigError) as error:
+        open_model(config.model, config.training, attention=wiring.attention_of(config), device=torch.device("cpu"))
+
+    assert says in str(error.value)
+
+
+def test_quantised_weights_are_refused_on_a_cpu(write_run, capfd):
+    """By their key, with exit status 2."""
+    path = write_run("qwen2", training=LORA, model={"quant_method": "bnb", "quant_bits": 4})
+
+    assert 2 == sft.main([str(path)])
+
+    assert "model.quant_method: quantises on a GPU alone" in capfd.readouterr().err

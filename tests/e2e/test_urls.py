@@ -1,0 +1,301 @@
+"""Images of URLs are fetched once, whole and checked, whatever a server does."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import threading
+import time
+from collections import Counter
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
+
+import pytest
+from PIL import Image
+
+from adapters.samples import urls as fetching
+from adapters.samples.urls import MediaCache, Patience
+from core.errors import OutputError, RecordError
+
+
+def png(color: str) -> bytes:
+    sink = io.BytesIO()
+    Image.new("RGB", (40, 30), color).save(sink, "png")
+    return sink.getvalue()
+
+
+RED = png("red")
+
+QUICK = Patience(image_s=0.5, silence_s=0.3, waits_s=(0.0, 0.0))
+
+
+class Server(ThreadingHTTPServer):
+    """Serves images, and faults, by path."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Answers)
+        self.asked: Counter[str] = Counter()
+        self.images = {"/red.png": RED, "/blue": png("blue"), "/%20é.png": png("green")}
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        self.seen: dict[str, str] = {}
+
+
+class Answers(BaseHTTPRequestHandler):
+    """Answers a request."""
+
+    server: Server
+
+    def log_message(self, *_):
+        """Write nothing."""
+
+    def do_GET(self):
+        """Answer by path."""
+        self.server.asked[self.path] += 1
+        if self.path.startswith("/to/"):
+            self.send_on(self.path.removeprefix("/to/"))
+        elif (fault := self.FAULTS.get(self.path)) is not None:
+            fault(self)
+        else:
+            self.send_all(self.server.images.get(self.path, RED))
+
+    def busy(self):
+        """Serve the third time."""
+        if self.server.asked[self.path] < 3:
+            self.send_error(503)
+        else:
+            self.send_all(RED)
+
+    def send_on(self, where: str):
+        """Redirect."""
+        self.send_response(302)
+        self.send_header("Location", where)
+        self.end_headers()
+
+    def chunks(self):
+        """End within a chunk."""
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        self.wfile.write(b"50\r\n" + RED[:20])
+
+    def endless(self):
+        """Send more and more, without saying how much."""
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(RED * 800)
+
+    def send_all(self, body: bytes, *, size: int | None = None):
+        """Send a body, and perhaps the size of another one."""
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body) if size is None else size))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def drip(self):
+        """Send a byte at a time, each soon enough."""
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(RED)))
+        self.end_headers()
+        try:
+            for byte in RED:
+                self.wfile.write(bytes([byte]))
+                time.sleep(0.05)
+        except OSError:
+            return
+
+    FAULTS: ClassVar = {
+        "/loop": lambda self: self.send_on("/loop"),
+        "/busy": busy,
+        "/missing": lambda self: self.send_error(404),
+        "/cut": lambda self: self.send_all(RED[:-20], size=len(RED)),
+        "/chunks": chunks,
+        "/text": lambda self: self.send_all(b"<html>please log in</html>"),
+        "/damaged": lambda self: self.send_all(RED[:60]),
+        "/large": lambda self: self.send_all(b"", size=fetching._MOST_BYTES + 1),
+        "/endless": endless,
+        "/silent": lambda _: time.sleep(1),
+        "/drip": drip,
+    }
+
+
+@pytest.fixture(scope="module")
+def serving():
+    """Serve, on this machine alone."""
+    server = Server()
+    thread = threading.Thread(target=partial(server.serve_forever, poll_interval=0.01))
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.fixture
+def server(serving):
+    serving.asked.clear()
+    serving.images["/red.png"] = RED
+    return serving
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """Return a function that opens the cache, as another process would."""
+    for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    return lambda: MediaCache(tmp_path / "media", patience=QUICK)
+
+
+def left(cache):
+    """Return the names of all files of the cache that are no locks."""
+    return sorted(path.name for path in cache.folder.rglob("*") if path.is_file() and path.name != "lock")
+
+
+def test_an_image_is_fetched_once(cache, server):
+    """By whoever asks, under the digest of its content; equal images of two URLs are one file."""
+    first = cache().path(f"{server.url}/red.png")
+
+    assert hashlib.sha256(RED).hexdigest() == first.rsplit("/", 1)[1]
+    assert first == cache().path(f"{server.url}/red.png") == cache().path(f"{server.url}/to//red.png")
+    assert 1 + 1 == server.asked["/red.png"]
+    assert 1 + 2 == len(left(cache()))
+
+
+def test_many_are_fetched_together_and_each_once(cache, server):
+    """Those that fail hold up no other, and say why when they are asked for."""
+    urls = [f"{server.url}/{name}" for name in ("red.png", "blue", "missing", "red.png", " é.png")]
+    held = cache()
+
+    held.prefetch(urls)
+
+    asked = dict(server.asked)
+    assert [1] * 4 == [*asked.values()]
+    assert all(held.path(url) for url in urls if not url.endswith("missing"))
+    with pytest.raises(ValueError, match=r"the image http://127.0.0.1:\d+/missing cannot be fetched: .* answers 404"):
+        held.path(urls[2])
+    held.prefetch(urls[:2])
+    assert asked == dict(server.asked)
+
+
+def test_a_busy_server_is_asked_again(cache, server):
+    """And only so often."""
+    assert cache().path(f"{server.url}/busy")
+    assert 3 == server.asked["/busy"]
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("/cut", r"[\d,]+ of [\d,]+ bytes came, in 3 attempts"),
+        ("/chunks", "IncompleteRead.* in 3 attempts"),
+        ("/text", "what came, 26 bytes, cannot be read, it is damaged or no image"),
+        ("/damaged", "what came, 60 bytes, cannot be read"),
+        ("/large", "has more than 67,108,864 bytes"),
+        ("/silent", "in 3 attempts|took more than"),
+        ("/drip", r"took more than 0\.5 s"),
+        ("/loop", "the server answers 302"),
+        ("/to/file:///etc/passwd", "sends on to 'file:///etc/passwd', and only http and https are read"),
+        ("/to/ftp://127.0.0.1/a.png", "sends on to 'ftp://"),
+        ("/to/data:image/png;base64,AA", "sends on to 'data:"),
+    ],
+)
+def test_what_is_no_whole_image_is_refused_and_not_kept(cache, server, path, says):
+    """Within the time that it may take, and asked for once in a process."""
+    held, started = cache(), time.monotonic()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"cannot be fetched: .*({says})"):
+            held.path(f"{server.url}{path}")
+
+    assert time.monotonic() - started < 3
+    assert [] == left(held)
+    assert server.asked[path] <= 6
+
+
+def test_an_image_without_an_end_is_refused(cache, server, monkeypatch):
+    """Once more has come than an image may have."""
+    monkeypatch.setattr(fetching, "_MOST_BYTES", 1000)
+
+    with pytest.raises(ValueError, match="has more than 1,000 bytes"):
+        cache().path(f"{server.url}/endless")
+
+
+@pytest.mark.parametrize("url", ["http://", "http://127.0.0.1:1/a.png", "http://[/a.png", "http://127.0.0.1:x/a.png"])
+def test_servers_that_are_none_are_refused(cache, url):
+    """With what is wrong."""
+    with pytest.raises(ValueError, match="cannot be fetched: "):
+        cache().path(url)
+
+
+def test_another_image_in_place_of_one_that_is_gone_is_refused(cache, server):
+    """The same one is fetched again; a note that is damaged counts as none."""
+    url = f"{server.url}/red.png"
+    first = cache().path(url)
+    for path in cache().folder.rglob("*"):
+        if path.name == first.rsplit("/", 1)[1]:
+            path.unlink()
+    assert first == cache().path(url)
+
+    (cache().folder / first.rsplit("/", 2)[1] / first.rsplit("/", 1)[1]).unlink()
+    server.images["/red.png"] = png("black")
+    with pytest.raises(ValueError, match="the server has another one now"):
+        cache().path(url)
+    (note,) = cache().folder.rglob("*.json")
+    note.write_text("{}")
+    assert first != cache().path(url)
+
+
+def test_a_folder_that_cannot_be_written_is_no_fault_of_a_record(cache, server, tmp_path):
+    """It stops the run, and names the folder."""
+    (tmp_path / "media").write_text("")
+    with pytest.raises(OutputError, match="media"):
+        cache().path(f"{server.url}/red.png")
+
+
+def asked(server, *names):
+    """Return records that ask for images of a server, one in a part of a message."""
+    answer = {"role": "assistant", "content": "A."}
+    first, *rest = [
+        {
+            "messages": [{"role": "user", "content": f"<image>What is in {number}?"}, answer],
+            "images": [f"{server.url}/{name}"],
+        }
+        for number, name in enumerate(names)
+    ]
+    part = {"type": "image_url", "image_url": {"url": first.pop("images")[0]}}
+    first["messages"][0]["content"] = [part, {"type": "text", "text": "What?"}]
+    return [first, *rest]
+
+
+def test_a_run_fetches_its_images_before_it_measures_and_trains_without_a_network(
+    serving, write_run, execute, tmp_path, caplog
+):
+    """As it trains the same images from files; without the key, the record is refused."""
+    import attrs
+
+    from app.wiring import training
+    from app.wiring.gather import gather
+
+    serving.asked.clear()
+    path = tmp_path / "urls.jsonl"
+    records = asked(serving, "red.png", "blue", "red.png", "blue")
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    keys = {"train_jsonl": str(path), "media_cache": str(tmp_path / "media")}
+    with pytest.raises(RecordError, match=r"line 1: .*only files are read, .* set custom\.media_cache"):
+        gather(training.read_config(write_run(custom={"train_jsonl": str(path)}))).samples["train"].encode(0)
+
+    execute(write_run(custom=keys, training={"max_steps": 1, "packing_drop_last": False}))
+
+    assert {"/red.png": 1, "/blue": 1} == dict(serving.asked)
+    run = gather(training.read_config(write_run(custom=keys)))
+    (tmp_path / "red.png").write_bytes(RED)
+    path.with_name("files.jsonl").write_text(path.read_text().replace(f"{serving.url}/red.png", "red.png"))
+    plain = gather(training.read_config(write_run(custom={**keys, "train_jsonl": str(path.with_name("files.jsonl"))})))
+    for index in (0, 2):
+        found, expected = (of.samples["train"].encode(index) for of in (run, plain))
+        assert expected["input_ids"] == found["input_ids"]
+        assert expected["pixel_values"].equal(found["pixel_values"])
+    assert {1} == {*serving.asked.values()}
+    assert attrs.asdict(run.splits["train"].source.images(0)[0])["num_bytes"] == len(RED)

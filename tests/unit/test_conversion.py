@@ -1,0 +1,450 @@
+"""
+A command of ms-swift becomes a run: what its shell says, what its arguments are, what they become.
+"""
+
+from __future__ import annotations
+
+import shlex
+
+import attrs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adapters.config.run import parse_config
+from adapters.config.trainer_keys import stored_keys
+from adapters.conversion.table import stored_arguments
+from core.config import REFUSED_TRAINING_KEYS
+from core.conversion import (
+    Given,
+    ModelFacts,
+    World,
+    convert,
+    find_launch,
+    read_keys,
+    read_resolved,
+    read_script,
+    read_words,
+    to_swift,
+)
+from core.errors import ConfigError
+
+TABLE = stored_arguments()
+
+KEYS = stored_keys()
+
+TEXT = ModelFacts(is_multimodal=False, max_length=4096, torch_dtype="bfloat16")
+
+
+def launched(script, environment=()):
+    """Return the launch of a script."""
+    return find_launch(read_script(script, dict(environment), source="train.sh"), source="train.sh")
+
+
+def world(model=TEXT, **others):
+    """Return what is known beside the arguments."""
+    passed = frozenset(KEYS) - set(REFUSED_TRAINING_KEYS)
+    sections = {"zero2": {"zero_optimization": {"stage": 2}}, "fsdp2": {"fsdp": "full_shard", "fsdp_config": {"a": 1}}}
+    return World(passed, model, lambda _: False, sections, **others)
+
+
+def converted(arguments, *, model=TEXT, **others):
+    """Return the run of a command's arguments."""
+    words = launched(f"swift sft {arguments}").arguments
+    given = read_words(words, TABLE, source="train.sh")
+    return convert(given, TABLE, world(model, **others), source="train.sh")
+
+
+def verdicts(conversion):
+    """Return argument -> verdict and reason."""
+    return {line.argument: (line.verdict, line.reason) for line in conversion.lines}
+
+
+@given(st.lists(st.text(st.characters(exclude_characters="\0"), max_size=12), min_size=1, max_size=6))
+def test_quoted_words_come_back_as_they_were(words):
+    """Whatever they hold, as `shlex` quotes them for a shell."""
+    script = " ".join(["swift", "sft", "--dataset", *map(shlex.quote, words)])
+
+    assert words == [word.text for word in launched(script.replace("\r", "")).arguments[1:]] or "\r" in script
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("swift sft --a 1 # --b 2", "--a 1"),
+        ("swift sft \\\n  --a 1 \\\n  --b 2\necho --c 3", "--a 1 --b 2"),
+        ("A='1 2'\nswift sft --a $A --b \"$A\"", "--a 1 2 --b '1 2'"),
+        ('ARGS="--a 1"\nARGS+=" --b 2"\nswift sft $ARGS', "--a 1 --b 2"),
+        ("export A=1 B\nswift sft --a ${A} --b ${C:-2} --c ${A:-3}x", "--a 1 --b 2 --c 1x"),
+        ("A=1\nunset A\nswift sft --a ${A-4}", "--a 4"),
+        ("swift sft --a 1 2>&1 | tee log.txt", "--a 1"),
+        ("swift sft --a 1 > log 2>&1 &", "--a 1"),
+        ("nohup env A=1 swift sft --a 1 &> log", "--a 1"),
+        ("cd x && swift sft --a 1; echo done || exit 1", "--a 1"),
+        ("swift sft --a 1 2 < file", "--a 1 2"),
+        ('swift sft --a a\\ b \'c\'"d\\"\\$"', "--a 'a b' 'cd\"$'"),
+        ('swift sft --a $ --b "x\\\ny"', "--a '$' --b xy"),
+        ("A=x=1\nexport C=$A\nC=2\nswift sft --a $C", "--a 2"),
+        ("torchrun --nnodes\nswift sft --a 1", "--a 1"),
+        ("time\nnohup swift sft --a 1", "--a 1"),
+        ("python -m torch.distributed.run --standalone --nnodes -m swift.cli.sft --a 1\nswift sft --a 1", "--a 1"),
+        ("swift sft --a \\", "--a"),
+        ("swift sft --a 1 || swift infer", "--a 1"),
+        ('A=\nswift sft --a ${A:-2} --b "${A-3}"', "--a 2 --b ''"),
+        ("torchrun --nproc_per_node=2 --standalone swift/cli/sft.py --a 1", "--a 1"),
+        ("python -m torch.distributed.run --nproc-per-node 2 /x/swift/cli/sft.py --a 1", "--a 1"),
+        ("python -u -m swift.cli.sft --a 1", "--a 1"),
+        ("python train.py --x\nswift sft --a 1", "--a 1"),
+        ("swift sft --a 1\r\n", "--a 1"),
+    ],
+)
+def test_a_shell_would_hand_over_the_same_words(script, words):
+    """Continuations, variables, quotes, redirections, launchers; nothing is run."""
+    assert words == shlex.join(word.text for word in launched(script, {"HOME": "/root"}).arguments)
+
+
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        ("swift sft --a 'x", "line 1: the ' of \"'x\" does not close"),
+        ('echo\nswift sft --a "x', "line 2: the \" of '\"x' does not close"),
+        ("swift sft --a $(expr 1", "the ( of '$(expr 1' does not close"),
+        ("swift sft --a `x", "the ` of '`x' does not close"),
+        ("swift sft --a ${x", "the } of '{x' does not close"),
+        ("if true; then\nswift sft --a 1\nfi", "line 1: if decides what runs"),
+        ("A=(1 2)\nswift sft --a 1", "line 1: a ( outside of quotes"),
+        ("swift sft --a 1 << END", "<< is not read"),
+        ("swift sft \\\n # no\n --a 1", "line 3: --a stands alone"),
+        ("echo hello", "holds no command of ms-swift"),
+        ("swift", "line 1: swift  is no command of ms-swift"),
+        ("swift rlhf --a 1", "line 1: swift rlhf trains on preferences or rewards"),
+        ("swift pt --a 1", "line 1: swift pt trains on all tokens"),
+        ("swift infer --a 1\nswift export --b 1", "line 2: swift export trains nothing"),
+        ("megatron sft --a 1", "megatron sft trains with Megatron-LM"),
+        ("accelerate launch --config_file x.yaml swift/cli/sft.py --a 1", "accelerate starts ranks by a configuration"),
+        ("swift sft --a 1\nswift sft --a 2", "2 commands of swift sft, in the lines 1, 2"),
+    ],
+)
+def test_what_cannot_be_read_says_so_once(script, says):
+    """
+    Quotes that do not close, scripts that decide or compute, other tasks: the line, and what to do.
+    """
+    with pytest.raises(ConfigError) as error:
+        launched(script)
+
+    assert says in str(error.value)
+
+
+def test_ranks_and_variables_are_those_of_the_command():
+    """Of the environment and of torchrun; other commands of the script are named."""
+    script = "MAX_PIXELS=9\nexport MAX_PIXELS NONE\nNPROC_PER_NODE=4 MASTER_PORT=29 swift sft --a 1\nswift infer"
+    launch = launched(script)
+
+    assert ("4", ["MAX_PIXELS"]) == (launch.ranks_per_node.text, list(launch.environment))
+    assert ["--master-port", "29"] == [word.text for word in launch.torchrun]
+    assert ("line 4: swift infer",) == launch.left
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("--lerning_rate 1", "--lerning_rate: is no argument of ms-swift: did you mean --learning_rate?"),
+        ("--zigzag 1", "--zigzag: is no argument of ms-swift: remove it"),
+        ("x --seed 1", "x: stands before any argument"),
+        ("--seed 1 --seed 2", "--seed: is given 2 times, as 1 and 2, of which ms-swift would take the last"),
+        ("--seed x", "--seed: is x, but has to be a whole number"),
+        ("--seed", "--seed: has no value"),
+        ("--seed 1 2", "--seed: takes one value, but has 2 (1 2): put quotes around it"),
+        ("--packing maybe", "--packing: is maybe, but has to be true or false"),
+        ("--seed $(date)", "--seed: is computed by the script ($(date))"),
+        ("--seed `date`", "is computed by the script (`date`)"),
+        ("--seed $(echo ')' | wc)", "is computed by the script ($(echo ')' | wc))"),
+        ("--seed $1 --learning_rate $((1 + 2)) --model ${A%b}", "--model: is computed by the script (${A%b})"),
+    ],
+)
+def test_arguments_that_are_none_are_refused_together(arguments, says):
+    """Unknown, contradictory, without a value, computed: one message each."""
+    with pytest.raises(ConfigError) as error:
+        read_words(launched(f"swift sft {arguments}").arguments, TABLE, source="train.sh")
+
+    assert says in str(error.value)
+
+
+def test_values_have_the_types_of_their_arguments():
+    """Flags, numbers, lists, sections and texts; the names of earlier versions are known."""
+    words = launched(
+        "swift sft --packing --no_logging_first_step --seed=7 --learning_rate 1e-4 --num_train_epochs 2 "
+        "--dataset a 'b c' "
+        "--train_type full --lr_scheduler_kwargs '{\"min_lr\": 1}' --columns '[1]' --seed 7 "
+        "--freeze-vit yes --max_length None"
+    ).arguments
+    given = {one.name: one.value for one in read_words(words, TABLE, source="")}
+
+    assert {
+        "packing": True, "logging_first_step": False, "seed": 7, "learning_rate": 1e-4, "num_train_epochs": 2,
+        "dataset": ["a", "b c"], "tuner_type": "full", "lr_scheduler_kwargs": {"min_lr": 1}, "columns": "[1]",
+        "freeze_vit": True, "max_length": None,
+    } == given  # fmt: skip
+
+
+def test_a_yaml_and_an_args_json_hold_the_same_arguments():
+    """Of an args.json, those that are no default; what ms-swift found out is counted."""
+    document = {"model": "m", "dataset": ["a"], "deepspeed": {"x": 1}, "seed": 42, "system": None}
+    from_yaml = read_keys(document, TABLE, source="a.yaml")
+    from_json, others = read_resolved({**document, "model_dir": "x", "rank": 0, "columns": {}}, TABLE)
+
+    assert {"model": "m", "dataset": ["a"], "deepspeed": {"x": 1}, "seed": 42} == {
+        one.name: one.value for one in from_yaml
+    }
+    assert {"model": "m", "dataset": ["a"], "deepspeed": {"x": 1}} == {one.name: one.value for one in from_json}
+    assert 2 == others
+    with pytest.raises(ConfigError, match="zigzag: is no argument of ms-swift"):
+        read_keys({"zigzag": 1}, TABLE, source="a.yaml")
+
+
+def test_every_argument_of_ms_swift_becomes_something():
+    """Taken over, not needed or not supported, with a reason, or refused with another."""
+    refused: list[tuple] = []
+    counts = {"taken over": 0, "not needed here": 0, "not supported": 0}
+    for tuner in ("lora", "full"):
+        for name, argument in TABLE.items():
+            values = {
+                "bool": [True], "int": [3], "float": [0.5], "dict": [{"a": 1}], "list": [["x"]], "str": ["x"],
+            }  # fmt: skip
+            kinds = [kind for kind in argument.types if kind != "null"]
+            for value in values[kinds[0]]:
+                needed = {"model": "m", "dataset": ["a.jsonl"], "tuner_type": tuner, "max_length": 8, "output_dir": "o"}
+                given = [Given(key, held, "x", key) for key, held in {**needed, name: value}.items()]
+                try:
+                    lines = convert(given, TABLE, world(), source="").lines
+                except ConfigError as error:
+                    refused.append(error.faults)
+                    continue
+                line = next(line for line in lines if line.argument == f"--{name} x")
+                counts[line.verdict] += 1
+                assert line.reason
+                assert not line.reason.endswith(".")
+    assert min(counts.values()) > 50
+    assert all(refused)
+
+
+def test_defaults_are_those_of_ms_swift():
+    """Adapters, their learning rate, 16 samples a step, the model's length, frozen towers."""
+    conversion = converted(
+        "--model m --dataset a.jsonl", model=ModelFacts(is_multimodal=True, max_length=99), world_size=2
+    )
+    training = conversion.document["training"]
+
+    assert ("lora", 1e-4, 8, True, True) == (
+        training["tuner_type"], training["learning_rate"], training["gradient_accumulation_steps"],
+        training["freeze_vit"], training["freeze_aligner"],
+    )  # fmt: skip
+    assert 99 == conversion.document["template"]["max_length"]
+    assert 1e-5 == converted("--model m --dataset a --tuner_type full").document["training"]["learning_rate"]
+    unknown = verdicts(converted("--model m --dataset a", model=ModelFacts()))
+    for default in ("max_length", "bf16, fp16", "freeze_vit and freeze_aligner"):
+        assert "not supported" == unknown[f"(default) {default}"][0]
+    longer = converted("--model m --dataset a --max_model_len 7", model=ModelFacts()).document
+    assert 7 == longer["template"]["max_length"]
+    scaled = converted("--model m --dataset a", model=ModelFacts(loss_scale="default+ignore_empty_think")).document
+    assert "default+ignore_empty_think" == scaled["template"]["loss_scale"]
+    mixed = converted("--model m --dataset a --bf16 true --fp16 false --learning_rate 1 --output_dir o --ddp_timeout 1 "
+                      "--metric_for_best_model acc --greater_is_better true").document["training"]  # fmt: skip
+    assert (True, "acc", True) == (mixed["bf16"], mixed["metric_for_best_model"], mixed["greater_is_better"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line", "verdict", "says"),
+    [
+        ("--attn_impl flash_attn", "attn_impl flash_attn", "not needed here", "no flash attention"),
+        ("--attn_impl sdpa", "attn_impl sdpa", "taken over", "model.attn_impl: sdpa"),
+        ("--attn_impl flash_attention_3", "attn_impl flash_attention_3", "not supported", "model.attn_impl takes"),
+        ("--streaming true", "streaming true", "not needed here", "planned once"),
+        ("--streaming false", "streaming false", "not needed here", "planned once"),
+        ("--use_galore true", "use_galore true", "not supported", "gradients"),
+        ("--use_galore false", "use_galore false", "not needed here", "ms-swift's default"),
+        ("--sequence_parallel_size 1", "sequence_parallel_size 1", "not needed here", "default"),
+        ("--auto_find_batch_size true", "auto_find_batch_size true", "not supported", "change the batch"),
+        ("--temperature 1", "temperature 1", "not needed here", "of answers"),
+        ("--swanlab_project x", "swanlab_project x", "not supported", "SwanLab"),
+        ("--packing true", "packing true", "taken over", "training.packing: true"),
+        ("--packing false", "packing false", "not needed here", "training.packing: false"),
+        ("--packing_strategy sequential", "packing_strategy sequential", "taken over", "concatenative"),
+        ("--packing_strategy binpack", "packing_strategy binpack", "not needed here", "best_fit_decreasing"),
+        ("--packing_length 8 --max_length 8", "packing_length 8", "not needed here", "template.max_length"),
+        ("--packing_length 9 --max_length 8", "packing_length 9", "not supported", "template.max_length"),
+        ("--truncation_strategy right", "truncation_strategy right", "taken over", "right"),
+        ("--truncation_strategy delete", "truncation_strategy delete", "not needed here", "leaves long samples out"),
+        ("--truncation_strategy split", "truncation_strategy split", "not supported", "swift pt"),
+        ("--deepspeed zero2", "deepspeed zero2", "taken over", "what ms-swift's zero2 holds"),
+        ("--deepspeed zero2 --zero_hpz_partition_size 4", "zero_hpz_partition_size 4", "not needed here", "holds it"),
+        ("--deepspeed x.json --zero_hpz_partition_size 4", "zero_hpz_partition_size 4", "not supported", "the file"),
+        ("--zero_hpz_partition_size 4", "zero_hpz_partition_size 4", "not needed here", "is not given"),
+        ("--deepspeed x.json", "deepspeed x.json", "taken over", "training.deepspeed: x.json"),
+        ("--fsdp fsdp2", "fsdp fsdp2", "taken over", "training.fsdp: full_shard"),
+        ("--fsdp x", "fsdp x", "not supported", "name fsdp2"),
+        ("--split_dataset_ratio 0.1", "split_dataset_ratio 0.1", "taken over", "custom.split_dataset_ratio"),
+        ("--split_dataset_ratio 0", "split_dataset_ratio 0", "not needed here", "0 splits nothing"),
+        ("--split_dataset_ratio 0.1 --val_dataset b", "split_dataset_ratio 0.1", "not needed here", "val_dataset"),
+        ("--split_dataset_ratio 0.1 --streaming true", "split_dataset_ratio 0.1", "not needed here", "streaming"),
+        ("--split_dataset_ratio 0.1 --eval_strategy no", "split_dataset_ratio 0.1", "not needed here", "eval_strat"),
+        ("--val_dataset b.jsonl", "val_dataset b.jsonl", "taken over", "custom.val_jsonl: b.jsonl"),
+        ("--val_dataset b#3", "val_dataset b#3", "taken over", "custom.val_dataset: b#3"),
+        ("--val_dataset b#3 --eval_strategy no", "val_dataset b#3", "not needed here", "eval_strategy is no"),
+        ("--eval_steps 5", "eval_steps 5", "not needed here", "no evaluation data"),
+        ("--eval_steps 5 --val_dataset b.jsonl", "eval_steps 5", "taken over", "training.eval_steps: 5"),
+        ("--eval_strategy epoch --val_dataset b.jsonl", "eval_strategy epoch", "taken over", "epoch"),
+        ("--lora_rank 4 --tuner_type full", "lora_rank 4", "not needed here", "no adapters"),
+        ("--freeze_parameters_ratio 0.5", "freeze_parameters_ratio 0.5", "not needed here", "only adapters"),
+        ("--freeze_vit false", "freeze_vit false", "taken over", "training.freeze_vit: false"),
+        ("--freeze_vit true", "freeze_vit true", "not needed here", "no such part"),
+        ("--freeze_llm true", "freeze_llm true", "not needed here", "no such part"),
+        ("--freeze_aligner true", "freeze_aligner true", "not needed here", "no such part"),
+        ("--loss_scale last_round", "loss_scale last_round", "taken over", "template.loss_scale"),
+        ("--loss_scale hermes", "loss_scale hermes", "not supported", "weighs none twice"),
+        ("--disable_ignore_empty_think true", "disable_ignore_empty_think true", "not needed here", "loss_scale"),
+        ("--warmup_ratio 0", "warmup_ratio 0", "not needed here", "0 warms"),
+        ("--warmup_ratio 0.1", "warmup_ratio 0.1", "taken over", "training.warmup_ratio"),
+        ("--quant_method bnb --quant_bits 4", "quant_method bnb", "taken over", "on a GPU alone"),
+        ("--quant_method hqq --quant_bits 4", "quant_method hqq", "not supported", "takes bnb"),
+        ("--resume_from_checkpoint x", "resume_from_checkpoint x", "not supported", "how far a plan was trained"),
+        ("--report_to none", "report_to none", "taken over", "training.report_to: none"),
+        ("--data_seed 1", "data_seed 1", "taken over", "custom.data_seed: 1"),
+        ("--task_type causal_lm", "task_type causal_lm", "not needed here", "trained here"),
+        ("--deepspeed '{\"a\": 1}'", 'deepspeed {"a": 1}', "taken over", "{…}"),
+    ],
+)  # fmt: skip
+def test_each_argument_says_what_becomes_of_it(arguments, line, verdict, says):
+    """The key that it is, or why it is none."""
+    found = verdicts(converted(f"--model m --dataset a.jsonl {arguments}"))[f"--{line}"]
+
+    assert verdict == found[0]
+    assert says in found[1]
+
+
+def test_counts_and_splits_go_with_the_names_of_data():
+    """Plain files stay files; under streaming, the first records are drawn."""
+    assert ["a.jsonl"] == converted("--model m --dataset a.jsonl").document["custom"]["train_jsonl"]
+    for data in ("a.jsonl#3", "org/name", "a.jsonl --split_dataset_ratio 0.5"):
+        custom = converted(f"--model m --dataset {data}").document["custom"]
+        assert [data.split()[0]] == custom["dataset"]
+        assert "train_jsonl" not in custom
+    assert not converted("--model m --dataset a.jsonl").unsupported
+    drawn = converted("--model m --dataset a.jsonl#3 --streaming true --max_steps 1").document["custom"]
+    assert drawn["dataset_shuffle"] is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("--dataset a", "--model: is not given"),
+        ("--model m", "--dataset: is not given"),
+        ("--model m --dataset a --task_type embedding", "--task_type: is embedding"),
+        ("--model m --dataset a --tuner_type vera", "--tuner_type: is vera, but has to be full or lora"),
+        ("--model m --dataset a --bf16 true --fp16 true", "--bf16: and --fp16 are both true"),
+        ("--model m --dataset a --packing true --lazy_tokenize true", "--packing: and --lazy_tokenize exclude"),
+        ("--model m --dataset a --tuner_type full --quant_method bnb --quant_bits 4", "--quant_method: quantises"),
+        ("--model m --dataset a --quant_method bnb", "--quant_method: needs --quant_bits"),
+        ("--model m --dataset a --tuner_type full --use_dora true", "--tuner_type: is full, but --use_dora"),
+    ],
+)
+def test_contradictions_are_refused(arguments, says):
+    """Before anything is looked up or written."""
+    with pytest.raises(ConfigError) as error:
+        converted(arguments)
+
+    assert says in str(error.value)
+
+
+def test_what_is_taken_over_is_a_run():
+    """With everything that tuners and data take, the document is a good YAML."""
+    document = converted(
+        "--model m --dataset a#3 --max_length 8 --lorap_lr_ratio 16 --use_dora true --use_rslora true "
+        "--target_regex x.* "
+        "--modules_to_save embed_tokens --target_parameters w --quant_method bnb --quant_bits 4 "
+        "--agent_template hermes "
+        "--model_name a b --columns '{\"q\": \"query\"}' --system 'a\\nb' --save_steps 5 --split_dataset_ratio 0.5"
+    ).document
+    config = parse_config(document, "run.yaml", KEYS)
+
+    assert (16, True, "x.*") == (config.training.lorap_lr_ratio, config.training.use_dora, config.training.target_regex)
+    assert "a\nb" == config.template.system
+    assert ("lora", "bnb", 5) == (
+        config.training.tuner_type, config.model.quant_method, config.training.trainer["eval_steps"]
+    )  # fmt: skip
+
+
+def configured(**sections):
+    """Return a run of some keys, and which are given."""
+    document = {"model": {"model": "m"}, "template": {"max_length": 8}, "custom": {"train_jsonl": "a.jsonl"},
+                "training": {"output_dir": "o"}}  # fmt: skip
+    for section, keys in sections.items():
+        document[section] |= keys
+    given = frozenset(f"{section}.{key}" for section, keys in document.items() for key in keys)
+    return parse_config(document, "run.yaml", KEYS), given
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--dataset a.jsonl",
+        "--dataset a#3 --split_dataset_ratio 0.5 --tuner_type full --freeze_parameters_ratio 0.5 --max_steps 3",
+        "--dataset a b.jsonl --val_dataset c.jsonl --use_dora true --lorap_lr_ratio 4 --target_regex x",
+        "--dataset a.jsonl --quant_method bnb --quant_bits 4 --bnb_4bit_compute_dtype bfloat16",
+        "--dataset a.jsonl --quant_method bnb --quant_bits 8 --system 'Be so.' --learning_rate 1e-3",
+        "--dataset a.jsonl --attn_impl sdpa --truncation_strategy left --gradient_accumulation_steps 3",
+        '--dataset a.jsonl --columns \'{"q": "query"}\' --max_length 9 --warmup_ratio 0.1 --weight_decay 0',
+    ],
+)
+def test_the_way_back_gives_the_run_again(arguments):
+    """A converted run, exported and converted again, has the same keys, those about packs aside."""
+    first = converted(f"--model m --output_dir o {arguments}").document
+    back = to_swift(parse_config(first, "run.yaml", KEYS), given=frozenset())
+    again = convert(read_keys(back.arguments, TABLE, source=""), TABLE, world(), source="").document
+
+    def plain(document):
+        config = parse_config(document, "run.yaml", KEYS)
+        return {key: value for section in ("model", "template", "custom", "training")
+                for key, value in vars_of(getattr(config, section)).items()
+                if key != "output_dir"}  # fmt: skip
+
+    assert plain(first) == plain(again)
+
+
+def vars_of(section):
+    """Return a section's values; those of the trainer that ms-swift takes anyway aside."""
+    values = attrs.asdict(section, recurse=False)
+    passed = values.pop("trainer", {})
+    return values | {key: value for key, value in passed.items() if key not in {"data_seed", "eval_strategy"}}
+
+
+def test_what_ms_swift_would_do_otherwise_is_said():
+    """Dropped packs, long samples, the loss; keys about packs are left out."""
+    config, given = configured(
+        training={"loss_reduction": "sample", "packing_algorithm": "certified", "effective_batch_size": 8},
+        custom={"on_bad_record": "skip", "use_summary": True},
+    )
+    back = to_swift(config, given=given, world_size=2)
+
+    unsaid = {line.argument for line in back.lines if line.verdict == "not supported"}
+    assert {"training.packing_drop_last", "training.packing_allow_single_long", "training.loss_reduction",
+            "custom.use_summary"} == unsaid  # fmt: skip
+    assert 4 == back.arguments["gradient_accumulation_steps"]
+    padded, given = configured(training={"packing": False, "packing_allow_single_long": False})
+    assert () == to_swift(padded, given=given).lines
+
+
+@pytest.mark.parametrize(
+    ("custom", "training", "says"),
+    [
+        ({"trainer_variant": "rollout"}, {"packing_mode": "dynamic", "max_steps": 1}, "its samples are in no file"),
+        ({"trainer_variant": "rollout", "fusion_config": "mix.yaml", "train_jsonl": None},
+         {"packing_mode": "dynamic", "max_steps": 1}, "mixed again each epoch"),
+    ],
+)  # fmt: skip
+def test_what_is_in_no_file_has_no_way_back(custom, training, says):
+    """Mixes and the model's own answers."""
+    config, given = configured(custom=custom, training=training)
+
+    with pytest.raises(ConfigError, match=says):
+        to_swift(config, given=given)

@@ -1,0 +1,78 @@
+"""Models and data are found in hubs' local caches, in each layout, without their libraries."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from adapters.hub_caches import cached, download_command, is_id
+from adapters.model_folder import config_model_type
+from core.config import ModelConfig
+from core.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def _empty_caches(tmp_path, monkeypatch):
+    """Let both hubs' caches be in a folder of the test."""
+    for name in ("HF_HUB_CACHE", "USE_HF"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("MODELSCOPE_CACHE", str(tmp_path / "ms"))
+
+
+def hold(folder: Path) -> Path:
+    """Make a folder with a file in it."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text('{"model_type": "qwen2"}')
+    return folder
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "hf/hub/models--org--na.me/snapshots/abc",
+        "ms/models/org--na.me/snapshots/master",
+        "ms/models/org--na.me/snapshots/abc",
+        "ms/models/org/na___me",
+        "ms/hub/models/org/na___me",
+        "ms/hub/org/na___me",
+        "ms/models/org/na.me",
+    ],
+)
+def test_a_model_is_found_in_each_layout(tmp_path, layout):
+    """Of both hubs, and of earlier versions of their libraries."""
+    assert cached("org/na.me", "model") is None
+
+    assert hold(tmp_path / layout) == cached("org/na.me", "model")
+    assert cached("org/na.me", "dataset") is None
+
+
+def test_the_revision_of_main_and_the_preferred_hub_come_first(tmp_path, monkeypatch):
+    """As Hugging Face's library reads `refs/main`, and ms-swift `USE_HF`."""
+    hold(tmp_path / "hf/hub/datasets--org--name/snapshots/new")
+    named = hold(tmp_path / "hf/hub/datasets--org--name/snapshots/old")
+    (tmp_path / "hf/hub/datasets--org--name/refs").mkdir()
+    (tmp_path / "hf/hub/datasets--org--name/refs/main").write_text("old\n")
+    other = hold(tmp_path / "ms/datasets/org/name")
+
+    assert other == cached("org/name", "dataset")
+    assert named == cached("org/name", "dataset", hub="hf")
+    monkeypatch.setenv("USE_HF", "1")
+    assert named == cached("org/name", "dataset")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "else"))
+    assert other == cached("org/name", "dataset")
+
+
+def test_what_is_missing_comes_with_the_command_that_downloads_it(tmp_path, monkeypatch):
+    """Of the hub that comes first, and never for a path."""
+    monkeypatch.chdir(tmp_path)
+    assert [True, False, False, False] == [is_id(name) for name in ("org/name", "/org/name", "./org", "org/a/b")]
+    hold(tmp_path / "org" / "name")
+    assert not is_id("org/name")
+    with pytest.raises(ConfigError, match=r"`modelscope download --model org/other`, or set model.download: true"):
+        config_model_type(ModelConfig(model="org/other"))
+    assert "hf download org/name --repo-type dataset" == download_command("org/name", "dataset", hub="hf")
+    assert "modelscope download --dataset org/name" == download_command("org/name", "dataset", hub="ms")
+    monkeypatch.setenv("USE_HF", "true")
+    assert "hf download org/name" == download_command("org/name", "model")
