@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import time
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -47,6 +48,9 @@ from core.samples import (
 )
 
 IGNORED_LABEL = -100
+
+VIDEO_SECONDS = "video_seconds"
+"""Key of the seconds that a sample with videos took to be encoded for training."""
 
 _TRIED = 1000
 """Records of a file, from its first, that may be none before its shape is said to be unknown."""
@@ -433,7 +437,11 @@ class SwiftEncoder:
         """
         Encode sample *index* for training; ContractError if it is not the one that was planned.
         """
-        return self.checked(index, self.encode(index), planned)
+        started = time.perf_counter()
+        sample = self.checked(index, self.encode(index), planned)
+        if sample[VIDEOS.counted]:
+            sample[VIDEO_SECONDS] = time.perf_counter() - started
+        return sample
 
     def checked(self, index: int, encoded: dict[str, Any], planned: Table) -> dict[str, Any]:
         """

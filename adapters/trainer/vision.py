@@ -10,7 +10,9 @@ gradients.
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
@@ -177,29 +179,29 @@ class DummyImage:
         reached = torch.autograd.grad(nothing, list(vision.values()), allow_unused=True)
         return [name for name, gradient in zip(vision, reached, strict=True) if gradient is None]
 
-    def ensure_seen(self) -> None:
+    def ensure_seen(self, *, passes: int = 1) -> None:
         """
-        Let the model see the image, which changes nothing, where a batch has none.
+        Let the model see the image, which changes nothing, where a batch has none, until its tower
+        has run so many *passes*; more than one where ranks meet in each pass, and images and videos
+        take one each.
 
         ms-swift does so itself for some models and engines; then nothing is added.
         """
-        saw = False
+        seen = Counter[str]()
 
-        def note(*_: Any) -> None:
-            nonlocal saw
-            saw = True
+        def note(name: str, *_: Any) -> None:
+            seen[name] += 1
 
         def see(
-            _: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]
+            __: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            nonlocal saw
-            if not saw:
+            for _ in range(passes - max(seen.values(), default=0)):
                 embeds = named["inputs_embeds"]
                 named = {**named, "inputs_embeds": embeds + self.nothing(embeds.device).to(embeds.dtype)}
-            saw = False
+            seen.clear()
             return positional, named
 
         for name, part in self.inner.named_children():
             if name != "language_model":
-                part.register_forward_hook(note)
+                part.register_forward_hook(partial(note, name))
         self.inner.language_model.register_forward_pre_hook(see, with_kwargs=True)

@@ -79,7 +79,7 @@ def _run_videos(number: int, *, as_json: bool) -> None:
 
         as_json: Print one document.
     """
-    from app.bench.video_lengths import MODELS, measure_video_costs
+    from app.bench.videos.lengths import MODELS, measure_video_costs
 
     if number < 1:
         message = "--videos has to be at least 1"

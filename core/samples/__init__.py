@@ -15,12 +15,14 @@ from core.samples.measurement import (
     Measurement,
     Outcome,
     Table,
+    VideoTotals,
     column,
     from_row,
     from_tables,
     num_media,
     to_row,
     to_tables,
+    video_totals,
 )
 from core.samples.place import Place
 from core.samples.records import MAX_MESSAGES, REFUSED, SUPPORTED, shaped, to_messages
@@ -56,6 +58,7 @@ __all__ = [
     "Shaped",
     "Table",
     "Video",
+    "VideoTotals",
     "column",
     "digest_of",
     "draw",
@@ -72,4 +75,5 @@ __all__ = [
     "to_tables",
     "to_videos",
     "unreadable_digest",
+    "video_totals",
 ]

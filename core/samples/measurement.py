@@ -156,6 +156,41 @@ def from_tables(table: Table, images: ImageTable, indices: Iterable[int]) -> lis
     ]
 
 
+@attrs.frozen
+class VideoTotals:
+    """The videos of many samples together."""
+
+    videos: int
+
+    frames: int
+    """Frames that are sampled of them."""
+
+    patches: int
+
+    seconds: float
+    """How long they are together."""
+
+    decoded: int
+    """Videos that were decoded to be measured, since their containers promise too little."""
+
+
+def video_totals(table: Table, images: ImageTable) -> VideoTotals:
+    """
+    Return what the videos of samples are together.
+
+    Args:
+        table: Measurements of the samples; int32, shape (num_samples, num_columns).
+
+        images: What is stored of their images and videos; int64, shape (num_media,
+            num_image_columns).
+    """
+    videos, frames, patches = (
+        int(column(table, name).sum(dtype=np.int64)) for name in ("videos", "frames", "video_patches")
+    )
+    milliseconds, decoded = (int(images[:, IMAGE_COLUMNS.index(name)].sum()) for name in ("milliseconds", "decoded"))
+    return VideoTotals(videos, frames, patches, milliseconds / 1000, decoded)
+
+
 def num_media(table: Table) -> NDArray[np.int64]:
     """Return how many images and videos each sample has; int64 of shape (num_samples,)."""
     return column(table, "images").astype(np.int64) + column(table, "videos")

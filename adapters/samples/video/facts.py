@@ -54,7 +54,7 @@ class VideoFacts:
     num_bytes: int
 
     width: int
-    """Of its frames as they are decoded: turned, where the container says so."""
+    """Pixels of a row of its frames as they are decoded: turned, where the container says so."""
 
     height: int
     num_frames: int

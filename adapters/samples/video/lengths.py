@@ -75,9 +75,21 @@ class VideoLengths:
         images = template.processor.image_processor
         stamped = template.tokenizer if template.version == "v3" else None
         lengths = cls(images.patch_size, images.merge_size, sampling_of(config), stamped)
-        small, large = (_encoded(template, frames) for frames in (_frames(_SMALL, 2), _frames(_LARGE, 5)))
-        expected = lengths.cost(_listed(_LARGE, 5)) - lengths.cost(_listed(_SMALL, 2))
-        return lengths if large - small == expected else None
+        try:
+            stands = lengths.cost(_listed(_SMALL, 2))
+        except ValueError:  # the run's limits leave the stand-in no size
+            return None
+        size = _LARGE if lengths.takes(_LARGE) else _SMALL
+        small, large = (_encoded(template, frames) for frames in (_frames(_SMALL, 2), _frames(size, 5)))
+        return lengths if large - small == lengths.cost(_listed(size, 5)) - stands else None
+
+    def takes(self, size: tuple[int, int]) -> bool:
+        """Return whether frames of a width and height are within the run's limits."""
+        try:
+            self.cost(_listed(size, 5))
+        except ValueError:
+            return False
+        return True
 
     @property
     def stand_in(self) -> list[Image.Image]:
@@ -167,6 +179,9 @@ def _resized(height: int, width: int, factor: int, least: float, most: float) ->
         )
         raise ValueError(message)
     rows, columns = vision_process.smart_resize(height, width, factor, least, most)
+    if not rows or not columns:
+        message = f"frames of {width} x {height} are left no size by a limit of {most:,.0f} pixels: raise it"
+        raise ValueError(message)
     return int(rows), int(columns)
 
 

@@ -45,6 +45,14 @@ def reads_videos(template: Template) -> bool:
     return "fetch_video" in type(template).replace_tag.__code__.co_names
 
 
+def sees_videos_apart(template: Template) -> bool:
+    """
+    Return whether a model's tower sees videos in another pass than images; for others, the template
+    joins them.
+    """
+    return reads_videos(template) and template.version == "v3"
+
+
 def why_no_reader() -> str | None:
     """
     Return why frames are not read by the reader whose counts are known; None if they are.

@@ -42,7 +42,7 @@ class VideoCosts:
     num_videos: int
 
     num_decoded: int
-    """Of them, those whose containers promise too little, and which were decoded to be measured."""
+    """Videos whose containers promise too little, and which were decoded to be measured."""
 
     differences: tuple[str, ...]
     """Videos and models whose lengths are not those of a full encode."""
