@@ -88,17 +88,20 @@ def _wait_and_end(other: int) -> None:
 
 def open_pool(workers: int, prepare: Callable[..., None], *arguments: Any) -> ProcessPoolExecutor:
     """
-    Return a pool of fresh processes that end with this one; call it within `ctrl_c_kept`, and hand
-    it work there.
+    Return a pool of processes that end with this one; call it within `ctrl_c_kept`, and hand it the
+    first work there, with which all of them are forked.
+
+    Forked, they share what this process holds, as models' libraries of half a gigabyte, and begin
+    at once.
 
     Args:
-        workers: Processes, started as work arrives.
+        workers: Processes.
 
-        prepare: Called in each of them first; importable by its name.
+        prepare: Called in each of them first.
 
         *arguments: What it is called with.
     """
-    return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _prepared, (prepare, arguments))
+    return ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), _prepared, (prepare, arguments))
 
 
 def _prepared(prepare: Callable[..., None], arguments: tuple[Any, ...]) -> None:

@@ -43,6 +43,10 @@ _TYPES = {
 
 MORE = {
     "custom.train_jsonl": "records.md",
+    "model.model": "coming-from-ms-swift.md#models-and-data-by-their-ids",
+    "model.quant_method": "coming-from-ms-swift.md#tuners",
+    "custom.dataset": "coming-from-ms-swift.md#models-and-data-by-their-ids",
+    "training.tuner_type": "coming-from-ms-swift.md#tuners",
     "custom.columns": "records.md#shapes",
     "custom.on_bad_record": "records.md#bad-records",
     "custom.records_cache": "records.md#files",

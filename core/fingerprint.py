@@ -72,10 +72,9 @@ def configured_inputs(template: TemplateConfig, custom: CustomConfig, *, packing
         "custom.use_summary": custom.use_summary,
         "custom.columns": json.dumps(dict(custom.columns), sort_keys=True) if custom.columns else None,
         "template.system": template.system,
+        "template.agent_template": template.agent_template,
+        "template.loss_scale": template.loss_scale,
         "template.max_pixels": template.max_pixels,
-        # Those that are not set stay out of older fingerprints, which are the same without them.
-        **({"template.agent_template": template.agent_template} if template.agent_template else {}),
-        **({"template.loss_scale": template.loss_scale} if template.loss_scale != "default" else {}),
         **_set_videos(template),
         "template.truncation_strategy": cut,
         "packing_length": packing_length if cut else None,

@@ -55,6 +55,25 @@ class Records(Protocol):
     def position(self, number: int, /) -> int:
         """Return the index of a record that is not left out, by its position among all."""
 
+    def numbers(self, indices: range, /) -> NDArray[np.int64]:
+        """Return the positions of several records among all; shape (len(indices),)."""
+
+    def read(self, index: int, /) -> tuple[Any, bytes]:
+        """
+        Return a record's JSON value, and its digest for `remember`, nothing if there is nothing to
+        remember; RecordError naming its place if there is no value.
+        """
+
+    def remember(self, numbers: NDArray[np.int64], digests: NDArray[np.uint8], /) -> None:
+        """
+        Keep digests of records that were read, so that they need not be read for them again.
+
+        Args:
+            numbers: Their positions among all; shape (num_records,).
+
+            digests: Their digests, all zero where there is none; shape (num_records, DIGEST_BYTES).
+        """
+
     def record_digest(self, index: int, /) -> str:
         """Return the digest of record *index* alone."""
 
@@ -93,6 +112,12 @@ class LengthSource(Measurable, Protocol):
 
     def leave_out(self, numbers: Sequence[int], /) -> None:
         """Leave out these records, by their positions among all, ascending, and no others."""
+
+    def copy_faults(self) -> Iterator[tuple[str, str]]:
+        """
+        Yield each data file that is read from a copy which is not what the file holds, and why; all
+        of both is read.
+        """
 
     def number(self, index: int, /) -> int:
         """Return the position of sample *index* among all records, also those left out."""

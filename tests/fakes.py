@@ -26,6 +26,7 @@ from core.samples import (
     Measured,
     Measurement,
     Outcome,
+    ShortcutError,
     Table,
 )
 
@@ -43,9 +44,13 @@ class ListSource:
         self.image_bytes = 1000
         self.widths: dict[int, int] = {}
         self.elsewhere: list[int] = []
+        self.faulty_copies: list[tuple[str, str]] = []
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    def copy_faults(self) -> Iterator[tuple[str, str]]:
+        return iter(self.faulty_copies)
 
     def leave_out(self, numbers: Sequence[int]) -> None:
         if not self.left_out:
@@ -162,6 +167,22 @@ class GuessingSource(ListSource):
                 yield RecordError(f"{self.name}, line {index + 1}", "cannot be measured")
             length = self.lengths[index] + (index == self.wrong and not in_full)
             yield Measured(Measurement(length, 1, 1, 4), self.images(index))
+
+
+class AuditedSource(ListSource):
+    """Finds its shortcut to be wrong while it measures, at one of its samples."""
+
+    def __init__(self, lengths: list[int], *, wrong: int) -> None:
+        super().__init__(lengths)
+        self.wrong = wrong
+        self.ways: list[bool] = []
+
+    def measure_many(self, indices: range, *, in_full: bool) -> Iterator[Outcome]:
+        self.ways.append(in_full)
+        for index in indices:
+            if index == self.wrong and not in_full:
+                raise ShortcutError(f"{self.name}, line {index + 1}", (1,), (2,))
+            yield Measured(Measurement(self.lengths[index], 1, 1, 4), self.images(index))
 
 
 class MemoryLengthStore:

@@ -18,8 +18,8 @@ from swift.dataset.loader import DatasetLoader, init_self_cognition_preprocessor
 from swift.utils import safe_snapshot_download
 
 from adapters import files
+from adapters.copies import held
 from adapters.hub_caches import prefers_hugging_face
-from adapters.one_writer import held
 from adapters.samples.files import as_json
 from core.errors import ConfigError, counted
 from core.samples import DataEntry

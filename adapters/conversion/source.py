@@ -98,7 +98,11 @@ def _of_launch(launch: Launch, name: str, table: Mapping[str, Argument]) -> Sour
     if words and words[0].text.lower().endswith(_CONFIGS) and not words[0].computed:
         document, variables = _config(Path(words[0].text))
         below = read_keys(document, table, source=words[0].text)
-        environment = {**variables, **environment}
+        asked = _launch_of(variables)
+        launch = attrs.evolve(
+            launch, ranks_per_node=launch.ranks_per_node or asked.ranks_per_node, nodes=launch.nodes or asked.nodes
+        )
+        environment = {**asked.environment, **environment}
         words = words[1:]
     above = read_words(words, table, source=name)
     named = {argument.name for argument in above}
@@ -109,8 +113,7 @@ def _of_launch(launch: Launch, name: str, table: Mapping[str, Argument]) -> Sour
 def _of_config(path: Path, table: Mapping[str, Argument]) -> Source:
     """Return the arguments of a YAML or JSON of `swift sft`, or of an old run's args.json."""
     document, variables = _config(path)
-    launch = Launch((), {name: word for name, word in variables.items() if name not in {"NPROC_PER_NODE", "NNODES"}},
-                    variables.get("NPROC_PER_NODE"), variables.get("NNODES"))  # fmt: skip
+    launch = _launch_of(variables)
     if "swift_version" not in document and "global_world_size" not in document:
         return Source(str(path), read_keys(document, table, source=str(path)), launch)
     if "rlhf_type" in document:
@@ -123,6 +126,12 @@ def _of_config(path: Path, table: Mapping[str, Argument]) -> Source:
         per_node = local if isinstance(local, int) and local > 0 else ranks
         launch = attrs.evolve(launch, ranks_per_node=Word(str(per_node)), nodes=Word(str(ranks // per_node)))
     return Source(str(path), given, launch, others)
+
+
+def _launch_of(variables: Mapping[str, Word]) -> Launch:
+    """Return the ranks that variables ask for, and the variables that do not."""
+    others = {name: word for name, word in variables.items() if name not in {"NPROC_PER_NODE", "NNODES"}}
+    return Launch((), others, variables.get("NPROC_PER_NODE"), variables.get("NNODES"))
 
 
 def _config(path: Path) -> tuple[dict[str, Any], dict[str, Word]]:

@@ -18,6 +18,9 @@ from core.equality import Measured, loss_difference
 
 Gradients = dict[str, torch.Tensor]
 
+_ENOUGH = 8
+"""Tokens of a sample, of which half is no accident."""
+
 
 @attrs.frozen(eq=False)
 class ProbeRow:
@@ -130,13 +133,10 @@ def measure_packed(
         logits = model(**row.packed(), use_cache=False).logits[0]
     isolation = _isolation(logits, seen[0], row)
     scale = max(float(one.abs().max()) for one in alone.logits)
-    of_tokens = torch.median if typical else torch.max
-    different = torch.stack(
-        [
-            of_tokens((logits[span].detach().float() - one).abs().amax(-1))
-            for span, one in zip(row.spans, alone.logits, strict=True)
-        ]
-    ).max()
+    different = max(
+        _of_tokens((logits[span].detach().float() - one).abs().amax(-1), typical=typical)
+        for span, one in zip(row.spans, alone.logits, strict=True)
+    )
     losses = [losses_of(logits[span], row.ids[0, span]) for span in row.spans]
     # A loss is the difference of a log-sum-exp and a logit, and rounds as they do.
     different_loss = max(
@@ -148,7 +148,7 @@ def measure_packed(
         found = _weight_gradients(model, torch.stack(losses).sum())
         gradients = _difference(found, alone.gradients) / (alone.norms or 1.0)
     losses_differ = 0.0 if typical else _number(different_loss)
-    return Measured(isolation, _number(float(different) / (scale or 1.0)), losses_differ, _number(gradients))
+    return Measured(isolation, _number(different / (scale or 1.0)), losses_differ, _number(gradients))
 
 
 def _isolation(logits: torch.Tensor, embedded: torch.Tensor, row: ProbeRow) -> float:
@@ -207,6 +207,15 @@ def _difference(found: Gradients, expected: Gradients) -> float:
         if one is not None:
             square += float(one.double().square().sum())
     return math.sqrt(square)
+
+
+def _of_tokens(different: torch.Tensor, *, typical: bool) -> float:
+    """Return the difference of a sample's worst token, or of its typical one if it has enough."""
+    if not bool(different.isfinite().all()):
+        return math.inf
+    if typical:
+        return float(different.median()) if len(different) >= _ENOUGH else 0.0
+    return float(different.max())
 
 
 def _largest(values: torch.Tensor) -> float:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from adapters.progress import BRIEF_S, progress
 from adapters.samples.formats.spans import Named
-from core.samples import Place
+from core.samples import DIGEST_BYTES, Place
 
 _NOTHING = hashlib.sha256()
 
@@ -31,8 +32,14 @@ class RecordFile(Protocol):
     def where(self, row: int, /) -> Place:
         """Return where a record stands."""
 
-    def digests(self, start: int, stop: int, /) -> Iterator[bytes]:
-        """Yield the digest of each record from *start* to before *stop*."""
+    def digests(self, start: int, stop: int, /) -> bytes:
+        """Return the digests of the records from *start* to before *stop*, one behind the other."""
+
+    def digest_of(self, row: int, value: Any, /) -> bytes:
+        """
+        Return the digest of a record that was read, by its JSON value; nothing where that is not
+        what decides it, or it is known already.
+        """
 
 
 class FileRecords:
@@ -43,6 +50,9 @@ class FileRecords:
         self._ends = np.cumsum([len(file) for file in files])
         self.num_with_media_tags = sum(file.num_with_media_tags for file in files)
         self._left_out = np.zeros(0, np.int64)
+        self._firsts: list[int] | None = None
+        self._known: NDArray[np.uint8] | None = None
+        """Digests of records that were read, all zero where one was not."""
         self._digest, self._digested = _NOTHING.copy(), range(0)
 
     def __len__(self) -> int:
@@ -51,6 +61,7 @@ class FileRecords:
     def leave_out(self, numbers: Sequence[int]) -> None:
         """Leave out these records, by their positions among all, ascending, and no others."""
         before, self._left_out = self._left_out, np.array(numbers, dtype=np.int64)
+        self._firsts = None
         changed = np.setxor1d(before, self._left_out)
         # What is hashed stays, if it is of records before all that changed.
         if changed.size and self._digested and changed[0] <= self.number(self._digested.stop - 1):
@@ -61,6 +72,13 @@ class FileRecords:
         ahead = self._left_out - np.arange(len(self._left_out))
         return index + int(np.searchsorted(ahead, index, side="right"))
 
+    def numbers(self, indices: range) -> NDArray[np.int64]:
+        """Return the positions of records among all; shape (len(indices),)."""
+        wanted = np.arange(indices.start, indices.stop, indices.step)
+        ahead = self._left_out - np.arange(len(self._left_out))
+        numbers: NDArray[np.int64] = wanted + np.searchsorted(ahead, wanted, side="right")
+        return numbers
+
     def position(self, number: int) -> int:
         """Return the index of a record that is not left out, by its position among all."""
         return number - int(np.searchsorted(self._left_out, number))
@@ -68,12 +86,58 @@ class FileRecords:
     def record_digest(self, index: int) -> str:
         """Return the digest of record *index* alone."""
         file, row = self._find(index)
-        return next(iter(file.digests(row, row + 1))).hex()
+        return self._digests(file, row, self.number(index), 1).hex()
+
+    def read(self, index: int) -> tuple[Any, bytes]:
+        """
+        Return the JSON value of record *index*, and its digest for `remember`, nothing if there is
+        nothing to remember; RecordError naming file and line.
+        """
+        file, row = self._find(index)
+        value = file[row]
+        return value, file.digest_of(row, value)
+
+    def remember(self, numbers: NDArray[np.int64], digests: NDArray[np.uint8]) -> None:
+        """
+        Keep digests of records that were read, perhaps in another process, so that they need not be
+        read for them again.
+
+        Args:
+            numbers: Their positions among all; shape (num_records,).
+
+            digests: Their digests, all zero where there is none; shape (num_records, DIGEST_BYTES).
+        """
+        known = digests.any(axis=1)
+        if known.any():
+            if self._known is None:
+                self._known = np.zeros((int(self._ends[-1]), DIGEST_BYTES), np.uint8)
+            self._known[numbers[known]] = digests[known]
+
+    def _digests(self, file: RecordFile, row: int, number: int, count: int) -> bytes:
+        """
+        Return the digests of records of a file, one behind the other.
+
+        Args:
+            file: The file.
+
+            row: The first of them there.
+
+            number: Its position among all records.
+
+            count: Of them.
+        """
+        if self._known is not None:
+            known = self._known[number : number + count]
+            if known.any(axis=1).all():
+                return known.tobytes()
+        return file.digests(row, row + count)
 
     @property
     def firsts(self) -> list[int]:
         """The first record of each file."""
-        return [self.position(number) for number in (0, *self._ends[:-1].tolist())]
+        if self._firsts is None:
+            self._firsts = [self.position(number) for number in (0, *self._ends[:-1].tolist())]
+        return self._firsts
 
     def __getitem__(self, index: int) -> Any:
         """Return the JSON value of record *index*; RecordError naming file and line."""
@@ -130,8 +194,7 @@ class FileRecords:
         place = int(np.searchsorted(self._left_out, number))
         until = self._left_out[place] - number if place < len(self._left_out) else _AT_ONCE
         count = min(len(file) - row, stop - index, int(until), _AT_ONCE)
-        for digest in file.digests(row, row + count):
-            self._digest.update(digest)
+        self._digest.update(self._digests(file, row, number, count))
         return index + count
 
     def __getstate__(self) -> dict[str, Any]:
@@ -139,7 +202,7 @@ class FileRecords:
         return {name: self.__dict__[name] for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _digest=_NOTHING.copy(), _digested=range(0))
+        self.__dict__.update(state, _known=None, _firsts=None, _digest=_NOTHING.copy(), _digested=range(0))
 
     def _find(self, index: int) -> tuple[RecordFile, int]:
         """Return the file of a record, and its row there."""

@@ -16,7 +16,7 @@ from swift.template import Template
 
 from adapters.samples.files import open_records
 from adapters.samples.image_headers import read_size
-from adapters.samples.media import IMAGES, VIDEOS, ImageTokens, patch_size_of
+from adapters.samples.media import IMAGES, VIDEOS, ImageTokens, drop_partial, patch_size_of
 from adapters.samples.template import open_template
 from adapters.samples.urls import MediaCache
 from adapters.samples.video import (
@@ -51,6 +51,9 @@ IGNORED_LABEL = -100
 
 VIDEO_SECONDS = "video_seconds"
 """Key of the seconds that a sample with videos took to be encoded for training."""
+
+_SOUNDS = frozenset({"audio", "tts"})
+"""What ms-swift says of models that take nothing but text and sound."""
 
 _TRIED = 1000
 """Records of a file, from its first, that may be none before its shape is said to be unknown."""
@@ -94,8 +97,9 @@ class SwiftEncoder:
 
     @property
     def sees_images(self) -> bool:
-        """Whether the model takes images."""
-        return bool(self.template.model_meta.is_multimodal)
+        """Whether the model takes images; one that hears alone does not."""
+        meta = self.template.model_meta
+        return bool(meta.is_multimodal) and not (meta.tags and _SOUNDS.issuperset(meta.tags))
 
     @cached_property
     def image_tokens(self) -> ImageTokens | None:
@@ -160,11 +164,28 @@ class SwiftEncoder:
 
     def read(self, index: int) -> tuple[dict[str, Any], list[Image]]:
         """Return sample *index* as messages, and its images: paths, or the bytes of files."""
-        record = self.records[index]
-        self._refuse_mixed(index, record)
+        return self.sample_of(index, self.records[index])
+
+    def sample_of(self, index: int, record: object) -> tuple[dict[str, Any], list[Image]]:
+        """
+        Return what `read` does of a record that was read already.
+
+        Args:
+            index: Its sample.
+
+            record: Its JSON value.
+
+        Raises:
+            RecordError: It cannot become a sample.
+        """
+        try:
+            known = shaped(record, self.spec.custom.columns)
+        except ValueError as error:
+            raise self.fault(index, f"the record {error}") from None
+        self._refuse_mixed(index, known.shape)
         try:
             sample = to_messages(
-                record,
+                known,
                 object_field_order=self.spec.custom.object_field_order,
                 use_summary=self.spec.custom.use_summary,
                 max_messages=self.spec.custom.max_messages,
@@ -265,15 +286,18 @@ class SwiftEncoder:
                 break
         return self._first_shapes[number]
 
-    def _refuse_mixed(self, index: int, record: object) -> None:
-        """Refuse a record of another shape than those before it in its file."""
+    def _refuse_mixed(self, index: int, shape: str) -> None:
+        """
+        Refuse a record of another shape than those before it in its file.
+
+        Args:
+            index: Its sample.
+
+            shape: What the record has.
+        """
         first, expected = self._first_shape(index)
         if index == first or expected == "unknown":
             return
-        try:
-            shape = shaped(record, self.spec.custom.columns).shape
-        except ValueError:
-            return  # which `to_messages` says
         if shape != expected and not {shape, expected} <= MIXABLE:
             reason = (
                 f"the record is of the shape {shape}, but {self.records.where(first)} is of the shape {expected}: a "
@@ -315,6 +339,7 @@ class SwiftEncoder:
             encoded = dict(self.template.encode(sample, return_length=True))
         except Exception as error:
             raise self.fault(index, f"the record cannot be encoded: {type(error).__name__}: {error}") from error
+        drop_partial(encoded)
         encoded[IMAGES.counted] = len(sample.get("images", ()))
         encoded[VIDEOS.counted] = len(sample.get("videos", ()))
         return self._weighed(index, encoded)

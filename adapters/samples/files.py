@@ -21,7 +21,19 @@ from adapters.samples.formats.arrow_rows import ArrowFile, is_arrow_folder, part
 from adapters.samples.formats.csv_rows import CsvFile, TsvFile
 from adapters.samples.formats.json_array import ArrayFile
 from adapters.samples.formats.jsonl import LinesFile
-from adapters.samples.formats.rewriting import DIGESTS, GZIP, ROWS, TEXT, ZSTD, copy_of, rewrite_parquet, unpack
+from adapters.samples.formats.rewriting import (
+    DIGESTS,
+    GZIP,
+    ROWS,
+    TEXT,
+    ZSTD,
+    copy_of,
+    is_of,
+    rewrite_parquet,
+    rows_fault,
+    text_fault,
+    unpack,
+)
 from adapters.samples.formats.spans import Named, SpanFile
 from core.errors import DataSetError
 from core.ports import Records
@@ -82,6 +94,37 @@ def open_records(paths: tuple[str, ...], *, max_line_bytes: int | None = None, c
     return FileRecords(opened)
 
 
+def copy_faults(paths: tuple[str, ...], *, cache: Path | None) -> Iterator[tuple[str, str]]:
+    """
+    Yield each file whose copy is not what the file holds, and why; all of both is read.
+
+    Args:
+        paths: As `open_records` takes them.
+
+        cache: Where the copies are.
+    """
+    for path in _expanded(paths):
+        head = b"" if path.is_dir() else _head(path)
+        if head.startswith((GZIP, ZSTD)):
+            folder = copy_of(path, cache, unpack)
+            fault = text_fault(path, folder) if is_of(path, folder) else _CHANGED
+        elif head.startswith(_PARQUET):
+            folder = copy_of(path, cache, rewrite_parquet)
+            rows = ArrowFile([folder / ROWS], named=Named.of(path))
+            fault = (
+                rows_fault(path, folder, (rows.digests(row, row + 1) for row in range(len(rows))))
+                if is_of(path, folder)
+                else _CHANGED
+            )
+        else:
+            continue
+        if fault is not None:
+            yield str(path), f"{fault}: delete {folder}, and build again"
+
+
+_CHANGED = "the file is another one than its copy was made of, although its size and times are the same"
+
+
 def require_files(paths: Iterable[str]) -> None:
     """Refuse data files that are not there, before anything reads them; DataSetError."""
     for path in _expanded(paths):
@@ -112,26 +155,35 @@ def require_file(path: Path) -> None:
         raise DataSetError(message) from None
 
 
-def _expanded(paths: Iterable[str]) -> Iterator[Path]:
-    """Yield the files that names and patterns stand for, those of a pattern by name."""
+def _expanded(paths: Iterable[str]) -> list[Path]:
+    """Return the files that names and patterns stand for, those of a pattern by name."""
+    files = []
     for path in paths:
         if Path(path).exists() or not glob.has_magic(path):
-            yield Path(path)
+            files.append(Path(path))
             continue
         found = sorted(map(Path, glob.glob(path, recursive=True)))  # noqa: PTH207  # patterns may be absolute
         if not found:
             message = f"{path} matches no file: name existing data files"
             raise DataSetError(message)
-        _refuse_twins(path, found)
-        yield from found
+        files += found
+    _refuse_twins(files)
+    return files
 
 
-def _refuse_twins(pattern: str, found: list[Path]) -> None:
-    """Refuse files that are the same but for being packed: their records would be there twice."""
-    names = {str(path) for path in found}
-    for path in found:
-        if path.suffix.lower() in _PACKED and str(path.with_suffix("")) in names:
-            message = f"{pattern} matches {path.with_suffix('')} and {path}, the same data: name one of them"
+def _refuse_twins(files: list[Path]) -> None:
+    """
+    Refuse a file that is named twice, and files that are the same but for being packed: their
+    records would be there twice.
+    """
+    known: dict[Path, Path] = {}
+    for path in files:
+        if (twin := known.setdefault(path.resolve(), path)) is not path:
+            message = f"{path} is named twice, once as {twin}: its records would be there twice; remove one"
+            raise DataSetError(message)
+    for path in files:
+        if path.suffix.lower() in _PACKED and (plain := known.get(path.with_suffix("").resolve())):
+            message = f"{plain} and {path} are the same data, one of them packed: name one of them"
             raise DataSetError(message)
 
 

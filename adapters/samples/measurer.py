@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import logging
 import os
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,16 @@ from typing import Any
 from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
 
 import attrs
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
 from adapters.lifeline import ctrl_c_kept, end_with_parent, open_pool
-from adapters.samples.encoder import SampleSpec, SwiftEncoder
+from adapters.samples.counting.pieces import prove_pieces
+from adapters.samples.counting.quickly import Batch, QuickMeasurer
+from adapters.samples.encoder import SwiftEncoder
+from adapters.samples.files import copy_faults
 from adapters.samples.image_headers import image_facts
 from adapters.samples.image_lengths import ImageLengths, prove_lengths
 from adapters.samples.template import swift_types
@@ -52,6 +59,10 @@ _PROCESSING_VARIABLES = (
     "IMAGE_MIN_TOKEN_NUM",
     "MAX_RATIO",
     "SPATIAL_MERGE_SIZE",
+    "INPUT_SIZE",
+    "MAX_NUM",
+    "MAX_SLICE_NUMS",
+    "DOWNSAMPLE_MODE",
     "QWENVL_BBOX_FORMAT",
     "ENABLE_THINKING",
     "PRESERVE_THINKING",
@@ -75,8 +86,17 @@ Version of this project's own part in a length: records to messages, headers to 
 that moves one raises it.
 """
 
-POOL_START_S = 20.0
-"""A pool of processes that import the whole stack takes about this long to start."""
+POOL_START_S = 1.0
+"""A pool of processes that are forked from this one takes less than this to start."""
+
+AT_ONCE = 32
+"""Samples that a process measures at once."""
+
+_TRIED = 16
+"""Samples that this process measures at once, to see how long all would take it."""
+
+_AHEAD = 4
+"""Batches of each process that are measured before they are asked for."""
 
 _ELSEWHERE_S = 600.0
 """A sample that another process has not encoded by then never will be."""
@@ -131,6 +151,11 @@ class SwiftMeasurer:
     def data_digest(self, count: int, *, start: int = 0) -> str:
         """Return the digest of *count* records from *start* on."""
         return self._encoder.records.digest(count, start=start)
+
+    def copy_faults(self) -> Iterator[tuple[str, str]]:
+        """Yield each data file whose copy is not what it holds; see `core.ports`."""
+        spec = self._encoder.spec
+        return copy_faults(spec.paths, cache=spec.cache)
 
     def leave_out(self, numbers: Sequence[int]) -> None:
         """Leave out these records; see `core.ports`."""
@@ -198,6 +223,19 @@ class SwiftMeasurer:
         )
 
     @cached_property
+    def _quick(self) -> QuickMeasurer | None:
+        """What measures many at once; None if each is to be encoded."""
+        template = self._encoder.template
+        name = template.template_meta.template_type
+        tokens = self._encoder.image_tokens
+        counter, why_not = prove_pieces(template, image_token=None if tokens is None else tokens.token)
+        if counter is None:
+            _say_once(f"{name}: every sample is encoded by itself to be measured: {why_not}")
+            return None
+        lengths = None if counter.stand_in is None else self.image_lengths[0]
+        return QuickMeasurer(self._encoder, counter, lengths, alone=self.measure_quickly, in_full=self.measure)
+
+    @cached_property
     def image_lengths(self) -> tuple[ImageLengths | None, str]:
         """What gives the lengths of images by their headers, and how; or None, and why nothing."""
         lengths, why = prove_lengths(self._encoder.template)
@@ -232,30 +270,66 @@ class SwiftMeasurer:
         `core.ports`.
         """
         # Records may be left out while this goes on: their positions among all stay.
-        records = self._encoder.records
         self._encoder.fetch_media(indices)
-        numbers = [records.number(index) for index in indices]
-        measure = partial(self._outcome_of, in_full=in_full)
+        numbers = self._encoder.records.numbers(indices)
         done = 0
         if self._workers > 1:
             started = time.perf_counter()
             while done < len(numbers):
-                yield measure(numbers[done])
-                done += 1
+                yield from self._taken(self.batch(numbers[done : done + _TRIED], in_full=in_full))
+                done += _TRIED
                 spent = time.perf_counter() - started
-                if done >= 16 and spent / done * (len(numbers) - done) * (1 - 1 / self._workers) > self._pool_start_s:
+                if spent / done * (len(numbers) - done) * (1 - 1 / self._workers) > self._pool_start_s:
                     break
         rest = numbers[done:]
-        if not rest or self._workers == 1:
-            yield from map(measure, rest)
+        if not len(rest) or self._workers == 1:
+            for start in range(0, len(rest), AT_ONCE):
+                yield from self._taken(self.batch(rest[start : start + AT_ONCE], in_full=in_full))
             return
+        yield from self._measure_in_pool(rest, in_full=in_full)
+
+    def _measure_in_pool(self, numbers: NDArray[np.int64], *, in_full: bool) -> Generator[Outcome, None, None]:
+        """Measure records by their positions among all, in other processes, a few batches ahead."""
+        size = min(AT_ONCE, -(-len(numbers) // (2 * self._workers)))
+        parts = (numbers[start : start + size] for start in range(0, len(numbers), size))
+        waiting: deque[Any] = deque()
+        # All are forked with the first part, and share with this process what they do not change.
         with ctrl_c_kept():
-            pool = open_pool(self._workers, _open_worker, self._encoder.spec, in_full)
-            measured = pool.map(_measure_in_worker, rest, chunksize=16)
+            pool = open_pool(self._workers, _open_worker, self, in_full)
+            waiting.append(pool.submit(_measure_in_worker, next(parts)))
         try:
-            yield from measured
+            for part in parts:
+                waiting.append(pool.submit(_measure_in_worker, part))
+                if len(waiting) > _AHEAD * self._workers:
+                    yield from self._taken(waiting.popleft().result())
+            while waiting:
+                yield from self._taken(waiting.popleft().result())
         finally:
             pool.shutdown(cancel_futures=True)
+
+    def _taken(self, batch: Batch) -> Iterator[Outcome]:
+        """Yield what was measured, and keep the digests of its records."""
+        self._encoder.records.remember(batch.numbers, batch.digests)
+        yield from batch.outcomes()
+
+    def batch(self, numbers: NDArray[np.int64], *, in_full: bool) -> Batch:
+        """
+        Measure records by their positions among all.
+
+        Args:
+            numbers: The positions; int64, shape (num_records,).
+
+            in_full: Encode each by itself, without a shortcut.
+
+        Raises:
+            ShortcutError: One encodes to another measurement than the shortcut gives.
+        """
+        records = self._encoder.records
+        indices = [records.position(number) for number in numbers.tolist()]
+        if in_full or self._quick is None:
+            return Batch.of(numbers, [self.outcome(index, in_full=in_full) for index in indices])
+        outcomes, digests = self._quick.measure(indices)
+        return Batch.of(numbers, outcomes, digests)
 
     def measure_elsewhere(self, indices: Sequence[int], *, epoch: int) -> list[Outcome]:
         """
@@ -287,12 +361,10 @@ class SwiftMeasurer:
             facts.append(self._encoder.stored_video(index, video))
         return tuple(facts)
 
-    def _outcome_of(self, number: int, *, in_full: bool) -> Outcome:
-        """Measure a record by its position among all."""
-        return self.outcome(self._encoder.records.position(number), in_full=in_full)
-
     def outcome(self, index: int, *, in_full: bool) -> Outcome:
         """Measure sample *index* and its images, or say why it cannot become a sample."""
+        if not in_full and self._quick is not None:
+            return self._quick.measure([index])[0][0]
         try:
             measurement = self.measure(index) if in_full else self.measure_quickly(index)
             return Measured(measurement, self.images(index))
@@ -320,15 +392,17 @@ def _say_once(what: str) -> None:
     log.info("%s", what)
 
 
-_measure: Callable[[int], Outcome] | None = None
+_measure: Callable[[NDArray[np.int64]], Batch] | None = None
 
 
-def _open_worker(spec: SampleSpec, in_full: bool) -> None:  # noqa: FBT001  # pools pass arguments by place
+def _open_worker(samples: SwiftMeasurer, in_full: bool) -> None:  # noqa: FBT001  # pools pass arguments by place
     global _measure  # noqa: PLW0603  # the one thing a worker process holds
+    # What it has of its parent's is never freed: looking through it would only copy it.
+    gc.freeze()
     torch.set_num_threads(1)
-    _measure = partial(SwiftMeasurer(SwiftEncoder(spec)).outcome, in_full=in_full)
+    _measure = partial(samples.batch, in_full=in_full)
 
 
-def _measure_in_worker(index: int) -> Outcome:
+def _measure_in_worker(numbers: NDArray[np.int64]) -> Batch:
     assert _measure is not None  # noqa: S101  # the pool's initializer made it
-    return _measure(index)
+    return _measure(numbers)

@@ -74,9 +74,20 @@ VIDEOS = Medium("videos", "pixel_values_videos", ("video_grid_thw",), ())
 IMAGES = Medium("images", "pixel_values", ("image_grid_thw", "image_grid_hws", "grid_thws"), ("target_sizes",))
 
 
+def drop_partial(encoded: dict[str, Any]) -> None:
+    """
+    Take out of an encoding what some templates leave of its images' tokens alone, and not of all:
+    the model would take it for the sample's.
+    """
+    for key in ("attention_mask", "mm_token_type_ids", "token_type_ids"):
+        if isinstance(held := encoded.get(key), torch.Tensor) and held.numel() != len(encoded["input_ids"]):
+            del encoded[key]
+
+
 def patch_size_of(config: Any) -> int:
     """Return the pixels of a patch's side; 1 where a model's configuration does not say."""
-    size = getattr(getattr(config, "vision_config", None), "patch_size", None) or 1
+    vision = getattr(config, "vision_config", None)
+    size = (vision.get("patch_size") if isinstance(vision, Mapping) else getattr(vision, "patch_size", None)) or 1
     return int(size[0] if isinstance(size, (list, tuple)) else size)
 
 

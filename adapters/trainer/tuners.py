@@ -16,7 +16,9 @@ from adapters import torchvision_shim  # noqa: F401  # before transformers and s
 import torch
 from swift.arguments.base_args.quant_args import QuantizeArguments
 from swift.arguments.tuner_args import TunerArguments
+from swift.model import get_model_info_meta
 
+from adapters.samples.template import swift_model_type
 from core.config import ModelConfig, TrainingConfig
 from core.errors import ConfigError
 
@@ -87,16 +89,22 @@ def quantisation_of(model: ModelConfig, *, on_cpu: bool) -> Any:
     if find_spec("bitsandbytes") is None:
         reason = "needs the package bitsandbytes, which is not installed: install it, or remove the key"
         raise ConfigError.of("model.quant_method", reason)
-    compute = model.bnb_4bit_compute_dtype or model.torch_dtype
-    arguments = SimpleNamespace(
+    info, meta = get_model_info_meta(model.model, model_type=swift_model_type(model))
+    dtype = info.torch_dtype if model.torch_dtype is None else getattr(torch, model.torch_dtype)
+    compute = None if model.bnb_4bit_compute_dtype is None else getattr(torch, model.bnb_4bit_compute_dtype)
+    arguments: Any = SimpleNamespace(
         quant_method=model.quant_method,
         quant_bits=model.quant_bits,
-        bnb_4bit_compute_dtype=None if compute is None else getattr(torch, compute),
+        torch_dtype=dtype,
+        bnb_4bit_compute_dtype=compute,
         bnb_4bit_quant_type=model.bnb_4bit_quant_type,
         bnb_4bit_use_double_quant=model.bnb_4bit_use_double_quant,
         bnb_4bit_quant_storage=None,
-        get_modules_to_not_convert=lambda: None,
+        model_info=info,
+        model_meta=meta,
     )
+    arguments.get_modules_to_not_convert = lambda: QuantizeArguments.get_modules_to_not_convert(arguments)
+    QuantizeArguments.__post_init__(arguments)
     return QuantizeArguments.get_quantization_config(arguments)
 
 

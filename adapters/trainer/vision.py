@@ -107,9 +107,11 @@ def complete(batch: dict[str, Any], template: Template, samples: list[dict[str, 
         packed: They share one row; else each has a row of its own, padded.
     """
     batch.setdefault(IMAGES.pixels, None)  # which some templates take without asking
-    rope = rope_of(template._get_model())  # noqa: SLF001  # loader workers have one without weights
     text = batch.get(_POSITIONS)
-    if rope is None or (text is not None and text.dim() == 3):
+    if text is not None and text.dim() == 3:
+        return
+    rope = rope_of(template._get_model())  # noqa: SLF001  # loader workers have one without weights
+    if rope is None:
         return
     given, parts = takes(rope), []
     for sample in samples:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import argparse
 import sys
 
-from app.bench import inspection, lengths, loss, planner, shard, stream, work
+from app.bench import inspection, lengths, loss, planner, shard, stream
 from app.bench.training import command as training
+from app.bench.work import command as work
 from app.cli.command import program, run_command, run_program
 
 BENCHMARKS = {

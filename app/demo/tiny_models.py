@@ -71,7 +71,9 @@ _TEXT = {
 _VISION = {"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64, "out_hidden_size": 64}
 
 
-def write_model(folder: Path, model_type: str, text: Iterable[str], *, seed: int, shape: str = "tiny") -> None:
+def write_model(
+    folder: Path, model_type: str, text: Iterable[str], *, seed: int, shape: str = "tiny", vocabulary: int = _VOCABULARY
+) -> None:
     """
     Write a model, its tokenizer and its processor to *folder*.
 
@@ -85,9 +87,11 @@ def write_model(folder: Path, model_type: str, text: Iterable[str], *, seed: int
         seed: Decides the weights.
 
         shape: `tiny`, or `3b`: the layout of Qwen2.5-VL-3B, in bfloat16.
+
+        vocabulary: Tokens of the tokenizer, at most, the special ones aside.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = learned_tokenizer(text)
+    tokenizer = learned_tokenizer(text, vocabulary=vocabulary)
     size = len(tokenizer)
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
     # The weights come from one generator, which is put back afterwards: a caller's draws do not
@@ -107,6 +111,7 @@ def learned_tokenizer(
     eos_token: str = "<|im_end|>",  # noqa: S107  # a token of text
     pad_token: str = "<|endoftext|>",  # noqa: S107  # a token of text
     named: Mapping[str, str] | None = None,
+    vocabulary: int = _VOCABULARY,
 ) -> Any:
     """
     Return a tokenizer of Qwen's kind, whose vocabulary is learned from a text.
@@ -121,9 +126,11 @@ def learned_tokenizer(
         pad_token: The one that pads.
 
         named: Names of the tokenizer's own for some of them, as `image_token`.
+
+        vocabulary: Tokens that are learned, at most.
     """
     learner = ByteLevelBPETokenizer()
-    learner.train_from_iterator(text, vocab_size=_VOCABULARY, min_frequency=2, show_progress=False)
+    learner.train_from_iterator(text, vocab_size=vocabulary, min_frequency=2, show_progress=False)
     learned = json.loads(learner.to_str())["model"]
     merges = [tuple(merge) if isinstance(merge, list) else tuple(merge.split(" ")) for merge in learned["merges"]]
     tokenizer = Qwen2Tokenizer(

@@ -170,7 +170,7 @@ _LINEAR = {
 
 _QWEN3_VISION = {**_VISION, "patch_size": 16, "num_position_embeddings": 256}
 
-VISION_FAMILIES = {
+_FAMILIES = {
     "internvl": VisionFamily(
         model_type="internvl",
         swift=("internvl", "internvl_hf"),
@@ -289,5 +289,52 @@ VISION_FAMILIES = {
         named={"image_token": "<|IMAGE_PLACEHOLDER|>"},
         ends=("</s>", "<unk>"),
     ),
+    "qwen2_5_vl": VisionFamily(
+        model_type="qwen2_5_vl",
+        swift=("qwen2_5_vl", "qwen2_5_vl"),
+        config={
+            "text_config": {**_TEXT, "rope_parameters": _mrope(2, 3, 3)},
+            "vision_config": {**_VISION, "patch_size": 14, "fullatt_block_indexes": [1]},
+        },
+        processor=_qwen_processor(14, transformers.Qwen2_5_VLProcessor, Qwen2VLVideoProcessor),
+        ids=_QWEN_MEDIA,
+    ),
+    "qwen3_vl": VisionFamily(
+        model_type="qwen3_vl",
+        swift=("qwen3_vl", "qwen3_vl"),
+        config={
+            "text_config": {**_TEXT, "rope_parameters": _mrope(4, 2, 2, mrope_interleaved=True)},
+            "vision_config": {**_QWEN3_VISION, "deepstack_visual_indexes": [0, 1]},
+        },
+        processor=_qwen_processor(16, transformers.Qwen3VLProcessor, transformers.Qwen3VLVideoProcessor),
+        ids=_QWEN_MEDIA,
+    ),
 }  # fmt: skip
-"""Name -> family."""
+
+
+def _as_moe(family: VisionFamily, model_type: str, *swift: str, **sizes: Any) -> VisionFamily:
+    """Return a family whose text model is one of experts."""
+    experts = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, **sizes}
+    config = {**family.config, "text_config": {**family.config["text_config"], **experts}}
+    return attrs.evolve(family, model_type=model_type, swift=(swift[0], swift[1]), config=config)
+
+
+VISION_FAMILIES = {
+    **_FAMILIES,
+    "qwen3_5_moe": _as_moe(
+        _FAMILIES["qwen3_5"], "qwen3_5_moe", "qwen3_5_moe", "qwen3_5",
+        num_experts=4, shared_expert_intermediate_size=32,
+    ),
+    "glm4v_moe": _as_moe(
+        _FAMILIES["glm4v"], "glm4v_moe", "glm4v_moe", "glm4_5v",
+        n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1, n_group=1, topk_group=1,
+    ),
+    "qvq": attrs.evolve(_FAMILIES["qwen2_vl"], swift=("qwen2_vl", "qvq")),
+    "mimo_vl": attrs.evolve(_FAMILIES["qwen2_5_vl"], swift=("qwen2_5_vl", "mimo_vl")),
+    "qwen3_8": attrs.evolve(_FAMILIES["qwen3_5"], swift=("qwen3_5", "qwen3_8")),
+    "ovis_ocr2": attrs.evolve(_FAMILIES["qwen3_5"], swift=("ovis_ocr2", "ovis_ocr2")),
+}  # fmt: skip
+"""
+Name -> family. The models that the demo trains are here as well; the last ones have the model of
+another family, under another template.
+"""

@@ -39,7 +39,7 @@ class Finding:
     """One thing that is wrong."""
 
     check: str
-    """`artefacts`, `plan`, `inputs`, `images` or `samples`."""
+    """`artefacts`, `plan`, `inputs`, `copies`, `images` or `samples`."""
 
     where: str
     """A file, a sample, or an input."""
@@ -76,6 +76,7 @@ def verify(split: GatheredSplit, *, num_samples: int = 0, decode: bool = False) 
         LeftOut(source, max_share=Decimal(1)).take_over(origin.bad)
         differences = origin.differences(source.fingerprint(), len(source), source.data_digest)
         yield from _check_inputs(lengths_kept.where, origin, differences, len(source))
+    yield from (Finding("copies", where, reason) for where, reason in source.copy_faults())
     # What is damaged is named above, and compared with nothing.
     lengths, plan = _or_none(lengths_kept.inspect), _or_none(plans_kept.inspect)
     if lengths is None:

@@ -3,9 +3,9 @@ Check that what is stored is what training would use: exit status 0, or 3 with e
 wrong.
 
 Every artefact against its digest, the plan against the laws of plans and made again, the lengths
-against the data, the model and the configuration, every image against its size, dimensions and
-first 64 KiB. With --samples K, K samples are encoded again; with --decode, the pixels of every
-image are read.
+against the data, the model and the configuration, copies of packed files and of Parquet against all
+of the files, every image against its size, dimensions and first 64 KiB. With --samples K, K samples
+are encoded again; with --decode, the pixels of every image are read.
 """
 
 from __future__ import annotations

@@ -16,6 +16,9 @@ _SHOWN = 5
 """Bad records that the log names; `lengths.json` names all."""
 
 
+_OTHERWISE = "plan build --list-failures names all such records, custom.on_bad_record: skip leaves them out"
+
+
 class LeftOut:
     """The records of a source that are left out; a share of all, at most."""
 
@@ -59,7 +62,7 @@ class LeftOut:
 
     def _leave_out(self, records: tuple[BadRecord, ...]) -> None:
         if records and self._max_share is None:
-            raise RecordError(records[0].where, records[0].reason)
+            raise RecordError(records[0].where, f"{records[0].reason} ({_OTHERWISE})")
         self.records = records
         self._source.leave_out(self.numbers)
         if self._max_share is not None and len(records) > self._max_share * self._total:

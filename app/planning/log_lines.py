@@ -44,7 +44,7 @@ def describe(planned: PlannedSplit, policy: PlanPolicy) -> Iterator[tuple[int, s
     held = "padded batches; each counts as a pack of its own below"
     if policy.packing:
         long = " (a long pack counts as full)" if raw.single_long else ""
-        counts = f", {len(raw.dropped_packs):,} dropped ones counted" if raw.dropped_packs else ""
+        counts = f", {counted(len(raw.dropped_packs), 'dropped one')} counted" if raw.dropped_packs else ""
         held = (
             f"{counted(len(raw.packs), 'pack')}, fill {raw.fill:.4f}{long}, no plan has fewer than "
             f"{counted(raw.lower_bound, 'pack')}{counts} "

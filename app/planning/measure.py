@@ -22,6 +22,7 @@ from core.samples import (
     ImageTable,
     Measured,
     Measurement,
+    ShortcutError,
     Table,
     column,
     from_row,
@@ -103,7 +104,7 @@ def measure(
         log.info("%s: the lengths of all %s are stored, and not yet probed", name, counted(total, "sample"))
     try:
         return _measure_and_probe(name, source, store, stored, bad, flush_every=flush_every, report=report)
-    except _ShortcutError as error:
+    except ShortcutError as error:
         log.warning("%s: %s: encoding every sample in full instead", name, error)
         store.discard()
         nothing = Stored(stored.table[:0], stored.images[:0], in_full=True)
@@ -213,10 +214,6 @@ def failures(name: str, source: LengthSource) -> Iterator[tuple[int, RecordError
                 yield index, outcome
 
 
-class _ShortcutError(Exception):
-    """A sample encodes to another measurement than the source's shortcut gives."""
-
-
 def _probe(source: LengthSource, stored: Stored) -> dict[str, Any]:
     """
     Encode some samples again, and compare: backwards here, and in another process and epoch, in a
@@ -228,7 +225,7 @@ def _probe(source: LengthSource, stored: Stored) -> dict[str, Any]:
     Raises:
         DataSetError: A sample encodes otherwise each time.
 
-        _ShortcutError: It does not, but the shortcut measured it otherwise.
+        ShortcutError: It does not, but the shortcut measured it otherwise.
     """
     table = stored.table
     indices = sorted({*_spread(len(table)), *_shape_classes(table, stored.images)}, reverse=True)
@@ -238,11 +235,7 @@ def _probe(source: LengthSource, stored: Stored) -> dict[str, Any]:
             continue
         if stored.in_full or encoded != source.measure(index):
             raise _unsteady(index, from_row(table, index), encoded, "later")
-        message = (
-            f"sample {index} measured {tuple(table[index].tolist())} from the headers of its images and videos, "
-            f"but encodes to {to_row(encoded)} ({', '.join(COLUMNS)})"
-        )
-        raise _ShortcutError(message)
+        raise ShortcutError(f"sample {index}", tuple(table[index].tolist()), to_row(encoded))
     _compare_elsewhere(source, {index: from_row(table, index) for index in indices})
     return {"samples": indices, "orders": 3, "processes": 2, "epochs": [0, PROBED_EPOCH]}
 

@@ -20,7 +20,7 @@ from app.planning.measure import measure_rows, probe_first
 from app.planning.split import GatheredSplit
 from core.errors import DataSetError, PackplanError, agree, counted
 from core.ports import Arrays, LengthSource, LengthStore, Lock, RankGroup, ReportProgress, Stored
-from core.samples import Outcome
+from core.samples import Outcome, ShortcutError
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +110,13 @@ class _Slices:
                 store.discard()
                 stored = Stored(stored.table[:0], stored.images[:0], self.in_full)
             name = f"samples {part.start:,} to {part.stop:,}"
-            measure_rows(name, part, store, stored, flush_every=self.flush_every, report=_no_one)
+            measure_part = partial(measure_rows, name, part, store, flush_every=self.flush_every, report=_no_one)
+            try:
+                measure_part(stored)
+            except ShortcutError as error:
+                log.warning("%s: %s: encoding each of these samples in full instead", self.split.name, error)
+                store.discard()
+                measure_part(Stored(stored.table[:0], stored.images[:0], in_full=True))
             return store.digest()
 
     def put_together(self, digests: Sequence[str], report: ReportProgress) -> Arrays:

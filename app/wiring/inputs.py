@@ -11,8 +11,8 @@ from pathlib import Path
 
 import attrs
 
+from adapters.conversion.drawn import draw_files
 from adapters.hub_caches import cached, download_command, is_id
-from adapters.samples.drawn import draw_files
 from adapters.samples.files import open_records
 from core.config import CustomConfig, ModelConfig, RunConfig
 from core.errors import ConfigError, DataSetError

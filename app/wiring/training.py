@@ -300,12 +300,12 @@ def _open_model(
         _ask_loaded(config, model, whole=not shards_weights(arguments), keep=group.rank == 0)
     template.model = getattr(model, "get_base_model", lambda: model)()
     if samples.sees_images and group.world_size > 1:
-        _keep_in_step(model, template, arguments)
+        keep_in_step(model, template, arguments)
     template.packing = template.padding_free = config.training.packing
     return template, model
 
 
-def _keep_in_step(model: Any, template: Any, arguments: TrainingArguments) -> None:
+def keep_in_step(model: Any, template: Any, arguments: TrainingArguments) -> None:
     """
     Let ranks that share a model's weights or gradients use all of its vision tower in every batch.
 
@@ -350,7 +350,11 @@ def _ask_loaded(config: RunConfig, model: Any, *, whole: bool, keep: bool) -> No
     """
     verdict, place = verdict_of(config), place_of(model)
     if not whole:
-        log.debug("ranks share the weights: the model was asked as a small copy alone")
+        if keep and verdict.passes:
+            log.info(
+                "the loaded model was not asked whether it may pack, since ranks share its weights: "
+                "what its small copy showed counts"
+            )
     elif verdict.passes and place not in verdict.loaded_on:  # `app.check` looks at those that do not, too
         measured = probe_loaded(model, native=verdict.native)
         why_not = measured.why_not(limit=limit_of(model))

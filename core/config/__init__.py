@@ -10,7 +10,6 @@ from core.config.faults import faults
 from core.config.rl import GrpoConfig
 from core.config.rl_faults import rl_faults
 from core.config.run import (
-    LOSS_SCALES,
     REFUSED_TRAINING_KEYS,
     CustomConfig,
     ModelConfig,
@@ -21,7 +20,6 @@ from core.config.run import (
 )
 
 __all__ = [
-    "LOSS_SCALES",
     "REFUSED_TRAINING_KEYS",
     "CustomConfig",
     "GrpoConfig",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from core.config.run import LOSS_SCALES, CustomConfig, ModelConfig, RunConfig, TrainingConfig, key_faults
+from core.config.run import CustomConfig, ModelConfig, RunConfig, TrainingConfig, key_faults
 from core.errors import Fault
 from core.samples import parse_entry
 
@@ -33,10 +33,6 @@ def faults(config: RunConfig) -> Iterator[Fault]:
     yield from _tuner_faults(config.training)
     yield from _optimizer_faults(config.training)
     yield from _quantisation_faults(config.model, config.training)
-    unknown = sorted(set(config.template.loss_scale.split("+")) - LOSS_SCALES)
-    if unknown:
-        known = ", ".join(sorted(LOSS_SCALES))
-        yield Fault("template.loss_scale", f"has {unknown[0]}, but is made of {known}, with + between them")
 
 
 def _entry_faults(custom: CustomConfig) -> Iterator[Fault]:

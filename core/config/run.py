@@ -35,10 +35,6 @@ MANY_EPOCHS = 10**6
 """Epochs that no run trains: a typing error, whose steps nothing could count to."""
 
 
-LOSS_SCALES = frozenset({"default", "last_round", "all", "ignore_empty_think", "ignore_think_prefix"})
-"""Parts of `template.loss_scale`: each trains a token or does not."""
-
-
 def _read_only(keys: Mapping[str, Any]) -> Mapping[str, Any]:
     return MappingProxyType(dict(keys))
 

@@ -30,7 +30,7 @@ class Argument:
     """What one argument of ms-swift takes."""
 
     types: tuple[str, ...]
-    """Names of what it takes: null, bool, int, float, str, list and dict."""
+    """Kinds of values: null, bool, int, float, str, list and dict."""
 
     default: Any = None
 

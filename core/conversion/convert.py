@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias
 
 import attrs
 
-from core.config import LOSS_SCALES, REFUSED_TRAINING_KEYS
+from core.config import REFUSED_TRAINING_KEYS
 from core.conversion.arguments import Argument, Given
 from core.conversion.tables import ADAPTERS, GENERATION, KEYS, UNNEEDED, UNSUPPORTED, UNSUPPORTED_PREFIXES, WHOLE
 from core.errors import ConfigError, Fault
@@ -523,12 +523,8 @@ def _evaluation(builder: _Builder, value: Any, *, name: str) -> None:
         builder.unneeded("there are no evaluation data")
 
 
-def _loss_scale(builder: _Builder, value: Any) -> None:
-    strategies = set(str(value).split("+"))
-    if strategies <= LOSS_SCALES:
-        builder.take({"template.loss_scale": builder.world.model.loss_scale})
-    else:
-        builder.unsupported("template.loss_scale takes strategies that train a token or do not, and weighs none twice")
+def _loss_scale(builder: _Builder, _: Any) -> None:
+    builder.take({"template.loss_scale": builder.world.model.loss_scale})
 
 
 def _warmup_ratio(builder: _Builder, value: Any) -> None:

@@ -32,6 +32,12 @@ MORE = 200
 _GROUP_SAMPLES, _GROUP_PACKS = 1 << 15, 1 << 10
 """Samples and packs of a group, at least."""
 
+_LONG, _RARE = 4, 2
+"""
+A sample of more than one part in so many of the capacity is long; such are rare where there are
+fewer than one to so many packs.
+"""
+
 _SHARES = (996, 998, 1000)
 """Thousandths of the capacity that best fit may use, where it is what is levelled."""
 
@@ -123,9 +129,8 @@ def _spread(
     for number, members in enumerate(_alike(order, num_groups)):
         report(f"{counted(num, 'pack')}, levelling group {number + 1:,} of {num_groups:,}")
         size = num // num_groups + (number < num % num_groups)
-        group = Exchange(
-            lengths[members], units[members], _emptiest_first(lengths[members].tolist(), size), size, capacity
-        )
+        placed = _placed(lengths[members], units[members], num=size, capacity=capacity)
+        group = Exchange(lengths[members], units[members], placed, size, capacity)
         if not group.fit():
             return None
         group.level()
@@ -189,12 +194,36 @@ def _alike(order: IntArray, num_groups: int) -> Iterator[IntArray]:
     return (order[part] for part in np.split(by_group, ends[:-1]))
 
 
-def _emptiest_first(lengths: list[int], num: int) -> IntArray:
+def _placed(lengths: IntArray, units: IntArray, *, num: int, capacity: int) -> IntArray:
+    """
+    Return the pack of each sample, before any exchange.
+
+    Where long samples are rare, each of them takes the room of its work: few samples are left in
+    its pack that could be exchanged to level it later.
+
+    Args:
+        lengths: Tokens of each sample, falling.
+
+        units: Work of each sample, in whole units.
+
+        num: Packs.
+
+        capacity: Tokens a pack may hold.
+    """
+    is_long = lengths * _LONG > capacity
+    if not is_long.any() or int(is_long.sum()) * _RARE >= num:
+        return _emptiest_first(lengths, num)
+    per_token = int(units.sum()) / int(lengths.sum())
+    rooms = np.where(is_long, np.maximum(lengths, np.rint(units / per_token)), lengths).astype(np.int64)
+    order = np.argsort(-rooms, kind="stable")
+    labels = np.empty(lengths.size, dtype=np.int64)
+    labels[order] = _emptiest_first(rooms[order], num)
+    return labels
+
+
+def _emptiest_first(lengths: IntArray, num: int) -> IntArray:
     """Return the pack of each sample, in the order given: the emptiest so far, of *num*."""
     heap = list(range(num))  # load and pack in one number
-    labels = []
-    for length in lengths:
-        key = heap[0]
-        labels.append(key % num)
-        heapreplace(heap, key + length * num)
-    return np.array(labels)
+    keys = [heapreplace(heap, heap[0] + length) for length in (lengths * num).tolist()]
+    labels: IntArray = np.array(keys, dtype=np.int64) % num
+    return labels

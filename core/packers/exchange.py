@@ -196,8 +196,7 @@ class Exchange:
         away = 1 + places % min(2 ** (scale % (_PLACES + 1)), max(1, parts.tokens.size - 1))
         unsettled = (self._unsettled(level=level) & ~touched)[parts.packs]
         low = np.flatnonzero(unsettled[:-away] | unsettled[away:])
-        usable = ~touched[parts.packs]
-        low = low[usable[low] & usable[low + away]]
+        low = low[~(touched[parts.packs[low]] | touched[parts.packs[low + away]])]
         return low, low + away
 
     def _drawn_parts(self) -> tuple[IntArray, _Parts]:

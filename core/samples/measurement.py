@@ -121,6 +121,27 @@ class Measured:
     """Its images, then its videos."""
 
 
+class ShortcutError(Exception):
+    """
+    A sample encodes to another measurement than a shortcut gives: no measurement of it is to be
+    trusted.
+
+    Args:
+        where: Place of the sample's record, or its number.
+
+        quick: What the shortcut gives, in the order of `COLUMNS`.
+
+        encoded: What encoding gives.
+    """
+
+    def __init__(self, where: str, quick: tuple[int, ...], encoded: tuple[int, ...]) -> None:
+        super().__init__(where, quick, encoded)
+        self.where, self.quick, self.encoded = where, quick, encoded
+
+    def __str__(self) -> str:
+        return f"{self.where} measured {self.quick} by a shortcut, but encodes to {self.encoded} ({', '.join(COLUMNS)})"
+
+
 Outcome = Measured | RecordError
 """Measuring goes on after a record that cannot become a sample, so its error is a value."""
 

@@ -113,7 +113,7 @@ def to_messages(
     where it has them; an image is a path, a URL, or the bytes of its file.
 
     Args:
-        record: One JSON value of a data file.
+        record: One JSON value of a data file, or what `shaped` made of it.
 
         object_field_order: Whether each object's description or its geometry comes first.
 
@@ -133,7 +133,7 @@ def to_messages(
     >>> to_messages(record)["messages"][1]["content"]
     '[{"desc": "red dot", "bbox_2d": [1, 2, 3, 4]}]'
     """
-    record = shaped(record, columns).record
+    record = (record if isinstance(record, Shaped) else shaped(record, columns)).record
     _refuse_keys(record)
     images = to_images(record.get("images"), urls=urls)
     if "messages" in record:

@@ -154,11 +154,16 @@ def _under_one_name(record: Mapping[str, Any], names: Sequence[str]) -> Mapping[
 
 # Messages, in the notations that they have.
 
+_KINDS = {int: "a number", float: "a number", bool: "true or false", dict: "an object", bytes: "bytes"}
+"""What JSON, and columns, call a value that is no list."""
+
 
 def _of_messages(record: Mapping[str, Any]) -> Shaped:
     """Return a record with its messages in the notation that is read here."""
     messages = parsed(record["messages"], "'messages'")
-    if not isinstance(messages, list) or not messages:
+    if not isinstance(messages, list):
+        fail(f"has 'messages' that are no list, but {_KINDS.get(type(messages), type(messages).__name__)}")
+    if not messages:
         fail("has no message in 'messages'")
     if not all(isinstance(message, Mapping) for message in messages):
         fail("has a message that is not an object with a role and a content")
@@ -358,9 +363,19 @@ def _as_chat(value: Any, role: str, images: list[Any]) -> list[dict[str, Any]]:
 
 
 def _nearest(record: Mapping[str, Any]) -> str:
-    """Return the shapes that a record is nearest to, and what it lacks of them."""
-    present = {name.lower() for name in record if isinstance(name, str) and has(record, name)}
-    missing = {shape: [name for name in names if name not in present] for shape, names in _SHAPES.items()}
+    """
+    Return what a record has, the shapes that it is nearest to, and what it lacks of them.
+    """
+    names = [name for name in record if isinstance(name, str) and has(record, name)]
+    present = {name.lower() for name in names}
+    missing = {shape: [name for name in wanted if name not in present] for shape, wanted in _SHAPES.items()}
     near = sorted(missing, key=lambda shape: (len(missing[shape]) - len(_SHAPES[shape]), len(missing[shape])))[:3]
     said = "; ".join(f"{shape} lacks {' and '.join(map(repr, missing[shape]))}" for shape in near)
-    return f"{said}. Give the keys these names, or name them in custom.columns"
+    if not names:
+        return f"it has no keys that hold something; {said}"
+    shown = ", ".join(repr(name[:40]) for name in names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
+    return f"it has {shown}; {said}. Give the keys these names, or say custom.columns, as {{{names[0][:40]}: query}}"
+
+
+_SHOWN = 8
+"""Keys of a record that a message names."""

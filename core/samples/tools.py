@@ -87,11 +87,13 @@ def _in_order_of(calls: Sequence[Any], answers: list[Any], key: str) -> list[Any
 
         key: What holds the id of an answer's call.
     """
-    order = {call.get("id"): place for place, call in enumerate(calls)}
-    whole = len(order) == len(calls) == len(answers) and None not in order
-    if not whole or {answer.get(key) for answer in answers} != set(order):
+    ids = [call.get("id") for call in calls]
+    asked = [answer.get(key) for answer in answers]
+    if not all(isinstance(one, (str, int)) for one in (*ids, *asked)) or len(set(ids)) < len(ids):
         return answers
-    return sorted(answers, key=lambda answer: order[answer[key]])
+    if set(ids) != set(asked) or len(ids) != len(asked):
+        return answers
+    return sorted(answers, key=lambda answer: ids.index(answer[key]))
 
 
 def _of_call(call: Mapping[str, Any]) -> dict[str, Any]:

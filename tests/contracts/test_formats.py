@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import datetime as dt
 import gzip
 import hashlib
 import io
@@ -10,6 +11,7 @@ import json
 import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
 from pathlib import Path
 
 import pyarrow as pa
@@ -23,6 +25,7 @@ from adapters.samples import files
 from adapters.samples.files import open_records, require_files
 from adapters.samples.formats import rewriting, spans
 from core.errors import DataSetError, OutputError, PackplanError, RecordError
+from core.samples import to_messages
 
 MESSAGES = [
     {"role": "user", "content": '“Ünïcode”, \n"quoted" and a null: \0'},
@@ -135,6 +138,51 @@ def test_equal_records_have_one_digest_in_every_format(tmp_path, name):
     other = write(tmp_path, name, [*RECORDS[:6], {**RECORDS[6], "id": 7}])
     assert records.digest(6) == opened(other).digest(6)
     assert reference.digest(7) != opened(other).digest(7)
+
+
+def faults(path: Path) -> list[str]:
+    return [reason for _, reason in files.copy_faults((str(path),), cache=path.parent / "cache")]
+
+
+@every_format
+def test_a_copy_that_is_not_what_its_file_holds_is_found(tmp_path, name):
+    """Whichever byte of it changed; a file that is read where it is has none."""
+    path = write(tmp_path, name)
+    opened(path)
+    assert [] == faults(path)
+    for held in tmp_path.glob("cache/*/*"):
+        whole, hits = held.read_bytes(), 0
+        for place in range(0, len(whole), max(1, len(whole) // 41)):
+            held.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+            try:
+                found = faults(path)
+            except DataSetError:
+                hits += 1
+                continue
+            hits += bool(found)
+            # Arrow has bytes that say nothing: padding, and how rows are cut into batches.
+            assert found or held.name == "rows.arrow", place
+            assert all(f"delete {held.parent}, and build again" in reason for reason in found)
+        assert hits > 10
+        held.write_bytes(whole + whole[-40:])
+        assert held.name == "rows.arrow" or "its copy has more than" in faults(path)[0]
+        held.write_bytes(whole)
+    assert [] == faults(path)
+    assert name not in PACKED or [*tmp_path.glob("cache/*/*")]
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_a_file_that_changed_unseen_is_found(tmp_path, name, monkeypatch):
+    """Where its size and times are what they were, a start takes its copy; verifying reads it."""
+    path = write(tmp_path, name)
+    monkeypatch.setattr(rewriting, "_SETTLED_NS", -1)
+    opened(path)
+    first = rewriting._standing(path)
+    monkeypatch.setattr(rewriting, "_standing", lambda _: first)
+    write(tmp_path, name, RECORDS[:3])
+
+    assert len(RECORDS) == len(opened(path))
+    assert ["the file is another one than its copy"] == [reason[:37] for reason in faults(path)]
 
 
 @every_format
@@ -323,10 +371,81 @@ def test_a_pattern_names_files_in_order(tmp_path):
     with pytest.raises(DataSetError, match=r"\*\.csv matches no file"):
         require_files([f"{tmp_path}/*.csv"])
     (tmp_path / "1.jsonl.gz").write_bytes(gzip.compress(b"1\n"))
-    with pytest.raises(DataSetError, match=r"matches .*1\.jsonl and .*1\.jsonl\.gz, the same data"):
-        open_records((f"{tmp_path}/*",))
+    packed = str(tmp_path / "1.jsonl.gz")
+    for names in ((f"{tmp_path}/*",), (packed, f"{tmp_path}/1.jsonl"), (f"{tmp_path}/*.jsonl", packed)):
+        with pytest.raises(DataSetError, match=r"1\.jsonl and .*1\.jsonl\.gz are the same data"):
+            open_records(names, cache=tmp_path / "cache")
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "2.jsonl")
+    for twin in ("2.jsonl", "../" + tmp_path.name + "/2.jsonl", "link.jsonl"):
+        with pytest.raises(DataSetError, match=r"is named twice, once as .*/2\.jsonl: its records would"):
+            open_records((f"{tmp_path}/2.jsonl", f"{tmp_path}/{twin}"))
     (tmp_path / "[x].jsonl").write_text("7\n")
     assert 7 == open_records((f"{tmp_path}/[x].jsonl",))[0]
+
+
+@every_format
+def test_files_of_one_name_in_two_folders_are_two_files(tmp_path, name):
+    """Each with its own records, places and folder of images."""
+    folders = [tmp_path / "a", tmp_path / "b"]
+    paths = []
+    for number, folder in enumerate(folders):
+        folder.mkdir()
+        paths.append(write(folder, name, [{"n": number}] * (number + 1)))
+
+    records = open_records(tuple(map(str, paths)), cache=tmp_path / "cache")
+
+    assert [0, 1, 1] == [records[index]["n"] for index in range(3)]
+    assert [str(folders[index > 0]) for index in range(3)] == [records.folder(index) for index in range(3)]
+    assert str(records.where(1)).startswith(str(paths[1]))
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_columns_of_one_name_are_refused(tmp_path, name):
+    """One of them would be read, in silence."""
+    twins = pa.Table.from_arrays([pa.array(["a"])] * 2, names=["query", "query"])
+    path = tmp_path / name
+    if name == "a.parquet":
+        pq.write_table(twins, path)
+    else:
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, twins.schema) as writer:
+            writer.write_table(twins)
+
+    with pytest.raises(DataSetError, match=rf"{name} has two columns 'query'"):
+        opened(path)
+
+
+OTHER_TYPES = {
+    "numbers": [1, 2.5], "true": [True], "days": [dt.date(2026, 1, 1)],
+    "times": [dt.datetime(2026, 1, 1, tzinfo=dt.UTC)],
+    "bytes": [b"\xff\xfe"], "objects": [{"a": None, "b": 1}], "lists": [[None, []]], "decimals": [Decimal("1.5")],
+    "durations": [dt.timedelta(1)], "words of a dictionary": pa.array(["a"]).dictionary_encode(),
+    "maps": pa.array([[("a", "b")]], pa.map_(pa.string(), pa.string())),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("column", ["messages", "query", "response", "system", "history", "images", "tools"])
+@pytest.mark.parametrize("kind", OTHER_TYPES)
+def test_a_column_of_another_type_is_refused_by_record(tmp_path, column, kind):
+    """It never ends the process, and is never taken for something else."""
+    rows = {"query": ["a"], "response": ["b"], column: OTHER_TYPES[kind][:1]}
+    if column == "messages":
+        rows = {column: rows[column]}
+    pq.write_table(pa.table(rows), tmp_path / "a.parquet")
+    records = opened(tmp_path / "a.parquet")
+
+    assert f"{tmp_path}/a.parquet, row 1" == str(records.where(0))
+    if kind == "words of a dictionary" and column in {"query", "response", "system", "images"}:
+        assert to_messages(records[0])
+        return
+    if (column, kind) == ("history", "maps"):  # pairs of texts, which are a question and its answer
+        assert 4 == len(to_messages(records[0])["messages"])
+        return
+    if (column, kind) == ("images", "bytes"):
+        assert [b"\xff\xfe"] == to_messages(records[0])["images"]
+        return
+    with pytest.raises((ValueError, RecordError)) as refused:
+        to_messages(records[0])
+    assert len(str(refused.value)) < 500
 
 
 @pytest.mark.parametrize("name", PACKED)

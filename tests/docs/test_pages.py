@@ -267,7 +267,7 @@ def test_yaml_that_is_shown_is_a_run(page):
     from adapters.config.trainer_keys import stored_keys
 
     for shown in map(yaml.safe_load, fences(page, "yaml")):
-        data = {} if "fusion_config" in shown.get("custom", {}) else {"train_jsonl": "a"}
+        data = {} if {"fusion_config", "dataset"} & shown.get("custom", {}).keys() else {"train_jsonl": "a"}
         base = {"model": {"model": "m"}, "template": {"max_length": 1}, "custom": data, "training": {"output_dir": "o"}}
         sections = {name: {**keys, **shown.pop(name, {})} for name, keys in base.items()}
         shown.pop("extends", None)

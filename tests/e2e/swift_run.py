@@ -108,3 +108,11 @@ def save(words: list[str], out: str) -> int:
     arguments.output_dir = out
     arguments.save_args()
     return 0
+
+
+def export(words: list[str]) -> int:
+    """Run `swift export` on the words of a command."""
+    from swift.pipelines import export_main
+
+    export_main(words)
+    return 0

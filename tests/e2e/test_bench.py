@@ -22,12 +22,15 @@ from app.bench.peers import PEERS
 from app.bench.training.like_lengths import LikeLengths
 from app.bench.training.ways import DEFAULT_WAYS, WAYS, Ratio, Row, compared, scaling_table, ways_table
 from app.bench.turns import take_turns
+from app.bench.work import ranks as bench_ranks
 from core.bounds import lower_bound
 from core.errors import DataSetError
 from core.packers import ALGORITHMS, pack
 from core.packs import Packs
 from core.plan import build_raw_plan
 from core.schedule import EpochSchedule, EpochStats, PackStats
+from tests.e2e import bench_rank
+from tests.processes import finished
 
 ROOT = Path(__file__).parents[2]
 
@@ -153,7 +156,8 @@ def test_measuring_is_measured_on_made_data(server, tmp_path):
     One document: every kind both ways; a photograph's header far cheaper than its pixels; memory
     and warm start bounded.
     """
-    run = server.packplan("bench", "lengths", "--workers", "1", "--samples", "36", "--json", env={"TMPDIR": tmp_path})
+    wanted = ["--workers", "1", "--samples", "36", "--text-rows", "160", "--json"]
+    run = server.packplan("bench", "lengths", *wanted, env={"TMPDIR": tmp_path})
     assert 0 == run.wait(), run.said[-3000:]
 
     document = json.loads(run.printed)
@@ -165,10 +169,14 @@ def test_measuring_is_measured_on_made_data(server, tmp_path):
     assert 0 < document["rank_memory_bytes"] < 60e6
     assert 0 < document["warm_start_s"] < 60
     assert 1_000_000 == document["stored_samples"]
+    text = document["text"]
+    assert 128 == text["num_rows"]
+    assert text["tokenizer_s"] / text["measured_s"] == text["ratio"] > 0.5
+    assert text["full_s"] > text["measured_s"]
 
 
-@pytest.mark.parametrize("wrong", [["--workers", "0"], ["--samples", "32"]])
-def test_too_few_workers_and_samples_are_refused(wrong, capsys):
+@pytest.mark.parametrize("wrong", [["--workers", "0"], ["--text-rows", "32"], ["--samples", "32"]])
+def test_too_few_workers_and_rows_are_refused(wrong, capsys):
     """Status 2, before anything is measured."""
     assert 2 == main(["lengths", *wrong])
     assert wrong[0] in capsys.readouterr().err
@@ -404,6 +412,39 @@ def test_sharding_is_measured_in_every_mode(capsys):
     assert 1 <= balanced["excess"] < 1.02
     assert 0 == main(wanted)
     assert 6 == len(capsys.readouterr().out.splitlines())
+
+
+def test_two_ranks_take_the_steps_of_both_orders(server, tmp_path, monkeypatch, capsys):
+    """
+    Each step twice, by both ranks, to the work that is predicted; the command prints what they
+    took. The samples are drawn alike wherever they are drawn.
+    """
+    task = bench_ranks.Task(num_steps=1, num_rounds=1, seed=0)
+    started = server.ranks(2, bench_rank.main, str(tmp_path), folder=tmp_path)
+    mix = bench_ranks.drawn_mix(1, seed=0)
+    plain, by_work = bench_ranks.orders(mix)
+    assert sorted(plain.tolist()) == sorted(by_work.tolist()) == list(range(8))
+    assert max(map(sum, (mix.lengths[members] for members in mix.packs))) <= bench_ranks.PACKING_LENGTH
+    assert [0, 0] == finished(started)
+    taken = np.array([json.loads((tmp_path / f"times{rank}.json").read_text()) for rank in range(2)])
+
+    rounds = bench_ranks.steps_of(taken, mix, task)
+
+    assert (2, 1, 1, 2, 2) == taken.shape
+    assert taken.min() > 0
+    ((step,),) = rounds
+    sums = [mix.works[order].reshape(4, 2).sum(axis=0).max() for order in (plain, by_work)]
+    assert sums[0] / sums[1] == pytest.approx(step.predicted)
+    assert step.predicted > 1
+    assert step.as_they_come_s == taken[:, 0, 0, 0, 0].max()
+    monkeypatch.setattr("app.bench.work.command.measured_rounds", lambda asked: rounds if asked == task else None)
+    wanted = ["work", "--measured", "1", "--steps", "1"]
+    assert 0 == main(wanted)
+    assert ["seconds", "processor time of the busier rank"] == [
+        line.split("|")[1].strip() for line in capsys.readouterr().out.splitlines()[2:]
+    ]
+    assert 0 == main([*wanted, "--json"])
+    assert step.predicted == json.loads(capsys.readouterr().out)["predicted"]
 
 
 def test_work_is_compared_with_other_ways_to_even_it(capsys):

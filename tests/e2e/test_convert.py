@@ -23,6 +23,7 @@ from app.training.schedule import batch_of
 from app.wiring import stores
 from app.wiring import training as wiring
 from app.wiring.conversion import convert_source, run_text
+from core.errors import ConfigError
 from tests.e2e import swift_run
 from tests.processes import finished
 from tests.swift_commands import COMMANDS, YAML
@@ -195,7 +196,7 @@ def losses_in_packs(trainer) -> dict[str, float]:
     with torch.no_grad(), trainer.media_hook():
         model = trainer.model.eval()
         for inputs in trainer.get_eval_dataloader(trainer.train_dataset):
-            logits, labels = trainer.logits_and_labels(model, dict(inputs))
+            logits, labels, _ = trainer.logits_and_labels(model, dict(inputs))
             start = 0
             for length in inputs[LENGTHS]:
                 stop = start + length
@@ -216,14 +217,11 @@ def test_the_table_is_that_of_the_installed_ms_swift():
 
 
 def test_the_commands_of_the_examples_convert_or_are_refused(tmp_path, monkeypatch, capsys):
-    """
-    Full, LoRA, many GPUs, DeepSpeed, images, tools, streams, Megatron: nothing is dropped in
-    silence.
-    """
+    """Full, LoRA, many GPUs, DeepSpeed, images, tools, streams, Megatron: a line for each."""
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     monkeypatch.setenv("MODELSCOPE_CACHE", str(tmp_path / "ms"))
     monkeypatch.chdir(tmp_path)
-    outcomes = {}
+    outcomes, starts = {}, {}
     for number, (example, text) in enumerate([*COMMANDS.items(), *YAML.items()]):
         source = tmp_path / f"{number}{Path(example).suffix}"
         source.write_text(text)
@@ -234,6 +232,7 @@ def test_the_commands_of_the_examples_convert_or_are_refused(tmp_path, monkeypat
             assert 2 == status
             continue
         document = json.loads(printed.out)
+        starts[example] = document["start"]
         outcomes[example] = [line["argument"] for line in document["lines"] if line["verdict"] == "not supported"]
         given = text.count(" --") if source.suffix == ".sh" else len(yaml.safe_load(text))
         mine = [line for line in document["lines"] if line["argument"].startswith("--")]
@@ -261,11 +260,65 @@ def test_the_commands_of_the_examples_convert_or_are_refused(tmp_path, monkeypat
         "examples/train/packing/qwen2_5_vl.sh": [],
         "examples/train/multimodal/ocr.sh": ["CUDA_VISIBLE_DEVICES=0,1"],
         "examples/train/agent/qwen2_5.sh": [],
-        "examples/train/agent/loss_scale/train.sh": ["--loss_scale hermes"],
+        "examples/train/agent/loss_scale/train.sh": [],
         "examples/train/full/dft.sh": ["--enable_dft_loss true"],
         "examples/yaml/deepspeed/sft.yaml": [],
     } == {example: said for example, said in outcomes.items() if example not in refused}
     assert 14 == len(outcomes)
+    many = "MAX_PIXELS=1003520 CUDA_VISIBLE_DEVICES=0,1,2,3 torchrun --nproc-per-node 4 -m app.sft"
+    assert starts["examples/train/packing/qwen2_5_vl.sh"].startswith(many)
+
+
+def test_a_command_may_name_a_yaml_and_change_it(tmp_path, command):
+    """Its own arguments come after those of the file, and the file's variables before its own."""
+    words = command("examples/train/tuners/lora/train.sh", of="qwen2")
+    model, data = (words[words.index(name) + 1] for name in ("--model", "--dataset"))
+    path = tmp_path / "sft.yaml"
+    head = f"model: {model}\nmodel_type: qwen2\ntemplate: qwen2_5\n"
+    path.write_text(f"{head}dataset: [{data}]\nseed: 1\nlora_rank: 4\nENV: {{NPROC_PER_NODE: 2, A: 1}}\n")
+
+    made = convert_source([f"A=2 swift sft {path} --seed 7"])
+    alone = convert_source([str(path)])
+
+    assert (7, 4) == tuple(made.conversion.document["training"][key] for key in ("seed", "lora_rank"))
+    assert "A=2 torchrun --nproc-per-node 2 -m app.sft" == made.start
+    assert "A=1 torchrun --nproc-per-node 2 -m app.sft" == alone.start
+    assert 1 == alone.conversion.document["training"]["seed"]
+    assert 8 == alone.conversion.document["training"]["gradient_accumulation_steps"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("x.json", "{", "is no valid JSON"),
+        ("x.json", "[1]", "has to hold arguments and their values"),
+        ("x.yaml", "a: [", "is no valid YAML"),
+        (
+            "x.sh",
+            "NPROC_PER_NODE=gpu swift sft --model m --dataset a",
+            "NPROC_PER_NODE: is gpu, but has to be",
+        ),
+        (
+            "x.sh",
+            "NPROC_PER_NODE=$(nproc) swift sft --model m --dataset a",
+            "NPROC_PER_NODE: is computed by",
+        ),
+        ("args.json", '{"swift_version": "4", "rlhf_type": "dpo"}', "is of swift rlhf"),
+    ],
+)
+def test_files_that_are_no_commands_are_refused(tmp_path, name, text, says):
+    """One message each, nothing executed, nothing written."""
+    path = tmp_path / name
+    path.write_text(text)
+
+    with pytest.raises(ConfigError) as error:
+        convert_source([str(path)])
+
+    assert says in str(error.value)
+    assert [path] == list(tmp_path.iterdir())
+    for words in (["gone.sh"], [str(tmp_path)] if name != "args.json" else ["gone.yaml"]):
+        with pytest.raises(ConfigError):
+            convert_source(words)
 
 
 def test_a_run_that_exists_is_not_written_over(tmp_path, monkeypatch, capsys, command):
@@ -283,20 +336,20 @@ def test_a_run_that_exists_is_not_written_over(tmp_path, monkeypatch, capsys, co
     assert "mine" == (tmp_path / "run.yaml").read_text()
 
 
-def test_the_way_back_is_a_command_that_ms_swift_takes(server, tmp_path, monkeypatch, capsys, command):
-    """The exported YAML resolves to the settings of the run, samples unpacked."""
-    monkeypatch.chdir(tmp_path)
-    converted(command("examples/train/tuners/lora/train.sh", of="qwen2"), tmp_path)
-    assert 0 == convert.main(["--back", "run.yaml"])
-    assert "start it with: swift sft swift.yaml" in capsys.readouterr().out
+def test_the_way_back_is_a_command_that_ms_swift_takes(server, tmp_path, capsys, command):
+    """The exported YAML trains the same samples: the first step has the unpacked run's loss."""
+    path = converted(command("examples/train/tuners/lora/train.sh", of="qwen2"), tmp_path)
+    exported = tmp_path / "swift.yaml"
+    assert 0 == convert.main(["--back", str(path), "-o", str(exported)])
+    assert f"start it with: swift sft {exported}" in capsys.readouterr().out
     words: list[str] = []
-    for name, value in yaml.safe_load(Path("swift.yaml").read_text()).items():
+    for name, value in yaml.safe_load(exported.read_text()).items():
         words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
     out = tmp_path / "back.json"
     asked = server.start(swift_run.losses, [*words, "--max_steps", "1", "--use_cpu", "true"], str(out),
                          log=tmp_path / "swift.log", env={"MODELSCOPE_CACHE": tmp_path / "cache"})  # fmt: skip
     off = [f"training.output_dir={tmp_path / 'off'}", "training.packing=false", "training.max_steps=1"]
-    trained = prepare(stores.read_config("run.yaml", off), OneRank()).trainer
+    trained = prepare(stores.read_config(path, off), OneRank()).trainer
     trained.train()
 
     assert [0] == finished([asked])
@@ -313,7 +366,7 @@ def test_an_old_run_s_args_json_converts(server, tmp_path, command):
     from_args = convert_source([str(saved)]).conversion.document
     from_command = convert_source(["swift", "sft", *words]).conversion.document
 
-    same = ("learning_rate", "tuner_type", "gradient_accumulation_steps", "lora_rank", "packing", "fp16", "bf16")
+    same = ("learning_rate", "tuner_type", "gradient_accumulation_steps", "packing", "fp16", "bf16")
     assert [from_command["training"][key] for key in same] == [from_args["training"][key] for key in same]
     assert from_command["template"]["max_length"] == from_args["template"]["max_length"]
     assert from_command["custom"] == from_args["custom"]

@@ -85,7 +85,9 @@ def test_headers_give_the_lengths_of_full_encodes(case, pictures, write_run, tmp
     encoder.template.encode = encode
     quick = list(samples.measure_many(range(len(lines)), in_full=False))
 
-    assert all(isinstance(image, Image.Image) for images in pages for image in images)
+    # The others are dummies, which prove the way.
+    audited = [images for images in pages if any(isinstance(image, str) for image in images)]
+    assert len(lines) > 10 * len(audited) > 0
     assert list(samples.measure_many(range(len(lines)), in_full=True)) == quick
 
 

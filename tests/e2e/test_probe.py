@@ -451,6 +451,21 @@ def test_a_loaded_model_that_leaks_ends_the_run_before_its_first_step(write_run,
         execute(write_run("qwen3"))
 
 
+def test_a_model_whose_weights_ranks_share_counts_by_its_small_copy(write_run, execute, monkeypatch, caplog):
+    """No rank holds it whole before it is sharded; the log says so."""
+    from app.wiring import training
+
+    monkeypatch.setattr(training, "shards_weights", lambda _: True)
+    path = write_run("qwen3", training={"max_steps": 1})
+
+    with caplog.at_level("INFO", "app"):
+        execute(path)
+
+    assert "since ranks share its weights: what its small copy showed counts" in caplog.text
+    stored = json.loads((path.parent / "run" / "static_packing" / "verdict.json").read_text())
+    assert [] == stored["verdict"]["loaded_on"]
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [

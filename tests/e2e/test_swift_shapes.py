@@ -52,6 +52,35 @@ ALPACA = [{"instruction": "Add.", "input": "1 2", "output": "3"}, {"instruction"
 TEXT = [asked("hi"), asked("who?")]
 
 
+def tool(*names):
+    properties = {name: {"type": "integer"} for name in names}
+    return {"type": "function", "function": {"name": f"of_{'_'.join(names)}", "description": "Adds.",
+                                             "parameters": {"type": "object", "properties": properties}}}  # fmt: skip
+
+
+TOOLS = [
+    {
+        "tools": [tool("a"), tool("b", "c")][number:],
+        "messages": [
+            {"role": "user", "content": "1 and 2?"},
+            {"role": "tool_call", "content": json.dumps({"name": "of_a", "arguments": {"a": number}})},
+            {"role": "tool_response", "content": "3"}, {"role": "assistant", "content": "Three."},
+        ],
+    }
+    for number in range(2)
+]  # fmt: skip
+OBSERVED = [
+    {
+        "tools": json.dumps([tool("a")]),
+        "conversations": [
+            {"from": "human", "value": "1 and 2?"},
+            {"from": "function_call", "value": json.dumps({"name": "of_a", "arguments": {"a": 1}})},
+            {"from": "observation", "value": "3"}, {"from": "gpt", "value": "Three."},
+        ],
+    }
+]  # fmt: skip
+
+
 def lines(records) -> bytes:
     return "".join(f"{json.dumps(record)}\n" for record in records).encode()
 
@@ -89,6 +118,11 @@ CASES = {
     "an image without its tag": ("a.jsonl", lambda: lines([{"query": "what?", "response": "b", "image": "red.png"}])),
     "data URI": ("a.jsonl", lambda: lines([asked("<image>?", images=[f"data:image/png;base64,{CODED}"])])),
     "base64": ("a.jsonl", lambda: lines([asked("<image>?", images=[CODED])])),
+    "bytes": ("a.jsonl", lambda: lines([asked("<image>?", images=[{"bytes": CODED}])])),
+    "tools": ("a.jsonl", lambda: lines(TOOLS)),
+    "roles of tools": ("a.json", lambda: json.dumps(OBSERVED).encode()),
+    "tools in Parquet": ("a.parquet", lambda: TOOLS),
+    "path in Parquet": ("a.parquet", lambda: [asked("<image>?", images=[{"bytes": None, "path": "red.png"}])]),
     "path": ("a.jsonl", lambda: lines([asked("<image>?", images=[{"path": "red.png"}])])),
     "content parts": (
         "a.jsonl",
@@ -115,7 +149,7 @@ CASES = {
 }
 
 NOT_READ = {
-    "gz": "a.jsonl", "zst": "a.jsonl", "save_to_disk": "a.parquet", "a pattern": "a1.jsonl",
+    "bytes": "plain.jsonl", "gz": "a.jsonl", "zst": "a.jsonl", "save_to_disk": "a.parquet", "a pattern": "a1.jsonl",
 }  # fmt: skip
 """Cases whose files ms-swift does not read as they are -> those that it reads in their place."""
 
@@ -158,6 +192,8 @@ def test_each_shape_has_the_tokens_and_labels_that_ms_swift_gives_it(case, encod
     plain = NOT_READ.get(case, name)
     if case in {"gz", "zst"}:
         write(tmp_path, plain, lines(LLAVA if case == "gz" else ALPACA))
+    elif case == "bytes":
+        write(tmp_path, plain, lines([asked("<image>?", images=[CODED])]))
     elif case == "save_to_disk":
         write(tmp_path, plain, made())
     theirs = loaded_by_swift(tmp_path / plain)

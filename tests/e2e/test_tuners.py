@@ -132,3 +132,24 @@ def test_quantised_weights_are_refused_on_a_cpu(write_run, capfd):
     assert 2 == sft.main([str(path)])
 
     assert "model.quant_method: quantises on a GPU alone" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_ms_swift_merges_the_adapters_of_a_checkpoint(server, write_run, execute, tmp_path):
+    """`swift export --merge_lora true` gives the model's weights plus what the adapters add."""
+    keys = {**LORA, "max_steps": 1, "save_strategy": "steps", "save_steps": 1, "learning_rate": "1e-2",
+            "target_modules": ["q_proj"], "packing_drop_last": False, "lr_scheduler_type": "constant"}  # fmt: skip
+    path = write_run("qwen2", name="run", training=keys)
+    execute(path)
+    checkpoint, model = tmp_path / "run" / "checkpoint-1", stores.read_config(path).model.model
+    words = ["--adapters", str(checkpoint), "--model", model, "--model_type", "qwen2", "--template", "qwen2_5",
+             "--merge_lora", "true", "--output_dir", str(tmp_path / "merged"), "--torch_dtype", "float32"]  # fmt: skip
+
+    assert [0] == finished([server.start(swift_run.export, words, log=tmp_path / "swift.log")])
+
+    added, before, merged = weights(checkpoint), load_file(f"{model}/model.safetensors"), weights(tmp_path / "merged")
+    name = "model.layers.0.self_attn.q_proj"
+    low, high = (added[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
+    scale = 32 / 2
+    torch.testing.assert_close(merged[f"{name}.weight"], before[f"{name}.weight"] + scale * high @ low)
+    assert not torch.equal(merged[f"{name}.weight"], before[f"{name}.weight"])

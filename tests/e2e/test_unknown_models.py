@@ -85,14 +85,18 @@ def test_numbers_that_say_nothing_change_nothing():
     assert plain == probe_config(LlamaConfig(pretraining_tp=4096, release={"steps": 120_000, "batches": [512, 1024]}))
 
 
-def test_a_layer_that_remembers_from_call_to_call_is_refused(monkeypatch):
-    """No gradient passes, and each sample would depend on what was computed before it."""
+@pytest.mark.parametrize("carries", [0.0, 0.1])
+def test_a_layer_that_remembers_from_call_to_call_is_refused(monkeypatch, carries):
+    """
+    No gradient passes, and each sample would depend on what was computed before it; also where it
+    carries a state along the row too, and runs sample by sample.
+    """
     plain = modeling_llama.LlamaMLP.forward
 
     def forward(self, seen):
         last = getattr(self, "last", None)
         self.last = seen[:, -1:].detach()
-        return plain(self, seen if last is None else seen + 0.1 * last)
+        return plain(self, seen if last is None else seen + 0.1 * last) + carries * seen.cumsum(1)
 
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", forward)
 

@@ -75,7 +75,7 @@ def test_containers_give_the_lengths_of_full_encodes(model, demo, tmp_path):
     Over containers, codecs, rates, durations, sizes and turns: zero tolerance, most without
     decoding.
     """
-    from app.bench.videos.lengths import compared, outcomes, write_videos
+    from app.bench.measuring.videos import compared, outcomes, write_videos
 
     (tmp_path / model).symlink_to(demo / "models" / model)
     videos = made_videos(20)

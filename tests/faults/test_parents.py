@@ -143,9 +143,11 @@ def test_a_process_ends_with_one_that_is_not_its_parent():
 STARTERS = {
     "adapters/lifeline.py": {"multiprocessing", "concurrent"},
     "adapters/ranks/heartbeat.py": {"multiprocessing"},
+    "adapters/samples/urls.py": {"concurrent"},  # threads, which end with their process
     "app/bench/process.py": {"multiprocessing"},
-    "app/bench/measuring_cost.py": {"multiprocessing"},
+    "app/bench/measuring/cost.py": {"multiprocessing"},
     "app/bench/inspection.py": {"subprocess"},
+    "app/bench/work/ranks.py": {"multiprocessing"},
 }
 """
 What starts processes, each of a kind that the tests above kill the parent of, or that is waited for

@@ -30,6 +30,7 @@ from core.policy import PlanPolicy
 from core.samples import column
 from core.work import SampleWorks, VisionWork, WorkModel
 from tests.fakes import (
+    AuditedSource,
     ElsewhereSource,
     FailingSource,
     FreeLock,
@@ -242,6 +243,18 @@ def test_a_shortcut_that_is_wrong_is_given_up(wrong, flush_every):
         == table[:, 0].tolist()
         == desk.lengths.resume(desk.source.fingerprint(), 8, desk.source.data_digest).table[:, 0].tolist()
     )
+
+
+@given(st.integers(0, 7), st.integers(1, 9))
+def test_a_shortcut_that_proves_wrong_on_the_way_is_given_up(wrong, flush_every):
+    """At once, with what it gave before."""
+    desk = Desk(AuditedSource(LENGTHS, wrong=wrong))
+
+    table = desk.plan(flush_every=flush_every).table
+
+    assert [False, True] == desk.source.ways
+    assert LENGTHS == table[:, 0].tolist()
+    assert desk.lengths.in_full
 
 
 @given(st.integers(0, 7), st.integers(1, 9))

@@ -19,6 +19,7 @@ from core.errors import DataSetError
 from core.policy import PlanPolicy
 from core.samples import Measured, to_tables
 from tests.fakes import (
+    AuditedSource,
     FailingSource,
     FreeLock,
     GuessingSource,
@@ -95,6 +96,18 @@ def test_slices_take_no_shortcut_where_it_proved_wrong():
     assert [True] == source.ways
     assert LENGTHS == slices.whole.read(source.fingerprint(), 8, source.data_digest).table[:, 0].tolist()
     assert slices.whole.in_full
+
+
+def test_a_slice_whose_shortcut_proves_wrong_is_measured_in_full():
+    """By the rank that finds it, at once; what the others measured stays."""
+    source, slices = AuditedSource(LENGTHS, wrong=2), Slices()
+    other = slices.open(4, 8)[0]
+    measure("train", ListSource(LENGTHS[4:]), other, flush_every=None, report=print)
+
+    slices.measure(source, world_size=2, others=lambda _: other.digest())
+
+    assert [False, True] == source.ways
+    assert LENGTHS == slices.whole.inspect().tokens.tolist()
 
 
 def test_a_rank_that_fails_stops_all_with_its_reason():

@@ -49,6 +49,14 @@ def test_what_is_whole_has_no_findings(built):
     assert [] == found(built, source, num_samples=99, decode=True)
 
 
+def test_copies_that_are_not_what_their_files_hold_are_found(built):
+    """Each is named."""
+    source = ListSource(LENGTHS)
+    source.faulty_copies = [("a.gz", "line 3 of its copy is another one"), ("b.parquet", "x")]
+
+    assert ["copies: a.gz: line 3 of its copy is another one", "copies: b.parquet: x"] == found(built, source)
+
+
 def test_nothing_to_verify_is_no_success(tmp_path):
     """The user has to build first."""
     with pytest.raises(NotBuiltError, match="holds no lengths"):

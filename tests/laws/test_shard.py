@@ -283,10 +283,15 @@ def test_workers_that_meet_once_have_a_sum_no_worse_than_packs_by_work(case, wor
 
 
 def test_lengths_far_apart_leave_no_microbatch_empty():
-    """A sequence that weighs nothing beside the longest is still there."""
+    """
+    A sequence that weighs nothing beside the longest is still there; and with as many sequences as
+    microbatches, none is filled up to the level of the heaviest.
+    """
     sharding = shard_packed([10**7, *[1] * 7], shards=2, batch_size=8, max_tokens_per_microbatch=10**7)
+    alone = shard_packed([50, 1, 1, 1], shards=2, batch_size=4, max_tokens_per_microbatch=60, microbatch_multiple=2)
 
     assert all(members for worker in sharding for batch in worker for members in batch.microbatches)
+    assert [[[0], [3]], [[1], [2]]] == [batch.microbatches for worker in alone for batch in worker]
 
 
 @pytest.mark.parametrize(("pad", "least"), [(1, 0.955), (32, 0.91), (64, 0.85), (256, 0.60)])

@@ -301,7 +301,6 @@ def test_defaults_are_those_of_ms_swift():
         ("--freeze_llm true", "freeze_llm true", "not needed here", "no such part"),
         ("--freeze_aligner true", "freeze_aligner true", "not needed here", "no such part"),
         ("--loss_scale last_round", "loss_scale last_round", "taken over", "template.loss_scale"),
-        ("--loss_scale hermes", "loss_scale hermes", "not supported", "weighs none twice"),
         ("--disable_ignore_empty_think true", "disable_ignore_empty_think true", "not needed here", "loss_scale"),
         ("--warmup_ratio 0", "warmup_ratio 0", "not needed here", "0 warms"),
         ("--warmup_ratio 0.1", "warmup_ratio 0.1", "taken over", "training.warmup_ratio"),

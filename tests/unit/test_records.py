@@ -85,7 +85,7 @@ def test_polygons_and_text_alone():
     ("record", "reason"),
     [
         ([1], "is not a JSON object"),
-        ({}, "is of no known shape: messages lacks 'messages'; .* or name them in custom.columns"),
+        ({}, "is of no known shape: it has no keys that hold something; messages lacks 'messages'; "),
         ({"messages": []}, "no message"),
         ({"messages": "hi"}, "a text that is neither JSON nor Python"),
         ({"messages": [{"role": "user"}]}, "text 'content'"),
@@ -309,3 +309,17 @@ def test_a_part_of_a_loss_that_would_be_ignored_is_refused():
     for scale in (0.5, "false", [1]):
         with pytest.raises(ValueError, match=r"the loss .*, which would be ignored: remove it"):
             to_messages({"messages": [QUESTION, {**ANSWER, "loss": scale}]})
+
+
+def test_a_url_is_an_image_where_it_may_be_fetched():
+    """Of http and https, in any case; others are refused, and so is one that is no URL's length."""
+    record = {"messages": [QUESTION, ANSWER]}
+    for url in ("http://a/b.png", "HTTPS://a/b.png"):
+        assert [url] == to_messages({**record, "image": url}, urls=True)["images"]
+        with pytest.raises(ValueError, match=r"or set custom\.media_cache, a folder that it is fetched into once"):
+            to_messages({**record, "image": url})
+    for url in ("ftp://a/b.png", "s3://a/b.png"):
+        with pytest.raises(ValueError, match="only files are read"):
+            to_messages({**record, "image": url}, urls=True)
+    with pytest.raises(ValueError, match="neither a path nor"):
+        to_messages({**record, "image": "http://" + "a" * 5000}, urls=True)

@@ -105,5 +105,7 @@ def test_settings_that_are_not_used_are_refused():
     for value in (-1, float("nan"), float("inf")):
         with pytest.raises(ConfigError, match=r"training.learning_rate: is .*, but has to be a number of at least 0"):
             parsed(training={"learning_rate": value})
+    with pytest.raises(ConfigError, match=r"template.loss_scale: weighs the tokens of records"):
+        parsed(template={"max_length": 64, "loss_scale": "last_round"})
     with pytest.raises(ConfigError, match=r"1 fault.*\n.*template.max_length: is not set"):
         parsed(PACKING, template={})

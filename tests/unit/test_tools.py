@@ -91,7 +91,7 @@ def test_answers_stand_in_the_order_of_their_calls(order):
 def test_answers_that_lack_a_call_stay_where_they_are():
     """Ids that are not there, or of other calls, order nothing."""
     calls = [{"name": "f", "arguments": {}}] * 2
-    for ids in (("1",), ("1", "7"), (None, None)):
+    for ids in (("1",), ("1", "7"), (None, None), ([1], "0")):
         answers = [{"role": "tool", "tool_call_id": one, "content": str(n)} for n, one in enumerate(ids)]
         said = to_messages({"messages": [ASKED, openai(*calls), *answers, SAID]})["messages"]
         assert [str(n) for n in range(len(ids))] == [one["content"] for one in said if one["role"] == "tool"]

@@ -160,7 +160,6 @@ def test_faults_of_values_are_reported_at_once():
         ("training", "lorap_lr_ratio", -1, "has to be above 0"),
         ("model", "quant_bits", 4, "without model.quant_method"),
         ("model", "quant_method", "bnb", "quantises weights that would be trained"),
-        ("template", "loss_scale", "default+hermes", "has hermes, but is made of all, default"),
     ],
 )
 def test_data_and_tuners_are_checked(section, key, value, says):

@@ -89,6 +89,7 @@ class ArrowFile:
             except (OSError, ValueError, pa.ArrowException) as error:
                 message = f"{self.named.name}: {part.name} is damaged, or no Arrow file ({_short(error)})"
                 raise DataSetError(message) from None
+            _refuse_twins(self.named.name, batches)
             self._batches += batches
             if pa.total_allocated_bytes() - before > MAX_UNPACKED:
                 message = f"{self.named.name}: {part.name} is compressed, which has to be unpacked: save it as Parquet"
@@ -141,10 +142,15 @@ class ArrowFile:
         """Return where a row stands."""
         return Place(self.named.name, row + 1, self.unit)
 
-    def digests(self, start: int, stop: int) -> Iterator[bytes]:
-        """Yield the digest of each row from *start* to before *stop*."""
-        for row in range(start, stop):
-            yield self._digests[row].tobytes() if self._digests is not None else self._digest(row)
+    def digests(self, start: int, stop: int) -> bytes:
+        """Return the digests of the records from *start* to before *stop*, one behind the other."""
+        if self._digests is not None:
+            return self._digests[start:stop].tobytes()
+        return b"".join(map(self._digest, range(start, stop)))
+
+    def digest_of(self, _: int, value: Any) -> bytes:
+        """Return the digest of a record that was read; nothing where all are known."""
+        return b"" if self._digests is not None else digest_of(value)
 
     def _digest(self, row: int) -> bytes:
         try:
@@ -162,6 +168,15 @@ def _batches_of(part: Path) -> list[Any]:
         return [file.get_batch(number) for number in range(file.num_record_batches)]
     held.seek(0)
     return list(pa.ipc.open_stream(held))
+
+
+def _refuse_twins(name: str, batches: list[Any]) -> None:
+    """Refuse columns of one name, of which the last would be read; DataSetError naming them."""
+    for batch in batches[:1]:
+        columns = batch.schema.names
+        if twins := [column for number, column in enumerate(columns) if column in columns[:number]]:
+            message = f"{name} has two columns {twins[0]!r}, of which one would be ignored: rename one"
+            raise DataSetError(message)
 
 
 def _text_size(value: Any) -> int:

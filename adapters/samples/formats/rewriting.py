@@ -18,10 +18,10 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from adapters import files
-from adapters.one_writer import held
+from adapters.copies import held
 from adapters.progress import BRIEF_S, progress
 from adapters.samples.formats.json_value import without_nulls
 from core.errors import CorruptArtefactError, DataSetError, counted
@@ -108,6 +108,11 @@ def _key(path: Path) -> str:
     return hashlib.sha256(str(path.resolve()).encode("utf-8", "surrogateescape")).hexdigest()[:32]
 
 
+def is_of(path: Path, folder: Path) -> bool:
+    """Return whether a copy is of a file as it is now; all of the file is read."""
+    return folder.name == f"{_read_whole(path)[:32]}-{VERSION}"
+
+
 def _content(path: Path, cache: Path) -> str:
     """Return the SHA-256 of a file, read where it is not known by how it stands on disk."""
     known = cache / f"{_key(path)}.json"
@@ -117,18 +122,24 @@ def _content(path: Path, cache: Path) -> str:
         if manifest is not None and manifest["standing"] == standing:
             return str(manifest["sha256"])
     started = time.time_ns()
-    digest = hashlib.sha256()
-    bar = progress(total=standing["size"], desc=f"reading {path.name}", unit=" bytes", leave=False, delay=BRIEF_S)
-    with path.open("rb") as file, bar:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-            bar.update(len(chunk))
+    sha256 = _read_whole(path)
     if standing != _standing(path):
         message = f"{path} changed while it was read: start again when it is complete"
         raise DataSetError(message)
     if started - max(standing["mtime_ns"], standing["ctime_ns"]) > _SETTLED_NS:
-        manifest = {"schema": _SOURCE, "path": str(path), "standing": standing, "sha256": digest.hexdigest()}
+        manifest = {"schema": _SOURCE, "path": str(path), "standing": standing, "sha256": sha256}
         files.write_manifest(known, manifest)
+    return sha256
+
+
+def _read_whole(path: Path) -> str:
+    """Return the SHA-256 of a file, all of which is read."""
+    digest, size = hashlib.sha256(), path.stat().st_size
+    bar = progress(total=size, desc=f"reading {path.name}", unit=" bytes", leave=False, delay=BRIEF_S)
+    with path.open("rb") as file, bar:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+            bar.update(len(chunk))
     return digest.hexdigest()
 
 
@@ -162,12 +173,10 @@ class _Bound:
 def unpack(path: Path, folder: Path) -> None:
     """Write the text of a .gz or .zst into a folder; DataSetError if it is damaged."""
     bound = _Bound(path)
-    with path.open("rb") as file:
-        unpacked = _gzip_parts if file.read(len(GZIP)) == GZIP else _zstd_parts
     bar = progress(desc=f"unpacking {path.name}", unit=" bytes", delay=BRIEF_S, leave=False)
     with (folder / TEXT).open("wb") as target, bar:
         try:
-            for part in unpacked(path):
+            for part in _parts(path):
                 bound.add(len(part))
                 target.write(part)
                 bar.update(len(part))
@@ -175,6 +184,32 @@ def unpack(path: Path, folder: Path) -> None:
             target.flush()
             message = f"{path}, line {_lines(folder / TEXT):,}: the archive {error}: get the whole file again"
             raise DataSetError(message) from None
+
+
+def text_fault(path: Path, folder: Path) -> str | None:
+    """Return in what a copy of packed text differs from its file; all of both is read."""
+    line = 1
+    bar = progress(desc=f"comparing {path.name}", unit=" bytes", delay=BRIEF_S, leave=False)
+    with (folder / TEXT).open("rb") as copy, bar:
+        try:
+            for part in _parts(path):
+                held = copy.read(len(part))
+                if held != part:
+                    same = next((at for at, (a, b) in enumerate(zip(held, part, strict=False)) if a != b), len(held))
+                    line += part.count(b"\n", 0, same)
+                    return f"line {line:,} of its copy is another one"
+                line += part.count(b"\n")
+                bar.update(len(part))
+        except _DamagedError as error:
+            return f"line {line:,}: the archive {error}"
+        return f"its copy has more than {line:,} lines" if copy.read(1) else None
+
+
+def _parts(path: Path) -> Iterator[bytes]:
+    """Yield the text of a .gz or .zst; _DamagedError if it is damaged."""
+    with path.open("rb") as file:
+        unpacked = _gzip_parts if file.read(len(GZIP)) == GZIP else _zstd_parts
+    return unpacked(path)
 
 
 class _DamagedError(Exception):
@@ -242,7 +277,7 @@ def rewrite_parquet(path: Path, folder: Path) -> None:
                     bound.add(batch.nbytes)
                     batch.validate(full=True)
                     writer.write_batch(batch.cast(schema))
-                    _write_digests(batch, digests)
+                    digests.writelines(_digests(batch))
                     done += batch.num_rows
                     bar.update(batch.num_rows)
     except (pa.ArrowException, UnicodeDecodeError, OSError) as error:
@@ -250,6 +285,37 @@ def rewrite_parquet(path: Path, folder: Path) -> None:
             raise
         message = f"{path}, row {done + 1}: the file is damaged, or no Parquet ({str(error).splitlines()[0][:200]})"
         raise DataSetError(message) from None
+
+
+def rows_fault(path: Path, folder: Path, copied: Iterator[bytes]) -> str | None:
+    """
+    Return in what a copy of a Parquet file differs from its file; all of both is read.
+
+    Args:
+        path: The file.
+
+        folder: Its copy.
+
+        copied: Digest of each row of the copy, from what stands there.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    row = 0
+    try:
+        source = pq.ParquetFile(path, memory_map=False, buffer_size=_CHUNK, pre_buffer=False)
+        total = source.metadata.num_rows
+        bar = progress(total=total, desc=f"comparing {path.name}", unit=" rows", delay=BRIEF_S, leave=False)
+        with (folder / DIGESTS).open("rb") as stored, bar:
+            for batch in source.iter_batches(batch_size=_MOST_ROWS // 10, use_threads=False):
+                for digest in _digests(batch):
+                    row += 1
+                    if digest != next(copied, None) or digest != stored.read(len(digest)):
+                        return f"row {row:,} of its copy is another one"
+                    bar.update()
+            return f"its copy has more than {row:,} rows" if stored.read(1) or next(copied, None) else None
+    except (pa.ArrowException, UnicodeDecodeError) as error:
+        return f"row {row + 1:,}: the file is damaged ({str(error).splitlines()[0][:200]})"
 
 
 def _plain(schema: Any) -> Any:
@@ -262,5 +328,6 @@ def _plain(schema: Any) -> Any:
     return pa.schema(columns)
 
 
-def _write_digests(batch: Any, file: BinaryIO) -> None:
-    file.writelines(digest_of(without_nulls(batch.slice(row, 1).to_pylist()[0])) for row in range(batch.num_rows))
+def _digests(batch: Any) -> Iterator[bytes]:
+    """Yield the digest of each row of a batch."""
+    return (digest_of(without_nulls(batch.slice(row, 1).to_pylist()[0])) for row in range(batch.num_rows))

@@ -137,17 +137,22 @@ class SpanFile:
         """Return where a record stands."""
         return Place(self.named.name, int(self.spans[row, 2]), self.unit)
 
-    def digests(self, start: int, stop: int) -> Iterator[bytes]:
-        """Yield the digest of each record from *start* to before *stop*."""
-        for row in range(start, stop):
-            if self._size(row) > LONGEST_PARSED:
-                yield unreadable_digest(self._text(row))
-                continue
-            text = b"".join(self._text(row))
-            try:
-                yield digest_of(self._value(text, ""))
-            except RecordError:
-                yield unreadable_digest([text])
+    def digests(self, start: int, stop: int) -> bytes:
+        """Return the digests of the records from *start* to before *stop*, one behind the other."""
+        return b"".join(map(self._digest, range(start, stop)))
+
+    def _digest(self, row: int) -> bytes:
+        if self._size(row) > LONGEST_PARSED:
+            return unreadable_digest(self._text(row))
+        text = b"".join(self._text(row))
+        try:
+            return digest_of(self._value(text, ""))
+        except RecordError:
+            return unreadable_digest([text])
+
+    def digest_of(self, row: int, value: Any) -> bytes:
+        """Return the digest of a record that was read; nothing if its text alone decides it."""
+        return b"" if self._size(row) > LONGEST_PARSED else digest_of(value)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_map": None}

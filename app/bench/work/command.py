@@ -5,9 +5,9 @@ The samples are a made mix of texts and images, or real chat lengths; work is in
 model, of whose vision tower images take their part. A step takes as long as its busiest rank. Ways
 are compared with random steps of packs of best fit: `sorted` takes packs of neighbouring work into
 one step, which biases it; `karmarkar-karp` assigns each random step's packs by largest differences;
-`sampling and filtering` makes packs as OmniBal (ICML 2025) describes it, implemented again from the
-paper's idea: groups in a drawn order until tokens or patches reach their share, of which those that
-are full enough stay, and the others are drawn again.
+`sampling and filtering` makes packs as OmniBal (ICML 2025) does: groups in a drawn order under
+limits of tokens and patches, of which those that are full enough stay, and the others are drawn
+again.
 """
 
 from __future__ import annotations
@@ -16,88 +16,24 @@ import argparse
 import json
 from collections.abc import Callable, Iterator
 from functools import partial
-from heapq import heapify, heappop, heappush
 
 import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from app.bench.distributions import trace
 from app.bench.measure import Measured, NotMeasured, measure
 from app.bench.table import aligned
+from app.bench.work.mixes import DATA, Samples
+from app.bench.work.others import distance, largest_differences, sampling_and_filtering
+from app.bench.work.ranks import Task, falls, measured_rounds
 from app.cli.command import positive_number, positive_numbers
 from core.lengths import IntArray
 from core.packers import pack
 from core.packs import Packs
 from core.shuffling import shuffled
-from core.work import SampleWorks, VisionWork, WorkModel, assign_steps, in_units
-
-MODEL = WorkModel(
-    per_position=14 * 10**9,
-    per_pair=4 * 28 * 3584,
-    vision=VisionWork(per_patch=1_340_000_000, per_image_pair=4 * 1280, per_window_pair=0, window=0),
-).trained()
-"""A 7B model with a vision tower of 0.67B, most of whose layers attend within small windows."""
-
-PATCHES_OF_A_TOKEN = 4
-
-ITERATIONS, FULL_ENOUGH = 10, 0.97
-"""Rounds of sampling and filtering, and the share of a limit that a group has to reach to stay."""
+from core.work import assign_steps, in_units
 
 LIMIT_S = 600.0
-
-
-@attrs.frozen(eq=False)
-class Samples:
-    """What is packed; arrays of shape (num_samples,)."""
-
-    tokens: IntArray
-    images: IntArray
-    patches: IntArray
-
-    @property
-    def works(self) -> IntArray:
-        """FLOPs of each sample, forward and backward."""
-        return SampleWorks.of(MODEL, self.tokens, images=self.images, patches=self.patches).samples
-
-    def below(self, capacity: int) -> Samples:
-        """Return the samples that are shorter than a pack."""
-        keep = self.tokens < capacity
-        return Samples(self.tokens[keep], self.images[keep], self.patches[keep])
-
-
-def made_mix(num_samples: int, *, seed: int) -> Samples:
-    """
-    Return texts with no image, one, two or four of common sizes.
-
-    Args:
-        num_samples: How many, >= 1.
-
-        seed: Of what is drawn, from 0.
-    """
-    rng = np.random.default_rng(seed)
-    text = np.clip(rng.lognormal(5.2, 0.9, num_samples), 16, 8000).astype(np.int64)
-    images = rng.choice([0, 1, 1, 1, 2, 4], num_samples)
-    sizes = rng.choice([256, 576, 1024, 1280, 2560], int(images.sum()), p=[0.2, 0.3, 0.25, 0.15, 0.1])
-    shown = np.zeros(num_samples, dtype=np.int64)
-    np.add.at(shown, np.repeat(np.arange(num_samples), images), sizes)
-    return Samples(text + shown, images, shown * PATCHES_OF_A_TOKEN)
-
-
-def chat(num_samples: int, *, seed: int) -> Samples:
-    """
-    Return real lengths of chats, without images.
-
-    Args:
-        num_samples: How many, >= 1.
-
-        seed: Of what is drawn, from 0.
-    """
-    tokens = np.random.default_rng(seed).choice(trace("chat"), num_samples).astype(np.int64)
-    return Samples(tokens, np.zeros_like(tokens), np.zeros_like(tokens))
-
-
-DATA = {"vision": made_mix, "chat": chat}
 
 
 @attrs.frozen
@@ -126,7 +62,10 @@ class Row:
     """Share of a run's time that is saved against random steps of packs of best fit."""
 
     pad_ratio: float
-    """Share of positions that were padding if packs of a microbatch were padded to the longest."""
+    """
+    Share of positions that were padding if the packs that ranks compute at the same time were
+    padded to the longest; a rank's own microbatch is one pack, which has none.
+    """
 
     vision_distance: float
     """Patches that the mean rank has fewer than the one with most, over the latter's; a mean."""
@@ -152,6 +91,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--accumulation", type=positive_numbers, default=[1, 4, 8], metavar="N,N", help="packs of a rank in a step"
     )
+    parser.add_argument(
+        "--measured", type=positive_number, default=0, metavar="ROUNDS",
+        help="instead: two real ranks on unequal images, so many rounds; seconds as packs come and by work",
+    )  # fmt: skip
+    parser.add_argument(
+        "--steps", type=positive_number, default=4, metavar="N", help="of a measured round (default: %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of samples and steps (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
     parser.set_defaults(run=run)
@@ -159,6 +105,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Measure, then print."""
+    if options.measured:
+        _print_measured(options)
+        return
     rows = [
         row
         for name in options.data
@@ -171,6 +120,21 @@ def run(options: argparse.Namespace) -> None:
     head = ("data", "packs of", "way", "ranks", "packs of a rank", "packs", "s", "MB", "mean step", "worst", "saved",
             "pad", "vision", "language", "over")  # fmt: skip
     print("\n".join(aligned([head, *map(_cells, rows)], left={0, 2})))
+
+
+def _print_measured(options: argparse.Namespace) -> None:
+    """Print what two real ranks take."""
+    rounds = measured_rounds(Task(options.steps, options.measured, options.seed))
+    fall = falls(rounds)
+    if options.json:
+        print(json.dumps({**attrs.asdict(fall), "rounds": [[attrs.asdict(step) for step in one] for one in rounds]}))
+        return
+    head = ("two ranks, as packs come over by work", "predicted", "quickest steps", "median round", "least", "most")
+    cells = [
+        (name, *(f"{value:.3f}" for value in (fall.predicted, of.quickest, of.median, of.least, of.most)))
+        for name, of in (("seconds", fall.seconds), ("processor time of the busier rank", fall.cpu))
+    ]
+    print("\n".join(aligned([head, *cells], left={0})))
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -205,82 +169,6 @@ def _by_differences(works: IntArray, ranks: int, accumulation: int) -> IntArray:
     for start in range(0, works.size, per_step):
         order[start : start + per_step] = start + largest_differences(works[start : start + per_step], ranks)
     return order
-
-
-def largest_differences(works: IntArray, ranks: int) -> IntArray:
-    """
-    Return a step's packs assigned by Karmarkar and Karp's differencing, as many to each rank, in an
-    order of which every so-many-th is a rank's.
-
-    Args:
-        works: Work of each pack, a multiple of *ranks*.
-
-        ranks: How many share the step.
-
-    >>> works = np.array([8, 7, 6, 5])
-    >>> works[largest_differences(works, 2)].reshape(2, 2).sum(axis=0).tolist()
-    [13, 13]
-    """
-    falling = np.argsort(-works, kind="stable").reshape(-1, ranks)
-    states = [(int(works[row[-1]] - works[row[0]]), number, row[None, :]) for number, row in enumerate(falling)]
-    heapify(states)
-    number = len(states)
-    while len(states) > 1:
-        (_, _, one), (_, _, other) = heappop(states), heappop(states)
-        # The ranks that have most of the one take those that have least of the other.
-        most = np.argsort(-works[one].sum(axis=0), kind="stable")
-        least = np.argsort(works[other].sum(axis=0), kind="stable")
-        both = np.concatenate([one[:, most], other[:, least]])
-        sums = works[both].sum(axis=0)
-        heappush(states, (int(sums.min() - sums.max()), number, both))
-        number += 1
-    order: IntArray = states[0][2].ravel()
-    return order
-
-
-def sampling_and_filtering(samples: Samples, *, capacity: int, seed: int) -> Packs:
-    """
-    Return packs by iterative sampling and filtering.
-
-    Args:
-        samples: What is packed, each shorter than *capacity*.
-
-        capacity: Tokens a pack may hold.
-
-        seed: Of the orders that samples are drawn in.
-    """
-    most_patches = capacity * int(samples.patches.sum()) / int(samples.tokens.sum())
-    left = np.arange(samples.tokens.size)
-    kept: list[list[int]] = []
-    for iteration in range(ITERATIONS):
-        left = left[shuffled(left.size, seed=(seed, iteration))]
-        again: list[list[int]] = []
-        groups = _groups(left.tolist(), samples, capacity, most_patches)
-        last = iteration == ITERATIONS - 1
-        for members, tokens, patches in groups:
-            full = tokens >= FULL_ENOUGH * capacity or (most_patches and patches >= FULL_ENOUGH * most_patches)
-            (kept if last or full else again).append(members)
-        left = np.array([index for members in again for index in members], dtype=np.int64)
-        if not left.size:
-            break
-    return Packs.from_lists(kept)
-
-
-def _groups(
-    order: list[int], samples: Samples, capacity: int, most_patches: float
-) -> Iterator[tuple[list[int], int, int]]:
-    """Yield neighbours that stay within both limits, with their tokens and patches."""
-    tokens, patches = samples.tokens.tolist(), samples.patches.tolist()
-    members: list[int] = []
-    held = seen = 0
-    for index in order:
-        if members and (held + tokens[index] > capacity or seen + patches[index] > most_patches):
-            yield members, held, seen
-            members, held, seen = [], 0, 0
-        members.append(index)
-        held, seen = held + tokens[index], seen + patches[index]
-    if members:
-        yield members, held, seen
 
 
 def _compared(name: str, packing_length: int, options: argparse.Namespace) -> Iterator[Row]:
@@ -388,16 +276,6 @@ class _Steps:
             "mean_step": float(self._ranks.max(axis=1).sum() / self._ranks.mean(axis=1).sum()),
             "worst_step": float(ratios.max()),
             "pad_ratio": 1 - float(self.tokens.sum() / longest),
-            "vision_distance": _distance(self.patches.sum(axis=1)),
-            "language_distance": _distance(self.tokens.sum(axis=1)),
+            "vision_distance": distance(self.patches.sum(axis=1)),
+            "language_distance": distance(self.tokens.sum(axis=1)),
         }
-
-
-def _distance(ranks: IntArray) -> float:
-    """Return how far the mean rank is below the highest, as a share of that; a mean over steps."""
-    highest = ranks.max(axis=1)
-    has_any = highest > 0
-    if not has_any.any():
-        return 0.0
-    below: NDArray[np.float64] = 1 - ranks.mean(axis=1)[has_any] / highest[has_any]
-    return float(below.mean())

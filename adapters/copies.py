@@ -1,9 +1,9 @@
-"""A copy that several processes want, written by one of them."""
+"""Copies of data that several processes want, and one writes."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -12,9 +12,16 @@ from adapters import files
 from adapters.progress import progress
 
 
-@contextmanager
+@contextlib.contextmanager
 def held(path: Path, source: Path) -> Iterator[None]:
-    """Let one process write a copy of a file or a folder; the others wait for it."""
+    """
+    Let one process write a copy; the others wait for it.
+
+    Args:
+        path: File of the lock.
+
+        source: What is copied, for the line that waits.
+    """
     lock = FileLock(path)
     with progress(desc=f"waiting for a copy of {source.name}", bar_format="{desc} [{elapsed}]", leave=False) as bar:
         while True:

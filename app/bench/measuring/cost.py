@@ -22,6 +22,7 @@ from PIL import Image
 from adapters.lifeline import end_with_parent
 from adapters.progress import progress
 from app.bench.distributions import DISTRIBUTIONS
+from app.bench.lengths import WARM_UP
 from app.bench.measure import Measured, measure
 from app.demo.tiny_models import write_model
 from app.planning.deadline import Deadline
@@ -60,11 +61,6 @@ KINDS = (Kind("text", 1600, None), Kind("small image", 800, (160, 120)), Kind("p
 
 NUM_IMAGES = 8
 """Different images of a kind; samples share them."""
-
-WARM_UP = 32
-"""
-Samples before the clock starts: worker processes take seconds to start, and get sixteen at a time.
-"""
 
 _FIRST_PORT, _PORTS = 19_000, 1000
 """Where two ranks meet: below the ports of tests, and below those of outgoing connections."""

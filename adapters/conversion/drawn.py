@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from adapters import files
-from adapters.one_writer import held
+from adapters.copies import held
 from adapters.progress import BRIEF_S, progress
 from adapters.samples.files import rebased
 from core.errors import counted

@@ -1,0 +1,1 @@
+"""Lengths of many samples at once, from the texts that the template makes of them."""

@@ -1,0 +1,312 @@
+"""
+Lengths of many samples at once, by counting the tokens of the texts that ms-swift's template makes.
+
+The template itself says which texts a sample is, and which of them are trained; only the tokenizer
+is asked for many samples together, and for numbers of tokens instead of lists of them. What a full
+encode does with the tokens afterwards is done here with the texts: an end of turn behind an answer
+is trained, the first position is not, and each image adds what one of its size does.
+"""
+
+# ruff: noqa: SLF001  # the template has no public way to ask for its texts
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
+
+import attrs
+from PIL import Image
+from swift.template import StdTemplateInputs, Template
+from transformers import PreTrainedTokenizerFast
+
+from adapters.samples.media import DUMMY_SIZE, IMAGES, patch_size_of
+from core.samples import Measurement
+
+_REDONE = (
+    "encode", "_encode_truncated", "_encode_context_list", "_add_dynamic_eos", "_get_length", "_tokenize",
+    "_split_special_tokens",
+)  # fmt: skip
+"""
+What this does in the template's place: one that does it otherwise encodes each sample in full.
+"""
+
+_ANSWER = {"role": "assistant", "content": "So."}
+
+_PROOFS: tuple[dict[str, Any], ...] = (
+    {"messages": [{"role": "user", "content": "Why?"}, _ANSWER]},
+    {"messages": [{"role": "user", "content": "Why?"}, _ANSWER, {"role": "user", "content": "And?"}, _ANSWER]},
+)
+"""Samples that are compared before a template's texts are trusted."""
+
+_STAND_IN = Image.new("RGB", DUMMY_SIZE)
+
+_PLAIN = {"messages", "images", "channel"}
+_PLAIN_MESSAGE = {"role", "content"}
+
+
+@attrs.frozen
+class Piece:
+    """A part of a sample: a text, or tokens that the template knows already."""
+
+    content: str | list[int]
+
+    trained: bool
+
+
+@attrs.frozen
+class Pieces:
+    """A sample, before it is tokenized."""
+
+    parts: list[Piece]
+
+    num_images: int
+
+
+@attrs.frozen
+class StandIn:
+    """What an image of `DUMMY_SIZE` is in a sample."""
+
+    tokens: int
+    """Tokens of it, beyond those of the texts that the template writes for it."""
+
+    patches: int
+
+    said: int
+    """How often those texts say the image's own token."""
+
+
+class PieceCounter:
+    """Measures samples by the texts that a template makes of them."""
+
+    def __init__(self, template: Template, *, image_token: int | None) -> None:
+        """
+        Count for a template; what its samples have in common is found by `prove_pieces`.
+
+        Args:
+            template: In training mode.
+
+            image_token: The token that stands for parts of an image; None for a model of text.
+        """
+        # A copy: what is changed here is not changed for full encodes, which audit this.
+        self._template = copy.copy(template)
+        self._template.max_length = None
+        self._template._split_special_tokens = _split_special_tokens
+        self._template.replace_tag = self._tag_of
+        self._tag = template.replace_tag
+        self._tags: dict[int, list[Any]] = {}
+        self._tokenizer = template.tokenizer
+        self._in_batches = _is_plain(template.tokenizer)
+        suffix = self._template._encode_context_list(self._template.template_meta.suffix)[0]
+        self._suffix: list[int] = suffix
+        self._image_text: str | None = None
+        if image_token is not None:
+            self._image_text = self._tokenizer.convert_ids_to_tokens(image_token)
+        self.stand_in: StandIn | None = None
+
+    def pieces(self, sample: dict[str, Any], *, num_images: int) -> Pieces:
+        """
+        Return the texts that a sample becomes; whatever the template raises.
+
+        Args:
+            sample: As `SwiftEncoder.read` gives it.
+
+            num_images: Images that it has.
+        """
+        template = self._template
+        inputs = _plain_inputs(sample) or StdTemplateInputs.from_dict({**sample, "images": []})
+        template._preprocess_inputs(inputs)
+        inputs.images = [_STAND_IN] * num_images
+        template._swift_prepare_inputs(inputs)
+        contexts, weights, _ = template._swift_encode(inputs)
+        contexts, weights = template._simplify_context_list(contexts, weights, inputs)
+        return Pieces([Piece(one, weight > 0) for one, weight in zip(contexts, weights, strict=True)], num_images)
+
+    def _tag_of(self, media_type: str, index: int, inputs: StdTemplateInputs) -> list[Any]:
+        """Return what the template writes for an image at a position; asked once for all."""
+        if index not in self._tags:
+            self._tags[index] = list(self._tag(media_type, index, inputs))
+        return self._tags[index]
+
+    def measure(self, samples: Sequence[Pieces]) -> list[Measurement | None]:
+        """
+        Return the measurement of each sample, its images as stand-ins; None where a text has the
+        token of an image itself.
+        """
+        texts = [part.content for sample in samples for part in sample.parts if isinstance(part.content, str)]
+        tokens = iter(self._tokenized(texts))
+        return [self._measurement(sample, tokens) for sample in samples]
+
+    def _tokenized(self, texts: list[str]) -> Sequence[Any]:
+        """Return what has the length, and as `ids` the tokens, of each text."""
+        if self._in_batches:
+            encoded: Sequence[Any] = self._tokenizer.backend_tokenizer.encode_batch_fast(
+                texts, add_special_tokens=False
+            )
+            return encoded
+        return [_Tokens(self._template._tokenize(text)) for text in texts]
+
+    def _measurement(self, sample: Pieces, tokens: Iterator[Any]) -> Measurement | None:
+        parts = [
+            (part, next(tokens) if isinstance(part.content, str) else _Tokens(part.content)) for part in sample.parts
+        ]
+        if self.said(sample) != (self.stand_in.said if self.stand_in else 0) * sample.num_images:
+            return None
+        parts = [(part, ids) for part, ids in parts if len(ids)]
+        supervised = sum(len(ids) for part, ids in parts if part.trained)
+        if parts and parts[0][0].trained:
+            supervised -= 1  # nothing comes before the first token
+        return Measurement(
+            length=sum(len(ids) for _, ids in parts)
+            + sample.num_images * (self.stand_in.tokens if self.stand_in else 0),
+            supervised=supervised + self._trained_ends(parts),
+            images=sample.num_images,
+            patches=sample.num_images * (self.stand_in.patches if self.stand_in else 0),
+        )
+
+    def said(self, sample: Pieces) -> int:
+        """Return how often the texts of a sample say the token of an image."""
+        text = self._image_text
+        if text is None:
+            return 0
+        return sum(part.content.count(text) for part in sample.parts if isinstance(part.content, str))
+
+    def _trained_ends(self, parts: list[tuple[Piece, Any]]) -> int:
+        """Return how many tokens that end an answer are trained though their text is not."""
+        found, answered, size = 0, False, len(self._suffix)
+        for trained, run in groupby(parts, key=lambda one: one[0].trained):
+            if not trained and answered:
+                start: list[int] = []
+                for _, ids in run:
+                    start += ids.ids[: size - len(start)] if len(start) < size else []
+                found += size if start == self._suffix else 0
+            answered = answered or trained
+        return found
+
+
+@attrs.frozen
+class _Tokens:
+    """Tokens that are known, as the tokenizer gives those of a text."""
+
+    ids: list[int]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+def _is_plain(tokenizer: Any) -> bool:
+    """Return whether a tokenizer does nothing but call its library."""
+    kind = type(tokenizer)
+    return (
+        isinstance(tokenizer, PreTrainedTokenizerFast)
+        and kind._encode_plus is PreTrainedTokenizerFast._encode_plus
+        and kind.__call__ is PreTrainedTokenizerFast.__call__
+    )
+
+
+def _plain_inputs(sample: dict[str, Any]) -> StdTemplateInputs | None:
+    """Return the template's inputs of a sample of texts alone; None if there is more to it."""
+    messages = sample["messages"]
+    if not sample.keys() <= _PLAIN or not all(message.keys() <= _PLAIN_MESSAGE for message in messages):
+        return None
+    system = None
+    if messages[0]["role"] == "system":
+        system, messages = messages[0]["content"], messages[1:]
+    if any(message["role"] not in {"user", "assistant"} or type(message["content"]) is not str for message in messages):
+        return None
+    return StdTemplateInputs([dict(message) for message in messages], system)
+
+
+def _split_special_tokens(contexts: list[Any], weights: list[float]) -> tuple[list[Any], list[float]]:
+    """Return texts cut at the tags that stand for media; most have none."""
+    kept: list[Any] = []
+    theirs: list[float] = []
+    for context, weight in zip(contexts, weights, strict=True):
+        if isinstance(context, str) and not any(tag in context for tag in Template.special_tokens):
+            more, more_weights = ([context], [weight]) if context else ([], [])
+        else:
+            more, more_weights = Template._split_special_tokens([context], [weight])
+        kept += more
+        theirs += more_weights
+    return kept, theirs
+
+
+def prove_pieces(template: Template, *, image_token: int | None) -> tuple[PieceCounter | None, str]:
+    """
+    Return what measures a template's samples by their texts, as a few of them encode; or None, and
+    why nothing does. Without `stand_in`, samples with images are none of them.
+
+    Args:
+        template: In training mode.
+
+        image_token: The token that stands for parts of an image; None for a model of text.
+    """
+    kind, base = type(template), Template
+    if template.task_type != "causal_lm" or template.template_backend != "swift" or template.is_encoder_decoder:
+        return None, f"it is for {template.task_type} by {template.template_backend}"
+    redone = _REDONE if image_token is not None else (*_REDONE, "_encode")
+    own = [name for name in redone if inspect.getattr_static(kind, name) is not inspect.getattr_static(base, name)]
+    if own:
+        return None, f"its template has a way of its own to {own[0].strip('_')}"
+    counter = PieceCounter(template, image_token=image_token)
+    try:
+        for sample in _PROOFS:
+            (found,) = counter.measure([counter.pieces(sample, num_images=0)])
+            if found != _encoded(template, sample, 0):
+                return None, "its texts are not all that its samples are"
+        if image_token is not None:
+            counter.stand_in = _prove_stand_in(template, counter)
+    except Exception as error:  # noqa: BLE001  # whatever a template does not take is said of the records that have it
+        return None, f"a sample of its texts alone cannot be made ({type(error).__name__}: {error})"
+    return counter, ""
+
+
+def _prove_stand_in(template: Template, counter: PieceCounter) -> StandIn | None:
+    """
+    Return what an image of `DUMMY_SIZE` is in a sample; None if not the same each time.
+
+    Args:
+        template: Of a model that sees.
+
+        counter: Measures its texts.
+    """
+    for number in (1, 2):
+        sample = {"messages": [{"role": "user", "content": "<image>" * number + "?"}, _ANSWER]}
+        pieces = counter.pieces(sample, num_images=number)
+        encoded = _encoded(template, sample, number)
+        if number == 1:
+            counter.stand_in = StandIn(0, 0, counter.said(pieces))
+            (found,) = counter.measure([pieces])
+            if found is None:
+                return None
+            counter.stand_in = StandIn(encoded.length - found.length, encoded.patches, counter.said(pieces))
+        (found,) = counter.measure([pieces])
+        if found != encoded:
+            return None
+    return counter.stand_in
+
+
+def _encoded(template: Template, sample: dict[str, Any], num_images: int) -> Measurement:
+    """
+    Return the measurement of a full encode.
+
+    Args:
+        template: Encodes.
+
+        sample: Its messages.
+
+        num_images: Images of `DUMMY_SIZE` that it has.
+    """
+    limit, template.max_length = template.max_length, None
+    try:
+        images = [Image.new("RGB", DUMMY_SIZE) for _ in range(num_images)]
+        encoded = template.encode({**sample, "images": images}, return_length=True)
+    finally:
+        template.max_length = limit
+    supervised = sum(label >= 0 for label in encoded["labels"][1:])
+    patches = IMAGES.patches(encoded, patch_size=patch_size_of(template.config))
+    return Measurement(encoded["length"], supervised, num_images, patches)

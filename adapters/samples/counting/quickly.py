@@ -1,0 +1,261 @@
+"""
+Many samples measured at once: from the texts that the template makes, and the images' headers.
+
+Some are encoded in full on the way, and compared: the first of each kind of record in each process,
+and one in `AUDITED_ONE_IN` of all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from adapters.samples.counting.pieces import PieceCounter, Pieces
+from adapters.samples.encoder import SwiftEncoder
+from adapters.samples.image_headers import image_facts
+from adapters.samples.image_lengths import ImageCost, ImageLengths
+from core.errors import RecordError
+from core.samples import (
+    DIGEST_BYTES,
+    Image,
+    ImageFacts,
+    ImageTable,
+    Measured,
+    Measurement,
+    Outcome,
+    ShortcutError,
+    Table,
+    from_tables,
+    to_row,
+    to_tables,
+)
+
+AUDITED_ONE_IN = 512
+"""Samples of which one is encoded in full too."""
+
+_MOST_KINDS = 64
+"""Kinds of records that a process audits the first of."""
+
+_SAYS_MORE = re.compile(r"<\|\w+\|>|</?think>|<(?:image|video|audio|bbox|ref-object|cot-process|start-image)>")
+"""A text that a template may treat otherwise than others: tokens, thoughts, tags."""
+
+
+class MeasureOne(Protocol):
+    """Measures a sample by itself; RecordError if it cannot become one."""
+
+    def __call__(self, index: int, /) -> Measurement:
+        """Return the measurement of sample *index*."""
+
+
+@attrs.frozen
+class _Read:
+    """A sample that was read, and the texts that it becomes."""
+
+    index: int
+    sample: dict[str, Any]
+    facts: tuple[ImageFacts, ...]
+    beyond: list[ImageCost]
+    """What its images cost beyond stand-ins."""
+
+    pieces: Pieces | None
+    """None if it has to be measured by itself."""
+
+
+@attrs.frozen(eq=False)
+class Batch:
+    """What was measured of some records, small to send from one process to another."""
+
+    numbers: NDArray[np.int64]
+    """Positions of the records among all; shape (num_records,)."""
+
+    digests: NDArray[np.uint8]
+    """Digest of each record, all zero where it is not known; shape (num_records, DIGEST_BYTES)."""
+
+    table: Table
+    images: ImageTable
+
+    errors: dict[int, RecordError]
+    """Place in the batch -> why that record cannot become a sample; the tables leave it out."""
+
+    @classmethod
+    def of(cls, numbers: NDArray[np.int64], outcomes: Sequence[Outcome], digests: Sequence[bytes] = ()) -> Batch:
+        """
+        Put outcomes into arrays.
+
+        Args:
+            numbers: Positions of the records among all.
+
+            outcomes: What measuring each gave.
+
+            digests: Of each record, empty where it is not known.
+        """
+        known = np.zeros((len(numbers), DIGEST_BYTES), np.uint8)
+        for place, digest in enumerate(digests):
+            if digest:
+                known[place] = np.frombuffer(digest, np.uint8)
+        errors = {place: one for place, one in enumerate(outcomes) if isinstance(one, RecordError)}
+        table, images = to_tables(one for one in outcomes if isinstance(one, Measured))
+        return cls(numbers, known, table, images, errors)
+
+    def outcomes(self) -> Iterator[Outcome]:
+        """Yield what measuring each record gave, in their order."""
+        measured = iter(from_tables(self.table, self.images, range(len(self.table))))
+        for place in range(len(self.numbers)):
+            yield self.errors[place] if place in self.errors else next(measured)
+
+
+class QuickMeasurer:
+    """Measures samples of an encoder without encoding each."""
+
+    def __init__(
+        self,
+        encoder: SwiftEncoder,
+        counter: PieceCounter,
+        lengths: ImageLengths | None,
+        *,
+        alone: MeasureOne,
+        in_full: MeasureOne,
+    ) -> None:
+        """
+        Measure what an encoder encodes.
+
+        Args:
+            encoder: Gives the samples.
+
+            counter: Counts the texts of its template.
+
+            lengths: What images cost; None measures those samples by themselves.
+
+            alone: Measures one that cannot be measured with others.
+
+            in_full: Measures one by encoding it.
+        """
+        self._encoder, self._alone, self._in_full = encoder, alone, in_full
+        self._counter, self._lengths = counter, lengths
+        self._kinds: set[object] = set()
+
+    def measure(self, indices: Sequence[int]) -> tuple[list[Outcome], list[bytes]]:
+        """
+        Measure samples, and return the digests of their records too, empty where they are not
+        known; ShortcutError if one of those that are encoded too is measured otherwise then.
+        """
+        digests = [b""] * len(indices)
+        read: list[_Read | RecordError] = []
+        for place, index in enumerate(indices):
+            try:
+                record, digests[place] = self._encoder.records.read(index)
+                read.append(self._read(index, record))
+            except RecordError as error:
+                read.append(error)
+        ready = [one.pieces for one in read if isinstance(one, _Read) and one.pieces is not None]
+        counted = iter(self._counter.measure(ready))
+        return [one if isinstance(one, RecordError) else self._outcome(one, counted) for one in read], digests
+
+    def _read(self, index: int, record: object) -> _Read:
+        """
+        Return a record as a sample, with what its images' headers say; RecordError if it is none.
+        """
+        sample, images = self._encoder.sample_of(index, record)
+        facts = self.facts(index, images)
+        if videos := sample.get("videos"):
+            shown = (self._encoder.stored_video(index, video) for video in videos)
+            return _Read(index, sample, (*facts, *shown), [], None)
+        if images and self._lengths is None:
+            return _Read(index, sample, facts, [], None)
+        beyond = []
+        try:
+            if self._lengths is not None:
+                beyond = [self._lengths.beyond_stand_in(one.width, one.height) for one in facts]
+        except ValueError as error:
+            raise self._encoder.fault(index, f"an image cannot be encoded: {error}") from None
+        try:
+            pieces = self._counter.pieces(sample, num_images=len(images))
+        except Exception:  # noqa: BLE001  # whatever the template raises, a full encode says with the record's place
+            pieces = None
+        return _Read(index, sample, facts, beyond, pieces)
+
+    def facts(self, index: int, images: Sequence[Image]) -> tuple[ImageFacts, ...]:
+        """
+        Return what the images of a sample are now; RecordError if one cannot be read.
+
+        Args:
+            index: Of the sample.
+
+            images: Paths of its images, or what their files would hold.
+        """
+        try:
+            return tuple(image_facts(image) for image in images)
+        except ValueError as error:
+            raise self._encoder.fault(index, str(error)) from None
+
+    def _outcome(self, one: _Read, counted: Iterator[Measurement | None]) -> Outcome:
+        """
+        Return the measurement of a sample that was read.
+
+        Args:
+            one: The sample.
+
+            counted: Measurements of those that have pieces, in their order.
+        """
+        quick = None if one.pieces is None else next(counted)
+        limit = self._encoder.template.max_length
+        if quick is not None:
+            quick = attrs.evolve(
+                quick,
+                length=quick.length + sum(more.tokens for more in one.beyond),
+                patches=quick.patches + sum(more.patches for more in one.beyond),
+            )
+        try:
+            # Which tokens a truncated sample keeps is the template's to say.
+            if quick is None or (limit is not None and quick.length > limit):
+                return Measured(self._alone(one.index), one.facts)
+        except RecordError as error:
+            return error
+        if self._audits(one):
+            self._audit(one.index, quick)
+        return Measured(quick, one.facts)
+
+    def _audits(self, one: _Read) -> bool:
+        """Return whether a sample is encoded in full too."""
+        kind = _kind(one.sample)
+        is_new = kind not in self._kinds and len(self._kinds) < _MOST_KINDS
+        if is_new:
+            self._kinds.add(kind)
+        return is_new or self._encoder.records.number(one.index) % AUDITED_ONE_IN == 0
+
+    def _audit(self, index: int, quick: Measurement) -> None:
+        """
+        Compare a measurement with that of a full encode.
+
+        Raises:
+            ShortcutError: They are not the same.
+        """
+        try:
+            encoded = self._in_full(index)
+        except RecordError:
+            # As a damaged image behind a sound header: which of them are found must not depend on
+            # which are encoded.
+            return
+        if encoded != quick:
+            raise ShortcutError(str(self._encoder.records.where(index)), to_row(quick), to_row(encoded))
+
+
+def _kind(sample: dict[str, Any]) -> object:
+    """Return what decides how a template treats a sample: roles, keys, tags."""
+    messages = sample["messages"]
+    texts = [text for message in messages if isinstance(text := message["content"], str)]
+    said = {tag for text in texts if "<" in text for tag in _SAYS_MORE.findall(text)[:8]}
+    return (
+        tuple((message["role"], *sorted(message.keys() - {"role", "content"})) for message in messages[:4]),
+        min(len(messages), 5),
+        frozenset(sample.keys()),
+        any(text[:1].isspace() or text[-1:].isspace() for text in texts),
+        frozenset(said),
+    )

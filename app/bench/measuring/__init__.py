@@ -1,0 +1,1 @@
+"""Measuring lengths: seconds and bytes, for `app.bench lengths` and `app.bench records`."""

@@ -1,0 +1,58 @@
+"""The pages for users of other programs: the keys that they name are keys."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from adapters.config.trainer_keys import stored_keys
+from adapters.config.values import known_keys
+from core.config import RunConfig
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+KEYS = {path for path, section in known_keys(RunConfig) if not section} | {f"training.{key}" for key in stored_keys()}
+
+ROW = re.compile(r"^\| `(\w+)` \| `([\w.]+)` \| ?(.*?) ?\|$", re.MULTILINE)
+
+
+def rows(heading: str) -> list[tuple[str, str, str]]:
+    """Return the rows of a section of the page."""
+    page = (DOCS / "coming-from-others.md").read_text(encoding="utf-8")
+    return ROW.findall(page.split(f"\n## {heading}\n")[1].split("\n## ")[0])
+
+
+@pytest.mark.parametrize("heading", ["TRL", "axolotl", "LLaMA-Factory"])
+def test_keys_that_others_become_are_keys(heading):
+    """Each row names one that a run's YAML has; so do its remarks."""
+    found = rows(heading)
+
+    assert len(found) > 15
+    assert [] == [key for _, key, _ in found if key not in KEYS]
+    said = " ".join(remark for _, _, remark in found)
+    remarks = re.findall(r"`((?:model|template|custom|training)\.\w+)", said)
+    assert remarks
+    assert [] == [key for key in remarks if key not in KEYS]
+
+
+def test_keys_of_trl_are_those_of_the_installed_one():
+    """As its configuration classes declare them; nothing is imported."""
+    folder = Path(find_spec("trl").origin).parent / "trainer"
+    sources = [(folder / f"{name}_config.py").read_text(encoding="utf-8") for name in ("sft", "model")]
+    transformers = Path(find_spec("transformers").origin).with_name("training_args.py").read_text(encoding="utf-8")
+
+    declared = set(re.findall(r"^    (\w+): ", "\n".join([*sources, transformers]), re.MULTILINE))
+
+    assert [] == [name for name, _, _ in rows("TRL") if name not in declared]
+
+
+def test_keys_of_the_page_for_users_of_ms_swift_are_keys():
+    """With their sections."""
+    page = (DOCS / "coming-from-ms-swift.md").read_text(encoding="utf-8")
+    named = re.findall(r"`((?:model|template|custom|training)\.\w+)", page)
+
+    assert len(named) > 5
+    assert [] == [key for key in named if key not in KEYS]
