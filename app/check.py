@@ -41,7 +41,7 @@ from app.wiring import stores
 from core.config import RunConfig
 from core.equality import CHECKS, Finding, Verdict, choose_packs, judge, kind
 from core.errors import ConfigError, UnequalError, counted
-from core.samples import column
+from core.samples import num_media
 
 if TYPE_CHECKING:
     from app.training.prepare import Prepared
@@ -122,7 +122,7 @@ def compare(config: RunConfig, prepared: Prepared, *, num_packs: int) -> Report:
         findings += comparison.findings(pack)
     precision, without = prepared.trainer.precision, comparison.without_gradients
     verdicts = judge(findings, precision=precision)
-    images = column(train.table, "images")
+    images = num_media(train.table)
     return Report(
         model=config.model.model,
         model_type=training.model_type_of(config),

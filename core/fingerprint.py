@@ -75,6 +75,14 @@ def configured_inputs(template: TemplateConfig, custom: CustomConfig, *, packing
         "template.agent_template": template.agent_template,
         "template.loss_scale": template.loss_scale,
         "template.max_pixels": template.max_pixels,
+        **_set_videos(template),
         "template.truncation_strategy": cut,
         "packing_length": packing_length if cut else None,
     }
+
+
+def _set_videos(template: TemplateConfig) -> dict[str, Value]:
+    """Return how videos are sampled, as far as the run says."""
+    keys = ("fps", "fps_min_frames", "fps_max_frames", "video_min_pixels", "video_max_pixels", "video_total_pixels")
+    named = {f"template.{key}": getattr(template, key) for key in keys if getattr(template, key) is not None}
+    return {name: str(value) if isinstance(value, float) else value for name, value in named.items()}

@@ -111,7 +111,15 @@ class PlanPolicy:
             work=work,
         )
 
-    def works(self, lengths: IntArray, *, images: IntArray, patches: IntArray) -> IntArray | None:
+    def works(
+        self,
+        lengths: IntArray,
+        *,
+        images: IntArray,
+        patches: IntArray,
+        frames: IntArray | int = 0,
+        video_patches: IntArray | int = 0,
+    ) -> IntArray | None:
         """
         Return the work of each sample, shape (num_samples,); None if the packs do not depend on it.
 
@@ -121,11 +129,17 @@ class PlanPolicy:
             images: Images of each sample; of the same shape.
 
             patches: Patches of all images of a sample together; of the same shape.
+
+            frames: Frames that are sampled of all videos of a sample together; of the same shape.
+
+            video_patches: Patches of all videos of a sample together; of the same shape.
         """
         if not self.packing or not algorithm_named(self.algorithm).weighs:
             return None
         model = self.work or WorkModel.estimated({}).trained()
-        return SampleWorks.of(model, lengths, images=images, patches=patches).samples
+        return SampleWorks.of(
+            model, lengths, images=images, patches=patches, frames=frames, video_patches=video_patches
+        ).samples
 
     def fingerprint(self, lengths_digest: str) -> Fingerprint:
         """

@@ -86,7 +86,7 @@ def _store(
     rows = np.zeros((measured, len(COLUMNS)), dtype=np.int32)
     rows[:, 0] = lengths[:measured]
     rows[0, 2:4] = 1, 4
-    images = np.array([[1000, 28, 56, 7]], dtype=np.int64).reshape(-1, len(IMAGE_COLUMNS))
+    images = np.array([[1000, 28, 56, 7, 0, 0, 0]], dtype=np.int64).reshape(-1, len(IMAGE_COLUMNS))
     with stores.lock.held(timeout_s=1, report=lambda _: None):
         stores.lengths.resume(Fingerprint(inputs), len(lengths), str)
         probed = {"samples": [0]} if probe else None

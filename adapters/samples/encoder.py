@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import time
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -15,9 +16,19 @@ from swift.template import Template
 
 from adapters.samples.files import open_records
 from adapters.samples.image_headers import read_size
-from adapters.samples.media import IMAGES, ImageTokens, drop_partial, patch_size_of
+from adapters.samples.media import IMAGES, VIDEOS, ImageTokens, drop_partial, patch_size_of
 from adapters.samples.template import open_template
 from adapters.samples.urls import MediaCache
+from adapters.samples.video import (
+    FRAMES_OF_LAYER,
+    VideoFacts,
+    VideoLengths,
+    frames_of,
+    reads_videos,
+    unread_reason,
+    video_facts,
+    why_no_reader,
+)
 from core.config import CustomConfig, ModelConfig, TemplateConfig
 from core.errors import ContractError, RecordError, counted
 from core.samples import (
@@ -25,8 +36,10 @@ from core.samples import (
     MIXABLE,
     RESPONSE,
     Image,
+    ImageFacts,
     Measurement,
     Table,
+    Video,
     from_row,
     is_url,
     shaped,
@@ -35,6 +48,9 @@ from core.samples import (
 )
 
 IGNORED_LABEL = -100
+
+VIDEO_SECONDS = "video_seconds"
+"""Key of the seconds that a sample with videos took to be encoded for training."""
 
 _SOUNDS = frozenset({"audio", "tts"})
 """What ms-swift says of models that take nothing but text and sound."""
@@ -133,12 +149,17 @@ class SwiftEncoder:
             sample = {**sample, "messages": [*before, {**last, "role": "assistant", "content": answer}]}
         for image in images:
             self.image_size(index, image)
+        videos = sample.get("videos", ())
+        for video in videos:
+            self.video_facts(index, video)
         try:
             return self.encode_messages(index, {**sample, "images": images})
         except RecordError:
             # A damaged image is the likelier reason, and a better one.
             for image in images:
                 self.image_size(index, image, decode=True)
+            for video in videos:
+                self.decode_video(index, video)
             raise
 
     def read(self, index: int) -> tuple[dict[str, Any], list[Image]]:
@@ -177,6 +198,9 @@ class SwiftEncoder:
         images = [self._located(index, image, folder) for image in sample.get("images", ())]
         if images and not self.sees_images:
             raise self.fault(index, "the record has images, but the model reads text only")
+        if "videos" in sample:
+            sample["videos"] = [_placed(video, folder) for video in sample["videos"]]
+            self._refuse_unread_videos(index)
         self._refuse_unread(index, sample)
         return sample, images
 
@@ -226,6 +250,16 @@ class SwiftEncoder:
         ):
             reason = "the record says 'loss': false of what the user says, which template.loss_scale: all trains"
             raise self.fault(index, f"{reason} all the same: remove it")
+
+    def _refuse_unread_videos(self, index: int) -> None:
+        """Refuse a sample's videos where the template, or this machine, reads none."""
+        if not self.sees_images:
+            raise self.fault(index, "the record has videos, but the model reads text only")
+        if not reads_videos(self.template):
+            name = self.template.template_meta.template_type
+            raise self.fault(index, f"the record has videos, which are not read for the template {name} here")
+        if (why_not := why_no_reader()) is not None and "pip install" in why_not:
+            raise self.fault(index, f"the record has videos, but {why_not}")
 
     def leave_out(self, numbers: Sequence[int]) -> None:
         """Leave out these records, by their positions among all, ascending, and no others."""
@@ -295,6 +329,9 @@ class SwiftEncoder:
         Encode what `read` gave of sample *index*, or what stands in for it; RecordError if the
         template cannot.
         """
+        if videos := sample.get("videos"):
+            listed = [video if isinstance(video, list) else frames_of(video) or video for video in videos]
+            sample = {**sample, "videos": [list(video) if isinstance(video, tuple) else video for video in listed]}
         if images := sample.get("images"):
             held = [{"bytes": image, "path": None} if isinstance(image, bytes) else image for image in images]
             sample = {**sample, "images": held}
@@ -304,6 +341,7 @@ class SwiftEncoder:
             raise self.fault(index, f"the record cannot be encoded: {type(error).__name__}: {error}") from error
         drop_partial(encoded)
         encoded[IMAGES.counted] = len(sample.get("images", ()))
+        encoded[VIDEOS.counted] = len(sample.get("videos", ()))
         return self._weighed(index, encoded)
 
     def _weighed(self, index: int, encoded: dict[str, Any]) -> dict[str, Any]:
@@ -320,6 +358,51 @@ class SwiftEncoder:
             raise self.fault(index, reason)
         return {**encoded, "loss_scale": weights}
 
+    @cached_property
+    def video_lengths(self) -> VideoLengths | None:
+        """
+        What videos cost in the template by what their containers say; None where each is to be
+        decoded.
+        """
+        return None if why_no_reader() else VideoLengths.of(self.template, self.spec.template)
+
+    def video_facts(self, index: int, video: Video) -> VideoFacts:
+        """
+        Return what a video of sample *index* says of itself; RecordError if it cannot be used.
+        """
+        custom = self.spec.custom
+        try:
+            facts = video_facts(video, max_seconds=custom.max_video_s)
+            size = self.video_lengths.num_bytes(facts) if self.video_lengths is not None else 0
+        except ValueError as error:
+            raise self.fault(index, str(error)) from None
+        if size > custom.max_video_bytes:
+            reason = (
+                f"the sampled frames of {facts.width} x {facts.height} of the video {_named(video)} take "
+                f"{counted(size, 'byte')}, but may take {custom.max_video_bytes:,}: lower template.fps_max_frames, "
+                "shrink the video, or raise custom.max_video_bytes"
+            )
+            raise self.fault(index, reason)
+        return facts
+
+    def stored_video(self, index: int, video: Video) -> ImageFacts:
+        """Return what is kept of a video of sample *index*; RecordError if it cannot be used."""
+        facts = self.video_facts(index, video)
+        lengths = self.video_lengths
+        seconds = facts.num_frames / float(facts.rate) if facts.rate else 0.0
+        return facts.stored(seconds if lengths is None else lengths.seconds(facts))
+
+    def decode_video(self, index: int, video: Video) -> None:
+        """Decode frames of a video of sample *index*; RecordError if they cannot be."""
+        try:
+            frames = frames_of(video)
+            for frame in frames or ():
+                read_size(frame, decode=True)
+        except ValueError as error:
+            raise self.fault(index, str(error)) from None
+        if frames is None and (reason := unread_reason(str(video))) is not None:
+            raise self.fault(index, reason)
+
     def fault(self, index: int, reason: str) -> RecordError:
         """Return an error that names the place of sample *index*."""
         return RecordError(str(self.records.where(index)), reason)
@@ -332,6 +415,7 @@ class SwiftEncoder:
             images=encoded[IMAGES.counted],
             patches=IMAGES.patches(encoded, patch_size=patch_size_of(self.template.config)),
         )
+        measurement = attrs.evolve(measurement, **self._measured_videos(encoded))
         held = IMAGES.rows(encoded)
         if held not in (None, measurement.images):
             reason = f"the record has {counted(measurement.images, 'image')}, but its encoding holds {held:,}"
@@ -340,13 +424,49 @@ class SwiftEncoder:
             why_not = self.image_tokens.why_not(encoded["input_ids"], measurement.patches)
             if why_not is not None:
                 raise self.fault(index, why_not)
+        self._refuse_video_tokens(index, encoded["input_ids"], measurement)
         return measurement
+
+    def _measured_videos(self, encoded: dict[str, Any]) -> dict[str, Any]:
+        """Return what an encoded sample has of videos, as columns of its measurement."""
+        if not encoded[VIDEOS.counted]:
+            return {}
+        layers = encoded["video_grid_thw"][:, 0].sum()
+        patches = VIDEOS.patches(encoded, patch_size=patch_size_of(self.template.config))
+        return {
+            "videos": encoded[VIDEOS.counted],
+            "frames": FRAMES_OF_LAYER * int(layers),
+            "video_patches": patches,
+        }
+
+    def _refuse_video_tokens(self, index: int, tokens: list[int], measurement: Measurement) -> None:
+        """
+        Refuse a sample whose video tokens are not those of its videos.
+
+        Args:
+            index: Of the sample.
+
+            tokens: Of the sample.
+
+            measurement: What its encoding holds.
+        """
+        if not self.sees_images or not reads_videos(self.template):
+            return
+        merge = self.template.processor.image_processor.merge_size**2
+        found, expected = tokens.count(self.template.video_token_id), measurement.video_patches // merge
+        if found != expected:
+            reason = f"the record has {found:,} video tokens, but its videos give {expected:,}: its text may contain"
+            raise self.fault(index, f"{reason} the video token itself")
 
     def fetch(self, index: int, planned: Table) -> dict[str, Any]:
         """
         Encode sample *index* for training; ContractError if it is not the one that was planned.
         """
-        return self.checked(index, self.encode(index), planned)
+        started = time.perf_counter()
+        sample = self.checked(index, self.encode(index), planned)
+        if sample[VIDEOS.counted]:
+            sample[VIDEO_SECONDS] = time.perf_counter() - started
+        return sample
 
     def checked(self, index: int, encoded: dict[str, Any], planned: Table) -> dict[str, Any]:
         """
@@ -364,3 +484,14 @@ class SwiftEncoder:
         if differences := expected.differences(found):
             raise ContractError(index, str(self.records.where(index)), differences)
         return encoded
+
+
+def _placed(video: Video, folder: str) -> Video:
+    """Return a video whose paths start at the folder of its record."""
+    if isinstance(video, tuple):
+        return tuple(str(Path(folder, frame)) for frame in video)
+    return str(Path(folder, video))
+
+
+def _named(video: Video) -> str:
+    return video if isinstance(video, str) else f"of {counted(len(video), 'frame')}, {video[0]}"

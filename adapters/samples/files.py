@@ -37,7 +37,7 @@ from adapters.samples.formats.rewriting import (
 from adapters.samples.formats.spans import Named, SpanFile
 from core.errors import DataSetError
 from core.ports import Records
-from core.samples import IMAGE_KEYS, inline_image
+from core.samples import IMAGE_KEYS, VIDEO_KEYS, inline_image
 
 _PACKED = {".gz", ".zst", ".zstd"}
 
@@ -245,7 +245,8 @@ def _open_text(text: Path, suffix: str, named: Named, max_bytes: int | None) -> 
 
 def rebased(record: Any, folder: Path, onto: Path) -> Any:
     """
-    Return a record of a file in *folder* as one in *onto* has to read: with the same images.
+    Return a record of a file in *folder* as one in *onto* has to read: with the same
+    media.
 
     Args:
         record: A record's JSON value, or that of a column.
@@ -258,7 +259,7 @@ def rebased(record: Any, folder: Path, onto: Path) -> Any:
     if not isinstance(record, dict):
         return record
     moved = {}
-    for name in IMAGE_KEYS:
+    for name in (*IMAGE_KEYS, *VIDEO_KEYS):
         if images := record.get(name):
             listed = images if isinstance(images, list) else [images]
             moved[name] = [_rebased_image(image, folder, onto) for image in listed]
@@ -275,13 +276,16 @@ def _rebased_message(message: Any, folder: Path, onto: Path) -> Any:
 
 
 def _rebased_part(part: Any, folder: Path, onto: Path) -> Any:
-    if not isinstance(part, dict) or not (image := part.get("image")):
+    if not isinstance(part, dict):
         return part
-    return {**part, "image": _rebased_image(image, folder, onto)}
+    media = {name: _rebased_image(part[name], folder, onto) for name in ("image", "video") if part.get(name)}
+    return {**part, **media}
 
 
 def _rebased_image(image: Any, folder: Path, onto: Path) -> Any:
-    """Return a path from another folder; an image that stands in the record stays."""
+    """Return a path, or paths, from another folder; an image that stands in the record stays."""
+    if isinstance(image, list):
+        return [_rebased_image(frame, folder, onto) for frame in image]
     if isinstance(image, dict):
         path = image.get("path")
         return image if image.get("bytes") or not path else {**image, "path": os.path.relpath(folder / path, onto)}

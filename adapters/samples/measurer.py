@@ -32,7 +32,7 @@ from adapters.samples.template import swift_types
 from adapters.versions import installed_version
 from core.errors import RecordError
 from core.fingerprint import Fingerprint, Value, configured_inputs
-from core.samples import ImageFacts, Measured, Measurement, Outcome
+from core.samples import Image, ImageFacts, Measured, Measurement, Outcome
 
 log = logging.getLogger(__name__)
 
@@ -66,10 +66,21 @@ _PROCESSING_VARIABLES = (
     "QWENVL_BBOX_FORMAT",
     "ENABLE_THINKING",
     "PRESERVE_THINKING",
+    "FPS",
+    "FPS_MIN_FRAMES",
+    "FPS_MAX_FRAMES",
+    "FRAME_FACTOR",
+    "VIDEO_MIN_PIXELS",
+    "VIDEO_MAX_PIXELS",
+    "VIDEO_TOTAL_PIXELS",
+    "VIDEO_MIN_TOKEN_NUM",
+    "VIDEO_MAX_TOKEN_NUM",
+    "MODEL_SEQ_LEN",
+    "FORCE_QWENVL_VIDEO_READER",
 )
-"""Environment variables that ms-swift and qwen_vl_utils read while encoding text and images."""
+"""Environment variables that ms-swift and qwen_vl_utils read while encoding text and media."""
 
-MEASURING = 2
+MEASURING = 3
 """
 Version of this project's own part in a length: records to messages, headers to patches. A change
 that moves one raises it.
@@ -160,25 +171,55 @@ class SwiftMeasurer:
 
     def measure_quickly(self, index: int) -> Measurement:
         """
-        Measure sample *index* from its images' headers where that is proven to be exact; else in
-        full.
+        Measure sample *index* from the headers of its images and videos where that is proven to be
+        exact; else in full.
         """
         sample, images = self._encoder.read(index)
         # Where the template truncates, what goes depends on where the images stand.
-        lengths = None if not images or self._encoder.template.max_length is not None else self.image_lengths[0]
-        if lengths is None:
+        if not (images or "videos" in sample) or self._encoder.template.max_length is not None:
             return self.measure(index)
-        sizes = [self._encoder.image_size(index, image) for image in images]
-        stand_ins = [lengths.stand_in] * len(images)
-        standing = self._encoder.measured(index, self._encoder.encode_messages(index, {**sample, "images": stand_ins}))
+        measured = self._measure_by_stand_ins(index, sample, images)
+        return self.measure(index) if measured is None else measured
+
+    def _measure_by_stand_ins(self, index: int, sample: dict[str, Any], images: Sequence[Image]) -> Measurement | None:
+        """
+        Measure a sample with others in place of its images and videos, and add what these cost by
+        their headers; None if that cannot be known.
+
+        Args:
+            index: Of the sample.
+
+            sample: As messages.
+
+            images: Of the sample.
+        """
+        encoder, videos = self._encoder, sample.get("videos", ())
+        of_images, of_videos = (self.image_lengths[0] if images else None), (encoder.video_lengths if videos else None)
+        if (images and of_images is None) or (videos and of_videos is None):
+            return None
+        facts = [encoder.video_facts(index, video) for video in videos]
+        if any(one.doubt for one in facts):
+            return None
+        sizes = [encoder.image_size(index, image) for image in images]
+        standing = {
+            **sample,
+            "images": [of_images.stand_in] * len(images) if of_images else [],
+            "videos": [of_videos.stand_in] * len(videos) if of_videos else [],
+        }
+        measured = encoder.measured(index, encoder.encode_messages(index, standing))
+        what = "an image"
         try:
-            more = [lengths.beyond_stand_in(*size) for size in sizes]
+            seen = [of_images.beyond_stand_in(*size) for size in sizes] if of_images else []
+            what = "a video"
+            shown = [of_videos.beyond_stand_in(one) for one in facts] if of_videos else []
         except ValueError as error:
-            raise self._encoder.fault(index, f"an image cannot be encoded: {error}") from None
+            raise encoder.fault(index, f"{what} cannot be encoded: {error}") from None
         return attrs.evolve(
-            standing,
-            length=standing.length + sum(one.tokens for one in more),
-            patches=standing.patches + sum(one.patches for one in more),
+            measured,
+            length=measured.length + sum(one.tokens for one in seen) + sum(one.tokens for one in shown),
+            patches=measured.patches + sum(one.patches for one in seen),
+            frames=measured.frames + sum(one.frames for one in shown),
+            video_patches=measured.video_patches + sum(one.patches for one in shown),
         )
 
     @cached_property
@@ -309,10 +350,16 @@ class SwiftMeasurer:
 
     def images(self, index: int, *, decode: bool = False) -> tuple[ImageFacts, ...]:
         """Return what the image files of sample *index* are now; see `core.ports`."""
+        sample, images = self._encoder.read(index)
         try:
-            return tuple(image_facts(image, decode=decode) for image in self._encoder.read(index)[1])
+            facts = [image_facts(image, decode=decode) for image in images]
         except ValueError as error:
             raise self._encoder.fault(index, str(error)) from None
+        for video in sample.get("videos", ()):
+            if decode:
+                self._encoder.decode_video(index, video)
+            facts.append(self._encoder.stored_video(index, video))
+        return tuple(facts)
 
     def outcome(self, index: int, *, in_full: bool) -> Outcome:
         """Measure sample *index* and its images, or say why it cannot become a sample."""

@@ -69,6 +69,8 @@ class Medium:
         return sum(side[:-3].numel() * (side[-2] // patch_size) * (side[-1] // patch_size) for side in sides)
 
 
+VIDEOS = Medium("videos", "pixel_values_videos", ("video_grid_thw",), ())
+
 IMAGES = Medium("images", "pixel_values", ("image_grid_thw", "image_grid_hws", "grid_thws"), ("target_sizes",))
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
 
+import torch
 from swift import get_model_processor, get_template
 from swift.agent_template import agent_template_map
 from swift.loss_scale import ALL_BASE_STRATEGY, loss_scale_map
@@ -16,6 +18,7 @@ from swift.template import Template
 
 from adapters.families import embeds_itself, settled_types
 from adapters.model_folder import config_architecture, model_sizes
+from adapters.samples.video import prepare_videos
 from core.config import ModelConfig, TemplateConfig
 from core.errors import ConfigError, Fault
 
@@ -165,7 +168,21 @@ def open_template(model: ModelConfig, template: TemplateConfig, *, packing_lengt
     if embeds_itself(template_type):
         opened._post_encode = _as_they_are  # noqa: SLF001  # no public way
     _name_tokens(opened, processor)
+    prepare_videos(opened, template)
+    opened._get_model = partial(_model_of, opened, model_type)  # noqa: SLF001  # no public way
     return opened
+
+
+def _model_of(template: Template, model_type: str | None) -> Any:
+    """
+    Return a template's model; in a loader's process, which has none, one without weights, whose
+    type ms-swift would have to guess.
+    """
+    if template.model is None and template.dummy_model is None:
+        with torch.device("meta"):
+            folder = template.model_info.model_dir
+            template.dummy_model, _ = get_model_processor(folder, model_type=model_type, return_dummy_model=True)
+    return template.dummy_model if template.model is None else template.model
 
 
 def _name_tokens(template: Template, processor: Any) -> None:

@@ -2,10 +2,10 @@
 Measured lengths on disk: fixed-width columns beside the manifest `lengths.json`.
 
 `lengths.bin` has a row of little-endian int32 for each sample, `images.bin` one of int64 for each
-image. Rows are appended and flushed first, the manifest that counts and digests them follows: what
-a manifest names is whole, and what a crash leaves behind it is cut off on resuming. A flush costs
-what is new. The data of the rows measured so far is digested with them: rows appended to it, or
-fixed behind them, leave them valid.
+image and each video. Rows are appended and flushed first, the manifest that counts and digests them
+follows: what a manifest names is whole, and what a crash leaves behind it is cut off on resuming. A
+flush costs what is new. The data of the rows measured so far is digested with them: rows appended
+to it, or fixed behind them, leave them valid.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from core.samples import COLUMNS, IMAGE_COLUMNS, BadRecord, ImageTable, Table
 
 log = logging.getLogger(__name__)
 
-SCHEMA = "packplan lengths 2"
+SCHEMA = "packplan lengths 3"
 
 
 class _Column:

@@ -32,7 +32,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from adapters.files import saving
 from adapters.progress import progress
-from adapters.samples.encoder import IGNORED_LABEL
+from adapters.samples.encoder import IGNORED_LABEL, VIDEO_SECONDS
 from adapters.trainer.callbacks import SaveOnSigterm, SkipDuplicateFinalEval
 from adapters.trainer.loader import (
     LENGTHS,
@@ -56,6 +56,9 @@ _LOGIT_ROWS = 2048
 """
 Rows of logits whose loss is computed at a time in evaluation, so that float32 copies stay small.
 """
+
+_NO_INPUTS = (PACK_INDICES, NORMALISER, LENGTHS, VIDEO_SECONDS)
+"""Keys of a batch that no model takes."""
 
 _ENDED = (
     "the run ended before anything of it was saved, and earlier checkpoints are as they were: lower "
@@ -264,7 +267,7 @@ class PackingTrainer(Seq2SeqTrainer):
         return torch.where(total > 0, total, 1.0).to(device, torch.float32)
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        rest = {key: value for key, value in inputs.items() if key not in (PACK_INDICES, NORMALISER, LENGTHS)}
+        rest = {key: value for key, value in inputs.items() if key not in _NO_INPUTS}
         prepared: dict[str, Any] = super()._prepare_inputs(rest)
         positions, text = prepared.get("position_ids"), prepared.get("text_position_ids")
         # transformers separates packed samples only when the text positions come as a first, fourth

@@ -20,7 +20,7 @@ import torch.nn.functional as F  # noqa: N812  # its usual name
 
 from adapters.attention import native_attention
 from adapters.samples.encoder import IGNORED_LABEL
-from adapters.samples.media import IMAGES
+from adapters.samples.media import IMAGES, VIDEOS
 from adapters.trainer.base import model_inputs
 from adapters.trainer.loader import NORMALISER
 from adapters.trainer.packed_dataset import EncodedPack
@@ -47,6 +47,9 @@ class _Span:
 
     axis: int
     """The axis along which a pack's pixel values are those of its samples."""
+
+    frames: slice = slice(0, 0)
+    """Rows of the pack's patches of videos that are this sample's."""
 
 
 @attrs.frozen(eq=False)
@@ -181,7 +184,7 @@ class PackComparison:
         rope = rope_of(self.trainer.model)
         if rope is None:
             return text
-        if IMAGES.rows(inputs) is None:
+        if IMAGES.rows(inputs) is None and VIDEOS.rows(inputs) is None:
             return text.expand(4, -1)
         given = takes(rope)
         positions, _ = rope(**{key: value for key, value in inputs.items() if key in given})
@@ -267,14 +270,14 @@ class PackComparison:
 
 
 def _spans(indices: list[int], encoded: list[dict[str, Any]], collated: dict[str, Any]) -> Iterator[_Span]:
-    start = pixel = 0
+    start = pixel = frame = 0
     axis = _joined_axis(encoded, collated)
     for index, sample in zip(indices, encoded, strict=True):
-        held = sample.get(IMAGES.pixels)
-        pixels = 0 if held is None else held.shape[axis]
+        held, shown = sample.get(IMAGES.pixels), sample.get(VIDEOS.pixels)
+        pixels, frames = 0 if held is None else held.shape[axis], 0 if shown is None else len(shown)
         stop = start + len(sample["input_ids"])
-        yield _Span(index, start, stop, slice(pixel, pixel + pixels), axis)
-        start, pixel = stop, pixel + pixels
+        yield _Span(index, start, stop, slice(pixel, pixel + pixels), axis, slice(frame, frame + frames))
+        start, pixel, frame = stop, pixel + pixels, frame + frames
 
 
 def _joined_axis(encoded: list[dict[str, Any]], collated: dict[str, Any]) -> int:
@@ -287,12 +290,13 @@ def _joined_axis(encoded: list[dict[str, Any]], collated: dict[str, Any]) -> int
 
 
 def _with_other_pixels(collated: dict[str, Any], span: _Span) -> dict[str, Any]:
-    """Return the batch with a sample's images in negative."""
-    if span.pixels.start == span.pixels.stop:
-        return collated
-    pixels = collated[IMAGES.pixels].clone()
-    pixels.transpose(0, span.axis)[span.pixels] *= -1
-    return {**collated, IMAGES.pixels: pixels}
+    """Return the batch with a sample's images and videos in negative."""
+    changed = dict(collated)
+    for medium, part, axis in ((IMAGES, span.pixels, span.axis), (VIDEOS, span.frames, 0)):
+        if part.start != part.stop:
+            changed[medium.pixels] = collated[medium.pixels].clone()
+            changed[medium.pixels].transpose(0, axis)[part] *= -1
+    return changed
 
 
 def _positions(pack: int, spans: list[_Span], alone: list[_Alone], packed: torch.Tensor) -> Iterator[Finding]:

@@ -17,7 +17,7 @@ from swift.template import Template
 from swift.utils import seed_worker
 
 from adapters.lifeline import end_with_parent
-from adapters.samples.encoder import IGNORED_LABEL
+from adapters.samples.encoder import IGNORED_LABEL, VIDEO_SECONDS
 from adapters.trainer.dynamic_dataset import Ended, StreamCounts, StreamedPack
 from adapters.trainer.packed_dataset import EncodedPack, Sample
 from adapters.trainer.vision import complete
@@ -111,6 +111,7 @@ class Collator:
         weights = loss_weights(batch["labels"], self._starts(batch), reduction=self.reduction, scale=scale)
         batch[PACK_INDICES] = tuple(pack.position for pack in packs)
         batch[LENGTHS] = tuple(sample["length"] for pack in packs for sample in pack.samples)
+        batch[VIDEO_SECONDS] = sum(sample.get(VIDEO_SECONDS, 0.0) for pack in packs for sample in pack.samples)
         if counts := tuple(attrs.astuple(pack.counts) for pack in packs if isinstance(pack, StreamedPack)):
             batch[_COUNTS] = counts
         batch[NORMALISER] = float(weights.sum(dtype=torch.float64))

@@ -20,6 +20,7 @@ from adapters import torchvision_shim  # noqa: F401  # before transformers and s
 import torch
 from transformers import Trainer
 
+from adapters.samples.encoder import VIDEO_SECONDS
 from adapters.trainer.base import PackingTrainer, require_packs
 from adapters.trainer.checkpoints import files_to_state, remove_digests, to_state, write_digests
 from adapters.trainer.loader import PACK_INDICES, PackLoader, TrainBatches
@@ -59,6 +60,7 @@ class PackTrainer(PackingTrainer):
         self.attention = attention
         self._meter: _Meter | None = None
         self._consumed: list[int] = []
+        self._video_seconds = 0.0
         super().__init__(**options)
 
     def get_train_dataloader(self, skip_batches: int = 0) -> PackLoader:  # noqa: ARG002  # the schedule skips by itself
@@ -109,6 +111,7 @@ class PackTrainer(PackingTrainer):
     def training_step(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
         """Train on one batch, and note its packs."""
         self._consumed += inputs[PACK_INDICES]
+        self._video_seconds += inputs[VIDEO_SECONDS]
         loss: torch.Tensor = super().training_step(model, inputs, *arguments, **options)
         return loss
 
@@ -116,6 +119,8 @@ class PackTrainer(PackingTrainer):
         """Add to a step's loss what the steps since the last one looked like."""
         if "loss" in logs and self._meter is not None:
             logs = {**logs, **self._meter.read(self.state.global_step)}
+            if self._video_seconds:
+                logs["video_seconds"], self._video_seconds = self._video_seconds, 0.0
         logs.pop("train_samples_per_second", None)  # counts packs
         super().log(logs, *arguments, **options)
 

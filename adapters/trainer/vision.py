@@ -10,7 +10,9 @@ gradients.
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
@@ -22,12 +24,15 @@ from swift.utils import get_packed_seq_params
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from adapters.samples.media import DUMMY_SIZE, IMAGES, encode_image
+from adapters.samples.media import DUMMY_SIZE, IMAGES, VIDEOS, encode_image
 from core.errors import ConfigError
 
 _TYPES = "mm_token_type_ids"
 
 _POSITIONS = "position_ids"
+
+_SECONDS = "second_per_grid_ts"
+"""Key of the seconds that a layer of patches of each video stands for."""
 
 
 def plain_model(model: Any) -> Any:
@@ -42,7 +47,7 @@ def takes(function: Callable[..., Any]) -> set[str]:
 
 def token_types(config: Any, input_ids: torch.Tensor) -> torch.Tensor:
     """
-    Return which tokens stand for images: 1, 0 for text; of the tokens' shape.
+    Return which tokens stand for images, 1, or videos, 2; 0 for text; of the tokens' shape.
 
     Args:
         config: Of a model that sees.
@@ -50,7 +55,9 @@ def token_types(config: Any, input_ids: torch.Tensor) -> torch.Tensor:
         input_ids: Tokens.
     """
     types: torch.Tensor = (input_ids == config.image_token_id).long()
-    return types
+    return (
+        types if getattr(config, "video_token_id", None) is None else types + 2 * (input_ids == config.video_token_id)
+    )
 
 
 def model_media(model: Any, encoded: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -69,8 +76,10 @@ def model_media(model: Any, encoded: Mapping[str, Any]) -> dict[str, torch.Tenso
     tokens = torch.tensor(encoded["input_ids"])[None]
     if _TYPES in media:
         media[_TYPES] = media[_TYPES].view(tokens.shape)
-    elif _TYPES in taken and IMAGES.rows(encoded) is not None:
+    elif _TYPES in taken and (IMAGES.rows(encoded) is not None or VIDEOS.rows(encoded) is not None):
         media[_TYPES] = token_types(plain.config, tokens)
+    if _SECONDS in taken and encoded.get(_SECONDS) is not None:
+        media[_SECONDS] = torch.tensor(encoded[_SECONDS])
     return media
 
 
@@ -172,29 +181,29 @@ class DummyImage:
         reached = torch.autograd.grad(nothing, list(vision.values()), allow_unused=True)
         return [name for name, gradient in zip(vision, reached, strict=True) if gradient is None]
 
-    def ensure_seen(self) -> None:
+    def ensure_seen(self, *, passes: int = 1) -> None:
         """
-        Let the model see the image, which changes nothing, where a batch has none.
+        Let the model see the image, which changes nothing, where a batch has none, until its tower
+        has run so many *passes*; more than one where ranks meet in each pass, and images and videos
+        take one each.
 
         ms-swift does so itself for some models and engines; then nothing is added.
         """
-        saw = False
+        seen = Counter[str]()
 
-        def note(*_: Any) -> None:
-            nonlocal saw
-            saw = True
+        def note(name: str, *_: Any) -> None:
+            seen[name] += 1
 
         def see(
-            _: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]
+            __: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            nonlocal saw
-            if not saw:
+            for _ in range(passes - max(seen.values(), default=0)):
                 embeds = named["inputs_embeds"]
                 named = {**named, "inputs_embeds": embeds + self.nothing(embeds.device).to(embeds.dtype)}
-            saw = False
+            seen.clear()
             return positional, named
 
         for name, part in self.inner.named_children():
             if name != "language_model":
-                part.register_forward_hook(note)
+                part.register_forward_hook(partial(note, name))
         self.inner.language_model.register_forward_pre_hook(see, with_kwargs=True)

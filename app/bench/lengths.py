@@ -5,6 +5,8 @@ Chats beside the bare tokenizer, on the same rows. Text, small images and photog
 by counting the template's texts and from images' headers, and by encoding in full, in one process
 and in two, once they have started. Then what a run with a million stored lengths pays: seconds to
 load and verify them, and memory on the ranks that receive their plan.
+
+`--videos` compares lengths of made videos, from their containers, with full encodes.
 """
 
 from __future__ import annotations
@@ -35,6 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--samples", type=int, metavar="N", help="of each kind, at most (default: 1,600 texts to 128 photographs)"
     )
+    parser.add_argument(
+        "--videos", type=int, metavar="N", help="measure so many made videos instead, beside full encodes of all"
+    )
     parser.add_argument("--text-rows", type=int, default=4096, metavar="N", help="chats beside the bare tokenizer")
     parser.add_argument(
         "--text-alone", action="store_true", help="measure chats beside the bare tokenizer, and no more"
@@ -49,6 +54,9 @@ def run(options: argparse.Namespace) -> None:
     if min(options.workers) < 1:
         message = "--workers has to be at least 1"
         raise DataSetError(message)
+    if options.videos is not None:
+        _run_videos(options.videos, as_json=options.json)
+        return
     if options.text_rows <= WARM_UP or (options.samples is not None and options.samples <= WARM_UP):
         name = "--samples" if options.text_rows > WARM_UP else "--text-rows"
         message = f"{name} has to be more than the {WARM_UP} that warm up"
@@ -82,6 +90,36 @@ def run(options: argparse.Namespace) -> None:
     print(f"a photograph's full encode costs {costs.photo_ratio:.0f} times the CPU time of its header")
     print(f"loading and verifying {STORED:,} stored lengths and as many images: {costs.warm_start_s:.2f} s")
     print(f"memory that a rank other than 0 takes for their plan: {costs.rank_memory_bytes / 1e6:.0f} MB")
+
+
+def _run_videos(number: int, *, as_json: bool) -> None:
+    """
+    Compare lengths of made videos with full encodes, then print.
+
+    Args:
+        number: Of videos.
+
+        as_json: Print one document.
+    """
+    from app.bench.measuring.videos import MODELS, measure_video_costs
+
+    if number < 1:
+        message = "--videos has to be at least 1"
+        raise DataSetError(message)
+    costs = measure_video_costs(number)
+    if as_json:
+        print(json.dumps(attrs.asdict(costs), indent=1))
+    else:
+        print(
+            f"{costs.num_videos:,} videos, {len(MODELS)} models: {len(costs.differences):,} lengths differ from full "
+            f"encodes; {costs.num_decoded:,} videos were decoded to be measured"
+        )
+        print(
+            f"30 s of 720p: {costs.clip_container_ms:.1f} ms of CPU time from its container, "
+            f"{costs.clip_decode_ms:.0f} to decode its sampled frames, {costs.clip_encode_ms:.0f} to encode"
+        )
+    if costs.differences:
+        raise DataSetError("\n".join(costs.differences[:20]))
 
 
 def _as_document(text: TextCost) -> dict[str, Any]:

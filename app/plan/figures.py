@@ -8,6 +8,7 @@ from app.plan.stored import PlanView
 from app.planning.log_lines import BOUNDS
 from core.equality import PackingVerdict
 from core.errors import agree, counted
+from core.samples import video_totals
 
 Row = tuple[str, str, str]
 """What, how much, and a remark."""
@@ -15,7 +16,7 @@ Row = tuple[str, str, str]
 
 def figures(view: PlanView) -> list[list[Row]]:
     """Return the figures of a plan, in groups."""
-    groups = [_samples(view), _packs(view), _epoch(view)]
+    groups = [_samples(view), _videos(view), _packs(view), _epoch(view)]
     return [rows for group in groups if (rows := list(group))]
 
 
@@ -38,6 +39,16 @@ def _samples(view: PlanView) -> Iterator[Row]:
             f"{plan.supervised_tokens:,}",
             f"{share:.1%} of the planned ones: the loss counts them",
         )
+
+
+def _videos(view: PlanView) -> Iterator[Row]:
+    rows = view.stored.lengths.rows
+    videos = video_totals(rows.table, rows.images)
+    if not videos.videos:
+        return
+    yield "videos", f"{videos.videos:,}", f"{videos.seconds:,.1f} s; {videos.decoded:,} were decoded to be measured"
+    yield "  frames", f"{videos.frames:,}", "that are sampled of them"
+    yield "  patches", f"{videos.patches:,}", "of two frames each, before merging"
 
 
 def _packs(view: PlanView) -> Iterator[Row]:

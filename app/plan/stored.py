@@ -32,7 +32,7 @@ from core.inspection import PlanSummary, ScheduleSummary, summarise, summarise_s
 from core.lengths import IntArray
 from core.plan import refuse_dropped, refuse_longer
 from core.ports import LengthStore, StoredLengths, StoredPlan
-from core.samples import column
+from core.samples import column, video_totals
 from core.schedule import EpochSchedule
 
 
@@ -263,6 +263,7 @@ def as_document(view: PlanView) -> dict[str, Any]:
         "verdict": None if view.verdict is None else view.verdict.to_dict(),
         "warnings": list(view.warnings),
         "plan": attrs.asdict(view.plan_summary),
+        "videos": attrs.asdict(video_totals(stored.lengths.rows.table, stored.lengths.rows.images)),
         "course": attrs.asdict(view.schedule_summary),
         "checksums": {
             "raw_plan": planned.raw_checksum,

@@ -29,7 +29,7 @@ from core.inspection import plan_faults
 from core.lengths import IntArray
 from core.plan import refuse_dropped, refuse_longer
 from core.ports import LengthSource, Origin, StoredLengths, StoredPlan
-from core.samples import ImageTable, Measured, Table, column, from_row, from_tables
+from core.samples import ImageTable, Measured, Table, from_row, from_tables, num_media
 
 log = logging.getLogger(__name__)
 
@@ -154,7 +154,7 @@ def _check_plan(split: GatheredSplit, lengths: StoredLengths, stored: StoredPlan
 def _check_images(name: str, lengths: StoredLengths, source: LengthSource, *, decode: bool) -> Iterator[Finding]:
     """Compare every image with what was stored of it."""
     table = lengths.rows.table[: len(source)]
-    indices = np.flatnonzero(column(table, "images"))
+    indices = np.flatnonzero(num_media(table))
     verb = "decoding" if decode else "comparing"
     stored = _measured(table, lengths.rows.images, indices)
     for index, measured in progress(stored, total=indices.size, desc=f"{verb} {name} images", unit=" samples"):

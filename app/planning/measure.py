@@ -27,6 +27,7 @@ from core.samples import (
     column,
     from_row,
     from_tables,
+    num_media,
     to_row,
     to_tables,
 )
@@ -307,15 +308,16 @@ def _spread(total: int) -> Iterator[int]:
 
 def _shape_classes(table: Table, images: ImageTable) -> list[int]:
     """
-    Return the first sample with so many images, and the first with an image of each width and
+    Return the first sample with so many images, or videos, and the first with one of each width and
     height, to powers of two.
     """
-    per_sample = column(table, "images")
+    per_sample = num_media(table)
     _, by_number = np.unique(per_sample, return_index=True)
+    _, by_kind = np.unique(column(table, "videos"), return_index=True)
     owner = np.repeat(np.arange(len(table)), per_sample)
     sides = np.frexp(images[:, [IMAGE_COLUMNS.index("width"), IMAGE_COLUMNS.index("height")]])[1]
     _, by_shape = np.unique(sides, axis=0, return_index=True)
-    return [*by_number.tolist(), *owner[by_shape].tolist()]
+    return [*by_number.tolist(), *by_kind.tolist(), *owner[by_shape].tolist()]
 
 
 def _check_images(source: LengthSource, stored: Stored) -> None:
@@ -323,7 +325,7 @@ def _check_images(source: LengthSource, stored: Stored) -> None:
     Compare the images of some stored samples: a folder of other images is found before training
     meets them.
     """
-    with_images = np.flatnonzero(column(stored.table, "images"))
+    with_images = np.flatnonzero(num_media(stored.table))
     indices = [int(with_images[position]) for position in _spread(len(with_images))]
     for index, measured in zip(indices, from_tables(stored.table, stored.images, indices), strict=True):
         for number, (then, now) in enumerate(zip(measured.images, source.images(index), strict=True)):

@@ -302,8 +302,10 @@ def plan_of(
 
         report: Hears how far it is.
     """
-    lengths, images, patches = (column(table, name).astype(np.int64) for name in ("length", "images", "patches"))
-    works = policy.works(lengths, images=images, patches=patches)
+    lengths, images, patches, frames, video_patches = (
+        column(table, name).astype(np.int64) for name in ("length", "images", "patches", "frames", "video_patches")
+    )
+    works = policy.works(lengths, images=images, patches=patches, frames=frames, video_patches=video_patches)
     return build_raw_plan(lengths, policy, works=works, quick_bound=quick_bound, report=report)
 
 

@@ -48,7 +48,9 @@ def work_of(config: RunConfig, table: Table) -> Work:
     """
     model, estimated = trained_work(config)
     works = SampleWorks.of(
-        model, column(table, "length"), images=column(table, "images"), patches=column(table, "patches")
+        model,
+        column(table, "length"),
+        **{name: column(table, name) for name in ("images", "patches", "frames", "video_patches")},
     )
     counted = "FLOPs of an ordinary model" if estimated else "FLOPs of the model"
     return Work(works, f"{counted}, forward and backward", estimated)

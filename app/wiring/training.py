@@ -25,6 +25,7 @@ from adapters.ranks.torch_group import OneRank, TorchGroup
 from adapters.samples.encoder import SampleSpec, SwiftEncoder
 from adapters.samples.measurer import POOL_START_S, SwiftMeasurer
 from adapters.samples.template import open_template, refuse_packing, refuse_remote_code
+from adapters.samples.video import sees_videos_apart
 from adapters.sequence_loss import FusedLoss, PackedLoss, PaddedLoss
 from adapters.trainer.arguments import TrainingArguments, runs_on_cpu, shards_weights, training_arguments
 from adapters.trainer.checkpoints import Checkpoint, find_checkpoint
@@ -327,7 +328,8 @@ def keep_in_step(model: Any, template: Any, arguments: TrainingArguments) -> Non
                 f"{unreached[0]}, whose gradients the ranks would wait for: set it to true, or training.freeze_vit"
             )
             raise ConfigError.of("training.ddp_find_unused_parameters", reason)
-    dummy.ensure_seen()
+    # Where ranks meet in each of its passes, one for images and one for videos, all take both.
+    dummy.ensure_seen(passes=1 + (shards_weights(arguments) and sees_videos_apart(template)))
 
 
 def _ask_loaded(config: RunConfig, model: Any, *, whole: bool, keep: bool) -> None:

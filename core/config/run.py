@@ -28,6 +28,9 @@ PACKING_BUFFER = 512
 MAX_LINE_BYTES = 2**20
 """Bytes of a line of a data file, unless `custom.max_line_bytes` says otherwise."""
 
+MAX_VIDEO_BYTES = 2**32
+"""Bytes of a video's sampled frames, unless `custom.max_video_bytes` says otherwise."""
+
 MANY_EPOCHS = 10**6
 """Epochs that no run trains: a typing error, whose steps nothing could count to."""
 
@@ -111,6 +114,35 @@ class TemplateConfig:
     max_pixels: int | None = None
     """Pixels an image is scaled down to; unset, the processor's own limit."""
 
+    fps: float | None = None
+    """
+    Frames that are sampled of a second of video, and that a second of listed frames has; unset,
+    ms-swift's `FPS`, 2.
+    """
+
+    fps_min_frames: int | None = None
+    """Fewest frames that are sampled of a video; unset, ms-swift's `FPS_MIN_FRAMES`, 4."""
+
+    fps_max_frames: int | None = None
+    """Most frames that are sampled of a video; unset, ms-swift's `FPS_MAX_FRAMES`, 768."""
+
+    video_min_pixels: int | None = None
+    """
+    Pixels a frame of a video is scaled up to; unset, ms-swift's `VIDEO_MIN_TOKEN_NUM`, 128 tokens.
+    """
+
+    video_max_pixels: int | None = None
+    """
+    Pixels a frame of a video is scaled down to; unset, ms-swift's `VIDEO_MAX_TOKEN_NUM`, 768
+    tokens.
+    """
+
+    video_total_pixels: int | None = None
+    """
+    Pixels all frames of a video may have together, each pair of frames counted once; unset, those
+    of nine tenths of ms-swift's `MODEL_SEQ_LEN`, 128,000 tokens.
+    """
+
     system: str | None = None
     """System prompt of records that bring none; unset, the template's."""
 
@@ -140,8 +172,9 @@ class CustomConfig:
     train_jsonl: tuple[PathText, ...] = ()
     """
     Data files, or patterns of their names (`data/*.parquet`): JSON Lines, JSON arrays, CSV, either
-    of them packed (.gz, .zst), Parquet, folders of `datasets.save_to_disk`. Relative image paths
-    start at the folder of their file. Needed, unless `fusion_config` names the data.
+    of them packed (.gz, .zst), Parquet, folders of `datasets.save_to_disk`. Relative paths of
+    images and videos start at the folder of their file. Needed, unless `fusion_config` names the
+    data.
     """
 
     val_jsonl: tuple[PathText, ...] = ()
@@ -196,6 +229,15 @@ class CustomConfig:
 
     max_messages: int = MAX_MESSAGES
     """Messages of a record; more are refused."""
+
+    max_video_s: float = 7200.0
+    """Seconds of the longest video; a longer one is refused before it is decoded."""
+
+    max_video_bytes: int = MAX_VIDEO_BYTES
+    """
+    Bytes that the sampled frames of a video may take before they are scaled, three a pixel; more
+    are refused before they are decoded.
+    """
 
     columns: dict[str, str] = attrs.field(factory=dict)
     """
@@ -510,6 +552,12 @@ def _number_faults(config: RunConfig) -> Iterator[Fault]:
         "model.max_model_len": config.model.max_model_len,
         "template.max_length": config.template.max_length,
         "template.max_pixels": config.template.max_pixels,
+        "template.fps_min_frames": config.template.fps_min_frames,
+        "template.fps_max_frames": config.template.fps_max_frames,
+        "template.video_min_pixels": config.template.video_min_pixels,
+        "template.video_max_pixels": config.template.video_max_pixels,
+        "template.video_total_pixels": config.template.video_total_pixels,
+        "custom.max_video_bytes": config.custom.max_video_bytes,
         "training.packing_buffer": training.packing_buffer,
         "training.packing_length_cache_persist_every": training.packing_length_cache_persist_every,
         "training.packing_length_precompute_workers": training.packing_length_precompute_workers,
@@ -530,6 +578,7 @@ def _number_faults(config: RunConfig) -> Iterator[Fault]:
     if training.packing_group_by_work and (training.packing_balance == "none" or not training.packing):
         reason = "groups packs by work, which needs training.packing, and training.packing_balance other than none"
         yield Fault("training.packing_group_by_work", f"{reason}: set those, or remove it")
+    yield from _video_faults(config)
     yield from _share_faults(training)
     if not 0 <= training.packing_wait_timeout_s < float("inf"):
         yield Fault(
@@ -548,6 +597,22 @@ def _number_faults(config: RunConfig) -> Iterator[Fault]:
             "training.packing_algorithm",
             f"is {training.packing_algorithm!r}, but has to be one of {', '.join(ALGORITHMS)}",
         )
+
+
+def _video_faults(config: RunConfig) -> Iterator[Fault]:
+    template = config.template
+    for name, value in (("template.fps", template.fps), ("custom.max_video_s", config.custom.max_video_s)):
+        if value is not None and not 0 < value < float("inf"):
+            yield Fault(name, f"is {value}, but has to be above 0")
+    for what, low, high in (
+        ("frames", ("fps_min_frames", 4), ("fps_max_frames", 768)),
+        ("pixels", ("video_min_pixels", None), ("video_max_pixels", None)),
+    ):
+        least, most = (getattr(template, name) or default for name, default in (low, high))
+        if least is not None and most is not None and least > most:
+            yield Fault(f"template.{low[0]}", f"is {least}, but template.{high[0]} is {most} {what}: lower it")
+    if template.fps_max_frames == 1:
+        yield Fault("template.fps_max_frames", "is 1, but frames are taken in pairs: set it to 2 or more")
 
 
 def _share_faults(training: TrainingConfig) -> Iterator[Fault]:

@@ -19,7 +19,7 @@ import attrs
 import numpy as np
 
 from core.packs import Packs
-from core.samples import Table, column
+from core.samples import Table, column, num_media
 
 Precision = Literal["float32", "float16", "bfloat16"]
 
@@ -171,13 +171,15 @@ def choose_packs(packs: Packs, table: Table, *, count: int) -> list[int]:
     """
     sizes = packs.sizes()
     several = np.flatnonzero(sizes > 1)
-    images = np.minimum(column(table, "images").astype(np.int64), 2)
+    images = np.minimum(num_media(table), 2)
     if not several.size:
         return []
-    # What a pack's samples hold, as bits: 1 text, 2 an image, 4 several.
+    # What a pack's samples hold, as bits: 1 text, 2 an image or a video, 4 several.
     held = np.bitwise_or.reduceat(1 << images[packs.indices], packs.offsets[:-1])[several]
     mixed = (held > 1) & (held % 2 == 1)
     kinds = np.where(mixed, 3, np.where(held >= 4, 2, np.where(held >= 2, 1, 0)))
+    shows = np.bitwise_or.reduceat(column(table, "videos")[packs.indices] > 0, packs.offsets[:-1])[several]
+    kinds = np.where(shows, kinds + 4, kinds)
     chosen = [int(several[kinds == one][np.argmax(sizes[several][kinds == one])]) for one in np.unique(kinds)[::-1]]
     spread = several[np.linspace(0, several.size - 1, num=min(several.size, 2 * count)).astype(int)].tolist()
     chosen += [position for position in spread if position not in chosen]

@@ -16,16 +16,20 @@ from core.samples.measurement import (
     Outcome,
     ShortcutError,
     Table,
+    VideoTotals,
     column,
     from_row,
     from_tables,
+    num_media,
     to_row,
     to_tables,
+    video_totals,
 )
 from core.samples.place import Place
 from core.samples.records import MAX_MESSAGES, REFUSED, SUPPORTED, shaped, to_messages
-from core.samples.shapes import IMAGE_KEYS, MIXABLE, READ, Shaped
+from core.samples.shapes import IMAGE_KEYS, MIXABLE, READ, VIDEO_KEYS, Shaped
 from core.samples.tools import CALL, RESPONSE
+from core.samples.videos import VIDEO_TAG, Video, to_videos
 
 __all__ = [
     "CALL",
@@ -40,6 +44,8 @@ __all__ = [
     "REFUSED",
     "RESPONSE",
     "SUPPORTED",
+    "VIDEO_KEYS",
+    "VIDEO_TAG",
     "BadRecord",
     "DataEntry",
     "Draw",
@@ -53,6 +59,8 @@ __all__ = [
     "Shaped",
     "ShortcutError",
     "Table",
+    "Video",
+    "VideoTotals",
     "column",
     "digest_of",
     "draw",
@@ -60,11 +68,14 @@ __all__ = [
     "from_tables",
     "inline_image",
     "is_url",
+    "num_media",
     "parse_entry",
     "shaped",
     "to_images",
     "to_messages",
     "to_row",
     "to_tables",
+    "to_videos",
     "unreadable_digest",
+    "video_totals",
 ]

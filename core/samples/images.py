@@ -74,7 +74,7 @@ def _to_image(image: Any, *, urls: bool) -> Image:
         return _decoded(image, "an image")
     if urls and is_url(image) and len(image) <= _LONGEST_PATH:
         return image
-    if remedy := _why_no_path(image):
+    if remedy := why_no_path(image):
         _fail(f"has the image {image[:60]!r}: {remedy}")
     return image
 
@@ -106,8 +106,10 @@ def _kind(held: bytes) -> str | None:
     return next((kind for start, kind in _KINDS.items() if held.startswith(start)), None)
 
 
-def _why_no_path(image: str) -> str | None:
-    """Return what to do about an image that is no path of a file, or None if it is one."""
+def why_no_path(image: str) -> str | None:
+    """
+    Return what to do about an image or a video that is no path of a file, or None if it is one.
+    """
     if len(image) > _LONGEST_PATH:
         return "is neither a path nor an image in base64: write one of them"
     scheme = _SCHEME.match(image)

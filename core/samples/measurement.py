@@ -29,6 +29,14 @@ class Measurement:
     cut: bool = False
     """Whether the template truncated it."""
 
+    videos: int = 0
+
+    frames: int = 0
+    """Frames that are sampled of all videos together."""
+
+    video_patches: int = 0
+    """Vision patches of all videos together, each of two frames, before merging."""
+
     def differences(self, fetched: Measurement) -> tuple[Difference, ...]:
         """Return in what the fetched sample differs from this, the planned one."""
         pairs = zip(attrs.astuple(self), attrs.astuple(fetched), COLUMNS, strict=True)
@@ -49,8 +57,8 @@ def to_row(measurement: Measurement) -> tuple[int, ...]:
 
 def from_row(table: Table, index: int) -> Measurement:
     """Return sample *index* of a table."""
-    length, supervised, images, patches, cut = table[index].tolist()
-    return Measurement(length, supervised, images, patches, bool(cut))
+    length, supervised, images, patches, cut, *videos = table[index].tolist()
+    return Measurement(length, supervised, images, patches, bool(cut), *videos)
 
 
 def column(table: Table, name: str) -> NDArray[np.int32]:
@@ -61,8 +69,8 @@ def column(table: Table, name: str) -> NDArray[np.int32]:
 @attrs.frozen
 class ImageFacts:
     """
-    An image file as it was when its sample was measured: enough to see, without decoding, that it
-    is another.
+    An image or a video as it was when its sample was measured: enough to see, without decoding,
+    that it is another.
     """
 
     num_bytes: int
@@ -73,7 +81,19 @@ class ImageFacts:
     height: int
 
     head: int
-    """The first eight bytes of the SHA-256 of its first 64 KiB, as a signed number."""
+    """
+    The first eight bytes of the SHA-256 of its first 64 KiB, as a signed number; of a video, of its
+    first and last.
+    """
+
+    num_frames: int = 0
+    """Frames of a video, which its container counts; 0 of an image."""
+
+    milliseconds: int = 0
+    """How long a video is; 0 of an image."""
+
+    decoded: int = 0
+    """1 where a video is decoded to be measured, since its container promises too little."""
 
     def differences(self, current: ImageFacts) -> tuple[Difference, ...]:
         """Return in what the image as it is now differs from this, the measured one."""
@@ -85,7 +105,10 @@ IMAGE_COLUMNS = tuple(field.name for field in attrs.fields(ImageFacts))
 """The columns of a table of images, in order."""
 
 ImageTable = NDArray[np.int64]
-"""Images of many samples, in their order: int64 of shape (num_images, len(IMAGE_COLUMNS))."""
+"""
+Images and videos of many samples, in their order, the images of each first: int64 of shape
+(num_images + num_videos, len(IMAGE_COLUMNS)).
+"""
 
 
 @attrs.frozen
@@ -95,6 +118,7 @@ class Measured:
     measurement: Measurement
 
     images: tuple[ImageFacts, ...] = ()
+    """Its images, then its videos."""
 
 
 class ShortcutError(Exception):
@@ -143,9 +167,51 @@ def from_tables(table: Table, images: ImageTable, indices: Iterable[int]) -> lis
 
         indices: Samples to read, each from 0.
     """
-    ends = np.cumsum(column(table, "images"))
+    ends = np.cumsum(num_media(table))
     return [
-        Measured(row, tuple(ImageFacts(*image) for image in images[ends[index] - row.images : ends[index]].tolist()))
+        Measured(
+            row, tuple(ImageFacts(*one) for one in images[ends[index] - row.images - row.videos : ends[index]].tolist())
+        )
         for index in indices
         for row in [from_row(table, index)]
     ]
+
+
+@attrs.frozen
+class VideoTotals:
+    """The videos of many samples together."""
+
+    videos: int
+
+    frames: int
+    """Frames that are sampled of them."""
+
+    patches: int
+
+    seconds: float
+    """How long they are together."""
+
+    decoded: int
+    """Videos that were decoded to be measured, since their containers promise too little."""
+
+
+def video_totals(table: Table, images: ImageTable) -> VideoTotals:
+    """
+    Return what the videos of samples are together.
+
+    Args:
+        table: Measurements of the samples; int32, shape (num_samples, num_columns).
+
+        images: What is stored of their images and videos; int64, shape (num_media,
+            num_image_columns).
+    """
+    videos, frames, patches = (
+        int(column(table, name).sum(dtype=np.int64)) for name in ("videos", "frames", "video_patches")
+    )
+    milliseconds, decoded = (int(images[:, IMAGE_COLUMNS.index(name)].sum()) for name in ("milliseconds", "decoded"))
+    return VideoTotals(videos, frames, patches, milliseconds / 1000, decoded)
+
+
+def num_media(table: Table) -> NDArray[np.int64]:
+    """Return how many images and videos each sample has; int64 of shape (num_samples,)."""
+    return column(table, "images").astype(np.int64) + column(table, "videos")

@@ -17,6 +17,7 @@ from core.samples.images import to_images
 from core.samples.shapes import IMAGE_TAG, READ, Shaped, to_shape
 from core.samples.tools import CALL, RESPONSE, to_tools
 from core.samples.values import fail, is_empty
+from core.samples.videos import VIDEO_TAG, to_videos
 
 MAX_MESSAGES = 4096
 """Messages of a record, unless `custom.max_messages` says otherwise."""
@@ -30,13 +31,13 @@ FieldOrder = Literal["desc_first", "geometry_first"]
 SUPPORTED = tuple(sorted(READ))
 """Columns that a record may have."""
 
-_NO_MEDIA = "Packplan trains on text and images: leave such records out"
+_NO_MEDIA = "Packplan trains on text, images and videos: leave such records out"
 _NO_PAIRS = "pairs and contrasts are no packing task: leave them out"
 _NO_TASK = "ms-swift reads it for another task than training on answers: remove it, or give it another name"
 _AS_CONTENT = "write it into the 'content' of the answer, between the tags that the model thinks in, or remove it"
 
 REFUSED = {
-    **dict.fromkeys(("videos", "audios", "video", "audio", "ref_audios", "audio_codes", "omnijev_video"), _NO_MEDIA),
+    **dict.fromkeys(("audios", "audio", "ref_audios", "audio_codes", "omnijev_video"), _NO_MEDIA),
     **dict.fromkeys(
         (
             f"{side}_{what}"
@@ -108,8 +109,8 @@ def to_messages(
     urls: bool = False,
 ) -> dict[str, Any]:
     """
-    Return *record* as ms-swift reads it: `messages`, and `tools`, `images` and `channel` where it
-    has them; an image is a path, a URL, or the bytes of its file.
+    Return *record* as ms-swift reads it: `messages`, and `tools`, `images`, `videos` and `channel`
+    where it has them; an image is a path, a URL, or the bytes of its file.
 
     Args:
         record: One JSON value of a data file, or what `shaped` made of it.
@@ -145,19 +146,16 @@ def to_messages(
         if messages[0]["role"] == "system":
             fail("has 'system' and a system message: keep one")
         messages = [{"role": "system", "content": system}, *messages]
-    tags = sum(message["content"].count(IMAGE_TAG) for message in messages)
-    if images and not tags:
-        tags = len(images)
-        messages = _with_tags(messages, tags)
-    if tags != len(images):
-        fail(
-            f"has {counted(tags, f'{IMAGE_TAG} tag')} but {counted(len(images), 'image')}: write one tag for each image"
-        )
+    messages = _tagged(messages, IMAGE_TAG, "image", len(images))
+    videos = to_videos(record.get("videos"))
+    if videos:  # without one, <video> in a text is text
+        messages = _tagged(messages, VIDEO_TAG, "video", len(videos))
     tools = to_tools(record.get("tools"))
     return {
         "messages": messages,
         **({"tools": tools} if tools else {}),
         **({"images": images} if images else {}),
+        **({"videos": videos} if videos else {}),
         **({"channel": str(record["channel"])} if record.get("channel") is not None else {}),
     }
 
@@ -169,18 +167,33 @@ def shaped(record: object, columns: Mapping[str, str] | None = None) -> Shaped:
     return to_shape(record, columns=columns)
 
 
-def _with_tags(messages: list[dict[str, Any]], number: int) -> list[dict[str, Any]]:
-    """Return messages that say nowhere where their images are: before what the user says first."""
+def _tagged(messages: list[dict[str, Any]], tag: str, name: str, number: int) -> list[dict[str, Any]]:
+    """
+    Return messages that have a tag for each image, or video, of their record: where they have
+    none, before what the user says first.
+
+    Args:
+        messages: Of the record.
+
+        tag: What stands for one of them in a text.
+
+        name: What they are.
+
+        number: How many of them the record has.
+    """
+    tags = sum(message["content"].count(tag) for message in messages)
+    if tags == number:
+        return messages
+    if tags:
+        fail(f"has {counted(tags, f'{tag} tag')} but {counted(number, name)}: write one tag for each {name}")
     for place, message in enumerate(messages):
         if message["role"] == "user":
             return [
                 *messages[:place],
-                {**message, "content": IMAGE_TAG * number + message["content"]},
+                {**message, "content": tag * number + message["content"]},
                 *messages[place + 1 :],
             ]
-    return fail(
-        f"has {counted(number, 'image')}, but no {IMAGE_TAG} tag and no user who could show them: write the tags"
-    )
+    return fail(f"has {counted(number, name)}, but no {tag} tag and no user who could show them: write the tags")
 
 
 def _refuse_keys(record: Mapping[str, Any]) -> None:
@@ -194,6 +207,8 @@ def _refuse_keys(record: Mapping[str, Any]) -> None:
             continue
         if plain in REFUSED:
             fail(f"has {name!r}: {REFUSED[plain]}")
+    if "messages" not in record and not is_empty(record.get("videos")):
+        fail("has 'videos' and 'objects', whose places are those of an image: write messages, or remove one")
     if "messages" in record and not is_empty(record.get("objects")):
         fail(
             "has 'messages' and 'objects', which would be ignored: write into the messages what they say, or remove one"

@@ -15,6 +15,7 @@ import attrs
 
 from core.samples.tools import CALL, RESPONSE, in_text, with_blocks, with_calls
 from core.samples.values import fail, has, is_empty, parsed
+from core.samples.videos import VIDEO_TAG, VideoPart
 
 IMAGE_TAG = "<image>"
 
@@ -23,6 +24,8 @@ MESSAGE_KEYS = ("messages", "conversations", "conversation")
 SYSTEM_KEYS = ("system", "system_prompt")
 
 IMAGE_KEYS = ("images", "image")
+
+VIDEO_KEYS = ("videos", "video")
 
 QUERY_KEYS = ("query", "prompt", "input", "instruction", "question", "problem")
 
@@ -33,7 +36,7 @@ RESPONSE_KEYS = (
 
 READ = frozenset(
     {
-        *MESSAGE_KEYS, *SYSTEM_KEYS, *IMAGE_KEYS, *QUERY_KEYS, *RESPONSE_KEYS,
+        *MESSAGE_KEYS, *SYSTEM_KEYS, *IMAGE_KEYS, *VIDEO_KEYS, *QUERY_KEYS, *RESPONSE_KEYS,
         "history", "objects", "summary", "channel", "tools",
     }
 )  # fmt: skip
@@ -110,7 +113,7 @@ def to_shape(record: Mapping[str, Any], *, columns: Mapping[str, str] | None = N
     'question, answer'
     """
     record = _renamed(record, columns or {})
-    for names in (SYSTEM_KEYS, IMAGE_KEYS, MESSAGE_KEYS):
+    for names in (SYSTEM_KEYS, IMAGE_KEYS, VIDEO_KEYS, MESSAGE_KEYS):
         record = _under_one_name(record, names)
     for known, others in (("messages", _ANSWERED[:3]), ("objects", _ANSWERED)):
         if has(record, known) and (other := next((name for name in others if has(record, name)), None)):
@@ -181,10 +184,13 @@ def _turned(messages: Sequence[Mapping[str, Any]], images: list[Any]) -> list[di
 
 
 def _with_images(record: Mapping[str, Any], images: list[Any]) -> Mapping[str, Any]:
-    """Return a record with the images that its messages hold themselves."""
-    if images and has(record, "images"):
-        fail("has images in its messages and in 'images', of which one would be ignored: keep one")
-    return {**record, "images": images} if images else record
+    """Return a record with the images and videos that its messages hold themselves."""
+    videos = [part.video for part in images if isinstance(part, VideoPart)]
+    images = [image for image in images if not isinstance(image, VideoPart)]
+    for name, held in (("images", images), ("videos", videos)):
+        if held and has(record, name):
+            fail(f"has {name} in its messages and in {name!r}, of which one would be ignored: keep one")
+    return {**record, **({"images": images} if images else {}), **({"videos": videos} if videos else {})}
 
 
 def _with_role(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -217,8 +223,12 @@ def _of_part(part: object, images: list[Any]) -> str:
         if not isinstance(part.get("text"), str):
             fail("has a part of a message of the type text without a 'text'")
         return str(part["text"])
+    if kind in {"video", "video_url"}:
+        video = part.get(kind)
+        images.append(VideoPart(video["url"] if isinstance(video, Mapping) and "url" in video else video))
+        return VIDEO_TAG
     if kind not in {"image", "image_url"}:
-        fail(f"has a part of a message of the type {kind!r}; known are text, image and image_url")
+        fail(f"has a part of a message of the type {kind!r}; known are text, image and image_url, video and video_url")
     image = part.get(kind)
     if image is None and isinstance(source := part.get("source"), Mapping):
         image = _of_source(source)

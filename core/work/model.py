@@ -202,6 +202,10 @@ class WorkModel:
         return self.vision.of(grids)
 
 
+FRAMES_OF_LAYER = 2
+"""Frames of a video that a vision tower sees as one image."""
+
+
 @attrs.frozen(eq=False)
 class SampleWorks:
     """Work of each sample of a data set, from what is measured of it."""
@@ -212,10 +216,19 @@ class SampleWorks:
     """Tokens of each sample; shape (num_samples,)."""
 
     images: FLOPs
-    """FLOPs of each sample's images; shape (num_samples,)."""
+    """FLOPs of each sample's images and videos; shape (num_samples,)."""
 
     @classmethod
-    def of(cls, model: WorkModel, lengths: Lengths, *, images: Any = 0, patches: Any = 0) -> SampleWorks:
+    def of(
+        cls,
+        model: WorkModel,
+        lengths: Lengths,
+        *,
+        images: Any = 0,
+        patches: Any = 0,
+        frames: Any = 0,
+        video_patches: Any = 0,
+    ) -> SampleWorks:
         """
         Return the works of samples.
 
@@ -227,9 +240,23 @@ class SampleWorks:
             images: Images of each sample; shape (num_samples,).
 
             patches: Patches of all images of a sample together; shape (num_samples,).
+
+            frames: Frames that are sampled of a sample's videos; two of them are seen as one image.
+
+            video_patches: Patches of all videos of a sample together; shape (num_samples,).
+
+        >>> vision = VisionWork(per_patch=100, per_image_pair=1, per_window_pair=0, window=0)
+        >>> model = WorkModel(per_position=0, per_pair=0, vision=vision)
+        >>> SampleWorks.of(model, [9], images=2, patches=32).samples.tolist()
+        [3712]
+        >>> SampleWorks.of(model, [9], frames=4, video_patches=32).samples.tolist()
+        [3712]
         """
         tokens = as_lengths(lengths)
-        seen = np.zeros(tokens.size) if model.vision is None else model.vision.of_counts(images, patches)
+        seen = np.zeros(tokens.size)
+        if model.vision is not None:
+            layers = np.asarray(frames) / FRAMES_OF_LAYER
+            seen = model.vision.of_counts(images, patches) + model.vision.of_counts(layers, video_patches)
         return cls(model, tokens, np.broadcast_to(seen, tokens.shape))
 
     @property

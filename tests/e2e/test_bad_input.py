@@ -74,7 +74,8 @@ def outcome(write_run, tmp_path, capfd, monkeypatch):
         ({**SEEN, "images": ["torn.jpg"]}, "torn.jpg cannot be read"),
         ({**SEEN, "images": ["huge.png"]}, "pixels, which may be an attack"),
         ({**SEEN, "images": ["line.png"]}, "aspect ratio"),
-        ({**SEEN, "videos": ["a.mp4"]}, "'videos'"),
+        ({**SEEN, "videos": ["a.mp4"]}, "a.mp4 does not exist"),
+        ({**SEEN, "audios": ["a.wav"]}, "'audios'"),
         ({**SEEN, "images": ["pipe.png"]}, "pipe.png is a folder, a pipe or a device"),
         (
             {**SEEN, "images": ["iVBORw0KGgo" * 7000]},

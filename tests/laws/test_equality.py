@@ -20,6 +20,7 @@ def table_of(images: list[int]) -> np.ndarray:
     """Return measurements of samples with so many images each."""
     table = np.ones((len(images), len(COLUMNS)), dtype=np.int32)
     table[:, COLUMNS.index("images")] = images
+    table[:, COLUMNS.index("videos")] = 0
     return table
 
 

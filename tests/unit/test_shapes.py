@@ -152,8 +152,8 @@ def test_images_that_no_tag_places_come_before_what_the_user_says_first(number, 
         ({"query": "a", "response": "b", "history": {"a": 1}}, "not a list of questions with their answers"),
         ({"query": "a", "response": "b", "history": [["a"]]}, r"\[question, answer\] each"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "video", "video": "a"}]}, ASKED[1]]},
-            "type 'video'; known",
+            {"messages": [{"role": "user", "content": [{"type": "audio", "audio": "a"}]}, ASKED[1]]},
+            "type 'audio'; known",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "text"}]}, ASKED[1]]},

@@ -16,8 +16,8 @@ from core.work import WorkModel
 TEXT = {"model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
         "num_attention_heads": 4, "vocab_size": 100}  # fmt: skip
 
-TABLE = np.array([[8, 4, 0, 0, 0], [3, 1, 1, 16, 0]], dtype=np.int32)
-"""Length, supervised, images, patches, cut."""
+TABLE = np.array([[8, 4, 0, 0, 0, 0, 0, 0], [3, 1, 1, 16, 0, 0, 0, 0]], dtype=np.int32)
+"""Length, supervised, images, patches, cut, and nothing of videos."""
 
 
 def run(model: str = "none", **training) -> RunConfig:

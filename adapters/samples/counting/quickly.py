@@ -164,6 +164,9 @@ class QuickMeasurer:
         """
         sample, images = self._encoder.sample_of(index, record)
         facts = self.facts(index, images)
+        if videos := sample.get("videos"):
+            shown = (self._encoder.stored_video(index, video) for video in videos)
+            return _Read(index, sample, (*facts, *shown), [], None)
         if images and self._lengths is None:
             return _Read(index, sample, facts, [], None)
         beyond = []

@@ -30,6 +30,11 @@ _IMAGE = re.compile(
 )
 """An image in base64, as a text of JSON; possessive, so that no byte is looked at twice."""
 
+_HAS_VIDEOS = re.compile(rb'"videos?"\s*:\s*["\[{]\s*[^\]\s]')
+"""A record that has videos, as JSON writes it: <video> in its texts stands for them."""
+
+_AUDIO_TAG = re.compile(rb"(?:<|\\u003[cC])audio(?:>|\\u003[eE])")
+
 _MEDIA_TAG = re.compile(rb"(?:<|\\u003[cC])(?:video|audio)(?:>|\\u003[eE])")
 """`<video>` or `<audio>`, as JSON may write it."""
 
@@ -179,8 +184,11 @@ class SpanFile:
 
 
 def has_media_tag(text: bytes) -> bool:
-    """Return whether a part of a record says <video> or <audio>."""
-    return (b"video" in text or b"audio" in text) and _MEDIA_TAG.search(text) is not None
+    """Return whether a part of a record says <video> or <audio>, and is not seen to have videos."""
+    if b"video" not in text and b"audio" not in text:
+        return False
+    found = _AUDIO_TAG if _HAS_VIDEOS.search(text) else _MEDIA_TAG
+    return found.search(text) is not None
 
 
 def as_spans(rows: list[tuple[int, int, int]]) -> NDArray[np.int64]:

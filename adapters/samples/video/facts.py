@@ -1,0 +1,335 @@
+"""
+What a video says of itself without being decoded: its container's frames and their rate, and its
+first frame.
+
+Frames are counted by the container's index, or by its packets where it has none (mkv, webm). What a
+container does not promise (a constant rate, that all frames are shown) is its `doubt`: such a video
+is decoded to be measured. A video that cannot be trained is refused, with the reason.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import stat
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+
+from adapters.samples.image_headers import read_size
+from core.errors import counted
+from core.samples import HEAD_BYTES, ImageFacts, Video
+
+CONTAINERS = {"mov,mp4,m4a,3gp,3g2,mj2": "mp4", "matroska,webm": "mkv", "avi": "avi"}
+"""Containers that are read, as FFmpeg names them; another one is refused."""
+
+PROMISED = frozenset({"h264", "hevc", "vp8", "vp9", "mpeg4", "mjpeg"})
+"""
+Codecs whose videos are measured without decoding; of another one, decoding shows whether it is
+read.
+"""
+
+FRAMES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp"})
+"""What the names of a folder's frames end with; others are no frames."""
+
+MAX_PIXELS = 2**26
+"""Pixels of the largest frame, 8,192 x 8,192: beyond, a header is more likely a lie."""
+
+_INDEXED = ("mp4", "avi")
+
+_JITTER = 1
+"""Units of a container's time by which its frames' distances may differ through rounding."""
+
+_LOST_S = 0.5
+"""Seconds that a video may end before its container says; more have been cut off."""
+
+
+@attrs.frozen
+class VideoFacts:
+    """A video as it is now."""
+
+    num_bytes: int
+
+    width: int
+    """Pixels of a row of its frames as they are decoded: turned, where the container says so."""
+
+    height: int
+    num_frames: int
+
+    rate: Fraction
+    """Frames a second; 0 of frames that are listed, which have none of their own."""
+
+    head: int
+    """The first eight bytes of the SHA-256 of its first and last 64 KiB, as a signed number."""
+
+    turned: int = 0
+    """Quarter turns, counter-clockwise, by which its frames are turned to be shown."""
+
+    doubt: str | None = None
+    """What its container does not promise; None where it need not be decoded to be measured."""
+
+    def stored(self, seconds: float) -> ImageFacts:
+        """Return what is kept of it, which is *seconds* long."""
+        doubted = int(self.doubt is not None)
+        return ImageFacts(
+            self.num_bytes, self.width, self.height, self.head, self.num_frames, round(1000 * seconds), doubted
+        )
+
+
+def frames_of(video: Video) -> tuple[str, ...] | None:
+    """
+    Return the paths of the frames of a list, or of a folder in the order of their names; None if it
+    is a file. ValueError if a folder has none.
+    """
+    if isinstance(video, tuple):
+        return video
+    folder = Path(video)
+    if not folder.is_dir():
+        return None
+    frames = sorted(path for path in folder.iterdir() if path.suffix.lower() in FRAMES)
+    if not frames:
+        message = f"the video {video} is a folder without frames: it has no {', '.join(sorted(FRAMES))}"
+        raise ValueError(message)
+    return tuple(map(str, frames))
+
+
+def video_facts(video: Video, *, max_seconds: float) -> VideoFacts:
+    """
+    Return what is known of a video without decoding more than its first frame.
+
+    Args:
+        video: Path of a file or of a folder of frames, or the paths of frames.
+
+        max_seconds: A longer one is refused.
+
+    Raises:
+        ValueError: It cannot be used, and why.
+    """
+    frames = frames_of(video)
+    return _of_file(str(video), max_seconds) if frames is None else _of_frames(frames)
+
+
+def _of_frames(frames: Sequence[str]) -> VideoFacts:
+    sizes, total, digest = set(), 0, hashlib.sha256()
+    for frame in frames:
+        sizes.add(read_size(frame))
+        if len(sizes) > 1:
+            message = f"the frame {frame} is of another size than those before it: frames of a video have one size"
+            raise ValueError(message)
+        size, head = _bytes_of(frame)
+        total += size
+        digest.update(size.to_bytes(8, "little") + head)
+    ((width, height),) = sizes
+    return VideoFacts(total, width, height, len(frames), Fraction(0), _short(digest.digest()))
+
+
+def _bytes_of(path: str) -> tuple[int, bytes]:
+    """Return the size of a file, and its first and last bytes."""
+    with Path(path).open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(0)
+        head = file.read(HEAD_BYTES)
+        file.seek(max(len(head), size - HEAD_BYTES))
+        return size, head + file.read(HEAD_BYTES)
+
+
+def _short(digest: bytes) -> int:
+    return int.from_bytes(digest[:8], "little", signed=True)
+
+
+def _of_file(path: str, max_seconds: float) -> VideoFacts:
+    import av
+
+    try:
+        # A pipe would wait for a writer that never comes.
+        if not stat.S_ISREG(Path(path).stat().st_mode):
+            message = f"the video {path} is a pipe or a device: name a video file, or a folder of frames"
+            raise ValueError(message)
+        with open_video(path) as container:
+            size, ends = _bytes_of(path)
+            found = _Container(path, container, size, max_seconds).read()
+    except FileNotFoundError:
+        message = f"the video {path} does not exist: relative paths start at the folder of the data file"
+        raise ValueError(message) from None
+    except (av.FFmpegError, OSError) as error:
+        why = getattr(error, "strerror", None) or error
+        message = f"the video {path} cannot be read, it is truncated, damaged or no video: {why}"
+        raise ValueError(message) from None
+    return attrs.evolve(found, head=_short(hashlib.sha256(ends).digest()))
+
+
+@attrs.frozen
+class _Container:
+    """An open file."""
+
+    path: str
+    opened: Any
+    size: int
+    max_seconds: float
+
+    def read(self) -> VideoFacts:
+        """Return what it says; ValueError if it is no video that can be trained."""
+        kind = self._kind()
+        stream = self.opened.streams.best("video")
+        codec = None if stream is None else stream.codec_context
+        if stream is None or int(stream.disposition) & _cover():
+            raise self._refused("has no video, but sound alone" if self.opened.streams.audio else "has no video")
+        if codec is None:
+            raise self._refused("is of a codec that is not known here: encode it again, as H.264")
+        self._refuse_size(stream.width, stream.height)
+        seconds = (self.opened.duration or 0) / 1e6
+        self._refuse_seconds(seconds)
+        first, packets = self._first_frame(stream)
+        if kind in _INDEXED and stream.frames:
+            num, doubt = self._by_index(stream)
+        else:
+            num, doubt = self._by_packets(stream, packets, seconds)
+        rate = stream.average_rate
+        if not num or not rate:
+            raise self._refused("has no frame" if not num else "has no rate of frames: encode it again")
+        self._refuse_seconds(float(num / rate))
+        if codec.name not in PROMISED:
+            doubt = doubt or f"its codec is {codec.name}"
+        turned = _turns(first)
+        width, height = (first.height, first.width) if turned % 2 else (first.width, first.height)
+        return VideoFacts(self.size, width, height, num, Fraction(rate), 0, turned, doubt)
+
+    def _refused(self, reason: str) -> ValueError:
+        return ValueError(f"the video {self.path} {reason}")
+
+    def _kind(self) -> str:
+        name = self.opened.format.name
+        if name in CONTAINERS:
+            return CONTAINERS[name]
+        if name.endswith("_pipe") or name == "image2":
+            raise self._refused(f"is a still image ({name.removesuffix('_pipe')}): write it into 'images'")
+        if name == "gif":
+            raise self._refused("is a GIF: list its frames as images, or encode it again as mp4")
+        raise self._refused(f"is a {name} file; read are mp4, mov, mkv, webm and avi: encode it again")
+
+    def _refuse_size(self, width: int, height: int) -> None:
+        if not 0 < width * height <= MAX_PIXELS:
+            raise self._refused(f"has frames of {width:,} x {height:,}, but may have {MAX_PIXELS:,} pixels: shrink it")
+
+    def _refuse_seconds(self, seconds: float) -> None:
+        if seconds > self.max_seconds:
+            raise self._refused(
+                f"has {seconds:,.0f} s, but may have {self.max_seconds:,.0f}: cut it, or raise custom.max_video_s"
+            )
+
+    def _first_frame(self, stream: Any) -> tuple[Any, Iterator[Any]]:
+        """
+        Return the first frame, and all packets, of which those up to it have been read.
+        """
+        packets = self.opened.demux(stream)
+        read = []
+        for packet in packets:
+            read.append(packet)
+            if frames := packet.decode():
+                self._refuse_size(frames[0].width, frames[0].height)
+                return frames[0], _chained(read, packets)
+        raise self._refused("has no frame that can be decoded")
+
+    def _by_index(self, stream: Any) -> tuple[int, str | None]:
+        """Return how many frames a container's own index names, and what it does not promise."""
+        entries = stream.index_entries
+        shown = [entry for entry in entries if not entry.is_discard]
+        if any(entry.pos + entry.size > self.size for entry in shown):
+            raise self._refused(f"is truncated: its index names frames behind its {counted(self.size, 'byte')}")
+        if len(shown) != stream.frames:
+            return len(entries), "it has an edit list, or an index of other frames than it counts"
+        times = [entry.timestamp for entry in shown]
+        return len(entries), self._rate_doubt(stream, times)
+
+    def _by_packets(self, stream: Any, packets: Iterator[Any], seconds: float) -> tuple[int, str | None]:
+        """
+        Return how many packets of video a container has, and what it does not promise.
+
+        Args:
+            stream: The video.
+
+            packets: From the beginning.
+
+            seconds: How long the container says that it is; 0 if it does not.
+        """
+        times, limit = [], self.max_seconds
+        for packet in packets:
+            if not packet.size:
+                continue
+            if packet.pts is None:
+                return 0, None
+            times.append(packet.pts)
+            if float(packet.pts * stream.time_base) > limit:
+                self._refuse_seconds(float(packet.pts * stream.time_base))
+        if not times:
+            return 0, None
+        times.sort()
+        end = float(times[-1] * stream.time_base) + (1 / float(stream.average_rate) if stream.average_rate else 0)
+        if end < seconds - _LOST_S and not self._has_sound_behind(end, seconds):
+            raise self._refused(f"is truncated: it says {seconds:,.1f} s, but its frames end after {end:,.1f} s")
+        return len(times), self._rate_doubt(stream, times) or (None if seconds else "it does not say how long it is")
+
+    def _has_sound_behind(self, end: float, seconds: float) -> bool:
+        """
+        Return whether sound goes on behind the frames.
+
+        Args:
+            end: Second at which the frames end.
+
+            seconds: How long the container says that it is.
+        """
+        with open_video(self.path) as again:
+            sound = again.demux(audio=0) if again.streams.audio else ()
+            last = max(
+                (float(packet.pts * packet.time_base) for packet in sound if packet.pts is not None), default=end
+            )
+        return last > seconds - _LOST_S
+
+    def _rate_doubt(self, stream: Any, times: list[int]) -> str | None:
+        """
+        Return why frames are not promised to come at one rate; None if they are.
+
+        Args:
+            stream: The video.
+
+            times: When each frame is shown, or decoded, in units of the stream's time.
+        """
+        distances = np.diff(times)
+        if stream.average_rate != stream.base_rate or (
+            distances.size and int(distances.max() - distances.min()) > _JITTER
+        ):
+            return "its rate of frames varies"
+        return None
+
+
+def _chained(read: list[Any], rest: Iterator[Any]) -> Iterator[Any]:
+    yield from read
+    yield from rest
+
+
+def _cover() -> int:
+    """Return the mark of a picture that comes with sound, as the cover of an album."""
+    import av
+
+    return int(av.stream.Disposition.attached_pic)
+
+
+def quarter_turns(path: str) -> int:
+    """Return by how many quarters, counter-clockwise, a video's frames are turned to be shown."""
+    with open_video(path) as container:
+        first = next(container.decode(container.streams.best("video")))
+        return _turns(first)
+
+
+def _turns(frame: Any) -> int:
+    return round(frame.rotation / 90) % 4 if frame.rotation % 90 == 0 else 0
+
+
+def open_video(path: str) -> Any:
+    """Open a container; a playlist could name files on the network, of which none is opened."""
+    import av
+
+    return av.open(path, options={"protocol_whitelist": "file"})

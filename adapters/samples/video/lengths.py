@@ -1,0 +1,211 @@
+"""
+What a video costs in tokens and patches, by the number, rate and size of its frames.
+
+The arithmetic is that of qwen_vl_utils: how many frames are sampled, to which size each is scaled.
+Two frames make one layer of patches. Qwen3-VL writes the time of each layer before it, as text
+whose tokens are counted. As for images, only the difference to a stand-in counts, which is encoded
+with the sample.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
+
+from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
+
+import attrs
+import torch
+from PIL import Image
+from qwen_vl_utils import vision_process
+from swift.template import Template
+
+from adapters.samples.video.facts import VideoFacts
+from adapters.samples.video.reading import Sampling, reads_videos, sampling_of
+from core.config import TemplateConfig
+
+FRAMES_OF_LAYER = 2
+"""Frames that become one layer of patches."""
+
+_SMALL, _LARGE = (56, 56), (150, 70)
+"""
+Widths and heights of the frames that stand in for others, and of those that the arithmetic is tried
+on.
+"""
+
+
+@attrs.frozen
+class VideoCost:
+    """What a video costs, but for what all videos have in common."""
+
+    tokens: int
+    patches: int
+
+    frames: int
+    """Frames that are sampled."""
+
+    def __sub__(self, other: VideoCost) -> VideoCost:
+        return VideoCost(self.tokens - other.tokens, self.patches - other.patches, self.frames - other.frames)
+
+
+@attrs.frozen
+class VideoLengths:
+    """What videos cost in a template."""
+
+    patch_size: int
+    merge_size: int
+    sampling: Sampling
+
+    tokenizer: Any
+    """Counts the tokens of times; None for a template that writes none."""
+
+    @classmethod
+    def of(cls, template: Template, config: TemplateConfig) -> VideoLengths | None:
+        """
+        Return what videos cost in a template; None if encoding shows that it is something else.
+
+        Args:
+            template: Of a model that sees.
+
+            config: How it samples videos.
+        """
+        if not reads_videos(template):
+            return None
+        images = template.processor.image_processor
+        stamped = template.tokenizer if template.version == "v3" else None
+        lengths = cls(images.patch_size, images.merge_size, sampling_of(config), stamped)
+        try:
+            stands = lengths.cost(_listed(_SMALL, 2))
+        except ValueError:  # the run's limits leave the stand-in no size
+            return None
+        size = _LARGE if lengths.takes(_LARGE) else _SMALL
+        small, large = (_encoded(template, frames) for frames in (_frames(_SMALL, 2), _frames(size, 5)))
+        return lengths if large - small == lengths.cost(_listed(size, 5)) - stands else None
+
+    def takes(self, size: tuple[int, int]) -> bool:
+        """Return whether frames of a width and height are within the run's limits."""
+        try:
+            self.cost(_listed(size, 5))
+        except ValueError:
+            return False
+        return True
+
+    @property
+    def stand_in(self) -> list[Image.Image]:
+        """Frames that are encoded in place of a video."""
+        return _frames(_SMALL, 2)
+
+    def beyond_stand_in(self, facts: VideoFacts) -> VideoCost:
+        """Return what a video costs beyond the stand-in; ValueError if its shape is refused."""
+        return self.cost(facts) - self.cost(_listed(_SMALL, 2))
+
+    def num_bytes(self, facts: VideoFacts) -> int:
+        """Return the bytes that the sampled frames of a video take before they are scaled."""
+        return len(self._sampled(facts)[0]) * facts.width * facts.height * 3
+
+    def seconds(self, facts: VideoFacts) -> float:
+        """Return how long a video is; frames that are listed come at the rate of sampling."""
+        return facts.num_frames / float(facts.rate or self._rate())
+
+    def cost(self, facts: VideoFacts) -> VideoCost:
+        """Return what a video costs; ValueError if number or size of its frames is refused."""
+        frames, rate = self._sampled(facts)
+        rows, columns = self._scaled(facts, len(frames))
+        layers = len(frames) // FRAMES_OF_LAYER
+        patches = layers * (rows // self.patch_size) * (columns // self.patch_size)
+        tokens = patches // self.merge_size**2
+        if self.tokenizer is not None:
+            pairs = zip(frames[::FRAMES_OF_LAYER], frames[1::FRAMES_OF_LAYER], strict=True)
+            times = ((first / rate + last / rate) / 2 for first, last in pairs)
+            # A layer is between two tokens of its own, behind its time.
+            tokens += sum(_num_tokens(self.tokenizer, f"<{time:.1f} seconds>") + 2 for time in times)
+        return VideoCost(tokens, patches, len(frames))
+
+    def _rate(self) -> float:
+        return float(self.sampling.get("fps", vision_process.FPS))
+
+    def _sampled(self, facts: VideoFacts) -> tuple[list[int], float]:
+        """Return the numbers of the frames that are sampled, and how many a second has of all."""
+        if not facts.rate:
+            return list(range(vision_process.ceil_by_factor(facts.num_frames, FRAMES_OF_LAYER))), self._rate()
+        rate = float(facts.rate)
+        number = vision_process.smart_nframes(dict(self.sampling), total_frames=facts.num_frames, video_fps=rate)
+        return torch.linspace(0, facts.num_frames - 1, number).round().long().tolist(), rate
+
+    def _scaled(self, facts: VideoFacts, num_frames: int) -> tuple[int, int]:
+        """
+        Return the height and width to which frames are scaled.
+
+        Args:
+            facts: The video.
+
+            num_frames: That are sampled.
+        """
+        rules, given = vision_process, self.sampling
+        factor = self.patch_size * rules.SPATIAL_MERGE_SIZE
+        height, width = facts.height, facts.width
+        if not facts.rate:  # each is an image first, in whole squares of twice the side
+            unit = factor * rules.SPATIAL_MERGE_SIZE
+            least = given.get("min_pixels", rules.IMAGE_MIN_TOKEN_NUM * unit**2)
+            most = given.get("max_pixels", rules.IMAGE_MAX_TOKEN_NUM * unit**2)
+            height, width = _resized(height, width, unit, least, most)
+        least = given.get("min_pixels", rules.VIDEO_MIN_TOKEN_NUM * factor**2)
+        total = given.get("total_pixels", rules.MODEL_SEQ_LEN * factor**2 * 0.9)
+        frame = max(
+            min(rules.VIDEO_MAX_TOKEN_NUM * factor**2, total / num_frames * rules.FRAME_FACTOR), int(least * 1.05)
+        )
+        return _resized(height, width, factor, least, min(given.get("max_pixels", frame), frame))
+
+
+def _resized(height: int, width: int, factor: int, least: float, most: float) -> tuple[int, int]:
+    """
+    Return the height and width that qwen_vl_utils scales a frame to; ValueError if it refuses.
+
+    Args:
+        height: In pixels.
+
+        width: In pixels.
+
+        factor: Pixels that both become multiples of.
+
+        least: Pixels that the frame has at least.
+
+        most: Pixels that it has at most.
+    """
+    if most < least:
+        message = (
+            f"frames may have at most {most:,.0f} pixels, and at least {least:,.0f}: set template.video_min_pixels"
+        )
+        raise ValueError(message)
+    rows, columns = vision_process.smart_resize(height, width, factor, least, most)
+    if not rows or not columns:
+        message = f"frames of {width} x {height} are left no size by a limit of {most:,.0f} pixels: raise it"
+        raise ValueError(message)
+    return int(rows), int(columns)
+
+
+@lru_cache(maxsize=100_000)
+def _num_tokens(tokenizer: Any, text: str) -> int:
+    return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _frames(size: tuple[int, int], number: int) -> list[Image.Image]:
+    return [Image.new("RGB", size)] * number
+
+
+def _listed(size: tuple[int, int], number: int) -> VideoFacts:
+    """Return what is known of black frames of a size."""
+    return VideoFacts(0, *size, number, Fraction(0), 0)
+
+
+def _encoded(template: Template, frames: list[Image.Image]) -> VideoCost:
+    """Return what a sample with a video of these frames costs, whatever the template truncates."""
+    messages = [{"role": "user", "content": "<video>?"}, {"role": "assistant", "content": "."}]
+    limit, template.max_length = template.max_length, None
+    try:
+        encoded = template.encode({"messages": messages, "videos": [frames]}, return_length=True)
+    finally:
+        template.max_length = limit
+    grid = encoded["video_grid_thw"]
+    return VideoCost(encoded["length"], int(grid.prod(-1).sum()), FRAMES_OF_LAYER * int(grid[:, 0].sum()))

@@ -1,0 +1,176 @@
+"""
+How frames of videos are sampled and read: by qwen_vl_utils, with decord, as the run's template
+says.
+
+decord 0.6 fails for videos that their container turns by a quarter; those are read by PyAV, which
+gives the same frames. Another reader of qwen_vl_utils (torchcodec, where it is installed) is left
+as it is, and every video is decoded to be measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
+
+import numpy as np
+import torch
+from qwen_vl_utils import vision_process
+from swift.template import Template
+
+from adapters.samples.video.facts import open_video, quarter_turns
+from core.config import TemplateConfig
+from core.errors import ConfigError
+
+READER = "decord"
+
+Sampling = Mapping[str, Any]
+"""Arguments of qwen_vl_utils' `fetch_video` -> what the run's template says."""
+
+_SAMPLING = {
+    "fps": "fps",
+    "min_frames": "fps_min_frames",
+    "max_frames": "fps_max_frames",
+    "min_pixels": "video_min_pixels",
+    "max_pixels": "video_max_pixels",
+    "total_pixels": "video_total_pixels",
+}
+"""Arguments of `fetch_video` -> keys of the section `template`."""
+
+
+def reads_videos(template: Template) -> bool:
+    """Return whether a template reads videos by qwen_vl_utils."""
+    return "fetch_video" in type(template).replace_tag.__code__.co_names
+
+
+def sees_videos_apart(template: Template) -> bool:
+    """
+    Return whether a model's tower sees videos in another pass than images; for others, the template
+    joins them.
+    """
+    return reads_videos(template) and template.version == "v3"
+
+
+def why_no_reader() -> str | None:
+    """
+    Return why frames are not read by the reader whose counts are known; None if they are.
+    """
+    found = vision_process.get_video_reader_backend()
+    if found == READER:
+        return None
+    if found == "torchvision":
+        return "no reader of videos is installed: pip install 'packplan[video]'"
+    return f"videos are read by {found}"
+
+
+def sampling_of(config: TemplateConfig) -> Sampling:
+    """Return how videos are sampled, as far as the run says."""
+    named = {argument: getattr(config, key) for argument, key in _SAMPLING.items()}
+    return {argument: value for argument, value in named.items() if value is not None}
+
+
+def prepare_videos(template: Template, config: TemplateConfig) -> None:
+    """Let a template read videos as the run says, if it reads any by qwen_vl_utils."""
+    if not reads_videos(template):
+        return
+    sampling = sampling_of(config)
+    _refuse_no_size(template, sampling)
+    template.replace_tag = partial(_replaced, template.replace_tag, sampling)
+    vision_process.VIDEO_READER_BACKENDS[READER] = _read
+
+
+def _refuse_no_size(template: Template, sampling: Sampling) -> None:
+    """Refuse limits that leave frames no size; ConfigError."""
+    token = (template.processor.image_processor.patch_size * vision_process.SPATIAL_MERGE_SIZE) ** 2
+    least = sampling.get("min_pixels", vision_process.VIDEO_MIN_TOKEN_NUM * token)
+    most = sampling.get("max_pixels", vision_process.VIDEO_MAX_TOKEN_NUM * token)
+    if most < least:
+        key, value = ("max", most) if "max_pixels" in sampling else ("min", least)
+        reason = f"is {value:,}, but frames have {least:,} pixels at least and {most:,} at most"
+        raise ConfigError.of(f"template.video_{key}_pixels", f"{reason}: set template.video_min_pixels, or the maximum")
+
+
+def _replaced(replace: Callable[..., Any], sampling: Sampling, media_type: str, index: int, inputs: Any) -> Any:
+    """
+    Return what stands for an image or a video in the text, once it is read.
+
+    Args:
+        replace: The template's own way.
+
+        sampling: How videos are sampled.
+
+        media_type: `image` or `video`.
+
+        index: Which of the sample's.
+
+        inputs: The sample.
+    """
+    if media_type != "video":
+        return replace(media_type, index, inputs)
+    # Arguments of the template are those of images too; frames that are listed come at FPS.
+    before, rate = inputs.chat_template_kwargs, vision_process.FPS
+    inputs.chat_template_kwargs = {**before, **sampling}
+    vision_process.FPS = sampling.get("fps", rate)
+    try:
+        return replace(media_type, index, inputs)
+    finally:
+        inputs.chat_template_kwargs, vision_process.FPS = before, rate
+
+
+def unread_reason(path: str) -> str | None:
+    """
+    Return why frames of a video cannot be decoded, its first and last; None if they can.
+    """
+    import decord
+
+    try:
+        if quarter_turns(path) % 2:
+            _decoded(path, [0, _counted(path)[0] - 1])
+        else:
+            reader = decord.VideoReader(path, num_threads=1)
+            reader.get_batch([0, len(reader) - 1])
+    except Exception as error:  # noqa: BLE001  # decord's, FFmpeg's and memory's alike are the reason
+        return f"the video {path} cannot be decoded: {str(error).strip().splitlines()[0][-300:]}"
+    return None
+
+
+def _read(element: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any], float]:
+    """Read a video as qwen_vl_utils does: its sampled frames, where they stand, their rate."""
+    path = element["video"]
+    if quarter_turns(path) % 2 == 0:
+        read: tuple[torch.Tensor, dict[str, Any], float] = vision_process._read_video_decord(element)  # noqa: SLF001
+        return read
+    total, rate = _counted(path)
+    number = vision_process.smart_nframes(element, total_frames=total, video_fps=rate)
+    indices = torch.linspace(0, total - 1, number).round().long().tolist()
+    frames = torch.from_numpy(_decoded(path, indices)).permute(0, 3, 1, 2)
+    metadata = {"fps": rate, "frames_indices": indices, "total_num_frames": total, "video_backend": "pyav"}
+    return frames, metadata, number / total * rate
+
+
+def _counted(path: str) -> tuple[int, float]:
+    """Return the number and the rate of a video's frames."""
+    with open_video(path) as container:
+        stream = container.streams.best("video")
+        return sum(packet.size > 0 for packet in container.demux(stream)), float(stream.average_rate)
+
+
+def _decoded(path: str, indices: list[int]) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """
+    Return frames by their numbers, ascending, turned as they are shown; uint8, (frames, height,
+    width, 3).
+    """
+    kept = []
+    with open_video(path) as container:
+        wanted = iter(indices)
+        next_one = next(wanted, None)
+        for number, frame in enumerate(container.decode(container.streams.best("video"))):
+            while number == next_one:
+                kept.append(np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90) % 4))
+                next_one = next(wanted, None)
+            if next_one is None:
+                return np.stack(kept)
+    message = f"it has fewer than {indices[-1] + 1:,} frames"
+    raise ValueError(message)

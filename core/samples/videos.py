@@ -1,0 +1,68 @@
+"""The videos of a record: a file, a folder of frames, or the frames themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from core.samples.images import why_no_path
+from core.samples.values import fail
+
+Video = str | tuple[str, ...]
+"""Path of a video file, or of a folder of its frames; or the paths of its frames, in order."""
+
+VIDEO_TAG = "<video>"
+
+_WRITE = "write a path, or a list of the paths of its frames"
+
+
+@attrs.frozen
+class VideoPart:
+    """A video that stands in a message, among the images that do."""
+
+    video: Any
+
+
+def to_videos(value: object) -> list[Video]:
+    """
+    Return the videos of a record.
+
+    >>> to_videos(["a.mp4", ["1.png", "2.png"], {"path": "b.webm"}])
+    ['a.mp4', ('1.png', '2.png'), 'b.webm']
+
+    Raises:
+        ValueError: One is no path, and no list of paths.
+    """
+    if value is None or (isinstance(value, (str, list, Mapping)) and not value):
+        return []
+    return [_to_video(video) for video in (value if isinstance(value, list) else [value])]
+
+
+def _to_video(video: Any) -> Video:
+    if isinstance(video, Mapping):
+        video = video.get("path") or video.get("video") or video.get("url")
+    if isinstance(video, list) and video:
+        return tuple(_path(frame, "frame") for frame in video)
+    return _path(video, "video")
+
+
+def _path(value: Any, what: str) -> str:
+    """
+    Return the path of a video or of a frame.
+
+    Args:
+        value: What the record has for it.
+
+        what: Which of them it is, for the error.
+    """
+    if isinstance(value, Mapping):
+        value = value.get("path")
+    if not isinstance(value, str) or not value:
+        fail(f"has a {what} that is no path: {_WRITE}")
+    if value.startswith("data:"):
+        fail(f"has the {what} {value[:40]!r}: write it to a file, and name that")
+    if remedy := why_no_path(value):
+        fail(f"has the {what} {value[:60]!r}: {remedy}")
+    return value
