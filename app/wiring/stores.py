@@ -86,7 +86,8 @@ def require_inputs(config: RunConfig) -> None:
         DataSetError: A data file cannot be read.
     """
     config_model_type(config.model)
-    require_files((*config.custom.train_jsonl, *config.custom.val_jsonl))
+    for paths in (config.custom.train_jsonl, config.custom.val_jsonl):
+        require_files(paths)
 
 
 def asked_of(config: RunConfig) -> str:
