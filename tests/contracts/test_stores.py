@@ -21,6 +21,7 @@ from core.errors import ConfigError, CorruptArtefactError, OutputError, StaleLen
 from core.fingerprint import Fingerprint
 from core.plan import build_raw_plan
 from core.ports import Origin, StoredPlan
+from core.samples import COLUMNS, IMAGE_COLUMNS
 from tests.fakes import MemoryLengthStore, MemoryPlanStore
 
 KEY = Fingerprint({"a": 1, "b": None})
@@ -31,9 +32,9 @@ def DATA(count: int) -> str:  # noqa: N802  # a constant of these tests
     return f"first {count}"
 
 
-ROWS = np.arange(50, dtype=np.int32).reshape(10, 5)
+ROWS = np.arange(10 * len(COLUMNS), dtype=np.int32).reshape(10, -1)
 
-IMAGES = np.arange(40, dtype=np.int64).reshape(10, 4)
+IMAGES = np.arange(10 * len(IMAGE_COLUMNS), dtype=np.int64).reshape(10, -1)
 
 
 def put(store, first: int, end: int, **options) -> None:
