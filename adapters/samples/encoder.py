@@ -269,7 +269,7 @@ class SwiftEncoder:
 
     def data_files(self) -> tuple[DataFile, ...]:
         """Return the data files, each with the shape of its records."""
-        sources = sources_of(self.spec.paths)
+        sources = sources_of(self.spec.paths, self.spec.custom.source_names)
         return tuple(
             DataFile(file, sources[file], self._shape_of_file(number)[1], records)
             for number, (file, records) in enumerate(self.records.files)

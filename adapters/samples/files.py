@@ -13,7 +13,7 @@ import glob
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -174,18 +174,19 @@ def _matching(path: str) -> list[Path]:
     return found
 
 
-def sources_of(paths: tuple[str, ...]) -> dict[str, str]:
+def sources_of(paths: tuple[str, ...], names: Mapping[str, str]) -> dict[str, str]:
     """
-    Return the source of each file: the last part of the name or pattern that stands for it, or all
-    of it where another one ends alike.
+    Return the source of each file: its name, or the last part of the path or pattern that stands
+    for it, or all of that where another one ends alike.
 
     Args:
         paths: As `open_records` takes them.
+
+        names: Some of them -> names of their sources.
     """
     ends = Counter(Path(path).name for path in paths)
-    return {
-        str(file): Path(path).name if ends[Path(path).name] == 1 else path for path in paths for file in _matching(path)
-    }
+    unnamed = {path: end if ends[end := Path(path).name] == 1 else path for path in paths}
+    return {str(file): names.get(path, unnamed[path]) for path in paths for file in _matching(path)}
 
 
 def _refuse_twins(files: list[Path]) -> None:

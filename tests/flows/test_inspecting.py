@@ -85,13 +85,13 @@ def test_a_plan_is_broken_down_by_source(store, said, tmp_path):
     """Files of one source together, with their shapes, in the document, the table and the page."""
     files = [
         DataFile("a.jsonl", "chats", "text", 20),
-        DataFile("b.jsonl", "captions", "dense captions", 15),
+        DataFile("b.jsonl", "captions[red]", "dense captions", 15),
         DataFile("c.csv", "chats", "query, response", len(LENGTHS) - 35),
     ]
     path = store(files=files)
     train = json.loads(said("show", path, "--json"))["splits"]["train"]
 
-    assert ["chats", "captions"] == [one["name"] for one in train["sources"]]
+    assert ["chats", "captions[red]"] == [one["name"] for one in train["sources"]]
     chats, captions = train["sources"]
     assert [attrs.asdict(file) for file in files[::2]] == chats["files"]
     assert sum(LENGTHS[20:35]) == captions["num_tokens"]
@@ -100,6 +100,7 @@ def test_a_plan_is_broken_down_by_source(store, said, tmp_path):
     table = said("show", path)
     assert re.search(r"chats +│ +45 │", table)
     assert "dense captions" in table
+    assert "[red]" in table
     said("report", path, "-o", tmp_path / "plan.html")
     page = (tmp_path / "plan.html").read_text(encoding="utf-8")
     assert "captions" in page
