@@ -212,8 +212,8 @@ def open_samples(config: RunConfig, *, train_paths: tuple[str, ...] | None = Non
         opened[split] = SwiftEncoder(spec, template=template)
         opened[split].require_images()
         if os.environ.get("RANK", "0") == "0":
-            for file, shape in opened[split].shapes():
-                log.info("%s: %s has records of the shape %s", split, file, shape)
+            for one in opened[split].data_files():
+                log.info("%s: %s has records of the shape %s", split, one.file, one.shape)
         with_tags = opened[split].records.num_with_media_tags
         if with_tags and os.environ.get("RANK", "0") == "0":
             log.warning(

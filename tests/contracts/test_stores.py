@@ -21,7 +21,7 @@ from core.errors import ConfigError, CorruptArtefactError, OutputError, StaleLen
 from core.fingerprint import Fingerprint
 from core.plan import build_raw_plan
 from core.ports import Origin, StoredPlan
-from core.samples import COLUMNS, IMAGE_COLUMNS
+from core.samples import COLUMNS, IMAGE_COLUMNS, DataFile
 from tests.fakes import MemoryLengthStore, MemoryPlanStore
 
 KEY = Fingerprint({"a": 1, "b": None})
@@ -85,6 +85,24 @@ def test_a_probe_is_kept_until_rows_follow_it(reopen_lengths):
     assert reopen_lengths().resume(KEY, 10, DATA).probe is None
     put(store, 10, 10, probe={"samples": [9]})
     assert {"samples": [9]} == reopen_lengths().resume(KEY, 10, DATA).probe
+
+
+def test_files_are_kept_until_rows_follow_them(reopen_lengths):
+    """Rows that are appended may be of other files; nothing else changes with the files."""
+    store = reopen_lengths()
+    taken(store)
+    put(store, 0, 4)
+    files = (DataFile("a.jsonl", "a", "text", 3), DataFile("b.jsonl", "b", "text", 1))
+    before = store.inspect()
+
+    store.keep_files(files)
+
+    after = reopen_lengths().inspect()
+    assert files == after.origin.files == reopen_lengths().origin().files
+    assert (before.digest, before.origin.data_digest) == (after.digest, after.origin.data_digest)
+    assert taken(reopen_lengths(), 4)
+    put(store, 4, 6)
+    assert () == reopen_lengths().origin().files
 
 
 def test_discarded_rows_are_gone(reopen_lengths):
