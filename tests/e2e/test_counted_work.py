@@ -12,31 +12,68 @@ GRIDS = [(1, 8, 14), (1, 10, 6), (1, 4, 4)]
 """Whole windows, windows that the edge cuts, and less than a window of the released models."""
 
 
-def inputs(config, num_tokens, grids):
-    """Return what the model takes: a row of tokens, with the images' patches and their places."""
+VIDEOS = [(2, 8, 14), (3, 4, 4)]
+"""Grids of videos: pairs of frames, rows, columns."""
+
+
+def inputs(config, num_tokens, grids, of="image"):
+    """
+    Return what the model takes: a row of tokens, with the patches of images and their places.
+
+    Args:
+        config: Of the model.
+
+        num_tokens: Of the row.
+
+        grids: Patches of each image or video before merging.
+
+        of: `image` or `video`.
+    """
     import torch
 
     ids = torch.full((1, num_tokens), 5)
     if not grids:
         return {"input_ids": ids}
     kinds, start = torch.zeros_like(ids), 0
-    for frames, rows, columns in grids:
+    for frames, rows, columns in parts_of(config, grids):
         ids[0, start] = config["vision_start_token_id"]
         stop = start + 1 + frames * rows * columns // 4
-        ids[0, start + 1 : stop], kinds[0, start + 1 : stop] = config["image_token_id"], 1
+        ids[0, start + 1 : stop] = config[f"{of}_token_id"]
+        kinds[0, start + 1 : stop] = 1 if of == "image" else 2
         start = stop
     patch = 3 * 2 * config["vision_config"]["patch_size"] ** 2
     pixels = torch.zeros(sum(t * h * w for t, h, w in grids), patch)
-    return {"input_ids": ids, "pixel_values": pixels, "image_grid_thw": torch.tensor(grids), "mm_token_type_ids": kinds}
+    name = "pixel_values" if of == "image" else "pixel_values_videos"
+    return {"input_ids": ids, name: pixels, f"{of}_grid_thw": torch.tensor(grids), "mm_token_type_ids": kinds}
 
 
-def counted(model, config, num_tokens, grids) -> int:
-    """Return the operations that torch counts in a forward pass."""
+def parts_of(config, grids):
+    """Return the grids of what stands together in the text: a video, or for Qwen3-VL its layers."""
+    if not config["model_type"].startswith("qwen3_vl"):
+        return grids
+    return [(1, rows, columns) for frames, rows, columns in grids for _ in range(frames)]
+
+
+def counted(model, config, num_tokens, grids, of="image") -> int:
+    """
+    Return the operations that torch counts in a forward pass.
+
+    Args:
+        model: The model.
+
+        config: Of the model.
+
+        num_tokens: Of the row.
+
+        grids: Patches of each image or video before merging.
+
+        of: `image` or `video`.
+    """
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        model(**inputs(config, num_tokens, grids), use_cache=False)
+        model(**inputs(config, num_tokens, grids, of), use_cache=False)
     total: int = counter.get_total_flops()
     return total
 
@@ -46,7 +83,7 @@ def counted(model, config, num_tokens, grids) -> int:
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl"])
 def test_torch_counts_the_same_operations(demo, model_type):
     """
-    Exactly, in one forward pass: of one sample or a row of sixty, with images and without.
+    Exactly, in one forward pass: of one sample or a row of sixty, with images, videos and without.
 
     Under eager attention, whose products torch's counter sees: it computes whole squares, where
     causal attention needs the pairs up to the diagonal.
@@ -64,6 +101,9 @@ def test_torch_counts_the_same_operations(demo, model_type):
     for num_tokens, grids in [(1, []), (60, []), (60 * 12, []), *with_images]:
         mine = work.of_positions(num_tokens, num_tokens**2) + work.of_images(grids).sum()
         assert counted(model, config, num_tokens, grids) == mine
+    if sees_images:
+        mine = work.of_positions(90, 90**2) + work.of_images(VIDEOS).sum()
+        assert counted(model, config, 90, VIDEOS, "video") == mine
 
 
 TEXTS = (

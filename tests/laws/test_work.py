@@ -47,6 +47,20 @@ def test_counts_give_what_images_of_equal_size_take(samples):
     assert text.of(lengths).tolist() == SampleWorks.of(text, lengths, images=images, patches=patches).samples.tolist()
 
 
+@given(st.integers(1, 500), st.integers(0, 2), st.integers(1, 4), st.integers(1, 9))
+def test_two_frames_of_a_video_take_what_an_image_of_their_size_takes(length, images, pairs, side):
+    """Beside images; a model that sees nothing has no work with either."""
+    patches = 64 * side
+
+    held = {"images": images, "patches": images * patches, "frames": 2 * pairs, "video_patches": pairs * patches}
+    works = SampleWorks.of(MODEL, [length], **held)
+
+    grids = [(1, 8, 8 * side)] * images + [(pairs, 8, 8 * side)]
+    assert MODEL.of([length], [grids]).tolist() == pytest.approx(works.samples.tolist())
+    text = WorkModel(MODEL.per_position, MODEL.per_pair)
+    assert text.of([length]).tolist() == SampleWorks.of(text, [length], **held).samples.tolist()
+
+
 def test_a_backward_pass_takes_twice_as_many_where_weights_are_trained():
     """Once more for what a layer is given, once more for its weights; attention has none."""
     forward = MODEL.of([9], [[(1, 8, 8)]])[0]
