@@ -8,6 +8,8 @@ import pytest
 
 from core.work import WorkModel
 
+pytestmark = [pytest.mark.slow, pytest.mark.covers]
+
 GRIDS = [(1, 8, 14), (1, 10, 6), (1, 4, 4)]
 """Whole windows, windows that the edge cuts, and less than a window of the released models."""
 
@@ -78,8 +80,6 @@ def counted(model, config, num_tokens, grids, of="image") -> int:
     return total
 
 
-@pytest.mark.slow
-@pytest.mark.covers
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl"])
 def test_torch_counts_the_same_operations(demo, model_type):
     """
@@ -116,7 +116,6 @@ layers under the delta rule, short convolutions, states.
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", [*TEXTS, "qwen2_vl", "qwen3_vl_moe", "qwen3_5"])
 def test_torch_counts_about_the_same_in_families_that_keys_describe(family):
     """
@@ -143,7 +142,6 @@ TILES = (1, 3, 7)
 """Tiles of InternVL's images."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "model_type"),
     [("internvl", "internvl"), ("internvl", "qianfan_ocr"), ("glm4v", "glm4v"), ("glm4v_moe", "glm4v_moe")],
