@@ -2,7 +2,7 @@
 Make the tiny models and the data set that the examples train on, then train on them.
 
 `python -m app.demo` does all and ends with one line that says how the loss fell; `python -m
-app.demo make` only makes.
+app.demo make` only makes; with `--videos`, also what `app/demo_videos.yaml` trains on.
 """
 
 from __future__ import annotations
@@ -41,6 +41,16 @@ def make(folder: Path, *, seed: int, num_train: int, num_val: int) -> None:
             write_model(folder / "models" / model_type, model_type, corpus(folder / "data"), seed=seed)
 
 
+def make_videos(folder: Path) -> None:
+    """
+    Write clips and `videos.jsonl`, records of text, images and videos, to `videos/` under *folder*.
+    """
+    from app.demo.videos import write_records
+
+    with writing(folder / "videos"):
+        write_records(folder / "videos")
+
+
 def train() -> None:
     """Train as `app/demo.yaml` says, and print how the loss fell."""
     from app.wiring import training
@@ -65,13 +75,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="decides every byte (default: %(default)s)")
     parser.add_argument("--train", type=int, default=240, metavar="N", help="records to learn (default: %(default)s)")
     parser.add_argument("--val", type=int, default=40, metavar="N", help="held-out records (default: %(default)s)")
+    parser.add_argument("--videos", action="store_true", help="also make a small data set of text, images and videos")
     parser.add_argument("--verbose", action="store_true", help="also show what the libraries log")
     options = parser.parse_args(arguments)
     if options.what != "make" and options.folder != parser.get_default("folder"):
         parser.error("--folder goes with make: training reads what app/demo.yaml names")
+    if options.what != "make" and options.videos:
+        parser.error("--videos goes with make: python -m app.sft app/demo_videos.yaml trains on them")
 
     def command() -> None:
         make(options.folder, seed=options.seed, num_train=options.train, num_val=options.val)
+        if options.videos:
+            make_videos(options.folder)
         if options.what != "make":
             train()
 

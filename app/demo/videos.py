@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from fractions import Fraction
@@ -32,6 +33,10 @@ SECONDS = (1.0, 0.2, 3.0, 0.5, 7.0)
 """How long most are; a few are a minute, or ten."""
 
 SIZES = ((64, 48), (96, 54), (50, 120), (130, 66), (320, 180))
+
+NUM_CLIPS = 8
+
+NUM_RECORDS = 48
 
 _TURNED = (0, 90, 0, 180, 270, 0)
 
@@ -73,7 +78,8 @@ class MadeVideo:
         """Encode it to a file."""
         import av
 
-        container: Any = av.open(str(path), "w")
+        # Else matroska draws numbers, and no two files are the same.
+        container: Any = av.open(str(path), "w", container_options={"fflags": "+bitexact"})
         with container:
             stream = container.add_stream(self.codec, rate=self.rate or RATES[0], options=_OPTIONS.get(self.codec, {}))
             stream.width, stream.height = self.size
@@ -109,6 +115,46 @@ class MadeVideo:
         for _ in range(self.num_frames):
             yield time
             time += rng.choice((20, 33, 40, 80))
+
+
+def write_records(folder: Path) -> Path:
+    """
+    Write clips, stills, and records of text, images and videos, and return the records' file.
+
+    Args:
+        folder: Made if missing.
+    """
+    from PIL import Image
+
+    folder.mkdir(parents=True, exist_ok=True)
+    clips = [_made(place) for place in range(NUM_CLIPS)]
+    names = [clip.write(folder / f"clip{clip.seed}.{clip.container}").name for clip in clips]
+    for number in range(NUM_CLIPS):
+        Image.new("RGB", (56 + 14 * number, 70), (30 * number, 90, 200 - 20 * number)).save(
+            folder / f"still{number}.png"
+        )
+    path = folder / "videos.jsonl"
+    path.write_text("".join(f"{json.dumps(_record(number, names))}\n" for number in range(NUM_RECORDS)))
+    return path
+
+
+def _record(number: int, names: list[str]) -> dict[str, Any]:
+    """Return a record: text alone, or with a still, a clip, a clip and a still, or two clips."""
+    first, second = (names[(number + step) % len(names)] for step in (0, 3))
+    still = f"still{number % NUM_CLIPS}.png"
+    media: dict[str, list[str]] = (
+        {}, {"images": [still]}, {"videos": [first]}, {"videos": [first], "images": [still]},
+        {"videos": [first, second]},
+    )[number % 5]  # fmt: skip
+    tags = "<video>" * len(media.get("videos", [])) + "<image>" * len(media.get("images", []))
+    answer = "A bar moves to the right. " * (1 + number % 4)
+    return {
+        "messages": [
+            {"role": "user", "content": f"{tags}What happens in {number}?"},
+            {"role": "assistant", "content": answer.strip()},
+        ],
+        **media,
+    }
 
 
 def made_videos(number: int) -> list[MadeVideo]:

@@ -197,8 +197,9 @@ def open_samples(config: RunConfig, *, train_paths: tuple[str, ...] | None = Non
 
         train_paths: Data files of `train`, if not those of `custom.train_jsonl`.
     """
-    template = open_template(config.model, config.template, packing_length=config.packing_length)
-    if config.training.packing:
+    packs = config.training.packing
+    template = open_template(config.model, config.template, packing_length=config.packing_length, packs=packs)
+    if packs:
         refuse_packing(template)
     opened: dict[str, SwiftEncoder] = {}
     paths = {"train": train_paths or config.custom.train_jsonl, "eval": config.custom.val_jsonl}

@@ -12,31 +12,68 @@ GRIDS = [(1, 8, 14), (1, 10, 6), (1, 4, 4)]
 """Whole windows, windows that the edge cuts, and less than a window of the released models."""
 
 
-def inputs(config, num_tokens, grids):
-    """Return what the model takes: a row of tokens, with the images' patches and their places."""
+VIDEOS = [(2, 8, 14), (3, 4, 4)]
+"""Grids of videos: pairs of frames, rows, columns."""
+
+
+def inputs(config, num_tokens, grids, of="image"):
+    """
+    Return what the model takes: a row of tokens, with the patches of images and their places.
+
+    Args:
+        config: Of the model.
+
+        num_tokens: Of the row.
+
+        grids: Patches of each image or video before merging.
+
+        of: `image` or `video`.
+    """
     import torch
 
     ids = torch.full((1, num_tokens), 5)
     if not grids:
         return {"input_ids": ids}
     kinds, start = torch.zeros_like(ids), 0
-    for frames, rows, columns in grids:
+    for frames, rows, columns in parts_of(config, grids):
         ids[0, start] = config["vision_start_token_id"]
         stop = start + 1 + frames * rows * columns // 4
-        ids[0, start + 1 : stop], kinds[0, start + 1 : stop] = config["image_token_id"], 1
+        ids[0, start + 1 : stop] = config[f"{of}_token_id"]
+        kinds[0, start + 1 : stop] = 1 if of == "image" else 2
         start = stop
     patch = 3 * 2 * config["vision_config"]["patch_size"] ** 2
     pixels = torch.zeros(sum(t * h * w for t, h, w in grids), patch)
-    return {"input_ids": ids, "pixel_values": pixels, "image_grid_thw": torch.tensor(grids), "mm_token_type_ids": kinds}
+    name = "pixel_values" if of == "image" else "pixel_values_videos"
+    return {"input_ids": ids, name: pixels, f"{of}_grid_thw": torch.tensor(grids), "mm_token_type_ids": kinds}
 
 
-def counted(model, config, num_tokens, grids) -> int:
-    """Return the operations that torch counts in a forward pass."""
+def parts_of(config, grids):
+    """Return the grids of what stands together in the text: a video, or for Qwen3-VL its layers."""
+    if not config["model_type"].startswith("qwen3_vl"):
+        return grids
+    return [(1, rows, columns) for frames, rows, columns in grids for _ in range(frames)]
+
+
+def counted(model, config, num_tokens, grids, of="image") -> int:
+    """
+    Return the operations that torch counts in a forward pass.
+
+    Args:
+        model: The model.
+
+        config: Of the model.
+
+        num_tokens: Of the row.
+
+        grids: Patches of each image or video before merging.
+
+        of: `image` or `video`.
+    """
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        model(**inputs(config, num_tokens, grids), use_cache=False)
+        model(**inputs(config, num_tokens, grids, of), use_cache=False)
     total: int = counter.get_total_flops()
     return total
 
@@ -46,7 +83,7 @@ def counted(model, config, num_tokens, grids) -> int:
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl"])
 def test_torch_counts_the_same_operations(demo, model_type):
     """
-    Exactly, in one forward pass: of one sample or a row of sixty, with images and without.
+    Exactly, in one forward pass: of one sample or a row of sixty, with images, videos and without.
 
     Under eager attention, whose products torch's counter sees: it computes whole squares, where
     causal attention needs the pairs up to the diagonal.
@@ -64,6 +101,9 @@ def test_torch_counts_the_same_operations(demo, model_type):
     for num_tokens, grids in [(1, []), (60, []), (60 * 12, []), *with_images]:
         mine = work.of_positions(num_tokens, num_tokens**2) + work.of_images(grids).sum()
         assert counted(model, config, num_tokens, grids) == mine
+    if sees_images:
+        mine = work.of_positions(90, 90**2) + work.of_images(VIDEOS).sum()
+        assert counted(model, config, 90, VIDEOS, "video") == mine
 
 
 TEXTS = (
@@ -97,3 +137,45 @@ def test_torch_counts_about_the_same_in_families_that_keys_describe(family):
     for num_tokens, images in ((60, []), (60 * 8, []), *([(90, grids), (60 * 30, grids * 20)] if grids else [])):
         mine = work.of_positions(num_tokens, num_tokens**2) + work.of_images(images).sum()
         assert mine == pytest.approx(counted(model, config, num_tokens, images), rel=0.02)
+
+
+TILES = (1, 3, 7)
+"""Tiles of InternVL's images."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "model_type"),
+    [("internvl", "internvl"), ("internvl", "qianfan_ocr"), ("glm4v", "glm4v"), ("glm4v_moe", "glm4v_moe")],
+)
+def test_torch_counts_about_the_same_in_towers_of_tiles_and_of_wide_layers(family, model_type):
+    """
+    Within 2 % of what images add in a tiny model: tiles of one size, or grids, by each grid and by
+    the number of images and patches alone.
+    """
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    from app.demo.vision_models import VISION_FAMILIES
+
+    sizes = VISION_FAMILIES[family].config
+    config = AutoConfig.for_model(model_type, **sizes)
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager")
+    vision = WorkModel.from_config(json.loads(json.dumps(config.to_dict(), default=str))).vision
+
+    for number, grid in zip(TILES, GRIDS, strict=True):
+        if family == "internvl":
+            media, grids = {"pixel_values": torch.zeros(number, 3, 56, 56)}, [(1, 4, 4)] * number
+        else:
+            patches = number * grid[0] * grid[1] * grid[2]
+            pixels = torch.zeros(patches, 3 * 2 * config.vision_config.patch_size**2)
+            media = {"pixel_values": pixels, "image_grid_thw": torch.tensor([grid] * number)}
+            grids = [grid] * number
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            model.get_image_features(**media)
+        mine = vision.of(grids).sum()
+        assert mine == pytest.approx(counter.get_total_flops(), rel=0.02)
+        images = 1 if family == "internvl" else number
+        by_counts = vision.of_counts(images, sum(rows * columns for _, rows, columns in grids))
+        assert by_counts == pytest.approx(mine, rel=1e-9)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from app.demo.__main__ import make
+from app.demo.__main__ import make, make_videos
 
 pytestmark = pytest.mark.slow
 
@@ -41,3 +41,17 @@ def test_records_have_no_image_one_and_several_and_many_sizes(demo):
         for name in record.get("images", []):
             with Image.open(demo / "data" / name) as image:
                 assert (record["width"], record["height"]) == image.size
+
+
+def test_videos_come_alone_and_beside_images_and_text(tmp_path):
+    """Every file that a record names is there, and the same bytes come again."""
+    for name in ("first", "again"):
+        make_videos(tmp_path / name)
+    made, again = files(tmp_path / "first"), files(tmp_path / "again")
+    records = [json.loads(line) for line in made["videos/videos.jsonl"].decode().splitlines()]
+
+    assert again == made
+    kinds = {(len(record.get("videos", [])), len(record.get("images", []))) for record in records}
+    assert {(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)} == kinds
+    named = {name for record in records for key in ("videos", "images") for name in record.get(key, [])}
+    assert {f"videos/{name}" for name in named} == made.keys() - {"videos/videos.jsonl"}

@@ -10,12 +10,14 @@ import os
 from fractions import Fraction
 from pathlib import Path
 
+import attrs
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from adapters.ranks.torch_group import OneRank
+from adapters.samples.video import facts
 from app.demo.videos import MadeVideo, made_videos
 from core.errors import RecordError
 from tests.e2e import rank_main
@@ -219,7 +221,7 @@ def test_frames_that_a_neighbour_sees_are_found(comparison, monkeypatch, model):
 
 
 def test_two_ranks_of_which_one_has_videos_end_together(start_ranks, write_run, clips, tmp_path):
-    """With evaluation."""
+    """With evaluation, and loaders whose worker processes decode."""
     records = [asked(*(["a.mp4"] if number < 2 else []), text=f"say {number}") for number in range(6)]
     data = write(clips / "one_rank.jsonl", records)
     training = {
@@ -228,6 +230,7 @@ def test_two_ranks_of_which_one_has_videos_end_together(start_ranks, write_run, 
         "effective_batch_size": 2,
         "packing_algorithm": "concatenative",
         "eval_strategy": "epoch",
+        "dataloader_num_workers": 1,
     }
     keys = {**SAMPLING, "max_length": 90}
     path = write_run(
@@ -270,6 +273,9 @@ def bad_videos(folder: Path) -> dict[str, str]:
     whole = MadeVideo(num_frames=80, size=(96, 54)).write(folder / "whole.mp4").read_bytes()
     (folder / "cut.mp4").write_bytes(whole[: len(whole) * 2 // 3])
     mkv = MadeVideo("mkv", num_frames=80).write(folder / "whole.mkv").read_bytes()
+    (folder / "codec.mp4").write_bytes(whole.replace(b"avc1", b"zzz1"))
+    MadeVideo(num_frames=10, rate=Fraction(1, 4000)).write(folder / "hours.mp4")
+    MadeVideo("mkv", num_frames=10, rate=Fraction(1, 4000)).write(folder / "hours.mkv")
     (folder / "cut.mkv").write_bytes(mkv[: len(mkv) * 2 // 3])
     (folder / "empty.mp4").write_bytes(b"")
     Image.new("RGB", (64, 48)).save(folder / "still.png")
@@ -287,6 +293,9 @@ def bad_videos(folder: Path) -> dict[str, str]:
         "gone.mp4": "gone.mp4 does not exist",
         "cut.mp4": "truncated",
         "cut.mkv": "is truncated: it says 3.2 s",
+        "codec.mp4": "is of a codec that is not known here: encode it again, as H.264",
+        "hours.mp4": "has 40,000 s, but may have 600: cut it, or raise custom.max_video_s",
+        "hours.mkv": "has 40,000 s, but may have 600: cut it, or raise custom.max_video_s",
         "empty.mp4": "cannot be read",
         "still.mp4": "is a still image",
         "moving.gif": "is a GIF",
@@ -331,6 +340,19 @@ def test_a_bad_video_is_named_by_its_record_and_nothing_takes_its_place(write_ru
             assert f"bad.jsonl, line {number}: " in str(outcome)
             assert said in str(outcome)
             assert len(str(outcome)) < 600
+
+
+@pytest.mark.parametrize("container", ["mp4", "mkv"])
+def test_frames_beyond_the_bound_are_refused_by_their_size(monkeypatch, tmp_path, container):
+    """A frame of the bound itself is read."""
+    video = str(MadeVideo(container).write(tmp_path / f"a.{container}"))
+    monkeypatch.setattr(facts, "MAX_PIXELS", 64 * 48)
+    assert (64, 48) == attrs.astuple(facts.video_facts(video, max_seconds=600))[1:3]
+
+    monkeypatch.setattr(facts, "MAX_PIXELS", 64 * 48 - 1)
+
+    with pytest.raises(ValueError, match=r"has frames of 64 x 48, but may have 3,071 pixels: shrink it"):
+        facts.video_facts(video, max_seconds=600)
 
 
 def test_a_model_of_text_refuses_videos(write_run, mixed):

@@ -16,36 +16,47 @@ from tests.strategies import as_packs
 PRECISIONS = ["float32", "float16", "bfloat16"]
 
 
-def table_of(images: list[int]) -> np.ndarray:
-    """Return measurements of samples with so many images each."""
-    table = np.ones((len(images), len(COLUMNS)), dtype=np.int32)
-    table[:, COLUMNS.index("images")] = images
-    table[:, COLUMNS.index("videos")] = 0
+Media = tuple[int, int]
+"""Images and videos of a sample."""
+
+MEDIA = st.tuples(st.integers(0, 3), st.sampled_from([0, 0, 1, 2]))
+
+
+def table_of(media: list[Media]) -> np.ndarray:
+    """Return measurements of samples with so many images and videos each."""
+    table = np.ones((len(media), len(COLUMNS)), dtype=np.int32)
+    for place, name in enumerate(("images", "videos")):
+        table[:, COLUMNS.index(name)] = [held[place] for held in media]
     return table
 
 
-@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), min_size=1, max_size=20), st.integers(1, 9))
+def kind_of(pack: list[Media]) -> tuple[str, bool]:
+    """Return what a pack holds, a video counting as an image, and whether it has a video."""
+    return kind([sum(held) for held in pack]), any(videos for _, videos in pack)
+
+
+@given(st.lists(st.lists(MEDIA, min_size=1, max_size=5), min_size=1, max_size=20), st.integers(1, 9))
 def test_packs_of_every_kind_are_looked_at(held, count):
     """
     Only packs of several samples, each once, as many as asked for; of each kind the one of the most
-    samples.
+    samples. With videos and without are two kinds.
     """
     ends = np.cumsum([len(pack) for pack in held])
     packs = as_packs([list(range(end - len(pack), end)) for pack, end in zip(held, ends, strict=True)])
     several = [position for position, pack in enumerate(held) if len(pack) > 1]
-    kinds = {kind(held[position]) for position in several}
-    event(f"kinds: {len(kinds)}")
+    kinds = {kind_of(held[position]) for position in several}
+    event(f"kinds: {len(kinds)}, with videos: {any(shows for _, shows in kinds)}")
 
-    chosen = choose_packs(packs, table_of([images for pack in held for images in pack]), count=count)
+    chosen = choose_packs(packs, table_of([media for pack in held for media in pack]), count=count)
 
     assert sorted(set(chosen)) == chosen
     assert set(chosen) <= set(several)
     assert min(count, len(several)) >= len(chosen) >= min(count, len(kinds))
     if count >= len(kinds):
-        assert kinds == {kind(held[position]) for position in chosen}
+        assert kinds == {kind_of(held[position]) for position in chosen}
         for one in kinds:
-            most = max(len(held[position]) for position in several if kind(held[position]) == one)
-            assert most == max(len(held[position]) for position in chosen if kind(held[position]) == one)
+            most = max(len(held[position]) for position in several if kind_of(held[position]) == one)
+            assert most == max(len(held[position]) for position in chosen if kind_of(held[position]) == one)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -74,7 +74,7 @@ def test_a_refused_key_at_a_wrong_level_is_told_why(key):
     "key",
     [
         "streaming",
-        "min_pixels",
+        "min_patches",
         "padding",
         "top_k",
         "fp8",

@@ -106,6 +106,35 @@ def test_an_image_between_texts_is_a_tag_there(part, image):
     assert [image] == sample["images"]
 
 
+@pytest.mark.parametrize(
+    ("part", "video"),
+    [
+        ({"type": "video", "video": "a.mp4"}, "a.mp4"),
+        ({"type": "video_url", "video_url": {"url": "a.mp4"}}, "a.mp4"),
+        ({"type": "video_url", "video_url": "a.mp4"}, "a.mp4"),
+        ({"type": "video", "video": {"path": "a.mp4"}}, "a.mp4"),
+        ({"type": "video", "video": ["a.png", {"path": "b.png"}]}, ("a.png", "b.png")),
+    ],
+)
+def test_a_video_between_texts_is_a_tag_there(part, video):
+    """Beside an image; a file, or its frames."""
+    said = [{"role": "user", "content": [{"type": "image", "image": "c.png"}, part]}, ASKED[1]]
+
+    sample = to_messages({"messages": said})
+
+    assert "<image><video>" == sample["messages"][0]["content"]
+    assert (["c.png"], [video]) == (sample["images"], sample["videos"])
+
+
+@pytest.mark.parametrize("videos", [None, "", [], {}])
+def test_no_video_is_none(videos):
+    """And `<video>` in a text stays text."""
+    sample = to_messages({"query": "<video>?", "response": "so.", "videos": videos})
+
+    assert "videos" not in sample
+    assert "<video>?" == sample["messages"][0]["content"]
+
+
 @given(st.integers(1, 3), st.booleans())
 def test_images_that_no_tag_places_come_before_what_the_user_says_first(number, told):
     """As ms-swift shows them."""
@@ -132,6 +161,13 @@ def test_images_that_no_tag_places_come_before_what_the_user_says_first(number, 
         ({"query": "a", "response": "b", "history": [None]}, r"\[question, answer\] each"),
         ({"query": "a", "response": "b", "images": [None]}, "not a list of paths"),
         ({"query": "a", "response": "b", "images": [{"bytes": None, "path": None}]}, "not a list of paths"),
+        (
+            {
+                "messages": [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}, ASKED[1]],
+                "videos": ["b.mp4"],
+            },
+            "has videos in its messages and in 'videos'",
+        ),
         ({"query": "a", "response": [None]}, "'response' that is no text"),
         ({"objects": [None]}, "no text 'desc' in object 0"),
         ({"query": "a", "response": "b", "tools": [None]}, "has a tool that is not an object"),

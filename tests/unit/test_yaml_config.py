@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from decimal import Decimal
 from pathlib import Path
 
@@ -226,6 +227,29 @@ def test_names_of_sources_are_of_entries_of_the_data(monkeypatch):
 def test_keys_that_mean_nothing_here_are_refused_with_what_to_do(key):
     """By name, even where the trainer knows them."""
     assert REFUSED_TRAINING_KEYS[key] == faults_of(minimal(**{key: 1}))[f"training.{key}"]
+
+
+@pytest.mark.parametrize(
+    ("section", "keys", "says"),
+    [
+        ("template", {"fps": 0}, "is 0.0, but has to be above 0"),
+        ("template", {"fps": math.inf}, "has to be above 0"),
+        ("custom", {"max_video_s": -1}, "is -1.0, but has to be above 0"),
+        ("custom", {"max_video_bytes": 0}, "is 0, but"),
+        ("template", {"fps_min_frames": 8, "fps_max_frames": 6}, "is 8, but template.fps_max_frames is 6 frames"),
+        ("template", {"fps_min_frames": 800}, "is 800, but template.fps_max_frames is 768 frames"),
+        ("template", {"video_min_pixels": 9000, "video_max_pixels": 8000}, "video_max_pixels is 8000 pixels: lower it"),
+        ("template", {"fps_max_frames": 1}, "is 1, but template|frames are taken in pairs"),
+    ],
+)
+def test_sampling_that_leaves_a_video_nothing_is_refused(section, keys, says):
+    """By its key, before a model or data are read; a limit alone is none."""
+    document = minimal()
+
+    faults = faults_of({**document, section: document[section] | keys})
+
+    assert any(re.search(says, reason) for path, reason in faults.items() if path.partition(".")[2] in keys)
+    assert parse({**document, "template": {"max_length": 80, "fps": 0.5, "video_min_pixels": 9000}})
 
 
 @pytest.mark.parametrize("epochs", [0, -1, 1e6, 1e300, float("inf"), float("nan")])
