@@ -6,6 +6,7 @@ import bisect
 import time
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,16 @@ class SwiftEncoder:
             for video in videos:
                 self.decode_video(index, video)
             raise
+
+    def decoded(self, index: int) -> list[tuple[bool, str]]:
+        """
+        Return the text of sample *index* as the model gets it, in runs of tokens that are trained,
+        or are not; RecordError if it cannot become a sample.
+        """
+        encoded = self.encode(index)
+        pairs = zip(encoded["labels"], encoded["input_ids"], strict=True)
+        runs = groupby(pairs, key=lambda pair: pair[0] != IGNORED_LABEL)
+        return [(trained, self.template.safe_decode([token for _, token in run])) for trained, run in runs]
 
     def read(self, index: int) -> tuple[dict[str, Any], list[Image]]:
         """Return sample *index* as messages, and its images: paths, or the bytes of files."""

@@ -5,6 +5,7 @@ trained.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -107,6 +108,9 @@ def as_text(explanation: dict[str, Any]) -> Iterator[str]:
         yield f"  {_PLACES[explanation['place']]}"
         if "dropped_with" in explanation:
             yield f"  with samples {', '.join(map(str, explanation['dropped_with']))}"
+        for run in explanation.get("text", ()):
+            # As JSON writes it: what the data say neither breaks lines nor steers a terminal.
+            yield f"  {'trained' if run['trained'] else '       '} {json.dumps(run['text'], ensure_ascii=False)}"
     pack = explanation.get("pack") if "sample" in explanation else explanation
     if not pack:
         return

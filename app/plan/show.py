@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -20,6 +21,8 @@ from app.plan.explain import Explainer, as_text
 from app.plan.figures import figures
 from app.plan.stored import PlanView, as_document, inspect_plan, splits_of
 from app.wiring import stores
+from core.config import RunConfig
+from core.errors import ConfigError, DataSetError, counted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,12 +35,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     one = parser.add_mutually_exclusive_group()
     one.add_argument("--pack", type=whole_number, metavar="N", help="explain this pack of the plan, from 0")
     one.add_argument("--sample", type=whole_number, metavar="N", help="explain this sample, from 0")
+    parser.add_argument(
+        "--text", action="store_true", help="with --sample: its text as the model gets it, and which of it is trained"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
     """PlanView, then print."""
+    if options.text and options.sample is None:
+        raise ConfigError.of("--text", "is of one sample: name it by --sample")
     config = stores.read_config(options.config, options.overrides)
     explained = options.pack is not None or options.sample is not None
     splits = splits_of(config, options.split or ("train" if explained else None))
@@ -45,12 +53,37 @@ def run(options: argparse.Namespace) -> None:
     if explained:
         explainer = Explainer.of(config, views[0])
         document = explainer.sample(options.sample) if options.pack is None else explainer.pack(options.pack)
+        if options.text:
+            document["text"] = _text_of(config, views[0], options.sample)
         print(json.dumps(document, indent=2) if options.json else "\n".join(as_text(document)))
     elif options.json:
         print(json.dumps({"splits": {one.stored.name: as_document(one) for one in views}}, indent=2))
     else:
         for one in views:
             _print(one)
+
+
+def _text_of(config: RunConfig, view: PlanView, sample: int) -> list[dict[str, Any]]:
+    """
+    Return a sample's runs of tokens that are trained or not, decoded.
+
+    Args:
+        config: The run.
+
+        view: Its split.
+
+        sample: Position of the sample.
+    """
+    # ms-swift takes seconds to import, which no other look at a plan needs.
+    from app.wiring.training import open_samples
+
+    encoder = open_samples(config)[view.stored.name]
+    encoder.leave_out([one.number for one in view.stored.lengths.origin.bad])
+    measured = view.stored.lengths.origin.num_samples
+    if len(encoder) != measured:
+        message = f"the data have {counted(len(encoder), 'sample')} now, but {measured:,} were measured: build again"
+        raise DataSetError(message)
+    return [{"trained": trained, "text": text} for trained, text in encoder.decoded(sample)]
 
 
 def _print(view: PlanView) -> None:

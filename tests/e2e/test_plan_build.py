@@ -195,6 +195,33 @@ def test_naming_sources_measures_nothing_and_plans_nothing(write_run, tmp_path, 
     assert kept[0] == kept[1]
 
 
+def test_the_text_of_a_sample_is_shown_with_what_of_it_is_trained(write_run, tmp_path, capsys):
+    """Only what the assistant says is; all of it together is what the model gets."""
+    data = tmp_path / "chats.jsonl"
+    rows = [{"query": f"say {n}", "response": "blue circle"} for n in range(4)]
+    data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    path = write_run("qwen2", custom={"train_jsonl": str(data)})
+    assert 0 == plan.main(["build", str(path)])
+    capsys.readouterr()
+
+    assert 0 == plan.main(["show", str(path), "--sample", "2", "--text", "--json"])
+    runs = json.loads(capsys.readouterr().out)["text"]
+
+    trained = "".join(run["text"] for run in runs if run["trained"])
+    read = "".join(run["text"] for run in runs if not run["trained"])
+    assert "blue circle" in trained
+    assert "say 2" in read
+    assert "say" not in trained
+    assert "blue" not in read
+    assert 0 == plan.main(["show", str(path), "--sample", "2", "--text"])
+    assert any(line.startswith('  trained "blue circle') for line in capsys.readouterr().out.splitlines())
+    assert 2 == plan.main(["show", str(path), "--text"])
+    assert "--text: is of one sample" in capsys.readouterr().err
+    data.write_text(f"{json.dumps(rows[0])}\n")
+    assert 2 == plan.main(["show", str(path), "--sample", "0", "--text"])
+    assert "the data have 1 sample now, but 4 were measured" in capsys.readouterr().err
+
+
 def test_failures_are_listed_for_programs_and_the_rest_is_written(write_run, tmp_path, capsys):
     """The file that is written has no failures; no data file is written over."""
     rows = [{"query": "say", "response": "blue"}, {"query": "no answer"}, {"query": "say", "response": "red"}]
