@@ -4,8 +4,9 @@ model.
 
 `swift`: architecture -> ms-swift's model type and template, where its registry names several and
 one is meant by default. `embeds`: templates of ms-swift whose own way to embed images fails with
-this transformers, while the model embeds them itself. `complete`: model type -> keys without which
-transformers' own default configuration builds no model, or none that shows its kinds of layers.
+this transformers, while the model embeds them itself. `unshown`: templates that declare packing,
+whose models have not been shown to pack. `complete`: model type -> keys without which transformers'
+own default configuration builds no model, or none that shows its kinds of layers.
 """
 
 from __future__ import annotations
@@ -30,6 +31,11 @@ def settled_types(architecture: str) -> tuple[str, str] | None:
 def embeds_itself(template: str) -> bool:
     """Return whether the model embeds images, and not its template."""
     return template in _families()["embeds"]
+
+
+def is_shown(template: str) -> bool:
+    """Return whether a template's model may be asked if it packs."""
+    return template not in _families()["unshown"]
 
 
 def completed(model_type: str) -> dict[str, Any]:

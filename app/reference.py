@@ -47,6 +47,7 @@ MORE = {
     "model.quant_method": "coming-from-ms-swift.md#tuners",
     "custom.dataset": "coming-from-ms-swift.md#models-and-data-by-their-ids",
     "training.tuner_type": "coming-from-ms-swift.md#tuners",
+    "custom.source_names": "see-a-plan.md#show",
     "custom.columns": "records.md#shapes",
     "custom.on_bad_record": "records.md#bad-records",
     "custom.records_cache": "records.md#files",

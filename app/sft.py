@@ -99,7 +99,7 @@ def main(arguments: list[str] | None = None) -> int:
 
         if options.quiet:
             config = training.without_progress(config)
-        with training.joined_ranks(config.training.trainer) as group:
+        with training.joined_ranks(config.training.trainer) as group, training.alone_in_output(config, group):
             if config.custom.trainer_variant == "rollout":
                 stream.run(config, group)
             else:

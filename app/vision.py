@@ -31,7 +31,9 @@ were those of full encodes. **Packed**: samples with 0, 1 and 3 images in packs,
 logits, losses and gradients were compared with each sample alone, and of which one at a time was
 changed; **equality** is the largest relative difference of logits, losses and gradients. Templates
 whose models bring their own code (InternVL's chat form, Kimi-VL, Ovis2.5, LLaVA-OneVision) are asked
-in the same way by `app.check` on a run of yours; they are not in this table."""
+in the same way by `app.check` on a run of yours; they are not in this table. Qwen2.5-Omni and
+Qwen3-Omni, which keep text, images and sound in a thinker, were not shown to pack:
+`training.packing: true` with their templates is refused by name."""
 
 _EXACT = ("positions", "labels", "isolation")
 """Checks in which only 0 passes."""

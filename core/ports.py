@@ -15,7 +15,7 @@ from core.errors import CorruptArtefactError, Difference
 from core.fingerprint import Fingerprint
 from core.lengths import IntArray
 from core.plan import RawPlan
-from core.samples import BadRecord, ImageFacts, ImageTable, Measurement, Outcome, Place, Table, column
+from core.samples import BadRecord, DataFile, ImageFacts, ImageTable, Measurement, Outcome, Place, Table, column
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -39,6 +39,10 @@ class Records(Protocol):
     @property
     def firsts(self) -> Sequence[int]:
         """The first record of each file, ascending; no file is empty."""
+
+    @property
+    def files(self) -> Sequence[tuple[str, int]]:
+        """Each file, and how many records it has, also those left out."""
 
     def where(self, index: int, /) -> Place:
         """Return where the record stands."""
@@ -119,6 +123,9 @@ class LengthSource(Measurable, Protocol):
         of both is read.
         """
 
+    def data_files(self) -> tuple[DataFile, ...]:
+        """Return the files of the data, in order, each with the shape of its records."""
+
     def number(self, index: int, /) -> int:
         """Return the position of sample *index* among all records, also those left out."""
 
@@ -192,6 +199,9 @@ class Origin:
 
     bad: tuple[BadRecord, ...] = ()
     """Records before and between them that were left out."""
+
+    files: tuple[DataFile, ...] = ()
+    """Files of all the data, where that is known."""
 
     def differences(
         self, key: Fingerprint, num_samples: int, data_digest: Callable[[int], str]
@@ -337,6 +347,9 @@ class LengthStore(Inspectable[StoredLengths], Protocol):
 
             bad: Records that were left out so far.
         """
+
+    def keep_files(self, files: Sequence[DataFile], /) -> None:
+        """Keep which files the stored rows are of, beside them; `append` forgets it."""
 
     def discard(self) -> None:
         """Forget all rows, which turned out to be wrong."""

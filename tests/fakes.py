@@ -21,6 +21,7 @@ from core.samples import (
     COLUMNS,
     IMAGE_COLUMNS,
     BadRecord,
+    DataFile,
     ImageFacts,
     ImageTable,
     Measured,
@@ -48,6 +49,9 @@ class ListSource:
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    def data_files(self) -> tuple[DataFile, ...]:
+        return (DataFile(self.name, self.name, "lengths", len(self.everything if self.left_out else self.lengths)),)
 
     def copy_faults(self) -> Iterator[tuple[str, str]]:
         return iter(self.faulty_copies)
@@ -197,6 +201,7 @@ class MemoryLengthStore:
         self.data = ""
         self.in_full = False
         self.left_out: tuple[BadRecord, ...] = ()
+        self.files: tuple[DataFile, ...] = ()
         self.probe: Mapping[str, Any] | None = None
         self._rows: list[tuple[int, ...]] = []
         self._images: list[tuple[int, ...]] = []
@@ -224,7 +229,7 @@ class MemoryLengthStore:
     def origin(self) -> Origin | None:
         if self.key is None or not self.flushes:
             return None
-        return Origin(self.key, self.num_samples, len(self._rows), self.data)
+        return Origin(self.key, self.num_samples, len(self._rows), self.data, self.left_out, self.files)
 
     def inspect(self) -> StoredLengths | None:
         origin = self.origin()
@@ -244,10 +249,14 @@ class MemoryLengthStore:
         bad: Sequence[BadRecord] = (),
     ) -> None:
         self.data, self.in_full, self.probe, self.left_out = data_digest, in_full, probe, tuple(bad)
+        self.files = ()
         if len(rows):
             self.flushes.append(len(rows))
         self._rows += map(tuple, rows.tolist())
         self._images += map(tuple, images.tolist())
+
+    def keep_files(self, kept: Sequence[DataFile]) -> None:
+        self.files = tuple(kept)
 
     def discard(self) -> None:
         self._rows.clear()

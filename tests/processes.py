@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -210,3 +211,20 @@ def _packplan(*words: str) -> int:
 
     sys.argv = ["packplan", *words]
     return main(list(words))
+
+
+def train_under_torchrun(config: Path | str, out: Path) -> subprocess.CompletedProcess[str]:
+    """
+    Train a run on two ranks on a CPU that torchrun starts, as DeepSpeed needs.
+
+    Args:
+        config: YAML of the run.
+
+        out: Folder that each rank writes what it did to; see `tests.e2e.rank_main`.
+    """
+    return subprocess.run(
+        [Path(sys.executable).with_name("torchrun"), "--nproc-per-node", "2", "--master-addr", "127.0.0.1",
+         "--master-port", str(free_port()), "-m", "tests.e2e.rank_main", config, out],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True, text=True, timeout=DEADLINE_S, check=False,
+    )  # fmt: skip

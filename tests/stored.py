@@ -17,7 +17,7 @@ from core.equality import PackingVerdict
 from core.fingerprint import Fingerprint, configured_inputs
 from core.plan import build_raw_plan
 from core.policy import PlanPolicy
-from core.samples import COLUMNS, IMAGE_COLUMNS
+from core.samples import COLUMNS, IMAGE_COLUMNS, DataFile
 
 LENGTHS = [60, 20, 50, 30, 40, 40, 80, 7, 33, 12, 51, 29] * 5
 
@@ -32,6 +32,7 @@ def store_run(
     measured: int | None = None,
     probe: bool = True,
     verdict: PackingVerdict | None = None,
+    files: Sequence[DataFile] = (),
     **overlay: dict[str, Any],
 ) -> Path:
     """
@@ -54,6 +55,8 @@ def store_run(
 
         verdict: On the model, which has a folder then; None if it was not asked.
 
+        files: Data files of `train`, which are kept beside its lengths; none are not kept.
+
         overlay: Sections of the YAML, over the plain ones.
     """
     sections: dict[str, dict[str, Any]] = {
@@ -75,6 +78,10 @@ def store_run(
         if of:
             shutil.rmtree(split_folder(config.training.output_dir, split), ignore_errors=True)
             _store(config, split, of, world_sizes, measured=measured or len(of), probe=probe)
+    if files:
+        stores = open_stores(config, "train")
+        with stores.lock.held(timeout_s=1, report=lambda _: None):
+            stores.lengths.keep_files(files)
     return path
 
 

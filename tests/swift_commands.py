@@ -1,7 +1,7 @@
 """
 Command lines of ms-swift's examples, by their path in its repository (modelscope/ms-swift).
 
-Blanks and line breaks are as they come; the arguments are those of the examples.
+The arguments are those of the examples, Megatron's some of them; line breaks are ours.
 """
 
 from __future__ import annotations

@@ -139,6 +139,11 @@ class FileRecords:
             self._firsts = [self.position(number) for number in (0, *self._ends[:-1].tolist())]
         return self._firsts
 
+    @property
+    def files(self) -> list[tuple[str, int]]:
+        """Each file, and how many records it has, also those left out."""
+        return [(file.named.name, len(file)) for file in self._files]
+
     def __getitem__(self, index: int) -> Any:
         """Return the JSON value of record *index*; RecordError naming file and line."""
         file, row = self._find(index)

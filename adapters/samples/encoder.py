@@ -14,7 +14,7 @@ from adapters import torchvision_shim  # noqa: F401  # before transformers and s
 import attrs
 from swift.template import Template
 
-from adapters.samples.files import open_records
+from adapters.samples.files import open_records, sources_of
 from adapters.samples.image_headers import read_size
 from adapters.samples.media import IMAGES, VIDEOS, ImageTokens, drop_partial, patch_size_of
 from adapters.samples.template import open_template
@@ -35,6 +35,7 @@ from core.samples import (
     CALL,
     MIXABLE,
     RESPONSE,
+    DataFile,
     Image,
     ImageFacts,
     Measurement,
@@ -266,13 +267,20 @@ class SwiftEncoder:
         self.records.leave_out(numbers)
         self._first_shapes.clear()
 
-    def shapes(self) -> list[tuple[str, str]]:
-        """Return the name of each data file, and the shape of its records; RecordError if mixed."""
-        return [(self.records.where(first).file, self._first_shape(first)[1]) for first in self.records.firsts]
+    def data_files(self) -> tuple[DataFile, ...]:
+        """Return the data files, each with the shape of its records."""
+        sources = sources_of(self.spec.paths, self.spec.custom.source_names)
+        return tuple(
+            DataFile(file, sources[file], self._shape_of_file(number)[1], records)
+            for number, (file, records) in enumerate(self.records.files)
+        )
 
     def _first_shape(self, index: int) -> tuple[int, str]:
         """Return the first record of known shape of the file of record *index*, and the shape."""
-        number = bisect.bisect_right(self.records.firsts, index) - 1
+        return self._shape_of_file(bisect.bisect_right(self.records.firsts, index) - 1)
+
+    def _shape_of_file(self, number: int) -> tuple[int, str]:
+        """Return the first record of known shape of a file, by its number, and the shape."""
         if number not in self._first_shapes:
             first = self.records.firsts[number]
             after = [*self.records.firsts, len(self.records)][number + 1]

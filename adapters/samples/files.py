@@ -12,7 +12,8 @@ import base64
 import glob
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -157,18 +158,35 @@ def require_file(path: Path) -> None:
 
 def _expanded(paths: Iterable[str]) -> list[Path]:
     """Return the files that names and patterns stand for, those of a pattern by name."""
-    files = []
-    for path in paths:
-        if Path(path).exists() or not glob.has_magic(path):
-            files.append(Path(path))
-            continue
-        found = sorted(map(Path, glob.glob(path, recursive=True)))  # noqa: PTH207  # patterns may be absolute
-        if not found:
-            message = f"{path} matches no file: name existing data files"
-            raise DataSetError(message)
-        files += found
+    files = [file for path in paths for file in _matching(path)]
     _refuse_twins(files)
     return files
+
+
+def _matching(path: str) -> list[Path]:
+    """Return the file of a name, or those of a pattern; DataSetError if there is none."""
+    if Path(path).exists() or not glob.has_magic(path):
+        return [Path(path)]
+    found = sorted(map(Path, glob.glob(path, recursive=True)))  # noqa: PTH207  # patterns may be absolute
+    if not found:
+        message = f"{path} matches no file: name existing data files"
+        raise DataSetError(message)
+    return found
+
+
+def sources_of(paths: tuple[str, ...], names: Mapping[str, str]) -> dict[str, str]:
+    """
+    Return the source of each file: its name, or the last part of the path or pattern that stands
+    for it, or all of that where another one ends alike.
+
+    Args:
+        paths: As `open_records` takes them.
+
+        names: Some of them -> names of their sources.
+    """
+    ends = Counter(Path(path).name for path in paths)
+    unnamed = {path: end if ends[end := Path(path).name] == 1 else path for path in paths}
+    return {str(file): names.get(path, unnamed[path]) for path in paths for file in _matching(path)}
 
 
 def _refuse_twins(files: list[Path]) -> None:

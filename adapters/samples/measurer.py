@@ -32,7 +32,7 @@ from adapters.samples.template import swift_types
 from adapters.versions import installed_version
 from core.errors import RecordError
 from core.fingerprint import Fingerprint, Value, configured_inputs
-from core.samples import Image, ImageFacts, Measured, Measurement, Outcome
+from core.samples import DataFile, Image, ImageFacts, Measured, Measurement, Outcome
 
 log = logging.getLogger(__name__)
 
@@ -156,6 +156,10 @@ class SwiftMeasurer:
         """Yield each data file whose copy is not what it holds; see `core.ports`."""
         spec = self._encoder.spec
         return copy_faults(spec.paths, cache=spec.cache)
+
+    def data_files(self) -> tuple[DataFile, ...]:
+        """Return the data files, in order; see `core.ports`."""
+        return self._encoder.data_files()
 
     def leave_out(self, numbers: Sequence[int]) -> None:
         """Leave out these records; see `core.ports`."""

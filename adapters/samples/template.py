@@ -16,7 +16,7 @@ from swift.loss_scale import ALL_BASE_STRATEGY, loss_scale_map
 from swift.model import MODEL_MAPPING, get_matched_model_meta
 from swift.template import Template
 
-from adapters.families import embeds_itself, settled_types
+from adapters.families import embeds_itself, is_shown, settled_types
 from adapters.model_folder import config_architecture, model_sizes
 from adapters.samples.video import prepare_videos
 from core.config import ModelConfig, TemplateConfig
@@ -107,6 +107,21 @@ def _choice(model: ModelConfig, key: str, what: str, found: Sequence[str | None]
     return Fault(key, f"is not set, and ms-swift knows several {what} of {architecture}: set it to one of {several}")
 
 
+def refuse_unshown(name: str) -> None:
+    """
+    Refuse a template whose model has not been shown to pack, before its packages are asked for.
+
+    Raises:
+        ConfigError: It is one of them.
+    """
+    if not is_shown(name):
+        reason = (
+            f"is {name}, whose model keeps text, images and sound in a model of its own, its thinker, and was not "
+            "shown to pack: set training.packing: false"
+        )
+        raise ConfigError.of("template.template", reason)
+
+
 def refuse_packing(template: Template) -> None:
     """
     Refuse a template whose samples ms-swift does not collate into rows.
@@ -123,7 +138,9 @@ def refuse_packing(template: Template) -> None:
         raise ConfigError.of("template.template", reason)
 
 
-def open_template(model: ModelConfig, template: TemplateConfig, *, packing_length: int) -> Template:
+def open_template(
+    model: ModelConfig, template: TemplateConfig, *, packing_length: int, packs: bool = False
+) -> Template:
     """
     Build ms-swift's template, in training mode, without loading the model.
 
@@ -135,10 +152,14 @@ def open_template(model: ModelConfig, template: TemplateConfig, *, packing_lengt
         template: How a record becomes tokens.
 
         packing_length: Tokens of a pack; the limit where the template truncates.
+
+        packs: Whether samples are to share packs.
     """
     refuse_remote_code(model)
     _refuse_unknown(template)
     model_type, template_type = swift_types(model, template)
+    if packs:
+        refuse_unshown(template_type)
     cuts = template.truncation_strategy in {"left", "right"}
     try:
         _, processor = get_model_processor(model.model, load_model=False, model_type=model_type)

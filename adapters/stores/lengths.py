@@ -25,7 +25,7 @@ from adapters import files
 from core.errors import ConfigError, CorruptArtefactError, StaleLengthsError
 from core.fingerprint import Fingerprint
 from core.ports import Origin, Stored, StoredLengths
-from core.samples import COLUMNS, IMAGE_COLUMNS, BadRecord, ImageTable, Table
+from core.samples import COLUMNS, IMAGE_COLUMNS, BadRecord, DataFile, ImageTable, Table
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +90,7 @@ def _origin(manifest: Mapping[str, Any]) -> Origin:
         manifest["samples"]["rows"],
         manifest["data_sha256"],
         tuple(BadRecord(**one) for one in manifest.get("bad_records", ())),
+        tuple(DataFile(**one) for one in manifest.get("files", ())),
     )
 
 
@@ -223,6 +224,13 @@ class DiskLengthStore:
                 **({"bad_records": [attrs.asdict(one) for one in bad]} if bad else {}),
             },
         )
+
+    def keep_files(self, kept: Sequence[DataFile]) -> None:
+        """Keep which files the rows are of, where the manifest does not say it already."""
+        manifest = files.read_manifest(self._manifest, SCHEMA)
+        assert manifest is not None  # noqa: S101  # `append` comes first
+        if _origin(manifest).files != tuple(kept):
+            files.write_manifest(self._manifest, {**manifest, "files": [attrs.asdict(one) for one in kept]})
 
     def discard(self) -> None:
         """Forget all rows: the manifest goes first, so that no reader trusts them meanwhile."""

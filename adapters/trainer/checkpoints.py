@@ -125,9 +125,9 @@ def files_to_state(folder: Path) -> dict[str, Any]:
     Return what the trainer's state has to keep of the checkpoint's other files, so that a torn one
     is found.
     """
-    return {
-        _FILES: {str(file.relative_to(folder)): file.stat().st_size for file in folder.rglob("*") if file.is_file()}
-    }
+    # Its own file comes last: one that is there already is of a checkpoint that is written over.
+    files = [file for file in folder.rglob("*") if file.is_file() and file != folder / STATE]
+    return {_FILES: {str(file.relative_to(folder)): file.stat().st_size for file in files}}
 
 
 def remove_digests(folder: Path) -> None:
@@ -234,6 +234,11 @@ def _why_not(folder: Path) -> str | None:
         if not file.is_file() or file.stat().st_size != size:
             return f"but its {name} is missing or torn"
     return None
+
+
+def newest_checkpoint(output_dir: str) -> Path | None:
+    """Return the folder of the last step that was saved, whole or not; None if there is none."""
+    return next(_newest_first(Path(output_dir)), None)
 
 
 def _newest_first(output_dir: Path) -> Iterator[Path]:

@@ -34,7 +34,7 @@ from core.fingerprint import Fingerprint, configured_inputs
 from core.lengths import IntArray
 from core.plan import build_raw_plan
 from core.policy import PlanPolicy
-from core.samples import COLUMNS
+from core.samples import COLUMNS, IMAGE_COLUMNS
 
 RANKS = 8
 
@@ -154,7 +154,8 @@ def store(folder: Path, lengths: IntArray, *, packing_length: int) -> tuple[Path
     rows[:, COLUMNS.index("length")] = lengths
     rows[:, COLUMNS.index("images")] = 1
     number = np.arange(lengths.size)
-    images = np.column_stack([number, np.full_like(number, 28), np.full_like(number, 28), number])
+    images = np.zeros((lengths.size, len(IMAGE_COLUMNS)), dtype=np.int64)
+    images[:, :4] = np.column_stack([number, np.full_like(number, 28), np.full_like(number, 28), number])
     with stores.lock.held(timeout_s=60, report=lambda _: None):
         stores.lengths.resume(key, lengths.size, str)
         stores.lengths.append(rows, images, "data", in_full=False, probe={})

@@ -19,7 +19,10 @@ from adapters import progress
 from adapters.lifeline import end_with_launcher
 from core.errors import OutputError, PackplanError, VerificationError
 
-KEPT = "what was measured, planned and saved is kept; run again to go on"
+KEPT = (
+    "what was measured, planned and saved is kept; run again to go on (training: with "
+    "training.resume_from_checkpoint=last, if a checkpoint was saved)"
+)
 """What Ctrl-C leaves, of most commands."""
 
 RUN = "the run; see docs/configuration.md"

@@ -16,7 +16,7 @@ Row = tuple[str, str, str]
 
 def figures(view: PlanView) -> list[list[Row]]:
     """Return the figures of a plan, in groups."""
-    groups = [_samples(view), _videos(view), _packs(view), _epoch(view)]
+    groups = [_samples(view), _sources(view), _videos(view), _packs(view), _epoch(view)]
     return [rows for group in groups if (rows := list(group))]
 
 
@@ -39,6 +39,27 @@ def _samples(view: PlanView) -> Iterator[Row]:
             f"{plan.supervised_tokens:,}",
             f"{share:.1%} of the planned ones: the loss counts them",
         )
+
+
+def _sources(view: PlanView) -> Iterator[Row]:
+    sources = view.stored.sources()
+    if sources:
+        yield "sources", f"{len(sources):,}", "samples of each:"
+    for one in sources:
+        shapes = sorted({file.shape for file in one.files})
+        parts = [
+            counted(one.num_tokens, "token"),
+            f"{one.supervised_tokens:,} supervised" if view.plan_summary.supervised_tokens is not None else "",
+            f"longest {one.longest_sample:,}",
+            counted(one.images, "image") if one.images else "",
+            counted(one.videos, "video") if one.videos else "",
+            f"in {counted(one.num_packs, 'pack')}" if view.stored.packed else "",
+            f"{one.dropped_samples:,} dropped" if one.dropped_samples else "",
+            f"{one.skipped_samples:,} skipped" if one.skipped_samples else "",
+            f"{counted(one.bad_records, 'record')} left out" if one.bad_records else "",
+        ]
+        said = ", ".join(part for part in parts if part)
+        yield f"  {one.name}", f"{one.num_samples:,}", f"{said}; {' / '.join(shapes)}"
 
 
 def _videos(view: PlanView) -> Iterator[Row]:

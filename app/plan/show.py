@@ -12,6 +12,7 @@ import argparse
 import json
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from app.cli.command import add_config_arguments, whole_number, world_size
@@ -63,7 +64,7 @@ def _print(view: PlanView) -> None:
     table.add_column(overflow="fold")
     for group in figures(view):
         for row in group:
-            table.add_row(*row)
+            table.add_row(*map(escape, row))  # names of sources are users'
         table.add_section()
     console.print(table)
     for name, digest in as_document(view)["checksums"].items():

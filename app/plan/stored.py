@@ -28,7 +28,14 @@ from core.errors import (
     counted,
 )
 from core.fingerprint import Fingerprint, configured_inputs
-from core.inspection import PlanSummary, ScheduleSummary, summarise, summarise_schedule
+from core.inspection import (
+    PlanSummary,
+    ScheduleSummary,
+    SourceSummary,
+    summarise,
+    summarise_schedule,
+    summarise_sources,
+)
 from core.lengths import IntArray
 from core.plan import refuse_dropped, refuse_longer
 from core.ports import LengthStore, StoredLengths, StoredPlan
@@ -54,6 +61,14 @@ class StoredSplit:
         """Return the plan in numbers."""
         supervised = column(self.lengths.rows.table, "supervised")
         return summarise(self.plan.plan, self.lengths.tokens, packed=self.packed, supervised=supervised)
+
+    def sources(self) -> tuple[SourceSummary, ...]:
+        """Return the plan in numbers, source by source; none where older lengths name no files."""
+        origin = self.lengths.origin
+        if not origin.files:
+            return ()
+        bad = [one.number for one in origin.bad]
+        return summarise_sources(self.plan.plan, self.lengths.rows.table, origin.files, bad=bad)
 
 
 @attrs.frozen(eq=False)
@@ -263,6 +278,7 @@ def as_document(view: PlanView) -> dict[str, Any]:
         "verdict": None if view.verdict is None else view.verdict.to_dict(),
         "warnings": list(view.warnings),
         "plan": attrs.asdict(view.plan_summary),
+        "sources": [attrs.asdict(one) for one in stored.sources()],
         "videos": attrs.asdict(video_totals(stored.lengths.rows.table, stored.lengths.rows.images)),
         "course": attrs.asdict(view.schedule_summary),
         "checksums": {

@@ -186,6 +186,7 @@ class Planner:
                 report=report,
                 max_bad_share=split.max_bad_share,
             )
+            stores.lengths.keep_files(split.source.data_files())
             bad = [one.number for one in stores.lengths.bad()]
             measured = column(table, "length").astype(np.int64)
             refuse_longer(measured, policy)

@@ -12,12 +12,15 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import attrs
 import numpy as np
 import torch
+from filelock import FileLock, Timeout
 
+from adapters.files import writing
 from adapters.model_folder import config_model_type, refuse_other_layers
 from adapters.policy_loss import LOSSES
 from adapters.probe import limit_of, open_model_config, place_of, probe_config, probe_loaded
@@ -28,7 +31,7 @@ from adapters.samples.template import open_template, refuse_packing, refuse_remo
 from adapters.samples.video import sees_videos_apart
 from adapters.sequence_loss import FusedLoss, PackedLoss, PaddedLoss
 from adapters.trainer.arguments import TrainingArguments, runs_on_cpu, shards_weights, training_arguments
-from adapters.trainer.checkpoints import Checkpoint, find_checkpoint
+from adapters.trainer.checkpoints import Checkpoint, find_checkpoint, newest_checkpoint
 from adapters.trainer.dynamic_dataset import DynamicDataset
 from adapters.trainer.equality import PackComparison
 from adapters.trainer.model import hide_progress_bars, open_model
@@ -194,8 +197,9 @@ def open_samples(config: RunConfig, *, train_paths: tuple[str, ...] | None = Non
 
         train_paths: Data files of `train`, if not those of `custom.train_jsonl`.
     """
-    template = open_template(config.model, config.template, packing_length=config.packing_length)
-    if config.training.packing:
+    packs = config.training.packing
+    template = open_template(config.model, config.template, packing_length=config.packing_length, packs=packs)
+    if packs:
         refuse_packing(template)
     opened: dict[str, SwiftEncoder] = {}
     paths = {"train": train_paths or config.custom.train_jsonl, "eval": config.custom.val_jsonl}
@@ -208,8 +212,8 @@ def open_samples(config: RunConfig, *, train_paths: tuple[str, ...] | None = Non
         opened[split] = SwiftEncoder(spec, template=template)
         opened[split].require_images()
         if os.environ.get("RANK", "0") == "0":
-            for file, shape in opened[split].shapes():
-                log.info("%s: %s has records of the shape %s", split, file, shape)
+            for one in opened[split].data_files():
+                log.info("%s: %s has records of the shape %s", split, one.file, one.shape)
         with_tags = opened[split].records.num_with_media_tags
         if with_tags and os.environ.get("RANK", "0") == "0":
             log.warning(
@@ -245,6 +249,31 @@ def open_measurer(
     )
 
 
+@contextlib.contextmanager
+def alone_in_output(config: RunConfig, group: RankGroup) -> Iterator[None]:
+    """
+    Keep other runs from training into the same folder; every rank calls this.
+
+    Raises:
+        ConfigError: Another run does so now, and both would write the same checkpoints.
+    """
+    folder = Path(config.training.output_dir)
+    lock = FileLock(folder / "train.lock")
+    taken = False
+    if group.rank == 0:
+        with writing(folder), contextlib.suppress(Timeout):
+            folder.mkdir(parents=True, exist_ok=True)
+            lock.acquire(timeout=0)
+            taken = True
+    if group.any(group.rank == 0 and not taken):
+        reason = f"is {folder}, which another run trains into: both would write its checkpoints; name another folder"
+        raise ConfigError.of("training.output_dir", reason)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def open_checkpoint(config: RunConfig, group: RankGroup) -> Checkpoint | None:
     """
     Return the checkpoint that a run resumes from, None if it starts from the beginning; ConfigError
@@ -252,6 +281,12 @@ def open_checkpoint(config: RunConfig, group: RankGroup) -> Checkpoint | None:
     """
     training = config.training
     if training.resume_from_checkpoint is None:
+        if group.rank == 0 and (newest := newest_checkpoint(training.output_dir)) is not None:
+            log.warning(
+                "%s is there, but this run starts from the beginning, and writes over the checkpoints that it meets: "
+                "training.resume_from_checkpoint: last goes on from the newest whole one",
+                newest,
+            )
         return None
     return Checkpoint.read(find_checkpoint(training.resume_from_checkpoint, training.output_dir, group=group))
 

@@ -38,7 +38,8 @@ def rl_faults(config: RunConfig) -> Iterator[Fault]:
     for section, used in RL_KEYS.items():
         values = getattr(config, section)
         for field in attrs.fields(type(values)):
-            if field.name not in used and getattr(values, field.name) != field.default:
+            # A mapping has a factory for a default.
+            if field.name not in used and getattr(values, field.name) not in (field.default, {}):
                 yield Fault(f"{section}.{field.name}", "is not used by app.rl: remove it")
     if config.template.loss_scale != attrs.fields(TemplateConfig).loss_scale.default:
         yield Fault("template.loss_scale", "weighs the tokens of records, but app.rl trains on answers: remove it")

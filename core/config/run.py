@@ -180,6 +180,12 @@ class CustomConfig:
     val_jsonl: tuple[PathText, ...] = ()
     """Data files of the evaluation; unset, there is none."""
 
+    source_names: dict[PathText, str] = attrs.field(factory=dict)
+    """
+    Entries of `train_jsonl` and `val_jsonl` -> names under which their samples are counted, as
+    `{data/chats.jsonl: chats}`; entries of one name are one source, and plans stay as they are.
+    """
+
     dataset: tuple[str, ...] = ()
     """
     Data as ms-swift names them, in place of `train_jsonl`: a file, a folder or an id of a hub,
@@ -532,6 +538,7 @@ def key_faults(config: RunConfig) -> Iterator[Fault]:
     """Yield everything wrong with a configuration that its types cannot say."""
     yield from _number_faults(config)
     yield from _column_faults(config.custom)
+    yield from _source_faults(config.custom)
     yield from _mode_faults(config)
     if not (config.template.max_length or config.global_max_length or config.model.max_model_len):
         yield Fault("template.max_length", "is not set, and it is the budget of a pack: set it to a number of tokens")
@@ -669,6 +676,16 @@ def _mode_faults(config: RunConfig) -> Iterator[Fault]:
             "mixes data sets again each epoch, which a static plan cannot follow: write an epoch's mix to one JSONL "
             "(python -m app.plan materialise mix.yaml -o mix.jsonl) and name it in custom.train_jsonl",
         )
+
+
+def _source_faults(custom: CustomConfig) -> Iterator[Fault]:
+    entries = {*custom.train_jsonl, *custom.val_jsonl}
+    for entry, name in custom.source_names.items():
+        if entry not in entries:
+            reason = "is no entry of custom.train_jsonl or custom.val_jsonl: write it as it is written there"
+            yield Fault(f"custom.source_names.{entry}", reason)
+        if not name.strip():
+            yield Fault(f"custom.source_names.{entry}", "is empty: name the source")
 
 
 def _rollout_faults(config: RunConfig) -> Iterator[Fault]:

@@ -415,6 +415,9 @@ def _train_data(builder: _Builder, value: Any) -> None:
 
 
 def _val_data(builder: _Builder, value: Any) -> None:
+    if not value:
+        builder.unneeded("it names no data")
+        return
     if builder.value("eval_strategy") == "no":
         builder.unneeded("eval_strategy is no")
         return

@@ -198,6 +198,9 @@ def _script(words: Sequence[Word]) -> tuple[str | None, list[Word]]:
         module = rest[0].text if rest else ""
         parts = module.split(".")
         task = parts[-1] if parts[:2] == ["swift", "cli"] and len(parts) == 3 else None
+    elif rest[1:] and _base(rest[0]) == "swift":  # the console script, which python and torchrun start too
+        rest.pop(0)
+        task = rest[0].text
     else:
         task = _script_task(rest[0].text) if rest else None
     return task, rest[1:]

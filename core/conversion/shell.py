@@ -28,6 +28,9 @@ _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 
 _WITH_DEFAULT = re.compile(r"([A-Za-z_]\w*)(:?[-=])(.*)", re.DOTALL)
 
+_WHICH = re.compile(r"(?:\$\(|`)\s*(?:which|command\s+-v)\s+([\w./+-]+)\s*[)`]")
+"""What only looks up where a program is: its name says as much."""
+
 _BLANKS = " \t"
 
 
@@ -269,7 +272,9 @@ class _Reader:
         return self._variables.get(name) or self._as_computed(start)
 
     def _as_computed(self, start: int) -> Word:
-        return Word("", (self._text[start : self._at],))
+        written = self._text[start : self._at]
+        program = _WHICH.fullmatch(written)
+        return Word(program[1]) if program else Word("", (written,))
 
     def _closing(self, quote: str, start: int) -> int:
         end = self._text.find(quote, start)

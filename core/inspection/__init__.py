@@ -8,6 +8,7 @@ from core.inspection.diff import PlanDifference, figure_differences, plan_differ
 from core.inspection.invariants import plan_faults
 from core.inspection.lookup import place_of, scheduled_steps
 from core.inspection.review import MIN_PACKS, LowFill, longest_pack, low_fill
+from core.inspection.sources import SourceSummary, summarise_sources
 from core.inspection.summary import PlanSummary, ScheduleSummary, fills, summarise, summarise_schedule, works_per_step
 from core.inspection.whatif import Alternative, best_of, what_if
 
@@ -18,6 +19,7 @@ __all__ = [
     "PlanDifference",
     "PlanSummary",
     "ScheduleSummary",
+    "SourceSummary",
     "best_of",
     "figure_differences",
     "fills",
@@ -29,6 +31,7 @@ __all__ = [
     "scheduled_steps",
     "summarise",
     "summarise_schedule",
+    "summarise_sources",
     "what_if",
     "works_per_step",
 ]

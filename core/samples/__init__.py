@@ -28,6 +28,7 @@ from core.samples.measurement import (
 from core.samples.place import Place
 from core.samples.records import MAX_MESSAGES, REFUSED, SUPPORTED, shaped, to_messages
 from core.samples.shapes import IMAGE_KEYS, MIXABLE, READ, VIDEO_KEYS, Shaped
+from core.samples.sources import DataFile
 from core.samples.tools import CALL, RESPONSE
 from core.samples.videos import VIDEO_TAG, Video, to_videos
 
@@ -48,6 +49,7 @@ __all__ = [
     "VIDEO_TAG",
     "BadRecord",
     "DataEntry",
+    "DataFile",
     "Draw",
     "Image",
     "ImageFacts",

@@ -74,7 +74,7 @@ class WorkModel:
         return cls(
             per_position=said.per_position,
             per_pair=said.per_pair,
-            vision=None if vision is None else read_vision(vision),
+            vision=None if vision is None else read_vision(config),
             local=said.local,
             per_chunk=said.per_chunk,
         )

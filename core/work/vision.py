@@ -84,16 +84,23 @@ class VisionWork:
         return work
 
 
-def read_vision(sizes: Sizes) -> VisionWork:
+def read_vision(config: Sizes) -> VisionWork:
     """
-    Return the work of a vision tower; ConfigError if its keys are not those of a known kind.
+    Return the work of the vision tower of a config.json; ConfigError if its keys are not those of a
+    known kind.
 
     Known are towers whose patches are merged and attend within their frame: with windows but for
     some layers (`fullatt_block_indexes`); with learned places (`num_position_embeddings`), and a
     projector more for each layer that feeds the text's (`deepstack_visual_indexes`); and with a
-    width of their own beside the text's (`embed_dim`).
+    width of their own beside the text's (`embed_dim`); GLM-4V's, whose MLPs are as wide as the text
+    (`out_hidden_size` and `image_size`, without `attention_bias`: towers with it have others); and
+    InternVL's, which sees tiles of one size (`use_absolute_position_embeddings` and the model's
+    `downsample_ratio`).
     """
+    sizes = config["vision_config"]
     keys = Keys(sizes)
+    if None not in (config.get("downsample_ratio"), keys.get("use_absolute_position_embeddings")):
+        return _tiles(keys, config["downsample_ratio"], text=Keys(config["text_config"]).size("hidden_size"))
     if (full := keys.get("fullatt_block_indexes")) is not None:
         merge = keys.count("spatial_merge_size") or 2
         tower = _tower(keys, keys.size("hidden_size"), inner=keys.size("intermediate_size"), mlp_products=3)
@@ -109,6 +116,8 @@ def read_vision(sizes: Sizes) -> VisionWork:
     if (width := keys.count("embed_dim")) is not None and keys.get("spatial_merge_size") is not None:
         inner = width * keys.size("mlp_ratio")
         return _tower(keys, width, inner=inner, mlp_products=2, out=keys.size("hidden_size"))
+    if keys.get("attention_bias") is False and None not in (keys.get("out_hidden_size"), keys.get("image_size")):
+        return _glm(keys)
     reason = "the work of its vision tower is not known: its vision_config has no fullatt_block_indexes, "
     raise ConfigError.of("model.model", reason + "deepstack_visual_indexes or embed_dim with spatial_merge_size")
 
@@ -146,6 +155,52 @@ def _tower(
         per_window_pair=0,
         window=0,
     )
+
+
+def _glm(keys: Keys) -> VisionWork:
+    """Return the work of GLM-4V's tower: a convolution merges patches, and an MLP projects them."""
+    width, out, inner = keys.size("hidden_size"), keys.size("out_hidden_size"), keys.size("intermediate_size")
+    tower = _tower(keys, width, inner=out, mlp_products=3, num_projectors=0)
+    merge = keys.count("spatial_merge_size") or 2
+    # The convolution is as wide as the patches that it merges, so each has its share of it.
+    projector = PRODUCT * (width * out + out * (out + 3 * inner) // merge**2)
+    return attrs.evolve(tower, per_patch=tower.per_patch + projector)
+
+
+def _tiles(keys: Keys, ratio: float, *, text: int) -> VisionWork:
+    """
+    Return the work of InternVL's tower, whose tiles are the windows, each with a token more than it
+    has patches.
+
+    Args:
+        keys: The `vision_config` of a config.json.
+
+        ratio: Sides of a merged tile over those of a tile, in patches.
+
+        text: The text's width.
+    """
+    width, depth = keys.size("hidden_size"), keys.size("num_hidden_layers")
+    patch, size = _side(keys, "patch_size"), _side(keys, "image_size")
+    merge, side = round(1 / ratio), size // patch
+    patches = side**2
+    layer = width * (4 * width + 2 * keys.size("intermediate_size"))
+    embedding = (keys.count("num_channels") or 3) * patch**2 * width
+    projector = text * (width + text // merge**2)
+    extra = PRODUCT * layer + _pair(width) * (2 * patches + 1)
+    return VisionWork(
+        per_patch=PRODUCT * (embedding + depth * layer + projector) + depth * extra // patches,
+        per_image_pair=0,
+        per_window_pair=_pair(width) * depth,
+        window=side,
+    )
+
+
+def _side(keys: Keys, name: str) -> int:
+    """Return a size in pixels that is written as a number, or as the same one twice."""
+    found = keys.get(name)
+    if isinstance(found, (list, tuple)) and len(set(found)) == 1:
+        return Keys({name: found[0]}).size(name)
+    return keys.size(name)
 
 
 def _pair(width: int) -> int:

@@ -21,6 +21,7 @@ from core.errors import ConfigError, CorruptArtefactError, OutputError, StaleLen
 from core.fingerprint import Fingerprint
 from core.plan import build_raw_plan
 from core.ports import Origin, StoredPlan
+from core.samples import COLUMNS, IMAGE_COLUMNS, DataFile
 from tests.fakes import MemoryLengthStore, MemoryPlanStore
 
 KEY = Fingerprint({"a": 1, "b": None})
@@ -31,9 +32,9 @@ def DATA(count: int) -> str:  # noqa: N802  # a constant of these tests
     return f"first {count}"
 
 
-ROWS = np.arange(50, dtype=np.int32).reshape(10, 5)
+ROWS = np.arange(10 * len(COLUMNS), dtype=np.int32).reshape(10, -1)
 
-IMAGES = np.arange(40, dtype=np.int64).reshape(10, 4)
+IMAGES = np.arange(10 * len(IMAGE_COLUMNS), dtype=np.int64).reshape(10, -1)
 
 
 def put(store, first: int, end: int, **options) -> None:
@@ -84,6 +85,24 @@ def test_a_probe_is_kept_until_rows_follow_it(reopen_lengths):
     assert reopen_lengths().resume(KEY, 10, DATA).probe is None
     put(store, 10, 10, probe={"samples": [9]})
     assert {"samples": [9]} == reopen_lengths().resume(KEY, 10, DATA).probe
+
+
+def test_files_are_kept_until_rows_follow_them(reopen_lengths):
+    """Rows that are appended may be of other files; nothing else changes with the files."""
+    store = reopen_lengths()
+    taken(store)
+    put(store, 0, 4)
+    files = (DataFile("a.jsonl", "a", "text", 3), DataFile("b.jsonl", "b", "text", 1))
+    before = store.inspect()
+
+    store.keep_files(files)
+
+    after = reopen_lengths().inspect()
+    assert files == after.origin.files == reopen_lengths().origin().files
+    assert (before.digest, before.origin.data_digest) == (after.digest, after.origin.data_digest)
+    assert taken(reopen_lengths(), 4)
+    put(store, 4, 6)
+    assert () == reopen_lengths().origin().files
 
 
 def test_discarded_rows_are_gone(reopen_lengths):

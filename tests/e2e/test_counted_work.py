@@ -137,3 +137,45 @@ def test_torch_counts_about_the_same_in_families_that_keys_describe(family):
     for num_tokens, images in ((60, []), (60 * 8, []), *([(90, grids), (60 * 30, grids * 20)] if grids else [])):
         mine = work.of_positions(num_tokens, num_tokens**2) + work.of_images(images).sum()
         assert mine == pytest.approx(counted(model, config, num_tokens, images), rel=0.02)
+
+
+TILES = (1, 3, 7)
+"""Tiles of InternVL's images."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "model_type"),
+    [("internvl", "internvl"), ("internvl", "qianfan_ocr"), ("glm4v", "glm4v"), ("glm4v_moe", "glm4v_moe")],
+)
+def test_torch_counts_about_the_same_in_towers_of_tiles_and_of_wide_layers(family, model_type):
+    """
+    Within 2 % of what images add in a tiny model: tiles of one size, or grids, by each grid and by
+    the number of images and patches alone.
+    """
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    from app.demo.vision_models import VISION_FAMILIES
+
+    sizes = VISION_FAMILIES[family].config
+    config = AutoConfig.for_model(model_type, **sizes)
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager")
+    vision = WorkModel.from_config(json.loads(json.dumps(config.to_dict(), default=str))).vision
+
+    for number, grid in zip(TILES, GRIDS, strict=True):
+        if family == "internvl":
+            media, grids = {"pixel_values": torch.zeros(number, 3, 56, 56)}, [(1, 4, 4)] * number
+        else:
+            patches = number * grid[0] * grid[1] * grid[2]
+            pixels = torch.zeros(patches, 3 * 2 * config.vision_config.patch_size**2)
+            media = {"pixel_values": pixels, "image_grid_thw": torch.tensor([grid] * number)}
+            grids = [grid] * number
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            model.get_image_features(**media)
+        mine = vision.of(grids).sum()
+        assert mine == pytest.approx(counter.get_total_flops(), rel=0.02)
+        images = 1 if family == "internvl" else number
+        by_counts = vision.of_counts(images, sum(rows * columns for _, rows, columns in grids))
+        assert by_counts == pytest.approx(mine, rel=1e-9)

@@ -165,6 +165,36 @@ def test_bad_records_are_skipped_named_and_never_trained(write_run, execute, tmp
     assert 2 == plan.main(["build", str(path)])
 
 
+def test_naming_sources_measures_nothing_and_plans_nothing(write_run, tmp_path, monkeypatch, capsys):
+    """
+    Files have the last part of their entry for a name until they are given one; all that is stored
+    but the names stays, byte for byte.
+    """
+    chats = [{"query": f"say {n}", "response": "blue circle " * (1 + n % 7)} for n in range(12)]
+    texts = [{"text": "red square " * (1 + n % 5)} for n in range(9)]
+    for name, rows in {"a1.jsonl": chats[:7], "a2.jsonl": chats[7:], "b.jsonl": texts}.items():
+        (tmp_path / name).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    entries = [str(tmp_path / "a*.jsonl"), str(tmp_path / "b.jsonl")]
+    kept = []
+    for names in ({}, {entries[0]: "chats", entries[1]: "texts"}):
+        path = write_run("qwen2", custom={"train_jsonl": entries, "source_names": names})
+        assert 0 == plan.main(["build", str(path)])
+        refuse_to_measure(monkeypatch)
+        capsys.readouterr()
+        assert 0 == plan.main(["show", str(path), "--json"])
+        sources = json.loads(capsys.readouterr().out)["splits"]["train"]["sources"]
+        artefacts = artefacts_of(tmp_path / "run")
+        manifest = json.loads(artefacts.pop("train/lengths.json"))
+        del manifest["manifest_sha256"], manifest["files"]
+        kept.append((artefacts, manifest))
+        expected = [*names.values()] or ["a*.jsonl", "b.jsonl"]
+        assert expected == [one["name"] for one in sources]
+        assert [12, 9] == [one["num_samples"] for one in sources]
+        assert [["query, response"] * 2, ["text"]] == [[file["shape"] for file in one["files"]] for one in sources]
+        assert all(one["supervised_tokens"] for one in sources)
+    assert kept[0] == kept[1]
+
+
 def test_failures_are_listed_for_programs_and_the_rest_is_written(write_run, tmp_path, capsys):
     """The file that is written has no failures; no data file is written over."""
     rows = [{"query": "say", "response": "blue"}, {"query": "no answer"}, {"query": "say", "response": "red"}]

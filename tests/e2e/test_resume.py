@@ -18,6 +18,9 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from adapters.ranks.torch_group import OneRank
+from app import sft
+from app.wiring import training
 from core.errors import ConfigError, PlanChangedError
 from core.schedule import ORDER_VERSION
 from tests.e2e import rank_main
@@ -392,3 +395,26 @@ def test_other_ranks_finish_the_epoch_with_what_it_has_left(  # noqa: PLR0917  #
     assert [covered[-1]] * 2 == covered[-2:]
     log = (second / "rank0.log").read_text()
     assert f"the epoch began on {then} ranks and goes on with {now}" in log
+
+
+def test_a_checkpoint_that_is_written_over_is_whole(write_run, execute, few, caplog):
+    """A second run into the same folder says that it starts anew; what it saves is resumed from."""
+    keys = {**KEYS, "save_steps": 1, "max_steps": 2}
+    for _ in range(2):
+        execute(write_run("qwen2", name="same", training=keys, **few("qwen2")))
+    assert "this run starts from the beginning, and writes over the checkpoints that it meets" in caplog.text
+
+    again = {**keys, "resume_from_checkpoint": "last", "max_steps": 3}
+    resumed = execute(write_run("qwen2", name="same", training=again, **few("qwen2")))
+
+    assert "is passed over" not in caplog.text
+    assert resumed.schedule.start.step == 2
+
+
+def test_two_runs_do_not_train_into_one_folder(write_run, tmp_path, capsys):
+    """The second is refused by key, as long as the first trains."""
+    path = write_run("qwen2", training=KEYS)
+    with training.alone_in_output(training.read_config(path), OneRank()):
+        assert 2 == sft.main([str(path)])
+    assert "training.output_dir: is " in (said := capsys.readouterr().err)
+    assert "which another run trains into" in said

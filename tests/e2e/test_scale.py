@@ -7,10 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -19,8 +15,7 @@ import torch
 from adapters.ranks.torch_group import OneRank
 from adapters.trainer import arguments as swift_arguments
 from core.errors import ConfigError
-from tests.network import free_port
-from tests.processes import DEADLINE_S, finished
+from tests.processes import finished, train_under_torchrun
 
 pytestmark = pytest.mark.slow
 
@@ -171,12 +166,7 @@ def test_deepspeed_trains_the_same(write_run, execute, demo, tmp_path, model, st
     zero = {"zero_optimization": {"stage": stage}, "train_micro_batch_size_per_gpu": "auto"}
     path = write_run(model, name="ranks", training={**keys, "deepspeed": zero, "use_cpu": True}, **overlay)
 
-    run = subprocess.run(
-        [Path(sys.executable).with_name("torchrun"), "--nproc-per-node", "2", "--master-addr", "127.0.0.1",
-         "--master-port", str(free_port()), "-m", "tests.e2e.rank_main", path, tmp_path],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True, text=True, timeout=DEADLINE_S, check=False,
-    )  # fmt: skip
+    run = train_under_torchrun(path, tmp_path)
 
     assert 0 == run.returncode, run.stderr[-4000:]
     found = json.loads((tmp_path / "rank0.json").read_text())["history"]

@@ -264,4 +264,4 @@ def test_two_shapes_in_one_file_are_refused_with_both_rows(encoder, tmp_path):
         (str(tmp_path / "a1.jsonl"), "messages of role and content"),
         (str(tmp_path / "a2.jsonl"), "instruction, output"),
     ]
-    assert shapes == samples.shapes()
+    assert shapes == [(one.file, one.shape) for one in samples.data_files()]

@@ -5,6 +5,7 @@ trained as those are.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 import sys
@@ -30,7 +31,7 @@ from app.demo.vision_data import IMAGES_OF, record, texts, write_scenes, write_s
 from app.demo.vision_models import VISION_FAMILIES, write_vision_model
 from core.errors import ConfigError, RecordError
 from tests.e2e import rank_main, sharded_main
-from tests.processes import finished
+from tests.processes import finished, train_under_torchrun
 
 pytestmark = [
     pytest.mark.slow,
@@ -246,6 +247,28 @@ def test_sharded_ranks_of_which_one_has_no_images_stay_in_step(server, vision_ru
     assert all(float((tmp_path / f"loss{rank}").read_text()) > 1 for rank in range(2))
 
 
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed; it is an extra")
+def test_zero_3_trains_a_family_outside_of_qwen_the_same(vision_run, execute, tmp_path):
+    """InternVL on two ranks, packs of one with and without images: the losses of one process."""
+    keys = {"effective_batch_size": 2, "max_steps": 4, "learning_rate": 0.0, "train_dataloader_shuffle": False}
+    limit = {"max_length": 60}
+    alone = execute(vision_run("internvl", "alone", template=limit, training=keys))
+    zero = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "auto"}
+    path = vision_run("internvl", template=limit, training={**keys, "deepspeed": zero, "use_cpu": True})
+
+    run = train_under_torchrun(path, tmp_path)
+
+    assert 0 == run.returncode, run.stderr[-4000:]
+    ranks = rank_main.seen(tmp_path, 2)
+    images = [[IMAGES_OF[ranks[0]["raw_packs"][pack][0] % 4] for pack in rank["fetched"]] for rank in ranks]
+    assert any((first > 0) != (second > 0) for first, second in zip(*images, strict=True))
+    losses = [
+        [entry["loss"] for entry in history if "loss" in entry] for history in (alone.history, ranks[0]["history"])
+    ]
+    assert 4 == len(losses[0])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
 KEYS = {"max_steps": 16, "learning_rate": "2e-2", "lr_scheduler_type": "constant", "save_strategy": "steps",
         "save_steps": 14, "gradient_checkpointing": True}  # fmt: skip
 
@@ -327,6 +350,20 @@ def test_a_missing_package_is_named_before_anything_is_measured(vision_run, monk
     monkeypatch.setitem(sys.modules, "qwen_vl_utils", None)
     with pytest.raises(ConfigError, match=r"model\.model: .* cannot be opened by ms-swift: .*qwen_vl_utils"):
         wiring.open_samples(wiring.read_config(vision_run("qwen3_5")))
+
+
+@pytest.mark.parametrize("template", ["qwen2_5_omni", "qwen3_omni"])
+def test_what_was_not_shown_to_pack_is_refused_by_name(vision_run, template):
+    """Whether the packages of its template are installed or not; and by its model type alone."""
+    from app.wiring import training as wiring
+
+    types = [{"model_type": template}, {"model_type": {"qwen3_omni": "qwen3_omni_moe"}.get(template, template)}]
+    for model, named in zip(types, (template, None), strict=True):
+        path = vision_run("internvl", model=model, template={"template": named})
+        with pytest.raises(
+            ConfigError, match=rf"template\.template: is {template}, .* not shown to pack: set training"
+        ):
+            wiring.open_samples(wiring.read_config(path))
 
 
 def test_the_command_shows_a_family_and_keeps_the_page(tmp_path, capsys):

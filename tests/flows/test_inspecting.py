@@ -23,6 +23,7 @@ from core.checksum import plan_checksum
 from core.equality import Measured, PackingVerdict
 from core.inspection import plan_difference, summarise, summarise_schedule
 from core.plan import build_raw_plan
+from core.samples import DataFile
 from core.work import SampleWorks, WorkModel
 from tests.stored import LENGTHS, store_run
 
@@ -78,6 +79,33 @@ def test_show_takes_the_most_ranks_that_were_built_for(store, said):
     assert 4 == json.loads(said("show", path, "--json"))["splits"]["train"]["course"]["world_size"]
     other = said("show", path, "--json", "--world-size", "1")
     assert 1 == json.loads(other)["splits"]["train"]["course"]["world_size"]
+
+
+def test_a_plan_is_broken_down_by_source(store, said, tmp_path):
+    """Files of one source together, with their shapes, in the document, the table and the page."""
+    files = [
+        DataFile("a.jsonl", "chats", "text", 20),
+        DataFile("b.jsonl", "captions[red]", "dense captions", 15),
+        DataFile("c.csv", "chats", "query, response", len(LENGTHS) - 35),
+    ]
+    path = store(files=files)
+    train = json.loads(said("show", path, "--json"))["splits"]["train"]
+
+    assert ["chats", "captions[red]"] == [one["name"] for one in train["sources"]]
+    chats, captions = train["sources"]
+    assert [attrs.asdict(file) for file in files[::2]] == chats["files"]
+    assert sum(LENGTHS[20:35]) == captions["num_tokens"]
+    assert len(LENGTHS) == chats["num_samples"] + captions["num_samples"]
+    assert train["plan"]["planned_tokens"] == chats["planned_tokens"] + captions["planned_tokens"]
+    table = said("show", path)
+    assert re.search(r"chats +│ +45 │", table)
+    assert "dense captions" in table
+    assert "[red]" in table
+    said("report", path, "-o", tmp_path / "plan.html")
+    page = (tmp_path / "plan.html").read_text(encoding="utf-8")
+    assert "captions" in page
+    assert "query, response / text" in page
+    assert [] == json.loads(said("show", store(name="older"), "--json"))["splits"]["train"]["sources"]
 
 
 def test_show_is_a_table_for_people(store, said):

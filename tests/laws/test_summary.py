@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from core.align import align_plan
 from core.bounds import lower_bound
 from core.errors import EmptyPlanError
-from core.inspection import summarise, summarise_schedule
+from core.inspection import summarise, summarise_schedule, summarise_sources
 from core.metrics import padded_positions
 from core.plan import build_raw_plan, one_sample_packs
+from core.samples import COLUMNS, DataFile
 from core.schedule import EpochSchedule, EpochStats, PackStats
 from tests.strategies import packable_arrays, raw_lengths
 
@@ -89,6 +90,54 @@ def test_padding_is_exact_for_many_samples():
     assert padded_positions(lengths, batch_size=200_000) == 200_000**2
     # The mean of the longest of b among 1 to n is b (n + 1) / (b + 1).
     assert padded_positions(lengths, batch_size=9) == pytest.approx(0.9 * 200_001 * 200_000, rel=1e-6)
+
+
+@given(plans(), st.data())
+def test_sources_divide_a_plan_between_them(of, data):
+    """
+    Each source has what counting its own samples by hand gives, whatever its files and whichever
+    records are left out; a pack counts for each source that it has.
+    """
+    plan, lengths = of
+    of_record = data.draw(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=3 * len(lengths)))
+    while sum(not bad for _, bad in of_record) < len(lengths):
+        of_record.append(("c", False))
+    good = [number for number, (_, bad) in enumerate(of_record) if not bad][: len(lengths)]
+    of_record = of_record[: good[-1] + 1]
+    files = [DataFile(f"{number}.jsonl", name, "text", 1) for number, (name, _) in enumerate(of_record)]
+    table = np.zeros((len(lengths), len(COLUMNS)), np.int32)
+    for name, values in {
+        "length": lengths,
+        "supervised": [n // 2 for n in lengths],
+        "images": [1] * len(lengths),
+    }.items():
+        table[:, COLUMNS.index(name)] = values
+    bad = [number for number in range(len(of_record)) if of_record[number][1]]
+
+    sources = summarise_sources(plan, table, files, bad=bad)
+
+    assert list(dict.fromkeys(name for name, _ in of_record)) == [one.name for one in sources]
+    for one in sources:
+        own = {index for index, number in enumerate(good) if of_record[number][0] == one.name}
+        dropped, skipped = {i for pack in plan.dropped_packs for i in pack}, set(plan.skipped_long)
+        assert (len(own), sum(lengths[i] for i in own)) == (one.num_samples, one.num_tokens)
+        assert (sum(lengths[i] // 2 for i in own), len(own)) == (one.supervised_tokens, one.images)
+        assert max((lengths[i] for i in own), default=0) == one.longest_sample
+        assert (len(own & dropped), sum(lengths[i] for i in own & dropped)) == (one.dropped_samples, one.dropped_tokens)
+        assert (len(own & skipped), sum(lengths[i] for i in own & skipped)) == (one.skipped_samples, one.skipped_tokens)
+        planned = own - dropped - skipped
+        assert (len(planned), sum(lengths[i] for i in planned)) == (one.planned_samples, one.planned_tokens)
+        assert sum(not own.isdisjoint(pack) for pack in plan.packs) == one.num_packs
+        assert [file for file in files if file.source == one.name] == list(one.files)
+        assert sum(of_record[number][0] == one.name for number in bad) == one.bad_records
+    event(f"sources: {len(sources)}, records left out: {bool(bad)}, dropped: {plan.dropped_samples > 0}")
+
+
+def test_files_of_another_number_of_samples_are_no_sources():
+    """A breakdown of other data would be wrong in silence."""
+    plan = build_raw_plan([3, 4], packing_length=8)
+    with pytest.raises(ValueError, match="the files have 3 samples, but 2 were measured"):
+        summarise_sources(plan, np.ones((2, len(COLUMNS)), np.int32), [DataFile("a", "a", "text", 3)])
 
 
 @st.composite

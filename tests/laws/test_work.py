@@ -138,6 +138,35 @@ def test_head_dim_and_shared_keys_are_read():
     )
 
 
+def test_towers_of_tiles_and_of_wide_layers_are_read():
+    """
+    Worked by hand: GLM-4V's, of MLPs as wide as the text; InternVL's, of tiles of 16 patches and a
+    token more, whose sides are written once or twice.
+    """
+    glm = {
+        "attention_bias": False, "image_size": 8, "depth": 2, "hidden_size": 4, "out_hidden_size": 8, "patch_size": 2,
+        "intermediate_size": 6, "in_channels": 3, "temporal_patch_size": 2, "spatial_merge_size": 2,
+    }  # fmt: skip
+    per_patch = 3 * 2 * 4 * 4 + 2 * (4 * 4 * 4 + 3 * 4 * 8) + 4 * 8 + 8 * (8 + 3 * 6) // 4
+    tiles = {
+        "use_absolute_position_embeddings": True,
+        "num_hidden_layers": 2,
+        "hidden_size": 4,
+        "intermediate_size": 6,
+        "patch_size": [2, 2],
+        "image_size": 8,
+    }
+    per_tile = 16 * 3 * 4 * 4 + 17 * 2 * (4 * 4 * 4 + 2 * 4 * 6) + 4 * (4 * 4 * 8 + 8 * 8)
+
+    read = WorkModel.from_config({"text_config": TEXT, "vision_config": glm}).vision
+    assert VisionWork(2 * per_patch, 4 * 4 * 2, 0, 0) == read
+    for size in (8, [8, 8]):
+        config = {"text_config": TEXT, "vision_config": {**tiles, "image_size": size}, "downsample_ratio": 0.5}
+        read = WorkModel.from_config(config).vision
+        assert [2 * per_tile + 2 * 4 * 4 * 17**2] == read.of([(1, 4, 4)]).tolist()
+        assert 3 * read.of([(1, 4, 4)])[0] == read.of_counts(1, 48)
+
+
 def test_large_data_sets_do_not_overflow():
     """
     FLOPs of a million long samples of a large model pass 64-bit integers, and stay exact to a
@@ -207,6 +236,19 @@ def test_keys_that_change_no_product_are_passed_over():
     assert WorkModel.from_config(TEXT) == WorkModel.from_config({**TEXT, **others})
 
 
+SIDES = {
+    "use_absolute_position_embeddings": True,
+    "num_hidden_layers": 2,
+    "hidden_size": 4,
+    "patch_size": 2,
+    "image_size": [8, 4],
+}
+"""A tower of tiles that are not square."""
+
+WIDE = {"attention_bias": False, "out_hidden_size": 8, "image_size": 8}
+"""A tower whose layers are as wide as the text, without their own width."""
+
+
 @pytest.mark.parametrize(
     ("config", "named"),
     [
@@ -221,6 +263,8 @@ def test_keys_that_change_no_product_are_passed_over():
         ({**TEXT, "num_experts": 4}, "no num_experts_per_tok"),
         ({"text_config": TEXT, "vision_config": {}}, "its vision tower is not known"),
         ({"text_config": TEXT, "vision_config": {"deepstack_visual_indexes": []}}, "no intermediate_size"),
+        ({"text_config": TEXT, "vision_config": WIDE}, "no hidden_size"),
+        ({"text_config": TEXT, "vision_config": SIDES, "downsample_ratio": 0.5}, r"has image_size \[8, 4\], where"),
         ({"text_config": TEXT, "audio_config": {}}, "audio_config"),
     ],
 )

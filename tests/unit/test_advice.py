@@ -74,7 +74,7 @@ def test_a_refused_key_at_a_wrong_level_is_told_why(key):
     "key",
     [
         "streaming",
-        "min_length",
+        "min_patches",
         "padding",
         "top_k",
         "fp8",
@@ -102,7 +102,6 @@ def test_no_key_of_another_meaning_is_suggested(key):
         ("training.learningRate", "did you mean learning_rate?"),
         ("learning-rate", "did you mean training.learning_rate?"),
         ("training.max_pixel", "did you mean template.max_pixels?"),
-        ("training.min_pixels", "did you mean template.video_min_pixels?"),
         ("training.bp16", "did you mean bf16 or fp16?"),
         ("training.warmup_ration", "did you mean warmup_ratio?"),
         ("training.lora_target_modules", "did you mean target_modules?"),

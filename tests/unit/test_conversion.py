@@ -96,6 +96,8 @@ def test_quoted_words_come_back_as_they_were(words):
         ("python -u -m swift.cli.sft --a 1", "--a 1"),
         ("python train.py --x\nswift sft --a 1", "--a 1"),
         ("swift sft --a 1\r\n", "--a 1"),
+        ("torchrun --nproc_per_node=2 $(which swift) sft --a `which x`", "--a x"),
+        ('"$(command -v swift)" sft --a 1', "--a 1"),
     ],
 )
 def test_a_shell_would_hand_over_the_same_words(script, words):
@@ -293,6 +295,7 @@ def test_defaults_are_those_of_ms_swift():
         ("--val_dataset b.jsonl", "val_dataset b.jsonl", "taken over", "custom.val_jsonl: b.jsonl"),
         ("--val_dataset b#3", "val_dataset b#3", "taken over", "custom.val_dataset: b#3"),
         ("--val_dataset b#3 --eval_strategy no", "val_dataset b#3", "not needed here", "eval_strategy is no"),
+        ("--val_dataset", "val_dataset", "not needed here", "names no data"),
         ("--eval_steps 5", "eval_steps 5", "not needed here", "no evaluation data"),
         ("--eval_steps 5 --val_dataset b.jsonl", "eval_steps 5", "taken over", "training.eval_steps: 5"),
         ("--eval_strategy epoch --val_dataset b.jsonl", "eval_strategy epoch", "taken over", "epoch"),

@@ -204,6 +204,25 @@ def test_columns_and_shares_of_bad_records_are_checked():
     assert "query" in found["custom.columns.ask"]
 
 
+def test_names_of_sources_are_of_entries_of_the_data(monkeypatch):
+    """An entry is one however its path is written; no name is blank, none of another file."""
+    monkeypatch.setenv("DATA", "/data")
+    document = minimal()
+    document["custom"] = {
+        "train_jsonl": ["${DATA}/a.jsonl", "b/*.parquet"], "val_jsonl": "c.jsonl",
+        "source_names": {"${DATA}/a.jsonl": "chats", "b/*.parquet": "chats", "c.jsonl": "held out"},
+    }  # fmt: skip
+
+    assert {"/data/a.jsonl": "chats", "b/*.parquet": "chats", "c.jsonl": "held out"} == parse(
+        document
+    ).custom.source_names
+
+    document["custom"]["source_names"] = {"a.jsonl": "chats", "c.jsonl": " "}
+    found = faults_of(document)
+    assert {"custom.source_names.a.jsonl", "custom.source_names.c.jsonl"} == set(found)
+    assert "is no entry of custom.train_jsonl" in found["custom.source_names.a.jsonl"]
+
+
 @pytest.mark.parametrize("key", sorted(REFUSED_TRAINING_KEYS))
 def test_keys_that_mean_nothing_here_are_refused_with_what_to_do(key):
     """By name, even where the trainer knows them."""

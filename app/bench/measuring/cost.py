@@ -34,7 +34,7 @@ from core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, Tr
 from core.fingerprint import Fingerprint
 from core.policy import PlanPolicy
 from core.ports import LengthSource
-from core.samples import COLUMNS, ImageFacts, Outcome
+from core.samples import COLUMNS, IMAGE_COLUMNS, ImageFacts, Outcome
 
 MODEL_TYPE = "qwen2_5_vl"
 
@@ -219,10 +219,12 @@ class _StoredSamples:
 
 def _warm_start(stores: Stores) -> float:
     """Store lengths; return the seconds until a run that finds them there may plan."""
-    rows = np.ones((STORED, len(COLUMNS)), dtype=np.int32)
+    rows = np.zeros((STORED, len(COLUMNS)), dtype=np.int32)
+    rows[:, COLUMNS.index("images")] = 1
     rows[:, COLUMNS.index("length")] = DISTRIBUTIONS["chat-8192"].lengths(STORED, seed=0)
     number = np.arange(STORED)
-    images = np.column_stack([number, np.full(STORED, 28), np.full(STORED, 28), number])
+    images = np.zeros((STORED, len(IMAGE_COLUMNS)), dtype=np.int64)
+    images[:, :4] = np.column_stack([number, np.full(STORED, 28), np.full(STORED, 28), number])
     with stores.lock.held(timeout_s=60, report=lambda _: None):
         stores.lengths.resume(Fingerprint({}), STORED, str)
         stores.lengths.append(rows, images, str(STORED), in_full=False, probe={})

@@ -1,0 +1,119 @@
+"""A plan by the sources of its samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from core.lengths import IntArray
+from core.plan import RawPlan
+from core.samples import DataFile, Table, column
+
+
+@attrs.frozen
+class SourceSummary:
+    """What a plan makes of the samples of one source."""
+
+    name: str
+
+    files: tuple[DataFile, ...]
+
+    bad_records: int
+    """Records that cannot become samples, and are left out."""
+
+    num_samples: int
+    num_tokens: int
+    """Tokens of all its samples."""
+
+    supervised_tokens: int
+    """Those of all its tokens that the loss counts."""
+
+    images: int
+    videos: int
+
+    longest_sample: int
+    """Tokens of its longest sample; 0 where it has none."""
+
+    planned_samples: int
+    planned_tokens: int
+
+    dropped_samples: int
+    """Samples in packs that are filled below the ratio."""
+
+    dropped_tokens: int
+
+    skipped_samples: int
+    """Long samples that are in no pack."""
+
+    skipped_tokens: int
+
+    num_packs: int
+    """Packs with a sample of it; a pack counts for each of its sources."""
+
+
+def summarise_sources(
+    plan: RawPlan, table: Table, files: Sequence[DataFile], *, bad: Sequence[int] = ()
+) -> tuple[SourceSummary, ...]:
+    """
+    Return a plan in numbers, source by source, in the order of their first files.
+
+    Args:
+        plan: Of the samples.
+
+        table: Their measurements; int32, shape (num_samples, num_columns).
+
+        files: Files of the data, in order.
+
+        bad: Positions of the records that are no samples, among all records.
+
+    Raises:
+        ValueError: The files have another number of samples than the table.
+    """
+    names = list(dict.fromkeys(file.source for file in files))
+    owners = np.repeat([names.index(file.source) for file in files], [file.records for file in files])
+    of_sample = np.delete(owners, list(bad))
+    if len(of_sample) != len(table):
+        message = f"the files have {len(of_sample):,} samples, but {len(table):,} were measured"
+        raise ValueError(message)
+
+    def count(samples: IntArray | None = None, name: str | None = None) -> NDArray[np.int64]:
+        """Return the sum of a column over some samples, or their number, for each source."""
+        which = np.arange(len(table)) if samples is None else samples
+        values = np.ones(len(table), np.int64) if name is None else column(table, name).astype(np.int64)
+        sums = np.zeros(len(names), np.int64)
+        np.add.at(sums, of_sample[which], values[which])
+        return sums
+
+    longest = np.zeros(len(names), np.int64)
+    np.maximum.at(longest, of_sample, column(table, "length"))
+    planned, dropped = plan.packs.indices, plan.dropped_packs.indices
+    skipped = np.array(plan.skipped_long, dtype=np.int64)
+    pack_of = np.repeat(np.arange(len(plan.packs)), plan.packs.sizes())
+    met = np.unique(pack_of * len(names) + of_sample[planned]) % len(names)
+    columns = {
+        "bad_records": np.bincount(owners[list(bad)], minlength=len(names)),
+        "num_samples": count(),
+        "num_tokens": count(name="length"),
+        "supervised_tokens": count(name="supervised"),
+        "images": count(name="images"),
+        "videos": count(name="videos"),
+        "longest_sample": longest,
+        "planned_samples": count(planned),
+        "planned_tokens": count(planned, "length"),
+        "dropped_samples": count(dropped),
+        "dropped_tokens": count(dropped, "length"),
+        "skipped_samples": count(skipped),
+        "skipped_tokens": count(skipped, "length"),
+        "num_packs": np.bincount(met, minlength=len(names)),
+    }
+    return tuple(
+        SourceSummary(
+            name,
+            tuple(file for file in files if file.source == name),
+            **{field: int(values[number]) for field, values in columns.items()},
+        )
+        for number, name in enumerate(names)
+    )
