@@ -59,6 +59,15 @@ def test_packs_of_every_kind_are_looked_at(held, count):
             assert most == max(len(held[position]) for position in chosen if kind_of(held[position]) == one)
 
 
+@pytest.mark.parametrize("place", range(20))
+def test_the_only_pack_with_a_video_is_looked_at(place):
+    """Among packs that hold as many images, wherever it is."""
+    media = [(0, 0), (1, 0)] * 20
+    media[2 * place + 1] = (0, 1)
+
+    assert place in choose_packs(as_packs([[2 * n, 2 * n + 1] for n in range(20)]), table_of(media), count=2)
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 @given(values=st.lists(st.floats(0, 10), min_size=1, max_size=8))
 def test_the_worst_finding_decides(precision, values):
