@@ -61,7 +61,8 @@ def run(config: RunConfig, group: RankGroup) -> Result:
     training.require_isolation(config, packed=config.training.packing)
     prepared = prepare(config, group)
     checkpoint = prepared.checkpoint
-    prepared.trainer.train(resume_from_checkpoint=None if checkpoint is None else checkpoint.folder)
+    with training.alone_in_output(config, group):
+        prepared.trainer.train(resume_from_checkpoint=None if checkpoint is None else checkpoint.folder)
     return _result(config, prepared)
 
 
@@ -99,7 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
 
         if options.quiet:
             config = training.without_progress(config)
-        with training.joined_ranks(config.training.trainer) as group, training.alone_in_output(config, group):
+        with training.joined_ranks(config.training.trainer) as group:
             if config.custom.trainer_variant == "rollout":
                 stream.run(config, group)
             else:

@@ -17,7 +17,7 @@ from app.wiring.gather import gather
 from app.wiring.inputs import records_cache
 from app.wiring.mixes import open_mix
 from app.wiring.stores import records_of
-from app.wiring.training import build_stream_trainer, open_arguments, require_isolation
+from app.wiring.training import alone_in_output, build_stream_trainer, open_arguments, require_isolation
 from core.config import RunConfig
 from core.errors import DataSetError, counted
 from core.lengths import IntArray
@@ -63,7 +63,8 @@ def run(config: RunConfig, group: RankGroup) -> tuple[int, bool, list[dict[str, 
             counted(batch.accumulation.realised, "pack"),
             counted(group.world_size, "rank"),
         )
-    trainer.train()
+    with alone_in_output(config, group):
+        trainer.train()
     totals = trainer.totals()
     if group.rank == 0:
         dropped = totals.counts.drops_more_than(training.packing_max_dropped_share)

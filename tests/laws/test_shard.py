@@ -6,6 +6,7 @@ restored.
 from __future__ import annotations
 
 from itertools import pairwise
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -280,6 +281,16 @@ def test_workers_that_meet_once_have_a_sum_no_worse_than_packs_by_work(case, wor
         assert sorted(sharding.order[sharding.weights == 1].tolist()) == list(range(len(case["lengths"])))
         assert min(map(len, sharding.slots)) > 0
     assert step.num_microbatches == microbatch.num_microbatches
+
+
+@given(batches(modes=("packed",)), st.integers(0, 2))
+def test_however_few_exchanges_the_rules_of_a_cut_hold(case, most):
+    """Exchanges even the work; they are not what keeps the budget."""
+    with patch("core.shard.rounds._EXCHANGES", most):
+        sharding = cut(case, work=WorkModel(50, 1), meeting="microbatch")
+
+    assert sharding.positions.max() <= case["budget"]
+    assert sorted(sharding.order[sharding.weights == 1].tolist()) == list(range(len(case["lengths"])))
 
 
 def test_lengths_far_apart_leave_no_microbatch_empty():

@@ -227,6 +227,28 @@ def test_only_experts_that_a_token_is_given_to_are_counted():
     assert 2 * (3 * attention + sum(per_layer) + 8 * 100) == WorkModel.from_config(config).per_position
 
 
+def test_layers_with_experts_may_be_said_in_any_way():
+    """As a first one without, as kinds, as places or as flags; shared experts as a width."""
+    experts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
+    known = WorkModel.from_config({**TEXT, **experts, "n_shared_experts": 1, "first_k_dense_replace": 1})
+    ways = [{"mlp_layer_types": ["dense", "sparse", "sparse"]}, {"moe_layers": [1, 2]}, {"moe_layer_freq": [0, 1, 1]}]
+
+    for way in ways:
+        assert known == WorkModel.from_config({**TEXT, **experts, "n_shared_experts": 1, **way})
+        assert known == WorkModel.from_config({**TEXT, **experts, "shared_intermediate_size": 6, **way})
+
+
+def test_an_interval_of_full_attention_says_what_a_list_does():
+    """Every third layer; the others keep a state."""
+    state = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 4,
+             "linear_value_head_dim": 4, "linear_conv_kernel_dim": 4}  # fmt: skip
+    kinds = ["linear_attention", "linear_attention", "full_attention"]
+
+    assert WorkModel.from_config({**TEXT, **state, "layer_types": kinds}) == WorkModel.from_config(
+        {**TEXT, **state, "full_attention_interval": 3}
+    )
+
+
 def test_keys_that_change_no_product_are_passed_over():
     """As released configurations have them: places, tokens, norms, caches, groups of experts."""
     others = {"max_position_embeddings": 32768, "eos_token_id": 5, "rope_scaling": None, "pretraining_tp": 1,
