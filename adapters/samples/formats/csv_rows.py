@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from adapters.progress import BRIEF_S, progress
+from adapters.samples.formats.mapped import MappedFile
 from adapters.samples.formats.spans import SpanFile, Spans, has_media_tag
 from core.errors import DataSetError, RecordError, counted
 
@@ -33,7 +34,7 @@ class CsvFile(SpanFile):
         field = rb'(?:"(?:[^"]++|"")*+"' + plain + rb'|(?!")' + plain + rb")"
         self._field = re.compile(field, re.DOTALL)
         row = re.compile(field + rb"(?:" + comma + field + rb")*+(?:\r\n|\n|\r|\Z)", re.DOTALL)
-        mapped, rows, num_with_tags = self.mapped(), Spans(), 0
+        mapped, rows, num_with_tags = MappedFile(self.path), Spans(), 0
         held = mapped.bytes
         place, self.columns = len(_BOM) if held[: len(_BOM)] == _BOM else 0, list[str]()
         bar = progress(total=len(held), desc=f"reading {self.path.name}", unit=" bytes", leave=False, delay=BRIEF_S)
@@ -45,7 +46,7 @@ class CsvFile(SpanFile):
                     raise DataSetError(message)
                 start, place = place, found.end()
                 bar.update(place - start)
-                mapped.read(place - start, places=0)
+                mapped.pass_by(place - start)
                 if place - start <= 2 and not held[start:place].strip():
                     continue
                 if not self.columns:
