@@ -81,7 +81,7 @@ def _is_data_file(entry: DataEntry) -> bool:
 
 
 def _folder_of(entry: DataEntry) -> Path | None:
-    """Return the folder that an entry names, or a cache's copy of a hub's; None if neither is here."""
+    """Return the folder of an entry, or of a cache's copy of it; None if neither is here."""
     return Path(entry.name) if Path(entry.name).is_dir() else cached(entry.name, "dataset", hub=entry.hub)
 
 
