@@ -244,8 +244,7 @@ def main(arguments: list[str] | None = None) -> int:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ConfigError.of("", "app.check compares on one process: start it without torchrun")
         config = stores.read_config(options.config, options.overrides)
-        stores.require_present(config)
-        stores.require_inputs(config)
+        stores.require_inputs(config, trains=True)
 
         from app.wiring import training
 

@@ -92,8 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     def command() -> None:
         config = stores.read_config(options.config, options.overrides)
-        stores.require_present(config)
-        stores.require_inputs(config)
+        stores.require_inputs(config, trains=True)
 
         from app.training import stream
         from app.wiring import training

@@ -189,8 +189,16 @@ class RecordError(UserError):
 
     reason: str
 
+    remedy: str = ""
+    """What to set, where the run and not the record is to be changed."""
+
+    @property
+    def why(self) -> str:
+        """The reason, with the remedy if it has one."""
+        return f"{self.reason}: {self.remedy}" if self.remedy else self.reason
+
     def _text(self) -> str:
-        return f"{self.where}: {self.reason}"
+        return f"{self.where}: {self.why}"
 
 
 @attrs.define(eq=False)
