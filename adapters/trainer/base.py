@@ -46,6 +46,7 @@ from adapters.trainer.loader import (
     open_worker,
 )
 from adapters.trainer.packed_dataset import PackedDataset
+from adapters.trainer.rehearsal import failures_named
 from adapters.weight_size import is_ruined, mean_size
 from core.equality import Precision
 from core.errors import ConfigError, CoverageError, NotFiniteError
@@ -168,9 +169,16 @@ class PackingTrainer(Seq2SeqTrainer):
         }
 
     def train(self, *arguments: Any, **options: Any) -> Any:
-        """Train, and end the loaders' processes; LoaderError if one of them ended before."""
+        """
+        Train, and end the loaders' processes.
+
+        Raises:
+            ConfigError: A setting fails that only the model in training shows.
+
+            LoaderError: A loader's process ended before.
+        """
         try:
-            with lost_workers_named(self.args.dataloader_num_workers):
+            with failures_named(self), lost_workers_named(self.args.dataloader_num_workers):
                 return super().train(*arguments, **options)
         finally:
             if isinstance(loader := self.callback_handler.train_dataloader, PackLoader):
