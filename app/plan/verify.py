@@ -15,7 +15,7 @@ import json
 
 import attrs
 
-from adapters.progress import LIBRARIES, waiting
+from adapters.progress import loading_libraries
 from app.cli.command import add_config_arguments, whole_number
 from app.plan.stored import splits_of
 from app.plan.verification import Finding, verify
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> None:
     config = stores.read_config(options.config, options.overrides)
     splits = splits_of(config, options.split)
 
-    with waiting(LIBRARIES):
+    with loading_libraries():
         from app.wiring.gather import gather
 
     gathered = gather(config).splits
