@@ -31,6 +31,7 @@ Everything that this project raises on purpose.
     │   ├── LockedError            another job writes the same folder
     │   ├── RankZeroError          rank 0 failed, died, or was too slow, while others waited
     │   ├── RankGoneError          another rank did not respond in time
+    │   ├── LoaderError            a process that loads data ended
     │   ├── NotFiniteError         a loss or gradient is not finite, or weights are ruined
     │   └── WorkerError            a worker of reinforcement learning raised or died
     └── VerificationError          something stored or shared is not what it claims: exit status 3
@@ -189,8 +190,16 @@ class RecordError(UserError):
 
     reason: str
 
+    remedy: str = ""
+    """What to set, where the run and not the record is to be changed."""
+
+    @property
+    def why(self) -> str:
+        """The reason, with the remedy if it has one."""
+        return f"{self.reason}: {self.remedy}" if self.remedy else self.reason
+
     def _text(self) -> str:
-        return f"{self.where}: {self.reason}"
+        return f"{self.where}: {self.why}"
 
 
 @attrs.define(eq=False)
@@ -659,6 +668,22 @@ class RankZeroError(UserError):
 
     def _text(self) -> str:
         return self.reason
+
+
+@attrs.define(eq=False)
+class LoaderError(UserError):
+    """A worker process that loads data for training ended before its time."""
+
+    reason: str
+    num_workers: int
+    """Workers of each rank."""
+
+    def _text(self) -> str:
+        return (
+            f"loading data failed: {self.reason}. Most often the machine, or its shared memory (/dev/shm), is full: "
+            f"lower training.dataloader_num_workers (now {self.num_workers:,}; 0 loads in the training process), or "
+            "training.dataloader_prefetch_factor, or give the machine more memory"
+        )
 
 
 @attrs.define(eq=False)

@@ -57,6 +57,7 @@ EXAMPLES = (
     errors.LockedError("runs/first/static_packing/train", "process 4711 on node3", 7200.0),
     errors.RankZeroError("rank 0 failed: data/train.jsonl, line 17: is not UTF-8 text"),
     errors.RankGoneError("waited more than 1,800 s for the other ranks"),
+    errors.LoaderError("DataLoader worker (pid 4711) is killed by signal: Killed", 4),
     errors.NotFiniteError("loss", float("nan")),
     errors.WorkerError(2, "train", "its process ended"),
     errors.CorruptArtefactError(
