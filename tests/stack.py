@@ -14,6 +14,7 @@ gc.disable()
 from adapters import torchvision_shim  # noqa: E402, F401  # before transformers  # isort: skip
 
 import PIL.Image  # noqa: E402
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping  # noqa: E402
 from transformers.models.auto.video_processing_auto import video_processor_class_from_name  # noqa: E402
 
 # What the commands and the libraries import when they first need it.
@@ -46,6 +47,8 @@ for module in (
 for name in ("Qwen2VLVideoProcessor", "Qwen3VLVideoProcessor"):
     video_processor_class_from_name(name)
 PIL.Image.init()
+# Compiles 700 expressions, once in a process that loads or saves a model.
+get_checkpoint_conversion_mapping("qwen2")
 
 # Trainers collect garbage at each start, and would look at all of them too.
 gc.collect()
