@@ -123,6 +123,12 @@ def test_sources_divide_a_plan_between_them(of, data):
         assert (len(own), sum(lengths[i] for i in own)) == (one.num_samples, one.num_tokens)
         assert (sum(lengths[i] // 2 for i in own), len(own)) == (one.supervised_tokens, one.images)
         assert max((lengths[i] for i in own), default=0) == one.longest_sample
+        assert len(own) == sum(one.length_histogram)
+        for bits, number in enumerate(one.length_histogram, 1):
+            assert sum(lengths[i].bit_length() == bits for i in own) == number
+        for percent, quantile in zip((5, 50, 95), one.length_quantiles, strict=bool(own)):
+            assert sum(lengths[i] <= quantile for i in own) * 100 >= percent * len(own)
+            assert sum(lengths[i] < quantile for i in own) * 100 < percent * len(own)
         assert (len(own & dropped), sum(lengths[i] for i in own & dropped)) == (one.dropped_samples, one.dropped_tokens)
         assert (len(own & skipped), sum(lengths[i] for i in own & skipped)) == (one.skipped_samples, one.skipped_tokens)
         planned = own - dropped - skipped
