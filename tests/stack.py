@@ -11,6 +11,7 @@ import importlib
 from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
 
 import PIL.Image
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.models.auto.video_processing_auto import video_processor_class_from_name
 
 # What the commands and the libraries import when they first need it.
@@ -43,6 +44,7 @@ for module in (
 for name in ("Qwen2VLVideoProcessor", "Qwen3VLVideoProcessor"):
     video_processor_class_from_name(name)
 PIL.Image.init()
+get_checkpoint_conversion_mapping("qwen2")  # makes the table of all models, which takes a second
 
 # A million objects that live as long as the process: trainers collect garbage at each start, and
 # would look at all of them.
