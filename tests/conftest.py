@@ -4,15 +4,20 @@ Profiles of hypothesis, and what tests of every folder start from: the demo's da
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import gc
+import importlib
 import logging
 import os
+import pkgutil
 import subprocess
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+import core
 from tests.processes import Server, server_context
 
 # No test reaches for a hub or a network.
@@ -28,15 +33,49 @@ settings.register_profile("explore", max_examples=500, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 
-def pytest_collection_modifyitems(items):
+@contextlib.contextmanager
+def _untraced(config):
+    """Run the body without coverage, which doubles the time of whatever it traces."""
+    plugin = config.pluginmanager.get_plugin("_cov")
+    controller = plugin and plugin.cov_controller
+    if controller:
+        controller.pause()
+    try:
+        yield
+    finally:
+        if controller:
+            controller.resume()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session):
     """
-    Trace core where its laws are stated: in tests of other things that doubles the time, and adds
+    Trace the modules of core as they are imported, and not the libraries that tests import, whose
+    million objects are no garbage either.
+    """
+    if session.config.pluginmanager.has_plugin("_cov"):
+        for module in pkgutil.walk_packages(core.__path__, "core."):
+            importlib.import_module(module.name)
+    gc.disable()
+    try:
+        with _untraced(session.config):
+            return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """
+    Trace core where its laws are stated: in tests of other things, and what they set up, that adds
     no line.
     """
-    for item in items:
-        is_elsewhere = item.path.parent.name in {"architecture", "contracts", "docs", "e2e", "faults"}
-        if is_elsewhere and not item.get_closest_marker("covers"):
-            item.add_marker("no_cover")
+    is_elsewhere = item.path.parent.name in {"architecture", "contracts", "docs", "e2e", "faults"}
+    if item.get_closest_marker("untraced") or (is_elsewhere and not item.get_closest_marker("covers")):
+        with _untraced(item.config):
+            return (yield)
+    return (yield)
 
 
 @pytest.fixture(autouse=True)
