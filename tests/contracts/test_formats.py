@@ -587,6 +587,16 @@ def test_records_that_name_other_media_are_counted_in_columns(tmp_path):
     assert 2 == opened(write(tmp_path, "a.arrow", rows)).num_with_media_tags
 
 
+@pytest.mark.parametrize(("name", "comma"), [("a.csv", ","), ("a.tsv", "\t")])
+def test_rows_of_a_table_that_have_the_videos_that_they_name_are_not_counted(tmp_path, name, comma):
+    """By the cell of the column `videos` or `video`; one that is empty has none."""
+    cells = [("<video>", "a.mp4"), ("<video>", ""), ("<video>", "[]"), ("<video><audio>", "a.mp4"), ("a video", "")]
+    for column in ("videos", "video"):
+        rows = [("query", "response", column), *((query, "so", video) for query, video in cells), ("<video>", "short")]
+        (tmp_path / name).write_text("".join(f"{comma.join(row)}\n" for row in rows))
+        assert 4 == opened(tmp_path / name).num_with_media_tags
+
+
 def test_an_image_in_a_line_is_no_text(tmp_path, monkeypatch):
     """It does not count for the longest line, and has a bound of its own."""
     image = f"data:image/png;base64,iVBORw0KGgo{'A' * 400}"
