@@ -14,6 +14,7 @@ gc.disable()
 from adapters import torchvision_shim  # noqa: E402, F401  # before transformers  # isort: skip
 
 import PIL.Image  # noqa: E402
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping  # noqa: E402
 from transformers.models.auto.video_processing_auto import video_processor_class_from_name  # noqa: E402
 
 # What the commands and the libraries import when they first need it.
@@ -28,10 +29,12 @@ for module in (
     "adapters.workers.policy",
     "adapters.workers.ray",
     "app.planning.log_lines",
+    "app.sft",
     "app.training.prepare",
     "app.training.schedule",
     "swift.dataset",
     "swift.loss_scale",
+    "swift.pipelines.train.tuner",
     "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
     "torch.utils.serialization",
     "transformers.models.qwen2.modeling_qwen2",
@@ -41,10 +44,13 @@ for module in (
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.qwen3_vl.modeling_qwen3_vl",
     "transformers.models.qwen3_vl.processing_qwen3_vl",
+    "transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe",
 ):
     importlib.import_module(module)
 for name in ("Qwen2VLVideoProcessor", "Qwen3VLVideoProcessor"):
     video_processor_class_from_name(name)
+# The first model that a process opens compiles seven hundred patterns, those of all models.
+get_checkpoint_conversion_mapping("qwen2")
 PIL.Image.init()
 
 # Trainers collect garbage at each start, and would look at all of them too.
