@@ -16,7 +16,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-
 _THINKER = "thinker"
 """Name of the part of an Omni model that reads text, images and sound, and writes text."""
 
@@ -61,7 +60,10 @@ def trained_config(config: Any) -> Any:
 
 
 def hears_or_speaks(name: str) -> bool:
-    """Return whether a weight of a model with a thinker is one that sound alone reaches, or that makes it."""
+    """
+    Return whether a weight of a model with a thinker is one that sound alone reaches, or that makes
+    sound.
+    """
     return not _SOUND.isdisjoint(name.split("."))
 
 

@@ -52,6 +52,8 @@ for name in ("Qwen2VLVideoProcessor", "Qwen3VLVideoProcessor"):
 # The first model that a process opens compiles seven hundred patterns, those of all models.
 get_checkpoint_conversion_mapping("qwen2")
 PIL.Image.init()
+# Compiles 700 expressions, once in a process that loads or saves a model.
+get_checkpoint_conversion_mapping("qwen2")
 
 # Trainers collect garbage at each start, and would look at all of them too.
 gc.collect()

@@ -76,7 +76,7 @@ def _freeze_sound(model: torch.nn.Module) -> None:
     if trained_part(model) is not model:
         for name, weight in model.named_parameters():
             if hears_or_speaks(name):
-                weight.requires_grad_(requires_grad=False)
+                weight.requires_grad = False
 
 
 def hide_progress_bars() -> None:

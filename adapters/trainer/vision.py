@@ -126,7 +126,10 @@ def complete(batch: dict[str, Any], template: Template, samples: list[dict[str, 
 
 
 def _reader_of(part: Any) -> str | None:
-    """Return the name of the language model of a part that says what an image's features are; else None."""
+    """
+    Return the name of the language model of a part that says what an image's features are; None of
+    other parts.
+    """
     if not hasattr(part, "get_image_features"):
         return None
     names = ("language_model", "model")  # a thinker's is called as a whole model's inner part
@@ -167,15 +170,16 @@ class DummyImage:
                 "without images would leave the others waiting; train on one process"
             )
             raise ConfigError.of("model.model", reason)
-        inner, reader = found[-1]  # the innermost: others may hand on to it
+        inner: Any = found[-1][0]  # the innermost: others may hand on to it
         taken = takes(inner.get_image_features)
         encoded = encode_image(template, DUMMY_SIZE)
-        return cls(inner, reader, {key: value for key, value in encoded.items() if key in taken})
+        return cls(inner, found[-1][1], {key: value for key, value in encoded.items() if key in taken})
 
     @property
     def language_model(self) -> nn.Module:
         """What reads the text, and the images' features in it."""
-        return self.inner.get_submodule(self.reader)
+        reader: nn.Module = self.inner.get_submodule(self.reader)
+        return reader
 
     @property
     def towers(self) -> list[str]:

@@ -14,7 +14,13 @@ from adapters import torchvision_shim  # noqa: F401  # before transformers  # is
 import attrs
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoModelForMultimodalLM, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    Qwen2VLImageProcessor,
+    Qwen2VLVideoProcessor,
+)
 from transformers.models.got_ocr2.image_processing_got_ocr2 import GotOcr2ImageProcessor
 from transformers.models.internvl.video_processing_internvl import InternVLVideoProcessor
 from transformers.models.minicpmv4_6.image_processing_minicpmv4_6 import MiniCPMV4_6ImageProcessor
@@ -101,19 +107,28 @@ def write_vision_model(folder: Path, name: str, text: Iterable[str], *, seed: in
     special = {"eos_token_id": ends, "pad_token_id": pads, "bos_token_id": pads}
     own = {key: tokenizer.convert_tokens_to_ids(token) for key, token in special.items()}
     sizes = {**family.config, "text_config": {**family.config["text_config"], "vocab_size": len(tokenizer), **own}}
-    sizes |= ids
-    speaks = family.around is not None
-    config = (
-        AutoConfig.for_model(family.model_type, thinker_config=sizes, **family.around)
-        if speaks
-        else AutoConfig.for_model(family.model_type, **sizes, tie_word_embeddings=False)
-    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        (AutoModelForMultimodalLM if speaks else AutoModelForImageTextToText).from_config(config).save_pretrained(folder)
-    if speaks:
-        torch.save({}, folder / "spk_dict.pt")  # voices, which transformers does not load the model without
+        _model_of(family, sizes | ids).save_pretrained(folder)
+    if family.around is not None:
+        torch.save({}, folder / "spk_dict.pt")  # voices, without which transformers loads no such model
     family.processor(tokenizer).save_pretrained(folder)
+
+
+def _model_of(family: VisionFamily, sizes: Sizes) -> Any:
+    """
+    Return a model with random weights.
+
+    Args:
+        family: Its family.
+
+        sizes: Its configuration, or that of its thinker.
+    """
+    if family.around is None:
+        config = AutoConfig.for_model(family.model_type, **sizes, tie_word_embeddings=False)
+        return AutoModelForImageTextToText.from_config(config)
+    config = AutoConfig.for_model(family.model_type, thinker_config=sizes, **family.around)
+    return AutoModelForMultimodalLM.from_config(config)
 
 
 def _internvl(tokenizer: Any) -> Any:
