@@ -4,18 +4,22 @@ Profiles of hypothesis, and what tests of every folder start from: the demo's da
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
 import gc
+import importlib
 import itertools
 import logging
 import os
+import pkgutil
 import subprocess
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+import core
 from tests.processes import Server, server_context
 
 # No test reaches for a hub or a network.
@@ -31,42 +35,67 @@ settings.register_profile("explore", max_examples=500, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 TRACED_EXAMPLES = 10
-"""Of a law: more are traced only where lines of core need it, by an example of their own."""
+"""Examples of a law that are traced: the others meet hardly a new line of core."""
 
 
-def pytest_collection_modifyitems(items):
+@contextlib.contextmanager
+def _untraced(config):
+    """Run the body without coverage, which doubles the time of whatever it traces."""
+    plugin = config.pluginmanager.get_plugin("_cov")
+    controller = plugin and plugin.cov_controller
+    if controller:
+        controller.pause()
+    try:
+        yield
+    finally:
+        if controller:
+            controller.resume()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session):
     """
-    Trace core where its laws are stated: in tests of other things that doubles the time, and adds
+    Trace the modules of core as they are imported, and not the libraries that tests import, whose
+    million objects are no garbage either.
+    """
+    if session.config.pluginmanager.has_plugin("_cov"):
+        for module in pkgutil.walk_packages(core.__path__, "core."):
+            importlib.import_module(module.name)
+    gc.disable()
+    try:
+        with _untraced(session.config):
+            return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """
+    Trace core where its laws are stated: in tests of other things, and what they set up, that adds
     no line.
     """
-    for item in items:
-        is_elsewhere = item.path.parent.name not in {"laws", "unit"}
-        if is_elsewhere and not item.get_closest_marker("covers"):
-            item.add_marker("no_cover")
-
-
-def pytest_collection_finish():
-    """Keep tests and libraries, which stay, out of what the garbage collector looks at."""
-    gc.collect()
-    gc.freeze()
+    is_elsewhere = item.path.parent.name not in {"laws", "unit"}
+    if item.get_closest_marker("untraced") or (is_elsewhere and not item.get_closest_marker("covers")):
+        with _untraced(item.config):
+            return (yield)
+    return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    """
-    Trace core in the first examples of a law alone: the others meet hardly a new line, and take
-    twice the time when they are traced.
-    """
-    law = getattr(item.obj, "hypothesis", None)
-    tracer = getattr(item.config.pluginmanager.getplugin("_cov"), "cov_controller", None)
-    if law is None or tracer is None or item.get_closest_marker("no_cover"):
+    """Trace core in the first examples of a law alone."""
+    plugin = item.config.pluginmanager.get_plugin("_cov")
+    controller, law = plugin and plugin.cov_controller, getattr(item.obj, "hypothesis", None)
+    if law is None or not controller or not controller.started:
         return (yield)
     plain, number = law.inner_test, itertools.count()
 
-    @functools.wraps(plain)  # hypothesis draws examples by what it wraps
+    @functools.wraps(plain)  # hypothesis draws by the source of what it calls
     def traced_at_first(*args, **kwargs):
         if next(number) == TRACED_EXAMPLES:
-            tracer.pause()
+            controller.pause()
         return plain(*args, **kwargs)
 
     law.inner_test = traced_at_first
@@ -74,8 +103,8 @@ def pytest_runtest_call(item):
         return (yield)
     finally:
         law.inner_test = plain
-        if not tracer.started:
-            tracer.resume()
+        if not controller.started:
+            controller.resume()
 
 
 @pytest.fixture(autouse=True)

@@ -126,10 +126,24 @@ def copy_faults(paths: tuple[str, ...], *, cache: Path | None) -> Iterator[tuple
 _CHANGED = "the file is another one than its copy was made of, although its size and times are the same"
 
 
-def require_files(paths: Iterable[str]) -> None:
-    """Refuse data files that are not there, before anything reads them; DataSetError."""
-    for path in _expanded(paths):
-        require_file(path)
+def file_faults(paths: Iterable[str]) -> Iterator[str]:
+    """
+    Yield what is wrong with each name or pattern of data files, or with all of them together,
+    before anything reads them.
+    """
+    files: list[Path] = []
+    for path in paths:
+        try:
+            found = _matching(path)
+            for file in found:
+                require_file(file)
+            files += found
+        except DataSetError as error:
+            yield str(error)
+    try:
+        _refuse_twins(files)
+    except DataSetError as error:
+        yield str(error)
 
 
 def require_file(path: Path) -> None:

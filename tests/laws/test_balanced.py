@@ -49,7 +49,7 @@ def test_works_of_every_kind_are_packed_under_the_limit(case, data):
 
 
 @pytest.mark.parametrize(("capacity", "eight", "many"), [(4096, 1.02, 1.045), (8192, 1.01, 1.02), (16384, 1.005, 1.01)])
-@pytest.mark.no_cover  # large, and no new line
+@pytest.mark.untraced
 def test_random_steps_of_balanced_packs_are_even(capacity, eight, many):
     """
     Eight ranks and 64 are looked at, beside packs of best fit, which are not; packs are 0.5 % more.
@@ -146,7 +146,7 @@ def test_a_sample_that_no_pack_holds_is_named():
 
 
 @pytest.mark.parametrize("capacity", [8192, 16384])
-@pytest.mark.no_cover  # large, and no new line
+@pytest.mark.untraced
 def test_packs_with_a_rare_long_sample_are_level_too(capacity):
     """
     Chats, of which few are long: on 64 ranks the busiest is within 0.2 % of what whole samples

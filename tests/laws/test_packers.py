@@ -159,7 +159,7 @@ def test_constant_volume_packs_as_the_library_does(case):
 
 
 @pytest.mark.slow
-@pytest.mark.no_cover  # large, and no new line
+@pytest.mark.untraced
 def test_constant_volume_packs_as_the_library_does_on_many_shapes():
     """
     1,000 data sets of four kinds of lengths, more than one example search reaches; some of many
@@ -199,7 +199,7 @@ def test_the_size_of_blocks_changes_nothing(algorithm, case, block):
 @pytest.mark.parametrize("longest", [1, 5_000, 10**7, 2**60])
 @pytest.mark.parametrize("algorithm", [*OVER_RUNS, "concatenative", "first_fit_shuffle"])
 @pytest.mark.slow
-@pytest.mark.no_cover  # large, and no new line
+@pytest.mark.untraced
 def test_many_samples_of_short_and_of_huge_lengths(algorithm, longest):
     """70,000 samples, two blocks: each once, none over, and not below the tokens' share."""
     rng = np.random.default_rng(5)

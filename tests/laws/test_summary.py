@@ -78,7 +78,7 @@ def test_padding_is_the_mean_over_all_batches(lengths, batch_size):
 
 
 @pytest.mark.slow
-@pytest.mark.no_cover  # large, and no new line
+@pytest.mark.untraced
 def test_padding_is_exact_for_many_samples():
     """
     Binomials of 200,000 do not fit a float; the longest of all is certain, and one alone is not

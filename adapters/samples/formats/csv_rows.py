@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import re
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from adapters.progress import BRIEF_S, progress
-from adapters.samples.formats.spans import SpanFile, as_spans, has_media_tag
+from adapters.samples.formats.spans import SpanFile, Spans, has_media_tag
 from core.errors import DataSetError, RecordError, counted
 
 _BOM = b"\xef\xbb\xbf"
@@ -34,7 +33,8 @@ class CsvFile(SpanFile):
         field = rb'(?:"(?:[^"]++|"")*+"' + plain + rb'|(?!")' + plain + rb")"
         self._field = re.compile(field, re.DOTALL)
         row = re.compile(field + rb"(?:" + comma + field + rb")*+(?:\r\n|\n|\r|\Z)", re.DOTALL)
-        held, rows, num_with_tags = self.mapped(), list[tuple[int, int, int]](), 0
+        mapped, rows, num_with_tags = self.mapped(), Spans(), 0
+        held = mapped.bytes
         place, self.columns = len(_BOM) if held[: len(_BOM)] == _BOM else 0, list[str]()
         bar = progress(total=len(held), desc=f"reading {self.path.name}", unit=" bytes", leave=False, delay=BRIEF_S)
         with bar:
@@ -45,14 +45,15 @@ class CsvFile(SpanFile):
                     raise DataSetError(message)
                 start, place = place, found.end()
                 bar.update(place - start)
+                mapped.read(place - start, places=0)
                 if place - start <= 2 and not held[start:place].strip():
                     continue
                 if not self.columns:
                     self.columns = self._header(held[start : min(place, start + LONGEST_HEADER)].rstrip(b"\r\n"))
                     continue
-                rows.append((start, place, len(rows) + 1))
+                rows.add(start, place, len(rows) + 1)
                 num_with_tags += has_media_tag(held[start:place])
-        return as_spans(rows), num_with_tags
+        return rows.as_array(), num_with_tags
 
     def _header(self, text: bytes) -> list[str]:
         try:
@@ -86,7 +87,7 @@ class CsvFile(SpanFile):
             raise RecordError(place, f"{reason}: put quotes around a text that has commas")
         return {name: field for name, field in zip(self.columns, fields, strict=True) if field}
 
-    def _bounds(self, held: mmap.mmap, start: int, end: int) -> tuple[int, int]:
+    def _bounds(self, held: Any, start: int, end: int) -> tuple[int, int]:
         """Return where a row begins and ends: a blank may be a field."""
         return start, end - len(held[max(start, end - 2) : end]) + len(held[max(start, end - 2) : end].rstrip(b"\r\n"))
 
