@@ -53,6 +53,7 @@ def test_works_of_every_kind_are_packed_under_the_limit(case, data):
     ("capacity", "eight", "many", "above"),
     [(4096, 1.01, 1.02, 0.007), (8192, 1.005, 1.01, 0.0015), (16384, 1.005, 1.01, 0.0015)],
 )
+@pytest.mark.untraced
 def test_random_steps_of_balanced_packs_are_even(capacity, eight, many, above):
     """
     Steps of eight ranks and of 64, of one pack each: even but for packs of one sample, and with
@@ -149,6 +150,7 @@ def test_a_sample_that_no_pack_holds_is_named():
 
 
 @pytest.mark.parametrize("capacity", [8192, 16384])
+@pytest.mark.untraced
 def test_packs_with_a_rare_long_sample_are_level_too(capacity):
     """
     Chats, of which few are long: on 64 ranks the busiest is within 0.2 % of what whole samples

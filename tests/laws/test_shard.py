@@ -192,6 +192,7 @@ def test_no_worker_gets_the_longest_of_every_chunk(shards, rounds):
 
 
 @pytest.mark.parametrize("pad", [1, 64])
+@pytest.mark.untraced
 def test_workers_have_equal_attention_work(pad):
     """
     Real chat, batches of 512, 8 workers: the busiest within 2 % of what is possible, the median of
@@ -226,6 +227,7 @@ def test_workers_have_equal_attention_work(pad):
         ("detcap-8192", 8, 8192, 512, 1.004),
     ],
 )
+@pytest.mark.untraced
 def test_microbatches_that_run_together_have_equal_work(name, shards, budget, size, most):
     """
     By the work of a known model: what workers wait that meet in each microbatch, and those that
@@ -307,6 +309,7 @@ def test_lengths_far_apart_leave_no_microbatch_empty():
 
 @pytest.mark.parametrize(("pad", "least"), [(1, 0.955), (32, 0.91), (64, 0.85), (256, 0.60)])
 @pytest.mark.parametrize("algorithm", ["modified_first_fit_decreasing", "constant_volume"])
+@pytest.mark.untraced
 def test_packed_microbatches_are_full(algorithm, pad, least):
     """1,024 sequences of 50 to 799 tokens, rows of 1,200, four global batches for four workers."""
     for seed in range(3):
