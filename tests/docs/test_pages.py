@@ -156,7 +156,7 @@ def test_a_wrong_command_is_found(tmp_path):
 
 
 @cache
-def tests() -> set[str]:
+def names_of_tests() -> set[str]:
     """Return the names of all test functions."""
     sources = map(text_of, ROOT.glob("tests/**/*.py"))
     return {name for source in sources for name in re.findall(r"^def (test_\w+)", source, re.MULTILINE)}
@@ -174,7 +174,7 @@ def lost_names(page: Path) -> list[str]:
         elif re.fullmatch(r"(core|adapters|app)(\.\w+)+", word):
             found = is_defined(word)
         else:
-            found = not re.fullmatch(r"test_\w+", word) or word in tests()
+            found = not re.fullmatch(r"test_\w+", word) or word in names_of_tests()
         lost += [word] * (not found)
     return lost
 
