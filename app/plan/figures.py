@@ -8,6 +8,7 @@ from app.plan.stored import PlanView
 from app.planning.log_lines import BOUNDS
 from core.equality import PackingVerdict
 from core.errors import agree, counted
+from core.inspection import SourceSummary
 from core.samples import video_totals
 
 Row = tuple[str, str, str]
@@ -52,7 +53,7 @@ def _sources(view: PlanView) -> Iterator[Row]:
             f"{one.supervised_tokens:,} supervised" if view.plan_summary.supervised_tokens is not None else "",
             f"longest {one.longest_sample:,}",
             counted(one.images, "image") if one.images else "",
-            counted(one.videos, "video") if one.videos else "",
+            _shown(one) if one.videos else "",
             f"in {counted(one.num_packs, 'pack')}" if view.stored.packed else "",
             f"{one.dropped_samples:,} dropped" if one.dropped_samples else "",
             f"{one.skipped_samples:,} skipped" if one.skipped_samples else "",
@@ -60,6 +61,12 @@ def _sources(view: PlanView) -> Iterator[Row]:
         ]
         said = ", ".join(part for part in parts if part)
         yield f"  {one.name}", f"{one.num_samples:,}", f"{said}; {' / '.join(shapes)}"
+
+
+def _shown(source: SourceSummary) -> str:
+    """Return what a source has of videos, in words."""
+    seconds = f"{source.video_milliseconds / 1000:,.1f} s"
+    return f"{counted(source.videos, 'video')} ({seconds}, {source.frames:,} frames, {source.video_patches:,} patches)"
 
 
 def _videos(view: PlanView) -> Iterator[Row]:

@@ -127,7 +127,7 @@ def test_only_wiring_constructs_adapters():
     """Commands and planning get them handed in; classes of adapters are called in wiring alone."""
     classes = {"SwiftEncoder", "SwiftMeasurer", "DiskLengthStore", "DiskPlanStore", "TorchGroup", "PackTrainer"}
     called = {
-        (path.parent.name, node.func.id)
+        (path.relative_to(ROOT).parts[1], node.func.id)
         for path in (ROOT / "app").rglob("*.py")
         if any(name in text_of(path) for name in classes)
         for node in ast.walk(ast.parse(text_of(path)))

@@ -114,8 +114,8 @@ class ArrowFile:
                 raise DataSetError(message)
             batch.validate()
             self.num_with_media_tags += _num_with_tags(batch)
-            self._batches.append(_Mapped(batch, mapped))
-            mapped.read(batch.nbytes)
+            self._batches.append(_Mapped(number, batch, mapped))
+            mapped.pass_by(batch.nbytes)
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("parts", "named", "max_bytes", "_digest_file")
@@ -180,20 +180,20 @@ class ArrowFile:
 class _Mapped:
     """A batch of rows, mapped from a file."""
 
-    def __init__(self, batch: Any, mapped: MappedFile) -> None:
-        self.batch, self._mapped = batch, mapped
-        self._row_bytes = batch.nbytes // max(batch.num_rows, 1)
+    def __init__(self, number: int, batch: Any, mapped: MappedFile) -> None:
+        self._number, self.batch, self._mapped, self._size = number, batch, mapped, batch.nbytes
         self._num_places = sum(len(column.buffers()) for column in batch.columns)
 
     def validate(self) -> None:
         """Check all offsets and texts; ArrowException if one is damaged."""
         self.batch.validate(full=True)
-        self._mapped.read(self.batch.nbytes)
+        self._mapped.pass_by(self._size)
 
     def row(self, number: int) -> Any:
         """Return a row as Python values."""
         value = self.batch.slice(number, 1).to_pylist()[0]
-        self._mapped.read(self._row_bytes, places=self._num_places)
+        row_bytes = self._size // self.batch.num_rows
+        self._mapped.read_part(self._number, row_bytes, num_places=self._num_places, most=self._size)
         return value
 
 

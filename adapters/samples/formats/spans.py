@@ -1,8 +1,10 @@
-"""Files of text whose records stand at known bytes: mapped into memory, parsed when asked for."""
+"""Files of text whose records stand at known bytes: read and parsed when asked for."""
 
 from __future__ import annotations
 
+import os
 import re
+import weakref
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,7 +84,7 @@ class SpanFile:
             DataSetError: The file cannot be read as what it is.
         """
         self.path, self.named, self.max_bytes = path, named or Named.of(path), max_bytes
-        self._map: MappedFile | None = None
+        self._descriptor: int | None = None
         try:
             spans, self.num_with_media_tags = self._scan()
         except OSError as error:
@@ -119,9 +121,8 @@ class SpanFile:
 
             limit: Bytes of text that it may have.
         """
-        held = self.mapped()
-        images = sum(found.end() - found.start() for found in _IMAGE.finditer(held.bytes, *self.spans[row, :2]))
-        held.read(size)
+        held = MappedFile(self.path).bytes
+        images = sum(found.end() - found.start() for found in _IMAGE.finditer(held, *self.spans[row, :2]))
         if size - images > limit:
             without = f" beside {images:,} of images" if images else ""
             reason = (
@@ -158,25 +159,32 @@ class SpanFile:
         return b"" if self._size(row) > LONGEST_PARSED else digest_of(value)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_map": None}
+        return {**self.__dict__, "_descriptor": None}
 
     def _size(self, row: int) -> int:
         return int(self.spans[row, 1] - self.spans[row, 0])
 
-    def mapped(self) -> MappedFile:
-        """Return the file's bytes."""
-        if self._map is None:
-            self._map = MappedFile(self.path)
-        return self._map
-
     def _text(self, row: int) -> Iterator[bytes]:
         """Yield a record's bytes in parts, without what is around it."""
-        held = self.mapped()
-        start, end = self._bounds(held.bytes, *self.spans[row, :2].tolist())
+        start, end = self.spans[row, :2].tolist()
+        if end - start <= CHUNK:
+            text = self._read(start, end)
+            first, last = self._bounds(text, 0, len(text))
+            yield text[first:last]
+            return
+        mapped = MappedFile(self.path)
+        start, end = self._bounds(mapped.bytes, start, end)
         for place in range(start, end, CHUNK):
-            stop = min(place + CHUNK, end)
-            yield held.bytes[place:stop]
-            held.read(stop - place)
+            yield mapped.bytes[place : min(place + CHUNK, end)]
+            mapped.pass_by(CHUNK)
+
+    def _read(self, start: int, end: int) -> bytes:
+        """Return bytes of the file; nothing of it stays in memory."""
+        if self._descriptor is None:
+            self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            weakref.finalize(self, os.close, self._descriptor)
+        # At a place, since processes that were forked share the file's own position.
+        return os.pread(self._descriptor, end - start, start)
 
     def _bounds(self, held: Any, start: int, end: int) -> tuple[int, int]:
         """Return where a record's text begins and ends: without the blanks around it."""
@@ -187,11 +195,18 @@ class SpanFile:
         return start, end
 
 
-def has_media_tag(text: bytes) -> bool:
-    """Return whether a part of a record says <video> or <audio>, and is not seen to have videos."""
+def has_media_tag(text: bytes, *, has_videos: bool = False) -> bool:
+    """
+    Return whether a part of a record says <video> or <audio> without such media.
+
+    Args:
+        text: The part, as its file has it.
+
+        has_videos: Whether its record is known to have videos; else it is seen by JSON's notation.
+    """
     if b"video" not in text and b"audio" not in text:
         return False
-    found = _AUDIO_TAG if _HAS_VIDEOS.search(text) else _MEDIA_TAG
+    found = _AUDIO_TAG if has_videos or _HAS_VIDEOS.search(text) else _MEDIA_TAG
     return found.search(text) is not None
 
 

@@ -21,6 +21,7 @@ from PIL import Image
 from qwen_vl_utils import vision_process
 from swift.template import Template
 
+from adapters.samples.media import DUMMY_SIZE
 from adapters.samples.video.facts import VideoFacts
 from adapters.samples.video.reading import Sampling, reads_videos, sampling_of
 from core.config import TemplateConfig
@@ -28,11 +29,8 @@ from core.config import TemplateConfig
 FRAMES_OF_LAYER = 2
 """Frames that become one layer of patches."""
 
-_SMALL, _LARGE = (56, 56), (150, 70)
-"""
-Widths and heights of the frames that stand in for others, and of those that the arithmetic is tried
-on.
-"""
+_LARGE = (150, 70)
+"""Width and height of the frames that the arithmetic is tried on."""
 
 
 @attrs.frozen
@@ -76,11 +74,11 @@ class VideoLengths:
         stamped = template.tokenizer if template.version == "v3" else None
         lengths = cls(images.patch_size, images.merge_size, sampling_of(config), stamped)
         try:
-            stands = lengths.cost(_listed(_SMALL, 2))
+            stands = lengths.cost(_listed(DUMMY_SIZE, 2))
         except ValueError:  # the run's limits leave the stand-in no size
             return None
-        size = _LARGE if lengths.takes(_LARGE) else _SMALL
-        small, large = (_encoded(template, frames) for frames in (_frames(_SMALL, 2), _frames(size, 5)))
+        size = _LARGE if lengths.takes(_LARGE) else DUMMY_SIZE
+        small, large = (_encoded(template, frames) for frames in (_frames(DUMMY_SIZE, 2), _frames(size, 5)))
         return lengths if large - small == lengths.cost(_listed(size, 5)) - stands else None
 
     def takes(self, size: tuple[int, int]) -> bool:
@@ -94,11 +92,11 @@ class VideoLengths:
     @property
     def stand_in(self) -> list[Image.Image]:
         """Frames that are encoded in place of a video."""
-        return _frames(_SMALL, 2)
+        return _frames(DUMMY_SIZE, 2)
 
     def beyond_stand_in(self, facts: VideoFacts) -> VideoCost:
         """Return what a video costs beyond the stand-in; ValueError if its shape is refused."""
-        return self.cost(facts) - self.cost(_listed(_SMALL, 2))
+        return self.cost(facts) - self.cost(_listed(DUMMY_SIZE, 2))
 
     def num_bytes(self, facts: VideoFacts) -> int:
         """Return the bytes that the sampled frames of a video take before they are scaled."""
