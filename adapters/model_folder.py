@@ -11,12 +11,21 @@ from typing import Any
 
 from adapters.hub_caches import download_command, is_id
 from core.config import ModelConfig
-from core.errors import ConfigError
+from core.errors import ConfigError, Fault
 
 
 def config_model_type(model: ModelConfig) -> str:
     """Return the `model_type` of the model's config.json; ConfigError if there is none to read."""
     return str(model_sizes(model)["model_type"])
+
+
+def model_faults(model: ModelConfig) -> tuple[Fault, ...]:
+    """Return what is wrong with the model's folder; nothing if its config.json can be read."""
+    try:
+        model_sizes(model)
+    except ConfigError as error:
+        return error.faults
+    return ()
 
 
 def model_sizes(model: ModelConfig) -> Mapping[str, Any]:
@@ -63,6 +72,7 @@ def refuse_other_layers(model: ModelConfig) -> None:
         ConfigError: It has.
     """
     sizes = model_sizes(model)
+    sizes = sizes.get("thinker_config") or sizes
     part = sizes.get("text_config")
     text: Mapping[str, Any] = part if isinstance(part, Mapping) else sizes
     asked = text.get("num_hidden_layers")

@@ -4,15 +4,22 @@ Profiles of hypothesis, and what tests of every folder start from: the demo's da
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import functools
+import gc
+import importlib
+import itertools
 import logging
 import os
+import pkgutil
 import subprocess
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+import core
 from tests.processes import Server, server_context
 
 # No test reaches for a hub or a network.
@@ -27,16 +34,77 @@ settings.register_profile("repeatable", max_examples=40, derandomize=True, **_CO
 settings.register_profile("explore", max_examples=500, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
+TRACED_EXAMPLES = 10
+"""Examples of a law that are traced: the others meet hardly a new line of core."""
 
-def pytest_collection_modifyitems(items):
+
+@contextlib.contextmanager
+def _untraced(config):
+    """Run the body without coverage, which doubles the time of whatever it traces."""
+    plugin = config.pluginmanager.get_plugin("_cov")
+    controller = plugin and plugin.cov_controller
+    if controller:
+        controller.pause()
+    try:
+        yield
+    finally:
+        if controller:
+            controller.resume()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session):
     """
-    Trace core where its laws are stated: in tests of other things that doubles the time, and adds
+    Trace the modules of core as they are imported, and not the libraries that tests import, whose
+    million objects are no garbage either.
+    """
+    if session.config.pluginmanager.has_plugin("_cov"):
+        for module in pkgutil.walk_packages(core.__path__, "core."):
+            importlib.import_module(module.name)
+    gc.disable()
+    try:
+        with _untraced(session.config):
+            return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """
+    Trace core where its laws are stated: in tests of other things, and what they set up, that adds
     no line.
     """
-    for item in items:
-        is_elsewhere = item.path.parent.name in {"architecture", "contracts", "docs", "e2e", "faults"}
-        if is_elsewhere and not item.get_closest_marker("covers"):
-            item.add_marker("no_cover")
+    is_elsewhere = item.path.parent.name not in {"laws", "unit"}
+    if item.get_closest_marker("untraced") or (is_elsewhere and not item.get_closest_marker("covers")):
+        with _untraced(item.config):
+            return (yield)
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """Trace core in the first examples of a law alone."""
+    plugin = item.config.pluginmanager.get_plugin("_cov")
+    controller, law = plugin and plugin.cov_controller, getattr(item.obj, "hypothesis", None)
+    if law is None or not controller or not controller.started:
+        return (yield)
+    plain, number = law.inner_test, itertools.count()
+
+    @functools.wraps(plain)  # hypothesis draws by the source of what it calls
+    def traced_at_first(*args, **kwargs):
+        if next(number) == TRACED_EXAMPLES:
+            controller.pause()
+        return plain(*args, **kwargs)
+
+    law.inner_test = traced_at_first
+    try:
+        return (yield)
+    finally:
+        law.inner_test = plain
+        if not controller.started:
+            controller.resume()
 
 
 @pytest.fixture(autouse=True)

@@ -20,6 +20,17 @@ COMMAND_LINE = "the command line"
 
 _VARIABLE = re.compile(r"\$\{([^}]*)\}")
 
+_COLUMNS = "keys of one section begin in the same column, each in a line of its own"
+
+_REMEDIES = {
+    "mapping values are not allowed here": f"{_COLUMNS}, and a text that holds ': ' is quoted",
+    "expected <block end>": _COLUMNS,
+    "'\\t' that cannot start": "indent with spaces, not with tabs",
+    "unexpected end of stream": "close the quote",
+    "'<stream end>'": "close the bracket",
+}
+"""Words of what YAML says -> what helps."""
+
 
 @attrs.frozen
 class Override:
@@ -70,7 +81,7 @@ def read_document(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     except UnicodeDecodeError:
         raise ConfigError(source, (Fault("", "is not UTF-8 text"),)) from None
     except yaml.YAMLError as error:
-        raise ConfigError(source, (Fault("", f"is no valid YAML: {' '.join(str(error).split())}"),)) from None
+        raise ConfigError(source, (Fault("", f"is no valid YAML{_yaml_fault(error)}"),)) from None
     if not isinstance(document, dict):
         raise ConfigError(source, (Fault("", "has to hold sections, or keys and their values, but holds none"),))
     base = document.pop("extends", None)
@@ -102,11 +113,34 @@ def read_overrides(texts: Iterable[str]) -> list[Override]:
             try:
                 overrides[key] = Override(text, key, yaml.load(value, Loader=_Loader))  # noqa: S506  # a SafeLoader
             except yaml.YAMLError as error:
-                reason = f"is no valid YAML behind the =: {' '.join(str(error).split())}"
+                reason = f"is no valid YAML behind the ={_yaml_fault(error, in_file=False)}"
                 found.append(Fault(key, reason, place=text))
     if found:
         raise ConfigError(COMMAND_LINE, tuple(found))
     return list(overrides.values())
+
+
+def _yaml_fault(error: yaml.YAMLError, *, in_file: bool = True) -> str:
+    """
+    Return where YAML stopped to understand a text, why, and what helps.
+
+    Args:
+        error: What YAML raised.
+
+        in_file: Whether to name the line, and show it with a mark under the place.
+    """
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return f": {' '.join(str(error).split())}"
+    mark, why = error.problem_mark, str(error.problem)
+    if error.context and error.context_mark:
+        why += f", {error.context} that begins in line {error.context_mark.line + 1}"
+    why += next((f": {remedy}" for words, remedy in _REMEDIES.items() if words in why), "")
+    if not in_file:
+        return f": {why}"
+    # A tab is wider than the mark below it.
+    line, pointer = (mark.get_snippet(indent=4) or "\n").replace("\t", " ").split("\n")
+    shown = f"\n{line}\n{pointer}" if line.strip() else ""
+    return f", line {mark.line + 1}, column {mark.column + 1}: {why}{shown}"
 
 
 def expanded(path: str) -> str:

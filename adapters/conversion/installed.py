@@ -9,7 +9,7 @@ import dataclasses
 import json
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,13 @@ from adapters import torchvision_shim  # noqa: F401  # before transformers and s
 
 import swift
 from swift.arguments import SftArguments
-from swift.model import get_matched_model_meta, get_model_info_meta
+from swift.model import MODEL_MAPPING, get_matched_model_meta, get_model_info_meta
 from swift.template import TEMPLATE_MAPPING, get_template_meta
 
+from adapters.model_folder import config_architecture
+from core.config import ModelConfig
 from core.conversion import Argument, ModelFacts
-from core.errors import ConfigError
+from core.errors import ConfigError, Fault
 
 _TYPES = {type(None): "null", bool: "bool", int: "int", float: "float", str: "str", list: "list", dict: "dict"}
 
@@ -29,6 +31,9 @@ _ORDER = ("null", "bool", "int", "float", "str", "list", "dict")
 
 _DERIVED = frozenset({"fsdp", "report_to"})
 """Arguments whose annotations are narrower than what ms-swift takes."""
+
+_MOST = 20
+"""Candidates that an error names, at most."""
 
 
 def installed_arguments() -> dict[str, Argument]:
@@ -72,7 +77,7 @@ def model_facts(
         ignores_empty_thoughts: Whether ms-swift may leave empty thoughts out of training.
 
     Raises:
-        ConfigError: ms-swift does not know the model.
+        ConfigError: ms-swift does not know the model, or knows it as several.
     """
     if folder is None:
         meta = get_matched_model_meta(name)
@@ -85,7 +90,9 @@ def model_facts(
         info, meta = get_model_info_meta(folder, model_type=model_type)
         chosen = get_template_meta(info, meta, template_type=template)
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError.of("--model", f"{name} is not known to ms-swift: {error}") from error
+        fault = _ambiguous(folder, model_type, template)
+        unknown = Fault("--model", f"{name} is not known to ms-swift: {error}")
+        raise ConfigError("the command", (fault or unknown,)) from error
     thinks = _thinks(chosen) and ignores_empty_thoughts
     dtype = torch_dtype or str(info.torch_dtype).removeprefix("torch.")
     return ModelFacts(
@@ -94,6 +101,49 @@ def model_facts(
         torch_dtype=typing.cast("Any", dtype),
         loss_scale=_scale(loss_scale, thinks=thinks),
     )
+
+
+def _ambiguous(folder: str, model_type: str | None, template: str | None) -> Fault | None:
+    """
+    Return which argument a command has to have, with its candidates, because ms-swift knows several
+    for a model; None if that is not why it fails.
+
+    Args:
+        folder: Of the model.
+
+        model_type: ms-swift's, if the command gives it.
+
+        template: ms-swift's, if the command gives it.
+    """
+    architecture = config_architecture(ModelConfig(model=folder))
+    metas = [meta for meta in MODEL_MAPPING.values() if architecture in (meta.architectures or ())]
+    if model_type is None and len(metas) > 1:
+        chats = [meta for meta in metas if not meta.is_reward and meta.task_type in (None, "causal_lm")] or metas
+        return _choose("model_type", "model types", architecture, [meta.model_type for meta in chats])
+    meta = MODEL_MAPPING.get(model_type) if model_type else next(iter(metas), None)
+    if template is None and meta is not None and len(meta.candidate_templates) > 1:
+        return _choose("template", "templates", architecture, meta.candidate_templates)
+    return None
+
+
+def _choose(argument: str, what: str, architecture: str, candidates: Sequence[str]) -> Fault:
+    """
+    Return the fault of an argument that is not given, where ms-swift asks for it.
+
+    Args:
+        argument: Its name.
+
+        what: What its values are, in the plural.
+
+        architecture: Of the model.
+
+        candidates: Its values that go with the architecture.
+    """
+    reason = (
+        f"is not given, and ms-swift knows several {what} of {architecture}: add --{argument} and one of "
+        f"{', '.join(candidates[:_MOST])} to the command"
+    )
+    return Fault(f"--{argument}", reason)
 
 
 def _thinks(template: Any) -> bool:

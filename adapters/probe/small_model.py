@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -89,9 +90,11 @@ def build_small(
     """
     failures = []
     for times in (1, 2):
-        small = partial(_small, config, times, trials, attention=attention, trust_remote_code=trust_remote_code)
         try:
-            return _build(small, seed=seed)
+            # transformers' from_dict would also write the configuration out, for a line of its log.
+            small = type(config)(**with_trials(shrink(config.to_dict(), times=times), trials))
+            model = partial(_small, config, small, attention=attention, trust_remote_code=trust_remote_code)
+            return _build(model, seed=seed)
         except ProbeError:
             raise
         except Exception as error:  # noqa: BLE001  # whatever the code of a family raises
@@ -99,22 +102,20 @@ def build_small(
     raise ProbeError(config.model_type, f"no small copy of it can be built ({failures[0][:300]})")
 
 
-def _small(config: Any, times: int, trials: Trials, *, attention: str, trust_remote_code: bool) -> Any:
+def _small(config: Any, small: Any, *, attention: str, trust_remote_code: bool) -> Any:
     """
     Return a small model, of the class that the configuration names, if it is transformers'.
 
     Args:
         config: Of the whole model.
 
-        times: How often each kind of layer is to be there.
-
-        trials: Numbers to put in place of what `shrink` left.
+        small: Of the small one; it stays as it is.
 
         attention: The attention of transformers that it is built with.
 
         trust_remote_code: Whether code beside the configuration may run.
     """
-    small = type(config).from_dict(with_trials(shrink(config.to_dict(), times=times), trials))
+    small = copy.deepcopy(small)
     named = getattr(transformers, (config.architectures or [""])[0], None)
     if named is not None and issubclass(named, transformers.PreTrainedModel):
         return named._from_config(small, attn_implementation=attention)  # noqa: SLF001  # from_config calls it

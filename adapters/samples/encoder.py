@@ -59,6 +59,8 @@ VIDEO_SECONDS = "video_seconds"
 _SOUNDS = frozenset({"audio", "tts"})
 """What ms-swift says of models that take nothing but text and sound."""
 
+_SEEING = "name a model that sees in model.model, as Qwen2.5-VL"
+
 _TRIED = 1000
 """Records of a file, from its first, that may be none before its shape is said to be unknown."""
 
@@ -211,7 +213,7 @@ class SwiftEncoder:
         folder = self.records.folder(index)
         images = [self._located(index, image, folder) for image in sample.get("images", ())]
         if images and not self.sees_images:
-            raise self.fault(index, "the record has images, but the model reads text only")
+            raise self.fault(index, "the record has images, but the model reads text only", _SEEING)
         if "videos" in sample:
             sample["videos"] = [_placed(video, folder) for video in sample["videos"]]
             self._refuse_unread_videos(index)
@@ -256,8 +258,8 @@ class SwiftEncoder:
         has_tools = "tools" in sample or any(message["role"] in {CALL, RESPONSE} for message in sample["messages"])
         if has_tools and self.template._agent_template is None:  # noqa: SLF001  # its property raises
             name = self.template.template_meta.template_type
-            reason = f"the record has tools, for which the template {name} has no notation: set template.agent_template"
-            raise self.fault(index, f"{reason}, as hermes")
+            reason = f"the record has tools, for which the template {name} has no notation"
+            raise self.fault(index, reason, "set template.agent_template, as hermes")
         if self.template.loss_scale.base_strategy == "all" and any(
             message.get("loss") is not None and message["role"] not in {"assistant", CALL}
             for message in sample["messages"]
@@ -268,7 +270,7 @@ class SwiftEncoder:
     def _refuse_unread_videos(self, index: int) -> None:
         """Refuse a sample's videos where the template, or this machine, reads none."""
         if not self.sees_images:
-            raise self.fault(index, "the record has videos, but the model reads text only")
+            raise self.fault(index, "the record has videos, but the model reads text only", _SEEING)
         if not reads_videos(self.template):
             name = self.template.template_meta.template_type
             raise self.fault(index, f"the record has videos, which are not read for the template {name} here")
@@ -442,9 +444,18 @@ class SwiftEncoder:
         if frames is None and (reason := unread_reason(str(video), sampling)) is not None:
             raise self.fault(index, reason)
 
-    def fault(self, index: int, reason: str) -> RecordError:
-        """Return an error that names the place of sample *index*."""
-        return RecordError(str(self.records.where(index)), reason)
+    def fault(self, index: int, reason: str, remedy: str = "") -> RecordError:
+        """
+        Return an error that names the place of a sample.
+
+        Args:
+            index: Of the sample.
+
+            reason: Why it cannot become a sample.
+
+            remedy: What to set, where the run is to be changed, not the record.
+        """
+        return RecordError(str(self.records.where(index)), reason, remedy)
 
     def measured(self, index: int, encoded: dict[str, Any]) -> Measurement:
         """Measure an encoded sample; RecordError if its image tokens do not match its images."""

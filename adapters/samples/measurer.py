@@ -299,7 +299,10 @@ class SwiftMeasurer:
         size = min(AT_ONCE, -(-len(numbers) // (2 * self._workers)))
         parts = (numbers[start : start + size] for start in range(0, len(numbers), size))
         waiting: deque[Any] = deque()
-        # All are forked with the first part, and share with this process what they do not change.
+        # All are forked with the first part, and share with this process what neither changes. The
+        # garbage collector writes into each object that it looks at: it is kept from what is here.
+        gc.collect()
+        gc.freeze()
         with ctrl_c_kept():
             pool = open_pool(self._workers, _open_worker, self, in_full)
             waiting.append(pool.submit(_measure_in_worker, next(parts)))
@@ -312,6 +315,7 @@ class SwiftMeasurer:
                 yield from self._taken(waiting.popleft().result())
         finally:
             pool.shutdown(cancel_futures=True)
+            gc.unfreeze()
 
     def _taken(self, batch: Batch) -> Iterator[Outcome]:
         """Yield what was measured, and keep the digests of its records."""
@@ -403,8 +407,6 @@ _measure: Callable[[NDArray[np.int64]], Batch] | None = None
 
 def _open_worker(samples: SwiftMeasurer, in_full: bool) -> None:  # noqa: FBT001  # pools pass arguments by place
     global _measure  # noqa: PLW0603  # the one thing a worker process holds
-    # What it has of its parent's is never freed: looking through it would only copy it.
-    gc.freeze()
     torch.set_num_threads(1)
     _measure = partial(samples.batch, in_full=in_full)
 

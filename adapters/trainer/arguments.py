@@ -4,12 +4,9 @@ A run's settings as ms-swift's training arguments, and those that it would silen
 
 from __future__ import annotations
 
-import contextlib
-import json
 import sys
 import typing
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
@@ -18,8 +15,9 @@ import torch
 from swift.trainers import Seq2SeqTrainingArguments
 from transformers.integrations import is_deepspeed_zero3_enabled
 
+from adapters.config.devices import device_faults
 from core.config import RunConfig
-from core.errors import ConfigError, Fault
+from core.errors import ConfigError
 
 TrainingArguments: typing.TypeAlias = Seq2SeqTrainingArguments
 
@@ -78,7 +76,7 @@ def training_arguments(
         "average_tokens_across_devices": True,
     }
     on_cpu = runs_on_cpu(training.trainer)
-    refused = list(_scale_faults(training.trainer, on_cpu=on_cpu))
+    refused = list(device_faults(training.trainer, on_cpu=on_cpu))
     if refused:
         raise ConfigError("the section training", tuple(refused))
     if on_cpu:
@@ -96,26 +94,3 @@ def training_arguments(
         )
         raise ConfigError.of("training", reason)
     return arguments
-
-
-def _scale_faults(settings: Mapping[str, Any], *, on_cpu: bool) -> Iterator[Fault]:
-    """
-    Yield what of the settings for many devices would be ignored, or would break the count of
-    learners.
-    """
-    if settings.get("fp16") and on_cpu:
-        yield Fault("training.fp16", "computes in float32 on a CPU, silently: use bf16, or remove it")
-    if settings.get("fsdp") and on_cpu:
-        reason = "would be dropped on a CPU, silently (by accelerate): remove it, or train on GPUs"
-        yield Fault("training.fsdp", reason)
-    if settings.get("fsdp_config") and not settings.get("fsdp"):
-        yield Fault("training.fsdp_config", "has no effect without training.fsdp: set that, or remove it")
-    deepspeed = settings.get("deepspeed")
-    if isinstance(deepspeed, (str, Path)):
-        with contextlib.suppress(OSError, ValueError):  # what is no file of JSON, ms-swift refuses
-            deepspeed = json.loads(Path(deepspeed).read_text(encoding="utf-8"))
-    if isinstance(deepspeed, Mapping) and "tensor_parallel" in deepspeed:
-        reason = (
-            "asks for tensor parallelism, under which several ranks are one learner; plans count every rank: remove"
-        )
-        yield Fault("training.deepspeed", f"{reason} tensor_parallel")

@@ -8,14 +8,23 @@ app.demo make` only makes; with `--videos`, also what `app/demo_videos.yaml` tra
 from __future__ import annotations
 
 import argparse
+import os
+import shlex
 from pathlib import Path
 
+import yaml
+
 from adapters.files import saving, writing
+from adapters.progress import loading_libraries
 from app import sft
 from app.cli.command import program, run_command, run_program
 from app.wiring import stores
+from core.errors import counted
 
 CONFIG = Path(__file__).parent.parent / "demo.yaml"
+
+FOLDER = Path("runs/demo")
+"""Where the YAMLs of the demo look for what is made."""
 
 
 def make(folder: Path, *, seed: int, num_train: int, num_val: int) -> None:
@@ -31,8 +40,9 @@ def make(folder: Path, *, seed: int, num_train: int, num_val: int) -> None:
 
         num_val: Records of the evaluation data.
     """
-    from app.demo.scenes import corpus, write_data
-    from app.demo.tiny_models import MODEL_TYPES, write_model
+    with loading_libraries():
+        from app.demo.scenes import corpus, write_data
+        from app.demo.tiny_models import MODEL_TYPES, write_model
 
     with writing(folder / "data"):
         write_data(folder / "data", seed=seed, num_train=num_train, num_val=num_val)
@@ -51,9 +61,50 @@ def make_videos(folder: Path) -> None:
         write_records(folder / "videos")
 
 
+def summary(folder: Path) -> str:
+    """Return what *folder* holds, as a line for each kind, and the command that trains on it."""
+    from app.demo.tiny_models import MODEL_TYPES
+
+    lines = [f"{folder / 'models'}: {', '.join(MODEL_TYPES)}; tiny, with random weights"]
+    for name in ("data", "videos"):
+        files = sorted((folder / name).glob("*.jsonl"))
+        held = [f"{file.name} ({counted(_num_lines(file), 'record')})" for file in files]
+        if held:
+            lines.append(f"{folder / name}: {', '.join(held)}, and their media")
+    lines.append(f"train on them: {_training(folder, CONFIG)}")
+    if (folder / "videos").is_dir():
+        lines.append(f"with videos: {_training(folder, CONFIG.with_name('demo_videos.yaml'))}")
+    return "\n".join(lines)
+
+
+def _num_lines(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+def _training(folder: Path, config: Path) -> str:
+    """Return the command that trains a YAML of the demo on what is in *folder*."""
+    shown = os.path.relpath(config) if config.is_relative_to(Path.cwd()) else str(config)
+    words = [*program("sft").split(), shown]
+    if folder != FOLDER:
+        document = yaml.safe_load(config.read_text(encoding="utf-8"))
+        for key in ("model.model", "custom.train_jsonl", "custom.val_jsonl", "training.output_dir"):
+            section, _, name = key.partition(".")
+            if (value := document[section].get(name)) is not None:
+                words.append(f"{key}={_moved(value, folder)}")
+    return shlex.join(words)
+
+
+def _moved(value: str | list[str], folder: Path) -> str:
+    """Return a path, or paths, of the demo's YAML as they are in *folder*, for the command line."""
+    if isinstance(value, list):
+        return f"[{', '.join(_moved(path, folder) for path in value)}]"
+    return str(folder / Path(value).relative_to(FOLDER))
+
+
 def train() -> None:
     """Train as `app/demo.yaml` says, and print how the loss fell."""
-    from app.wiring import training
+    with loading_libraries():
+        from app.wiring import training
 
     with training.joined_ranks({}) as group:
         result = sft.run(stores.read_config(CONFIG), group)
@@ -71,7 +122,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
     parser = argparse.ArgumentParser(prog=program("demo"), description=__doc__)
     parser.add_argument("what", nargs="?", choices=["make"], help="make the models and data, and do not train")
-    parser.add_argument("--folder", type=Path, default=Path("runs/demo"), help="where to write (default: %(default)s)")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="where to write (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="decides every byte (default: %(default)s)")
     parser.add_argument("--train", type=int, default=240, metavar="N", help="records to learn (default: %(default)s)")
     parser.add_argument("--val", type=int, default=40, metavar="N", help="held-out records (default: %(default)s)")
@@ -87,7 +138,9 @@ def main(arguments: list[str] | None = None) -> int:
         make(options.folder, seed=options.seed, num_train=options.train, num_val=options.val)
         if options.videos:
             make_videos(options.folder)
-        if options.what != "make":
+        if options.what == "make":
+            print(summary(options.folder))
+        else:
             train()
 
     return run_command(command, verbose=options.verbose)

@@ -77,7 +77,7 @@ def list_failures(
     for split in splits:
         bad: set[int] = set()
         for index, error in failures(split.name, split.source):
-            documents.append({"split": split.name, "where": error.where, "reason": error.reason})
+            documents.append({"split": split.name, "where": error.where, "reason": error.why})
             bad.add(index)
             if not as_json:
                 print(error)

@@ -15,6 +15,7 @@ import json
 
 import attrs
 
+from adapters.progress import loading_libraries
 from app.cli.command import add_config_arguments, whole_number
 from app.plan.stored import splits_of
 from app.plan.verification import Finding, verify
@@ -39,7 +40,8 @@ def run(options: argparse.Namespace) -> None:
     config = stores.read_config(options.config, options.overrides)
     splits = splits_of(config, options.split)
 
-    from app.wiring.gather import gather
+    with loading_libraries():
+        from app.wiring.gather import gather
 
     gathered = gather(config).splits
     found: dict[str, list[Finding]] = {}

@@ -56,8 +56,11 @@ class LeftOut:
         """
         Leave out sample *index*; its error if none may be, DataSetError if they are too many.
         """
+        if self._max_share is None:
+            # Where the run is to be changed, leaving records out would lose all like this one.
+            raise error if error.remedy else RecordError(error.where, f"{error.reason} ({_OTHERWISE})")
         number = self._source.number(index)
-        bad = BadRecord(number, error.where, error.reason, self._source.record_digest(index))
+        bad = BadRecord(number, error.where, error.why, self._source.record_digest(index))
         self._leave_out(tuple(sorted((*self.records, bad), key=lambda one: one.number)))
 
     def _leave_out(self, records: tuple[BadRecord, ...]) -> None:

@@ -6,16 +6,17 @@ of hubs, and what `#count` and `custom.split_dataset_ratio` draw.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import attrs
 
 from adapters.conversion.drawn import draw_files
 from adapters.hub_caches import cached, download_command, is_id
+from adapters.model_folder import model_faults
 from adapters.samples.files import open_records
 from core.config import CustomConfig, ModelConfig, RunConfig
-from core.errors import ConfigError, DataSetError
+from core.errors import ConfigError, DataSetError, Fault
 from core.samples import DataEntry, draw, parse_entry
 
 
@@ -24,15 +25,22 @@ def with_inputs(config: RunConfig) -> RunConfig:
     Return a run whose model is a folder, if a cache holds it, and whose data are files.
 
     Raises:
-        ConfigError: Data that are named by id are not on this machine, or too few to split.
+        ConfigError: Data that are named by id are not on this machine; the model too, if that is
+        not there either.
+
+        DataSetError: They are too few to split.
     """
     model = _with_model(config.model)
     custom = config.custom
     if not custom.dataset and not custom.val_dataset:
         return attrs.evolve(config, model=model)
+    if not model.download and (
+        found := [*_missing(custom.dataset, "dataset"), *_missing(custom.val_dataset, "val_dataset")]
+    ):
+        raise ConfigError("the configuration", (*model_faults(model), *found))
     cache = records_cache(config)
-    train = _files(custom.dataset, "dataset", model, custom, cache)
-    val = _files(custom.val_dataset, "val_dataset", model, custom, cache)
+    train = _files(custom.dataset, "dataset", custom, cache)
+    val = _files(custom.val_dataset, "val_dataset", custom, cache)
     if custom.dataset:
         files, split = _drawn(train, custom, cache)
         custom = attrs.evolve(custom, train_jsonl=files, val_jsonl=split or custom.val_jsonl)
@@ -67,7 +75,33 @@ class _Named:
     files: tuple[str, ...]
 
 
-def _files(names: Sequence[str], key: str, model: ModelConfig, custom: CustomConfig, cache: Path) -> list[_Named]:
+def _is_data_file(entry: DataEntry) -> bool:
+    """Return whether an entry is a file, or a folder that `datasets` saved, to be read as it is."""
+    return Path(entry.name).is_file() or (Path(entry.name) / "dataset_info.json").is_file()
+
+
+def _folder_of(entry: DataEntry) -> Path | None:
+    """Return the folder of an entry, or of a cache's copy of it; None if neither is here."""
+    return Path(entry.name) if Path(entry.name).is_dir() else cached(entry.name, "dataset", hub=entry.hub)
+
+
+def _missing(names: Sequence[str], key: str) -> Iterator[Fault]:
+    """Yield each entry of `custom.<key>` that is not on this machine, and what to do."""
+    for name in names:
+        entry = parse_entry(name, exists=os.path.exists)
+        if _is_data_file(entry) or _folder_of(entry) is not None:
+            continue
+        if is_id(entry.name):
+            reason = (
+                f"has {name}, which is no file here, and no local cache holds it: download it with "
+                f"`{download_command(entry.name, 'dataset', hub=entry.hub)}`, or set model.download: true"
+            )
+        else:
+            reason = f"has {name}, which is no file, no folder and no id of a hub"
+        yield Fault(f"custom.{key}", reason)
+
+
+def _files(names: Sequence[str], key: str, custom: CustomConfig, cache: Path) -> list[_Named]:
     """
     Return the files of each entry.
 
@@ -76,8 +110,6 @@ def _files(names: Sequence[str], key: str, model: ModelConfig, custom: CustomCon
 
         key: Of `custom.`, for errors.
 
-        model: Says whether anything may be downloaded.
-
         custom: Says what a data set calls its model.
 
         cache: Where copies are kept.
@@ -85,18 +117,10 @@ def _files(names: Sequence[str], key: str, model: ModelConfig, custom: CustomCon
     found = []
     for name in names:
         entry = parse_entry(name, exists=os.path.exists)
-        if Path(entry.name).is_file() or (Path(entry.name) / "dataset_info.json").is_file():
+        if _is_data_file(entry):
             found.append(_Named(entry, (entry.name,)))
             continue
-        folder = Path(entry.name) if Path(entry.name).is_dir() else cached(entry.name, "dataset", hub=entry.hub)
-        if folder is None and not model.download:
-            if not is_id(entry.name):
-                raise ConfigError.of(f"custom.{key}", f"has {name}, which is no file, no folder and no id of a hub")
-            reason = (
-                f"has {name}, which is no file here, and no local cache holds it: download it with "
-                f"`{download_command(entry.name, 'dataset', hub=entry.hub)}`, or set model.download: true"
-            )
-            raise ConfigError.of(f"custom.{key}", reason)
+        folder = _folder_of(entry)
         from adapters.conversion.hubs import write_data_set
 
         written = write_data_set(

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from adapters import files
+from adapters.config.devices import device_faults, surely_without_gpu
 from adapters.config.run import load_config
 from adapters.config.trainer_keys import lacking, stored_keys
-from adapters.model_folder import config_digest, config_model_type, model_sizes
+from adapters.model_folder import config_digest, config_model_type, model_faults, model_sizes
 from adapters.policy_folder import PolicyFolder
-from adapters.samples.files import open_records, require_files
+from adapters.samples.files import file_faults, open_records
 from adapters.stores.lengths import DiskLengthStore
 from adapters.stores.lock import FolderLock
 from adapters.stores.plans import DiskPlanStore
@@ -39,7 +40,7 @@ from core.equality import (
     choose_attention,
     why_not_here,
 )
-from core.errors import ConfigError, IsolationError, OutputError
+from core.errors import ConfigError, Fault, IsolationError, OutputError
 from core.fingerprint import Fingerprint
 from core.ports import Records
 
@@ -67,27 +68,27 @@ def read_config(path: str | Path, overrides: Sequence[str] = (), *, rl: bool = F
     return with_inputs(load_config(path, keys, overrides=overrides, rl=rl))
 
 
-def require_present(config: RunConfig) -> None:
-    """
-    Refuse settings of the trainer whose packages or files this machine does not have; ConfigError
-    with all of them.
-    """
-    if found := tuple(lacking(config.training.trainer)):
-        raise ConfigError("the configuration", found)
-
-
-def require_inputs(config: RunConfig) -> None:
+def require_inputs(config: RunConfig, *, trains: bool = False) -> None:
     """
     Refuse a model or data that are not there, before libraries are imported that take seconds.
 
-    Raises:
-        ConfigError: The model's folder does not say what it is.
+    Args:
+        config: The run.
 
-        DataSetError: A data file cannot be read.
+        trains: Whether the trainer is built: its packages, files and devices have to be there too.
+
+    Raises:
+        ConfigError: All that is not there.
     """
-    config_model_type(config.model)
-    for paths in (config.custom.train_jsonl, config.custom.val_jsonl):
-        require_files(paths)
+    found = list(model_faults(config.model))
+    for key, paths in (("train_jsonl", config.custom.train_jsonl), ("val_jsonl", config.custom.val_jsonl)):
+        found += [Fault(f"custom.{key}", reason) for reason in file_faults(paths)]
+    if trains:
+        trainer = config.training.trainer
+        on_cpu = bool(trainer.get("use_cpu")) or surely_without_gpu()
+        found += [*lacking(trainer), *device_faults(trainer, on_cpu=on_cpu)]
+    if found:
+        raise ConfigError("the configuration", tuple(found))
 
 
 def asked_of(config: RunConfig) -> str:

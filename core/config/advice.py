@@ -5,7 +5,8 @@ another meaning.
 A misspelling keeps the words of a key and their order. Each word of at least three letters may be
 off by one letter (one too many, too few, another one, or two swapped), at most two words are, and
 numbers stay. So `packing_lenght` is `packing_length`, and `min_pixels` is not `max_pixels`. Failing
-that, a key may lack one word, or have one too many.
+that, a key may lack one word, or have one too many; it does not lack the medium that it is of:
+`min_pixels` is not `video_min_pixels`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ MOST = 3
 
 _ONE_WORD = 3
 """Rank of a key that differs by a whole word: behind all that differ by letters."""
+
+_MEDIA = frozenset({"audio", "image", "video"})
+"""Words without which a key would be of another medium."""
 
 
 def unknown_key(name: str, level: str, known: Iterable[str], *, refused: Mapping[str, str]) -> str:
@@ -95,9 +99,13 @@ def _rank(words: list[str], meant: list[str]) -> int | None:
         slips = [_slip(word, other) for word, other in zip(words, meant, strict=True)]
         letters = sum(slip for slip in slips if slip is not None)
         return None if None in slips or letters > 2 else letters
-    shorter, longer = sorted((words, meant), key=len)
-    without_one = (longer[:place] + longer[place + 1 :] for place in range(len(longer)))
-    return _ONE_WORD if len(shorter) >= 2 and shorter in without_one else None
+    one = _without_one(words, meant) | (_without_one(meant, words) - _MEDIA)
+    return _ONE_WORD if one and min(len(words), len(meant)) >= 2 else None
+
+
+def _without_one(longer: list[str], shorter: list[str]) -> set[str]:
+    """Return the words any one of which *longer* has beyond *shorter*; none if they differ more."""
+    return {word for place, word in enumerate(longer) if longer[:place] + longer[place + 1 :] == shorter}
 
 
 def _digits(words: list[str]) -> str:

@@ -309,7 +309,8 @@ class _Builder:
             keys["training.bf16"] = dtype == "bfloat16"
         if fp16 is None:
             keys["training.fp16"] = dtype != "bfloat16"
-        self._default(f"mixed precision of {dtype} weights", keys)
+        also = "no CPU computes in float16: remove it to train without a GPU" if keys.get("training.fp16") else ""
+        self._default(f"mixed precision of {dtype} weights", keys, also)
 
     def _default_frozen(self) -> None:
         seen = self._world.model.is_multimodal

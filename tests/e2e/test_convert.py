@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -319,6 +320,27 @@ def test_files_that_are_no_commands_are_refused(tmp_path, name, text, says):
     for words in (["gone.sh"], [str(tmp_path)] if name != "args.json" else ["gone.yaml"]):
         with pytest.raises(ConfigError):
             convert_source(words)
+
+
+@pytest.mark.parametrize(
+    ("given", "argument", "candidates"),
+    [
+        ("", "--model_type", ["qwen3", "qwen3_emb"]),
+        ("--model_type qwen3", "--template", ["qwen3", "qwen3_nothinking"]),
+    ],
+)
+def test_a_model_that_ms_swift_knows_as_several_names_them(demo, tmp_path, given, argument, candidates):
+    """And the argument that chooses, before anything is written."""
+    (tmp_path / "data.jsonl").write_text("{}")
+    words = ["--model", str(demo / "models" / "qwen3"), "--dataset", str(tmp_path / "data.jsonl"), *given.split()]
+
+    with pytest.raises(ConfigError) as error:
+        convert_source(["swift", "sft", *words])
+
+    (fault,) = error.value.faults
+    assert (argument, True) == (fault.path, f"add {argument} and one of " in fault.reason)
+    assert set(candidates) <= set(re.findall(r"\w+", fault.reason.partition("one of ")[2]))
+    assert "not known" not in str(error.value)
 
 
 def test_a_run_that_exists_is_not_written_over(tmp_path, monkeypatch, capsys, command):

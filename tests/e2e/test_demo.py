@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from app.demo.__main__ import make, make_videos
+from adapters.config.run import load_config
+from adapters.config.trainer_keys import stored_keys
+from app.demo.__main__ import FOLDER, main, make, make_videos, summary
 
 pytestmark = pytest.mark.slow
 
@@ -26,6 +29,32 @@ def test_the_same_seed_gives_the_same_bytes_and_another_does_not(demo, tmp_path)
     assert first == {name: again[name] for name in first}
     assert first["data/train.jsonl"] != other["data/train.jsonl"]
     assert first["models/qwen3_vl/model.safetensors"] != other["models/qwen3_vl/model.safetensors"]
+
+
+def test_what_was_made_is_said_with_the_command_that_trains_on_it(tmp_path, capsys):
+    """Folders, models, files and their records; the command names what is there."""
+    assert 0 == main(["make", "--folder", str(tmp_path), "--train", "4", "--val", "1"])
+    models, data, train = capsys.readouterr().out.splitlines()
+
+    assert models.startswith(f"{tmp_path / 'models'}: qwen2_5_vl, qwen3_vl, qwen2, qwen3; ")
+    wanted = "messages.jsonl (4 records), repeat.jsonl (4 records), train.jsonl (4 records), val.jsonl (1 record)"
+    assert f"{tmp_path / 'data'}: {wanted}, and their media" == data
+    said, _, command = train.partition(": ")
+    assert "train on them" == said
+    path, *overrides = shlex.split(command)[3:]
+    config = load_config(path, stored_keys(), overrides=overrides)
+    for name in (f"{config.model.model}/config.json", *config.custom.train_jsonl, *config.custom.val_jsonl):
+        assert tmp_path in Path(name).parents
+        assert Path(name).is_file()
+    assert str(tmp_path / "run") == config.training.output_dir
+
+
+def test_the_demo_s_own_folder_needs_no_overrides(monkeypatch):
+    """Its YAML names what is there; started as it was, from the working directory."""
+    monkeypatch.setattr("sys.argv", ["/usr/bin/packplan"])
+    monkeypatch.chdir(Path(__file__).parents[2])
+
+    assert "train on them: packplan sft app/demo.yaml" in summary(FOLDER).splitlines()
 
 
 def test_records_have_no_image_one_and_several_and_many_sizes(demo):

@@ -149,10 +149,10 @@ def test_text_models_train_the_same_way(write_run, execute, text_jsonl, model):
 
 
 def test_a_text_model_refuses_records_with_images(write_run, execute, demo):
-    """By line, before training."""
+    """By line, before training; the way out is another model, not fewer records."""
     from core.errors import RecordError
 
-    with pytest.raises(RecordError, match=r"train\.jsonl, line 1: .*reads text only"):
+    with pytest.raises(RecordError, match=r"train\.jsonl, line 1: .*reads text only: name a model that sees in .*VL$"):
         execute(write_run("qwen2", custom={"train_jsonl": str(demo / "data" / "train.jsonl")}))
 
 

@@ -66,6 +66,25 @@ def test_more_than_the_share_stop_the_run():
         measured(FaultySource([-1]), MemoryLengthStore())
 
 
+class UnreadSource(ListSource):
+    """Records that no setting but the model's could make samples."""
+
+    def measure(self, index):
+        raise RecordError(f"data, line {index + 1}", "has images", "name a model that sees")
+
+
+def test_a_record_that_is_good_for_another_run_has_that_as_its_remedy():
+    """Leaving records out is no way there, and is not named; with a share, the remedy is kept."""
+    with pytest.raises(RecordError) as raised:
+        measured(UnreadSource([5, 6]), MemoryLengthStore(), None)
+    assert "data, line 1: has images: name a model that sees" == str(raised.value)
+
+    with pytest.raises(DataSetError, match=r"\n  data, line 1: has images: name a model that sees"):
+        measured(UnreadSource([5, 6]), MemoryLengthStore(), "0.1")
+    with pytest.raises(RecordError, match=r"line 1: is bad \(.*custom\.on_bad_record: skip leaves them out\)$"):
+        measured(FaultySource([-1]), MemoryLengthStore(), None)
+
+
 def test_a_run_that_stops_at_bad_records_takes_over_none():
     """What an earlier start left out is named again."""
     store = MemoryLengthStore()

@@ -75,6 +75,7 @@ def test_a_refused_key_at_a_wrong_level_is_told_why(key):
     [
         "streaming",
         "min_patches",
+        "min_pixels",
         "padding",
         "top_k",
         "fp8",

@@ -255,6 +255,18 @@ def test_defaults_are_those_of_ms_swift():
     assert (True, "acc", True) == (mixed["bf16"], mixed["metric_for_best_model"], mixed["greater_is_better"])
 
 
+def test_half_precision_that_ms_swift_takes_by_default_says_where_it_cannot_be():
+    """ms-swift trains weights of float32 in float16; a CPU does not."""
+    line = "(default) mixed precision of float32 weights"
+    facts = attrs.evolve(TEXT, torch_dtype="float32")
+
+    said = verdicts(converted("--model m --dataset a", model=facts))[line]
+    assert ("taken over", True) == (said[0], said[1].endswith("remove it to train without a GPU"))
+    assert "CPU" not in verdicts(converted("--model m --dataset a"))["(default) mixed precision of bfloat16 weights"][1]
+    given = verdicts(converted("--model m --dataset a --fp16 false", model=facts))[line]
+    assert ("taken over", "training.bf16: false") == given
+
+
 @pytest.mark.parametrize(
     ("arguments", "line", "verdict", "says"),
     [

@@ -325,6 +325,40 @@ def test_files_that_are_no_configuration_say_why(tmp_path: Path, text, says):
         load_config(tmp_path / "run.yaml", KEYS)
 
 
+@pytest.mark.parametrize(
+    ("text", "place", "why", "shown"),
+    [
+        ("a:\n  b: 1\n   c: 2\n", "line 3, column 5", "keys of one section begin in the same column", "   c: 2\n    ^"),
+        ("a: 1\nb: c: d\n", "line 2, column 5", "a text that holds ': ' is quoted", "b: c: d\n    ^"),
+        ("a: 1\n- c\n", "line 2, column 1", "'-', while parsing a block mapping that begins in line 1", "- c\n^"),
+        ("a:\n\tb: 1\n", "line 2, column 1", "indent with spaces, not with tabs", " b: 1\n^"),
+        ("a: [1,\n", "line 2, column 1", "close the bracket", ""),
+        ("a: 'x\n", "line 2, column 1", "a quoted scalar that begins in line 1: close the quote", ""),
+        ("a: 1\na: 2\n", "line 2, column 1", "the key 'a' is written twice (first in line 1)", "a: 2\n^"),
+    ],
+)
+def test_a_broken_yaml_is_shown_where_it_breaks(tmp_path: Path, text, place, why, shown):
+    """The place and what YAML says of it in one line; then the line itself, with a mark below."""
+    (tmp_path / "run.yaml").write_text(text)
+
+    with pytest.raises(ConfigError) as raised:
+        load_config(tmp_path / "run.yaml", KEYS)
+
+    head, fault, *lines = str(raised.value).split("\n")
+    assert f"{tmp_path / 'run.yaml'} has 1 fault:" == head
+    assert fault.startswith(f"  is no valid YAML, {place}: ")
+    assert why in fault
+    assert [f"    {line}" for line in shown.split("\n") if line] == lines
+
+
+def test_a_byte_that_no_yaml_has_is_named_too(tmp_path: Path):
+    """YAML gives its place in characters."""
+    (tmp_path / "run.yaml").write_text("a: \x00b")
+
+    with pytest.raises(ConfigError, match=r"is no valid YAML: unacceptable character #x0000.*position 3"):
+        load_config(tmp_path / "run.yaml", KEYS)
+
+
 def test_a_missing_file_and_one_that_is_no_text(tmp_path: Path):
     """Both name the file."""
     with pytest.raises(ConfigError, match=r"gone\.yaml"):

@@ -44,7 +44,7 @@ _SAMPLING = {
 
 def reads_videos(template: Template) -> bool:
     """Return whether a template reads videos by qwen_vl_utils."""
-    return "fetch_video" in type(template).replace_tag.__code__.co_names
+    return {"qwen_vl_utils", "fetch_video"} <= set(type(template).replace_tag.__code__.co_names)
 
 
 def sees_videos_apart(template: Template) -> bool:

@@ -1,0 +1,101 @@
+"""What a run needs and this machine lacks is named at once, before libraries are imported."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import yaml
+
+from adapters.config.devices import device_faults, surely_without_gpu
+from app.wiring import stores
+from core.errors import ConfigError
+
+GONE = "cannot be read (No such file or directory): name an existing data file"
+
+
+@pytest.fixture
+def run_of(tmp_path):
+    """Return a function that writes a run whose inputs are all missing, with changed sections."""
+
+    def write(**sections):
+        run = {
+            "model": {"model": "gone"},
+            "template": {"max_length": 80},
+            "custom": {"train_jsonl": ["a.jsonl", "b.jsonl"], "val_jsonl": f"{tmp_path}/*.csv"},
+            "training": {"output_dir": str(tmp_path / "run")},
+        }
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(run | sections))
+        return stores.read_config(tmp_path / "run.yaml")
+
+    return write
+
+
+def test_all_that_is_missing_is_named_at_once(run_of, tmp_path):
+    """The model, every data file of both splits, and what the trainer needs, each with its key."""
+    config = run_of(training={"output_dir": str(tmp_path / "run"), "accelerator_config": "ds.json"})
+
+    with pytest.raises(ConfigError) as raised:
+        stores.require_inputs(config, trains=True)
+
+    model, *data, file = map(str, raised.value.faults)
+    assert "model.model: gone is no folder with a config.json that names a model_type" == model
+    assert [
+        f"custom.train_jsonl: a.jsonl {GONE}",
+        f"custom.train_jsonl: b.jsonl {GONE}",
+        f"custom.val_jsonl: {tmp_path}/*.csv matches no file: name existing data files",
+    ] == data
+    assert file.startswith("training.accelerator_config: is ds.json, which is no file")
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_only_training_needs_does_not_keep_from_planning(run_of, tmp_path):
+    """A plan may be built where the trainer could not start."""
+    config = run_of(training={"output_dir": str(tmp_path / "run"), "fp16": True, "use_cpu": True})
+
+    with pytest.raises(ConfigError) as raised:
+        stores.require_inputs(config)
+    assert {"model.model", "custom.train_jsonl", "custom.val_jsonl"} == {fault.path for fault in raised.value.faults}
+    with pytest.raises(ConfigError, match=r"training\.fp16: computes in float32 on a CPU, silently: use bf16"):
+        stores.require_inputs(config, trains=True)
+
+
+def test_data_by_id_and_a_model_that_are_both_missing(run_of, monkeypatch, tmp_path):
+    """The commands that fetch them, side by side; every entry, for training and evaluation."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("MODELSCOPE_CACHE", str(tmp_path))
+    custom = {"dataset": ["HF::org/data#5", "zigzag"], "val_dataset": ["HF::org/held"]}
+
+    with pytest.raises(ConfigError) as raised:
+        run_of(model={"model": "org/model"}, custom=custom)
+
+    model, data, word, held = raised.value.faults
+    assert ["model.model", "custom.dataset", "custom.dataset", "custom.val_dataset"] == [
+        fault.path for fault in (model, data, word, held)
+    ]
+    assert "org/model, which is no folder here" in model.reason
+    assert "`hf download org/data --repo-type dataset`" in data.reason
+    assert "zigzag, which is no file, no folder and no id" in word.reason
+
+
+@pytest.mark.parametrize("driver", ["/dev/nvidiactl", "/dev/kfd", "/dev/dxg", "/dev/nvmap"])
+def test_a_gpu_is_missing_only_where_that_is_sure(monkeypatch, driver):
+    """A driver's file leaves it to torch; hidden devices and a torch without them do not."""
+    monkeypatch.setattr("adapters.config.devices.installed_version", lambda _: "2.13.0")
+    monkeypatch.setattr(sys, "platform", "linux")
+
+    assert not surely_without_gpu({}, driver.__eq__)
+    assert not surely_without_gpu({"CUDA_VISIBLE_DEVICES": "0"}, driver.__eq__)
+    assert surely_without_gpu({}, lambda _: False)
+    assert surely_without_gpu({"CUDA_VISIBLE_DEVICES": ""}, driver.__eq__)
+    assert surely_without_gpu({"CUDA_VISIBLE_DEVICES": "-1"}, driver.__eq__)
+    monkeypatch.setattr("adapters.config.devices.installed_version", lambda _: "2.13.0+cpu")
+    assert surely_without_gpu({}, driver.__eq__)
+
+
+def test_half_precision_is_refused_on_a_cpu_alone():
+    """And so are shards that would be dropped there."""
+    settings = {"fp16": True, "fsdp": "full_shard"}
+
+    assert ["training.fp16", "training.fsdp"] == [fault.path for fault in device_faults(settings, on_cpu=True)]
+    assert not list(device_faults(settings, on_cpu=False))
