@@ -212,13 +212,11 @@ class SwiftMeasurer:
             "videos": [of_videos.stand_in] * len(videos) if of_videos else [],
         }
         measured = encoder.measured(index, encoder.encode_messages(index, standing))
-        what = "an image"
         try:
             seen = [of_images.beyond_stand_in(*size) for size in sizes] if of_images else []
-            what = "a video"
-            shown = [of_videos.beyond_stand_in(one) for one in facts] if of_videos else []
         except ValueError as error:
-            raise encoder.fault(index, f"{what} cannot be encoded: {error}") from None
+            raise encoder.fault(index, f"an image cannot be encoded: {error}") from None
+        shown = [of_videos.beyond_stand_in(one) for one in facts] if of_videos else []
         return attrs.evolve(
             measured,
             length=measured.length + sum(one.tokens for one in seen) + sum(one.tokens for one in shown),

@@ -698,17 +698,6 @@ def test_more_ranks_than_anyone_has_are_refused(store, capfd):
         assert "has to be at most 100,000 ranks" in capfd.readouterr().err
 
 
-@pytest.mark.slow
-def test_a_reader_that_has_seen_enough_ends_the_command(store):
-    """As `| head` does: quietly."""
-    command = [sys.executable, "-m", "app.plan", "show", str(store(world_sizes=(1,))), "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
-        process.stdout.close()
-
-        assert "" == process.stderr.read()
-        assert 1 == process.wait(60)
-
-
 LIGHT = (
     "import io, sys, contextlib; from app.plan.__main__ import main\n"
     "with contextlib.redirect_stdout(io.StringIO()): statuses = [main(words.split('|')) for words in sys.argv[1:]]\n"

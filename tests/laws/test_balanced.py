@@ -53,7 +53,6 @@ def test_works_of_every_kind_are_packed_under_the_limit(case, data):
     ("capacity", "eight", "many", "above"),
     [(4096, 1.01, 1.02, 0.007), (8192, 1.005, 1.01, 0.0015), (16384, 1.005, 1.01, 0.0015)],
 )
-@pytest.mark.untraced
 def test_random_steps_of_balanced_packs_are_even(capacity, eight, many, above):
     """
     Steps of eight ranks and of 64, of one pack each: even but for packs of one sample, and with

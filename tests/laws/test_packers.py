@@ -310,7 +310,7 @@ def test_worked_cases(algorithm):
 
 
 GOLDEN = {
-    "balanced": "abef2682b97b9bea",
+    "balanced": "3ec12f0d2b3f03d9",
     "constant_volume": "a114447e0b1937fb",
     "best_fit_decreasing": "bcdf5e2a461f32c8",
     "first_fit_decreasing": "bcdf5e2a461f32c8",

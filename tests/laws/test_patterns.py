@@ -173,7 +173,7 @@ def test_certified_packs_whatever_the_solver_and_the_iterations_give():
     No solution at all, a program that fails later, one dive only: every sample once, never above
     best fit.
     """
-    lengths, capacity = narrow(100)
+    lengths, capacity = narrow(150)
     best_fit = len(pack(lengths, capacity=capacity, algorithm="best_fit_decreasing"))
     solved = []
 

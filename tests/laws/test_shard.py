@@ -309,7 +309,6 @@ def test_lengths_far_apart_leave_no_microbatch_empty():
 
 @pytest.mark.parametrize(("pad", "least"), [(1, 0.955), (32, 0.91), (64, 0.85), (256, 0.60)])
 @pytest.mark.parametrize("algorithm", ["modified_first_fit_decreasing", "constant_volume"])
-@pytest.mark.untraced
 def test_packed_microbatches_are_full(algorithm, pad, least):
     """1,024 sequences of 50 to 799 tokens, rows of 1,200, four global batches for four workers."""
     for seed in range(3):
