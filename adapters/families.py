@@ -16,6 +16,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+_THINKER = "thinker"
+"""Name of the part of an Omni model that reads text, images and sound, and writes text."""
+
+_SOUND = frozenset({"audio_tower", "talker", "token2wav"})
+"""Names of the parts of an Omni model that sound alone reaches, or that make it."""
+
 
 @cache
 def _families() -> dict[str, Any]:
@@ -36,6 +42,29 @@ def embeds_itself(template: str) -> bool:
 def is_shown(template: str) -> bool:
     """Return whether a template's model may be asked if it packs."""
     return template not in _families()["unshown"]
+
+
+def trained_part(model: Any) -> Any:
+    """
+    Return the part of a model that reads text and images, and is trained: the thinker of one that
+    also speaks, else the model itself. Adapters around it do not matter.
+    """
+    thinker = getattr(model, _THINKER, None)
+    return model if thinker is None else thinker
+
+
+def trained_config(config: Any) -> Any:
+    """Return the configuration of `trained_part`."""
+    part = getattr(config, f"{_THINKER}_config", None)
+    return config if part is None else part
+
+
+def hears_or_speaks(name: str) -> bool:
+    """
+    Return whether a weight of a model with a thinker is one that sound alone reaches, or that makes
+    sound.
+    """
+    return not _SOUND.isdisjoint(name.split("."))
 
 
 def completed(model_type: str) -> dict[str, Any]:

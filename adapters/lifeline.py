@@ -20,6 +20,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from types import TracebackType
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
@@ -107,6 +108,22 @@ def open_pool(workers: int, prepare: Callable[..., None], *arguments: Any) -> Pr
 def _prepared(prepare: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     end_with_parent()
     prepare(*arguments)
+
+
+def hide_broken_handover() -> None:
+    """
+    Have this process say nothing when the one that takes its tensors goes away while it hands them
+    over: that one says why it ended.
+
+    A thread of multiprocessing hands over what is in shared memory, and prints what it cannot.
+    """
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not issubclass(kind, (ConnectionError, EOFError)):
+            before(kind, error, trace)
+
+    sys.excepthook = hook
 
 
 @contextmanager

@@ -72,6 +72,7 @@ def refuse_other_layers(model: ModelConfig) -> None:
         ConfigError: It has.
     """
     sizes = model_sizes(model)
+    sizes = sizes.get("thinker_config") or sizes
     part = sizes.get("text_config")
     text: Mapping[str, Any] = part if isinstance(part, Mapping) else sizes
     asked = text.get("num_hidden_layers")

@@ -1,16 +1,22 @@
 """
 How far a long stage has come, with the time left: a bar on a terminal, a line every 30 s elsewhere,
-nothing for who asks for quiet.
+nothing for who asks for quiet. A wait of some seconds without steps is a line on a terminal alone,
+which is gone when it is over.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
+import os
+import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 from tqdm import tqdm
 
@@ -22,12 +28,88 @@ LINE_S = 30.0
 BRIEF_S = 2.0
 """Stages that may be over sooner than this show their bar no sooner: `delay=BRIEF_S`."""
 
+NOTICED_S = 0.5
+"""Seconds of silence after which a person at a terminal wonders."""
+
+_CLEAR = "\r\033[K"
+"""What removes the line that a terminal's cursor is in."""
+
 _state = {"hidden": False}
 
 
 def hide(*, hidden: bool) -> None:
     """Show no progress in this process from now on, or show it again."""
     _state["hidden"] = hidden
+
+
+@contextmanager
+def waiting(what: str, *, file: TextIO | None = None, noticed_s: float = NOTICED_S) -> Iterator[None]:
+    """
+    Show what this process is busy with, on a terminal and if it takes long; nothing is left of that
+    afterwards, however it ends.
+
+    Args:
+        what: What it does.
+
+        file: The terminal; None is standard error.
+
+        noticed_s: Seconds after which it is shown.
+    """
+    file = sys.stderr if file is None else file
+    if _state["hidden"] or file is None or not file.isatty() or os.environ.get("RANK", "0") != "0":
+        yield
+        return
+    over = threading.Event()
+    shown = threading.Thread(target=_show, args=(what, file, over, noticed_s), daemon=True)
+    shown.start()
+    try:
+        yield
+    finally:
+        over.set()
+        shown.join()
+
+
+@contextmanager
+def loading_libraries() -> Iterator[None]:
+    """
+    Say that torch, transformers and ms-swift are being imported, and collect no garbage meanwhile.
+
+    They make a million objects that live as long as the process; looking for garbage among them
+    again and again took 1.3 s of 8.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with waiting("loading torch, transformers and ms-swift"):
+            yield
+    finally:
+        gc.freeze()
+        if collects:
+            gc.enable()
+
+
+def _show(what: str, file: TextIO, over: threading.Event, noticed_s: float) -> None:
+    """
+    Show a line from a while after now until it is *over*.
+
+    Args:
+        what: What the line says.
+
+        file: The terminal.
+
+        over: Set when the line is to go.
+
+        noticed_s: Seconds until it is shown.
+    """
+    if over.wait(noticed_s):
+        return
+    # At the line's start again, so that what others print meanwhile replaces it. A line that wraps
+    # could not be removed.
+    file.write(f"packplan: {what} …"[: shutil.get_terminal_size().columns - 1] + "\r")
+    file.flush()
+    over.wait()
+    file.write(_CLEAR)
+    file.flush()
 
 
 def progress(

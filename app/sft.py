@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from adapters.progress import loading_libraries
 from app.cli.command import (
     add_config_arguments,
     add_logging_options,
@@ -55,6 +56,7 @@ def run(config: RunConfig, group: RankGroup) -> Result:
     Raises:
         PackplanError: Something the user can fix, or something stored that is damaged.
     """
+    from app.training.outcome import log_outcome
     from app.training.prepare import prepare
     from app.wiring import training
 
@@ -63,11 +65,13 @@ def run(config: RunConfig, group: RankGroup) -> Result:
     checkpoint = prepared.checkpoint
     with training.alone_in_output(config, group):
         prepared.trainer.train(resume_from_checkpoint=None if checkpoint is None else checkpoint.folder)
-    return _result(config, prepared)
+    result = _result(config, prepared)
+    if not result.terminated:
+        log_outcome(config, prepared.trainer)
+    return result
 
 
 def _result(config: RunConfig, prepared: Prepared) -> Result:
-
     trainer, schedule = prepared.trainer, prepared.schedule
     num_steps, terminated = trainer.state.global_step, trainer.was_terminated
     total = max(schedule.total_steps, schedule.start.step)
@@ -94,8 +98,9 @@ def main(arguments: list[str] | None = None) -> int:
         config = stores.read_config(options.config, options.overrides)
         stores.require_inputs(config, trains=True)
 
-        from app.training import stream
-        from app.wiring import training
+        with loading_libraries():
+            from app.training import stream
+            from app.wiring import training
 
         if options.quiet:
             config = training.without_progress(config)

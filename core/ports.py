@@ -319,6 +319,9 @@ class LengthStore(Inspectable[StoredLengths], Protocol):
             data_digest: Digest of the first so many samples of the data as it is now.
         """
 
+    def stored(self) -> Stored:
+        """Return all rows that `append` has added to what `resume` returned."""
+
     def append(
         self,
         rows: Table,

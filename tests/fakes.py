@@ -219,9 +219,9 @@ class MemoryLengthStore:
         measured = len(self._rows)
         if measured > num_samples or (measured and data_digest(measured) != self.data):
             raise StaleLengthsError("memory", (Difference("data", self.data, "other"),))
-        return self._stored()
+        return self.stored()
 
-    def _stored(self) -> Stored:
+    def stored(self) -> Stored:
         table = np.array(self._rows, dtype=np.int32).reshape(-1, len(COLUMNS))
         images = np.array(self._images, dtype=np.int64).reshape(-1, len(IMAGE_COLUMNS))
         return Stored(table, images, self.in_full, self.probe)
@@ -233,7 +233,7 @@ class MemoryLengthStore:
 
     def inspect(self) -> StoredLengths | None:
         origin = self.origin()
-        return None if origin is None else StoredLengths(origin, self._stored(), self.digest())
+        return None if origin is None else StoredLengths(origin, self.stored(), self.digest())
 
     def damage(self) -> Iterator[CorruptArtefactError]:
         yield from ()

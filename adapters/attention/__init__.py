@@ -23,6 +23,7 @@ from adapters.attention.rows import follow_rows
 from adapters.attention.states import split_states
 from adapters.attention.varlen import attend, attend_to_patches, row_mask, sample_mask, told_row_mask
 from adapters.attention.vision import project_patches
+from adapters.families import trained_part
 from core.equality import MASKED, NATIVE, VARLEN, Attention
 
 __all__ = [
@@ -75,11 +76,11 @@ def attend_as(model: Any, attention: Attention) -> None:
 
         attention: Of the run.
     """
-    follows = attention.follows_rows or bool(attention.split)
+    follows, part = attention.follows_rows or bool(attention.split), trained_part(model)
     if attention.name == VARLEN:
-        attend_by_varlen(model, name=ROWS_NAME if follows else NAME)
+        attend_by_varlen(part, name=ROWS_NAME if follows else NAME)
     elif attention.name == MASKED:
-        attend_by_masks(model)
+        attend_by_masks(part)
     if follows:
         follow_rows(model)
     split_states(model, attention.split)
@@ -119,6 +120,7 @@ def native_attention(model: Any, native: str = NATIVE) -> Iterator[None]:
 
         native: The name of transformers' attention that computes what the model means.
     """
+    model = trained_part(model)
     config = model.config
     before = {"": config._attn_implementation}  # noqa: SLF001  # no public question
     parts = {part: getattr(config, part, None) for part in config.sub_configs}

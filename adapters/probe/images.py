@@ -32,14 +32,23 @@ def measure_images(model: Any, *, native: str) -> Measured:
 
         native: The attention of transformers that images alone are computed by.
     """
-    vision, error = model.config.vision_config, None
-    by_grid = "image_grid_thw" in inspect.signature(model.get_image_features).parameters
-    for images in [_by_grid(vision, flat=True), _by_grid(vision, flat=False)] if by_grid else [_squares(vision)]:
+    error = None
+    for images in _images_of(model):
         try:
             return _compare(model, images, native)
         except (ValueError, RuntimeError) as found:  # its tower takes images of another shape
             error = found
     raise error or ValueError
+
+
+def _images_of(model: Any) -> list[list[dict[str, torch.Tensor]]]:
+    """Return images as a model's tower may take them, in the ways to try."""
+    parts = [part.get_image_features for part in model.modules() if hasattr(part, "get_image_features")]
+    taken = {name for function in parts for name in inspect.signature(function).parameters}
+    vision = model.config.vision_config
+    if "image_grid_thw" in taken:
+        return [_by_grid(vision, flat=True), _by_grid(vision, flat=False)]
+    return [_in_line(vision)] if "target_sizes" in taken else [_squares(vision)]
 
 
 def _compare(model: Any, images: list[dict[str, torch.Tensor]], native: str) -> Measured:
@@ -80,6 +89,19 @@ def _by_grid(vision: Any, *, flat: bool) -> list[dict[str, torch.Tensor]]:
     ]
 
 
+def _in_line(vision: Any) -> list[dict[str, torch.Tensor]]:
+    """Return images as their patches side by side, in one line, and how many go each way."""
+    side, generator = vision.patch_size, torch.Generator().manual_seed(5)
+    sizes = [grid[1:] for grid in _GRIDS]
+    drawn = [
+        torch.randn(1, vision.num_channels, side, rows * columns * side, generator=generator) for rows, columns in sizes
+    ]
+    return [
+        {"pixel_values": line.requires_grad_(), "target_sizes": torch.tensor([size])}
+        for line, size in zip(drawn, sizes, strict=True)
+    ]
+
+
 def _squares(vision: Any) -> list[dict[str, torch.Tensor]]:
     """Return images of the one size that the tower takes."""
     size = vision.image_size
@@ -91,7 +113,10 @@ def _squares(vision: Any) -> list[dict[str, torch.Tensor]]:
 
 def _features(model: Any, images: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
     """Return the features of each image; shape (tokens, width)."""
-    found = model.get_image_features(**{key: torch.cat([image[key] for image in images]) for key in images[0]})
+    axes = {"pixel_values": -1 if "target_sizes" in images[0] else 0}
+    found = model.get_image_features(
+        **{key: torch.cat([image[key] for image in images], axes.get(key, 0)) for key in images[0]}
+    )
     features = getattr(found, "pooler_output", found)
     if isinstance(features, torch.Tensor) and len(features) != len(images):
         sizes = torch.tensor([image["image_grid_thw"].prod() for image in images])

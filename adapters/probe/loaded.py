@@ -9,6 +9,7 @@ from adapters import torchvision_shim  # noqa: F401  # before transformers  # is
 import torch
 
 from adapters.attention import native_attention
+from adapters.families import trained_config
 from adapters.probe.rows import ProbeRow, measure_alone, measure_packed
 from core.equality import Measured, Precision, loaded_limit
 
@@ -71,7 +72,7 @@ def probe_loaded(model: Any, *, native: str) -> Measured:
 
         native: The attention of transformers that samples alone are computed by.
     """
-    row = ProbeRow.draw(model, LENGTHS, ids=_plain_ids(model.config))
+    row = ProbeRow.draw(model, LENGTHS, ids=_plain_ids(trained_config(model.config)))
     was_training = model.training
     model.eval()  # dropout is no difference
     try:

@@ -14,6 +14,7 @@ import attrs
 import torch
 
 from adapters.attention import MASKED_NAME, NAME, ROWS_NAME, attend_as, takes_grids
+from adapters.families import trained_config
 from adapters.probe.images import measure_images, sees
 from adapters.probe.rows import Alone, ProbeRow, measure_alone, measure_packed
 from adapters.probe.shrink import FIRST_ID, LONGEST, VOCABULARY, shrink
@@ -94,7 +95,7 @@ def probe_config(
         on_cpu: Whether the model trains on a CPU; a GPU is used for what runs there alone.
     """
     with quiet(), _one_thread():
-        return _probed(config, attn_impl, trust_remote_code=trust_remote_code, on_cpu=on_cpu)
+        return _probed(trained_config(config), attn_impl, trust_remote_code=trust_remote_code, on_cpu=on_cpu)
 
 
 @contextlib.contextmanager

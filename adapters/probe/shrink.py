@@ -52,6 +52,9 @@ class _Context:
     kept: int
     """Layers after: the first so many."""
 
+    fewest: int
+    """Layers after, of the part that has fewest, where this one has parts and no layers itself."""
+
     head: int
 
     outer: int = HIDDEN
@@ -171,6 +174,8 @@ _RULES: tuple[tuple[str, _Rule], ...] = (
     (r"num_kv_shared_layers", _few(1)),
     (r"max_window_layers", lambda v, c: min(v, c.kept)),
     (r"num_nextn_predict_layers", _exactly(0)),
+    # After which layer something stands: one that is there, with another behind it.
+    (r"(.+_)?layer_(id|idx|index)", lambda v, c: min(v, max(0, c.fewest - 2))),
     (r"block_multiple_of", _exactly(HEAD)),
     (r"ffn_round_up_to_multiple_of", _exactly(HEAD)),
 )
@@ -196,8 +201,10 @@ def is_known(key: str) -> bool:
 
 
 def _shrink(config: Mapping[str, Any], *, outer: int, times: int) -> dict[str, Any]:
-    layers = next((config[name] for name in _LAYERS if isinstance(config.get(name), int)), 0)
-    context = _Context(config, layers, min(layers, _kept_layers(config, layers, times)), _head(config), outer)
+    layers, after = _depth(config, times)
+    parts = [one for key, one in config.items() if key.endswith("_config") and isinstance(one, Mapping)]
+    fewest = after or min(filter(None, (_depth(one, times)[1] for one in parts)), default=0)
+    context = _Context(config, layers, after, fewest, _head(config), outer)
     small: dict[str, Any] = {}
     special = 3
     for key, value in config.items():
@@ -221,6 +228,15 @@ def _shrink(config: Mapping[str, Any], *, outer: int, times: int) -> dict[str, A
         else:
             small[key] = _value(key, value, context)
     return small
+
+
+def _depth(config: Mapping[str, Any], times: int) -> tuple[int, int]:
+    """
+    Return how many layers a part has, and how many of them are kept; none where it has parts
+    instead.
+    """
+    layers = next((config[name] for name in _LAYERS if isinstance(config.get(name), int)), 0)
+    return layers, min(layers, _kept_layers(config, layers, times))
 
 
 def _value(key: str, value: Any, context: _Context) -> Any:

@@ -20,6 +20,7 @@ import torch
 from PIL import Image
 from swift.template import Template
 
+from adapters.families import trained_config
 from core.errors import ConfigError, counted
 
 Encoded = Mapping[str, Any]
@@ -86,7 +87,7 @@ def drop_partial(encoded: dict[str, Any]) -> None:
 
 def patch_size_of(config: Any) -> int:
     """Return the pixels of a patch's side; 1 where a model's configuration does not say."""
-    vision = getattr(config, "vision_config", None)
+    vision = getattr(trained_config(config), "vision_config", None)
     size = (vision.get("patch_size") if isinstance(vision, Mapping) else getattr(vision, "patch_size", None)) or 1
     return int(size[0] if isinstance(size, (list, tuple)) else size)
 

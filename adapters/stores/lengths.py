@@ -158,6 +158,12 @@ class DiskLengthStore:
             raise StaleLengthsError(str(self.folder), differences)
         return self._rows(manifest)
 
+    def stored(self) -> Stored:
+        """Return all rows, mapped from their files; see `core.ports.LengthStore`."""
+        manifest = files.read_manifest(self._manifest, SCHEMA)
+        assert manifest is not None  # noqa: S101  # `append` comes first
+        return self._rows(manifest)
+
     @property
     def where(self) -> str:
         """Return the folder; see `core.ports.Inspectable`."""

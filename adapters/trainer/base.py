@@ -28,7 +28,7 @@ from swift.template import Template
 from swift.trainers import Seq2SeqTrainer
 from swift.trainers.patcher import PrinterCallbackNew, ProgressCallbackNew
 from transformers import TrainerControl
-from transformers.trainer_utils import EvalLoopOutput
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 
 from adapters.files import saving
 from adapters.progress import progress
@@ -42,9 +42,11 @@ from adapters.trainer.loader import (
     EvalBatches,
     PackLoader,
     Reduction,
+    lost_workers_named,
     open_worker,
 )
 from adapters.trainer.packed_dataset import PackedDataset
+from adapters.trainer.rehearsal import failures_named
 from adapters.weight_size import is_ruined, mean_size
 from core.equality import Precision
 from core.errors import ConfigError, CoverageError, NotFiniteError
@@ -70,7 +72,12 @@ _ENDED = (
 
 
 class PackingTrainer(Seq2SeqTrainer):
-    """ms-swift's trainer over packs."""
+    """
+    ms-swift's trainer over packs.
+
+    Attributes:
+        saved: Folder of the last checkpoint that this run saved; None if there is none.
+    """
 
     def __init__(
         self, *, group: RankGroup, eval_dataset: PackedDataset | None, reduction: Reduction = "token", **options: Any
@@ -94,6 +101,7 @@ class PackingTrainer(Seq2SeqTrainer):
         self.control: TrainerControl
         self._step_loss: torch.Tensor | float = 0.0
         self._size_before: float | None = None
+        self.saved: Path | None = None
         self._eval_batches: dict[str, int] = {}
         try:
             super().__init__(eval_dataset=eval_dataset, **options)
@@ -111,6 +119,11 @@ class PackingTrainer(Seq2SeqTrainer):
     def history(self) -> list[Mapping[str, Any]]:
         """What was logged, in order."""
         return list(self.state.log_history)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether no rank holds the whole model, and its checkpoints may be in parts."""
+        return bool(self.is_fsdp_enabled or self.is_deepspeed_enabled)
 
     @property
     def was_terminated(self) -> bool:
@@ -156,9 +169,17 @@ class PackingTrainer(Seq2SeqTrainer):
         }
 
     def train(self, *arguments: Any, **options: Any) -> Any:
-        """Train, and end the loaders' processes."""
+        """
+        Train, and end the loaders' processes.
+
+        Raises:
+            ConfigError: A setting fails that only the model in training shows.
+
+            LoaderError: A loader's process ended before.
+        """
         try:
-            return super().train(*arguments, **options)
+            with failures_named(self), lost_workers_named(self.args.dataloader_num_workers):
+                return super().train(*arguments, **options)
         finally:
             if isinstance(loader := self.callback_handler.train_dataloader, PackLoader):
                 loader.close()
@@ -199,6 +220,7 @@ class PackingTrainer(Seq2SeqTrainer):
             raise NotFiniteError(f"{what} ({before:.3g} before the first)", size, _ENDED)
         with saving(Path(self.args.output_dir)):
             super()._save_checkpoint(*arguments, **options)
+        self.saved = Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
 
     def _mean_size(self) -> float:
         return mean_size(self.model.parameters(), sharded=self.group.world_size > 1)
@@ -298,7 +320,7 @@ class PackingTrainer(Seq2SeqTrainer):
         """
         del description
         self._eval_batches = {metric_key_prefix: len(dataloader)}
-        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        sharded = self.is_sharded
         model = self.model_wrapped if sharded else self.accelerator.unwrap_model(self.model, keep_torch_compile=True)
         if not sharded and next(model.parameters()).device != self.accelerator.device:
             model.to(self.accelerator.device)
@@ -388,7 +410,7 @@ class PackingTrainer(Seq2SeqTrainer):
         under.
         """
         plain = self.accelerator.unwrap_model(model)
-        if checkpoint is None or hasattr(plain, "peft_config") or self.is_fsdp_enabled or self.is_deepspeed_enabled:
+        if checkpoint is None or hasattr(plain, "peft_config") or self.is_sharded:
             return False
         saved = type(plain).from_pretrained(checkpoint, dtype=plain.dtype)
         plain.load_state_dict(saved.state_dict(), strict=True)

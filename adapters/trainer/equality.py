@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name
 
 from adapters.attention import native_attention
+from adapters.families import trained_config
 from adapters.samples.encoder import IGNORED_LABEL
 from adapters.samples.media import IMAGES, VIDEOS
 from adapters.trainer.base import model_inputs
@@ -81,7 +82,8 @@ class PackComparison:
     @property
     def without_gradients(self) -> str | None:
         """Why gradients, and so the loss of a step, are not compared; None if they are."""
-        flex = self.trainer.model.config._attn_implementation == "flex_attention"  # noqa: SLF001  # no public question
+        config = trained_config(self.trainer.model.config)
+        flex = config._attn_implementation == "flex_attention"  # noqa: SLF001  # no public question
         if flex and self.trainer.accelerator.device.type == "cpu":
             return "flex attention has no backward pass on a CPU"
         return None

@@ -5,7 +5,9 @@ tokens weigh.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
@@ -16,12 +18,12 @@ from swift.dataloader import DataLoaderShard
 from swift.template import Template
 from swift.utils import seed_worker
 
-from adapters.lifeline import end_with_parent
+from adapters.lifeline import end_with_parent, hide_broken_handover
 from adapters.samples.encoder import IGNORED_LABEL, VIDEO_SECONDS
 from adapters.trainer.dynamic_dataset import Ended, StreamCounts, StreamedPack
 from adapters.trainer.packed_dataset import EncodedPack, Sample
 from adapters.trainer.vision import complete
-from core.errors import PackplanError
+from core.errors import LoaderError, PackplanError
 from core.schedule import EpochSchedule
 
 Batch = dict[str, Any]
@@ -36,6 +38,9 @@ loss, their samples.
 
 _COUNTS = "stream_counts"
 """What a batch of a stream holds on its way to the loader."""
+
+_LOST = ("DataLoader worker (pid", "Pin memory thread exited", "Too many open files")
+"""What torch's errors begin with where a loader's worker ended, or can no longer be reached."""
 
 _POWERS = {"token": 0.0, "sample": -1.0, "sqrt": -0.5}
 """A token of a sample of n supervised tokens weighs n to this power."""
@@ -191,7 +196,8 @@ def loss_weights(
 
 def open_worker(number: int, *, num_workers: int, rank: int) -> None:
     """
-    Prepare a loader's worker process: it ends with the rank, and draws its own numbers.
+    Prepare a loader's worker process: it ends with the rank, without a traceback, and draws its own
+    numbers.
 
     Args:
         number: Of the worker, from 0.
@@ -201,7 +207,25 @@ def open_worker(number: int, *, num_workers: int, rank: int) -> None:
         rank: That the worker loads for.
     """
     end_with_parent()
+    hide_broken_handover()
     seed_worker(number, num_workers=num_workers, rank=rank)
+
+
+@contextmanager
+def lost_workers_named(num_workers: int) -> Iterator[None]:
+    """
+    Raise LoaderError where torch finds that a loader's worker is gone: it raises wherever the
+    process is at, in the words of these.
+
+    Args:
+        num_workers: Workers of each rank.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not str(error).startswith(_LOST):
+            raise
+        raise LoaderError(str(error).strip().rstrip("."), num_workers) from error
 
 
 class PackLoader(DataLoaderShard):
@@ -216,6 +240,9 @@ class PackLoader(DataLoaderShard):
     batch of the epoch so far.
     """
 
+    waited = 0.0
+    """Seconds that training has waited for its batches, or made them itself."""
+
     def set_epoch(self, epoch: int) -> None:
         """Tell the sampler, and a data set that asks for it."""
         super().set_epoch(epoch)
@@ -224,7 +251,7 @@ class PackLoader(DataLoaderShard):
 
     def __iter__(self) -> Iterator[Batch]:
         self.counts = StreamCounts()
-        for batch in super().__iter__():
+        for batch in self._timed(super().__iter__()):
             if isinstance(batch, PackplanError):
                 raise batch
             if isinstance(batch, Ended):
@@ -232,6 +259,17 @@ class PackLoader(DataLoaderShard):
                 continue
             for counts in batch.pop(_COUNTS, ()):
                 self.counts += StreamCounts(*counts)
+            yield batch
+
+    def _timed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield batches, and count the time until each is there."""
+        ended = object()
+        while True:
+            started = time.perf_counter()
+            batch = next(batches, ended)
+            self.waited += time.perf_counter() - started
+            if batch is ended:
+                return
             yield batch
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """
 Settings that the trainer first uses when it has been built, or later: used once before hours of
-measuring.
+measuring, and named by their keys where only the model shows that they cannot be used.
 
 What they raise here they would raise there, about a name, a number or a package that lacks.
 """
@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
 
 import torch
 from accelerate.utils import DynamoBackend
+from swift.callbacks.lisa import LISACallback
 from transformers import Trainer, get_scheduler
 from transformers.integrations import get_reporting_integration_callbacks
 
-from core.errors import Fault
+from core.errors import ConfigError, Fault, counted
 
 
 def rehearsal_faults(arguments: Any) -> Iterator[Fault]:
@@ -76,3 +78,39 @@ _USES: dict[tuple[str, ...], Callable[[Any], None]] = {
     ("max_shard_size",): _shards,
 }
 """A setting, and those that belong to it -> what uses them."""
+
+
+@contextmanager
+def failures_named(trainer: Any) -> Iterator[None]:
+    """
+    Raise ConfigError where a setting fails that only the model in training can show to fail: its
+    compilation, and a number of layers.
+
+    Args:
+        trainer: ms-swift's, which trains inside.
+    """
+    try:
+        yield
+    except ValueError as error:
+        lisa = [one for one in trainer.callback_handler.callbacks if isinstance(one, LISACallback)]
+        for layers in (getattr(one, "total_layers", None) for one in lisa):
+            wanted = trainer.args.lisa_activated_layers
+            if layers is not None and wanted > layers:
+                reason = f"is {wanted:,}, but the model has {counted(layers, 'layer')}: lower it to at most these"
+                raise ConfigError.of("training.lisa_activated_layers", reason) from error
+        raise
+    except RuntimeError as error:
+        if not trainer.args.torch_compile:
+            raise
+        from torch._dynamo.exc import TorchDynamoException  # loads its compilers
+
+        if not isinstance(error, TorchDynamoException):
+            raise
+        step = trainer.state.global_step + 1
+        why = " ".join(str(error).split())[:_MOST]
+        reason = f"fails in optimizer step {step:,}: {why}; change training.torch_compile_backend, or remove it"
+        raise ConfigError.of("training.torch_compile", reason) from error
+
+
+_MOST = 250
+"""Characters of what a compiler says that an error quotes."""

@@ -24,6 +24,7 @@ from swift.utils import get_packed_seq_params
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from adapters.families import trained_config
 from adapters.samples.media import DUMMY_SIZE, IMAGES, VIDEOS, encode_image
 from core.errors import ConfigError
 
@@ -77,7 +78,7 @@ def model_media(model: Any, encoded: Mapping[str, Any]) -> dict[str, torch.Tenso
     if _TYPES in media:
         media[_TYPES] = media[_TYPES].view(tokens.shape)
     elif _TYPES in taken and (IMAGES.rows(encoded) is not None or VIDEOS.rows(encoded) is not None):
-        media[_TYPES] = token_types(plain.config, tokens)
+        media[_TYPES] = token_types(trained_config(plain.config), tokens)
     if _SECONDS in taken and encoded.get(_SECONDS) is not None:
         media[_SECONDS] = torch.tensor(encoded[_SECONDS])
     return media
@@ -116,12 +117,24 @@ def complete(batch: dict[str, Any], template: Template, samples: list[dict[str, 
     given, parts = takes(rope), []
     for sample in samples:
         tokens = torch.tensor(sample["input_ids"])[None]
-        named = {**sample, "input_ids": tokens, _TYPES: token_types(template.config, tokens)}
+        named = {**sample, "input_ids": tokens, _TYPES: token_types(trained_config(template.config), tokens)}
         parts.append(rope(**{key: value for key, value in named.items() if key in given})[0])
     if packed:
         batch |= {_POSITIONS: torch.cat(parts, -1), "text_position_ids": text, **get_packed_seq_params(text)}
     else:
         batch[_POSITIONS] = template._pad_3d_position_ids(parts)  # noqa: SLF001  # on the side that it pads
+
+
+def _reader_of(part: Any) -> str | None:
+    """
+    Return the name of the language model of a part that says what an image's features are; None of
+    other parts.
+    """
+    if not hasattr(part, "get_image_features"):
+        return None
+    names = ("language_model", "model")  # a thinker's is called as a whole model's inner part
+    readers = (name for name in names if isinstance(getattr(part, name, None), nn.Module))
+    return next((name for name in readers if not hasattr(getattr(part, name), "get_image_features")), None)
 
 
 @attrs.frozen(eq=False)
@@ -130,6 +143,9 @@ class DummyImage:
 
     inner: Any
     """Has the vision tower and the language model, and says what an image's features are."""
+
+    reader: str
+    """Name of that part's language model."""
 
     media: Mapping[str, torch.Tensor]
     """The image, as arguments of that part's `get_image_features`."""
@@ -147,19 +163,29 @@ class DummyImage:
         Raises:
             ConfigError: The model does not say what an image's features are.
         """
-        inner: Any = None
-        for part in model.modules():  # the innermost: others may hand on to it
-            if hasattr(part, "get_image_features") and isinstance(getattr(part, "language_model", None), nn.Module):
-                inner = part
-        if inner is None:
+        found = [(part, name) for part in model.modules() if (name := _reader_of(part)) is not None]
+        if not found:
             reason = (
                 f"is a {type(plain_model(model)).__name__}, which does not say what an image's features are: a rank "
                 "without images would leave the others waiting; train on one process"
             )
             raise ConfigError.of("model.model", reason)
+        inner: Any = found[-1][0]  # the innermost: others may hand on to it
         taken = takes(inner.get_image_features)
         encoded = encode_image(template, DUMMY_SIZE)
-        return cls(inner, {key: value for key, value in encoded.items() if key in taken})
+        return cls(inner, found[-1][1], {key: value for key, value in encoded.items() if key in taken})
+
+    @property
+    def language_model(self) -> nn.Module:
+        """What reads the text, and the images' features in it."""
+        reader: nn.Module = self.inner.get_submodule(self.reader)
+        return reader
+
+    @property
+    def towers(self) -> list[str]:
+        """Names of the parts that images pass before they are read."""
+        heads = {id(getattr(self.inner, name, None)) for name in ("lm_head", "audio_tower")}
+        return [name for name, part in self.inner.named_children() if name != self.reader and id(part) not in heads]
 
     def nothing(self, device: torch.device) -> torch.Tensor:
         """Return a zero that depends on all that the image's features depend on."""
@@ -171,9 +197,10 @@ class DummyImage:
     def unreached(self) -> list[str]:
         """Return the names of the weights that are trained, and on which no image depends."""
         vision = {
-            name: weight
-            for name, weight in self.inner.named_parameters()
-            if weight.requires_grad and not name.startswith("language_model.")
+            f"{tower}.{name}": weight
+            for tower in self.towers
+            for name, weight in self.inner.get_submodule(tower).named_parameters()
+            if weight.requires_grad
         }
         if not vision:
             return []
@@ -203,7 +230,6 @@ class DummyImage:
             seen.clear()
             return positional, named
 
-        for name, part in self.inner.named_children():
-            if name != "language_model":
-                part.register_forward_hook(partial(note, name))
-        self.inner.language_model.register_forward_pre_hook(see, with_kwargs=True)
+        for name in self.towers:
+            self.inner.get_submodule(name).register_forward_hook(partial(note, name))
+        self.language_model.register_forward_pre_hook(see, with_kwargs=True)

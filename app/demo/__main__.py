@@ -15,6 +15,7 @@ from pathlib import Path
 import yaml
 
 from adapters.files import saving, writing
+from adapters.progress import loading_libraries
 from app import sft
 from app.cli.command import program, run_command, run_program
 from app.wiring import stores
@@ -39,8 +40,9 @@ def make(folder: Path, *, seed: int, num_train: int, num_val: int) -> None:
 
         num_val: Records of the evaluation data.
     """
-    from app.demo.scenes import corpus, write_data
-    from app.demo.tiny_models import MODEL_TYPES, write_model
+    with loading_libraries():
+        from app.demo.scenes import corpus, write_data
+        from app.demo.tiny_models import MODEL_TYPES, write_model
 
     with writing(folder / "data"):
         write_data(folder / "data", seed=seed, num_train=num_train, num_val=num_val)
@@ -101,7 +103,8 @@ def _moved(value: str | list[str], folder: Path) -> str:
 
 def train() -> None:
     """Train as `app/demo.yaml` says, and print how the loss fell."""
-    from app.wiring import training
+    with loading_libraries():
+        from app.wiring import training
 
     with training.joined_ranks({}) as group:
         result = sft.run(stores.read_config(CONFIG), group)

@@ -14,7 +14,13 @@ from adapters import torchvision_shim  # noqa: F401  # before transformers  # is
 import attrs
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForImageTextToText, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    Qwen2VLImageProcessor,
+    Qwen2VLVideoProcessor,
+)
 from transformers.models.got_ocr2.image_processing_got_ocr2 import GotOcr2ImageProcessor
 from transformers.models.internvl.video_processing_internvl import InternVLVideoProcessor
 from transformers.models.minicpmv4_6.image_processing_minicpmv4_6 import MiniCPMV4_6ImageProcessor
@@ -76,6 +82,12 @@ class VisionFamily:
     ends: tuple[str, str] = ("<|im_end|>", "<|endoftext|>")
     """The tokens that end a turn, and that pad."""
 
+    around: Sizes | None = None
+    """What the configuration has beside it, where it is that of the model's thinker."""
+
+    needs: tuple[str, str] | None = None
+    """A package that its template imports and this project does not require, and its extra."""
+
 
 def write_vision_model(folder: Path, name: str, text: Iterable[str], *, seed: int) -> None:
     """
@@ -98,11 +110,28 @@ def write_vision_model(folder: Path, name: str, text: Iterable[str], *, seed: in
     special = {"eos_token_id": ends, "pad_token_id": pads, "bos_token_id": pads}
     own = {key: tokenizer.convert_tokens_to_ids(token) for key, token in special.items()}
     sizes = {**family.config, "text_config": {**family.config["text_config"], "vocab_size": len(tokenizer), **own}}
-    config = AutoConfig.for_model(family.model_type, **sizes, **ids, tie_word_embeddings=False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+        _model_of(family, sizes | ids).save_pretrained(folder)
+    if family.around is not None:
+        torch.save({}, folder / "spk_dict.pt")  # voices, without which transformers loads no such model
     family.processor(tokenizer).save_pretrained(folder)
+
+
+def _model_of(family: VisionFamily, sizes: Sizes) -> Any:
+    """
+    Return a model with random weights.
+
+    Args:
+        family: Its family.
+
+        sizes: Its configuration, or that of its thinker.
+    """
+    if family.around is None:
+        config = AutoConfig.for_model(family.model_type, **sizes, tie_word_embeddings=False)
+        return AutoModelForImageTextToText.from_config(config)
+    config = AutoConfig.for_model(family.model_type, thinker_config=sizes, **family.around)
+    return AutoModelForMultimodalLM.from_config(config)
 
 
 def _internvl(tokenizer: Any) -> Any:
@@ -132,6 +161,17 @@ def _qwen_processor(patch_size: int, kind: Any, videos: Any) -> Callable[[Any], 
         return kind(Qwen2VLImageProcessor(**sides), tokenizer, videos(**sides), chat_template=tokenizer.chat_template)
 
     return build
+
+
+def _omni(tokenizer: Any) -> Any:
+    sides = {"patch_size": 14, "merge_size": 2}
+    return transformers.Qwen2_5OmniProcessor(
+        Qwen2VLImageProcessor(**sides),
+        Qwen2VLVideoProcessor(**sides),
+        transformers.WhisperFeatureExtractor(feature_size=_MEL_BINS),
+        tokenizer,
+        chat_template=tokenizer.chat_template,
+    )
 
 
 def _minicpm(tokenizer: Any) -> Any:
@@ -167,6 +207,28 @@ _LINEAR = {
     "rope_parameters": _mrope(2, 1, 1, mrope_interleaved=True, partial_rotary_factor=0.25),
 }
 """A text model of Qwen3.5's kind: a layer of linear attention, and one of full attention."""
+
+_MEL_BINS = 128
+"""Frequencies of a sound, which the template's processor counts."""
+
+_SPEECH = {
+    "talker_config": {
+        **_TEXT, "embedding_size": 64, "vocab_size": 8448, "rope_parameters": _mrope(2, 3, 3), "pad_token_id": 8292,
+    },
+    "token2wav_config": {
+        "dit_config": {
+            "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16, "ff_mult": 1,
+            "emb_dim": 16, "mel_dim": 8, "num_embeds": 32, "enc_dim": 16, "enc_emb_dim": 16,
+            "enc_channels": [16, 16, 16], "enc_kernel_sizes": [3, 3, 1], "enc_dilations": [1, 1, 1],
+            "enc_attention_channels": 8, "enc_res2net_scale": 2, "enc_se_channels": 8,
+        },
+        "bigvgan_config": {
+            "mel_dim": 8, "upsample_initial_channel": 16, "upsample_rates": [2], "upsample_kernel_sizes": [4],
+            "resblock_kernel_sizes": [3], "resblock_dilation_sizes": [[1, 3, 5]],
+        },
+    },
+}  # fmt: skip
+"""What a model that speaks has beside its thinker: tokens of speech, and sound of them."""
 
 _QWEN3_VISION = {**_VISION, "patch_size": 16, "num_position_embeddings": 256}
 
@@ -289,6 +351,41 @@ _FAMILIES = {
         named={"image_token": "<|IMAGE_PLACEHOLDER|>"},
         ends=("</s>", "<unk>"),
     ),
+    "qwen2_5_omni": VisionFamily(
+        model_type="qwen2_5_omni",
+        swift=("qwen2_5_omni", "qwen2_5_omni"),
+        config={
+            "text_config": {**_TEXT, "rope_parameters": _mrope(2, 3, 3)},
+            "vision_config": {**_VISION, "patch_size": 14, "fullatt_block_indexes": [1]},
+            "audio_config": {
+                "num_mel_bins": _MEL_BINS, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 32,
+                "d_model": 32, "output_dim": 64,
+            },
+        },
+        processor=_omni,
+        ids={
+            "image_token_index": "<|IMAGE|>",
+            "video_token_index": "<|VIDEO|>",
+            "audio_token_index": "<|AUDIO|>",
+            "vision_start_token_id": "<|vision_bos|>",
+            "vision_end_token_id": "<|vision_eos|>",
+            "audio_start_token_id": "<|audio_bos|>",
+            "audio_end_token_id": "<|audio_eos|>",
+        },
+        tokens=("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>",
+                "<|IMAGE|>", "<|VIDEO|>", "<|vision_bos|>", "<|vision_eos|>"),
+        named={
+            "image_token": "<|IMAGE|>",
+            "audio_token": "<|AUDIO|>",
+            "video_token": "<|VIDEO|>",
+            "vision_bos_token": "<|vision_bos|>",
+            "vision_eos_token": "<|vision_eos|>",
+            "audio_bos_token": "<|audio_bos|>",
+            "audio_eos_token": "<|audio_eos|>",
+        },
+        around=_SPEECH,
+        needs=("qwen_omni_utils", "omni"),
+    ),
     "qwen2_5_vl": VisionFamily(
         model_type="qwen2_5_vl",
         swift=("qwen2_5_vl", "qwen2_5_vl"),
@@ -338,3 +435,38 @@ VISION_FAMILIES = {
 Name -> family. The models that the demo trains are here as well; the last ones have the model of
 another family, under another template.
 """
+
+_OWN_CODE = "its model brings its own code, which transformers does not have"
+
+_NO_TEXT = "its model gives embeddings or scores, and writes no text"
+
+NOT_BUILT = {
+    "clef": _NO_TEXT,
+    "deepseek_v41": _OWN_CODE,
+    "glm5_next": "its configuration takes no sizes of a tiny model, as its row above says",
+    "interns1": f"{_OWN_CODE}; ms-swift asks for transformers below 4.56",
+    "internvl": _OWN_CODE,
+    "internvl2": _OWN_CODE,
+    "internvl2_5": f"{_OWN_CODE}; its lengths alone were shown, of full encodes",
+    "internvl2_phi3": _OWN_CODE,
+    "internvl3_5": _OWN_CODE,
+    "internvl3_5_gpt": _OWN_CODE,
+    "internvl_phi3": _OWN_CODE,
+    "jev": _NO_TEXT,
+    "jina_reranker_m0": _NO_TEXT,
+    "kimi_k25": f"{_OWN_CODE}; ms-swift asks for transformers below 5",
+    "kimi_k3": _OWN_CODE,
+    "kimi_vl": f"{_OWN_CODE}; ms-swift asks for transformers below 4.49",
+    "llava_onevision1_5": _OWN_CODE,
+    "llava_onevision2": _OWN_CODE,
+    "omnijev": _NO_TEXT,
+    "ovis2_5": f"{_OWN_CODE}; ms-swift asks for moviepy below 2",
+    "qwen2_gme": _NO_TEXT,
+    "qwen3_5_emb": _NO_TEXT,
+    "qwen3_asr": "its model hears, and sees nothing; ms-swift asks for transformers 4.57.6",
+    "qwen3_omni": "refused by name: no tiny model of its kind has been trained whole",
+    "qwen3_vl_emb": _NO_TEXT,
+    "qwen3_vl_reranker": _NO_TEXT,
+    "wemm_embedding": _NO_TEXT,
+}
+"""Template that declares packing -> why no tiny model of it is built here."""

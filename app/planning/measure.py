@@ -166,20 +166,19 @@ def measure_rows(
     Raises:
         RecordError: A record cannot become a sample; what was measured before it is kept.
     """
-    total, first = len(source), len(stored.table)
+    total = len(source)
+    first = done = len(stored.table)
     every = flush_every or min(max(total // 100, 256), 10_000)
-    tables, images = [stored.table], [stored.images]
     waiting: list[Measured] = []
 
     def flush() -> None:
+        nonlocal done
         rows, theirs = to_tables(waiting)
-        tables.append(rows)
-        images.append(theirs)
         # Whatever becomes of them, these are not written a second time.
         waiting.clear()
-        measured = sum(map(len, tables))
+        done += len(rows)
         left = bad.records if bad else ()
-        store.append(rows, theirs, source.data_digest(measured), in_full=stored.in_full, bad=left)
+        store.append(rows, theirs, source.data_digest(done), in_full=stored.in_full, bad=left)
 
     # Closed by name: an error that is on its way would keep the processes that measure alive, and
     # their work.
@@ -192,7 +191,7 @@ def measure_rows(
                 if isinstance(outcome, RecordError):
                     if bad is None:
                         raise outcome
-                    bad.add(sum(map(len, tables)) + len(waiting), outcome)
+                    bad.add(done + len(waiting), outcome)
                     continue
                 waiting.append(outcome)
                 bar.update()
@@ -202,7 +201,7 @@ def measure_rows(
         finally:
             if waiting:
                 flush()
-    return Stored(np.concatenate(tables), np.concatenate(images), stored.in_full)
+    return stored if done == first else store.stored()
 
 
 def failures(name: str, source: LengthSource) -> Iterator[tuple[int, RecordError]]:

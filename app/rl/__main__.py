@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 
+from adapters.progress import loading_libraries
 from app.cli.command import (
     add_config_arguments,
     add_logging_options,
@@ -48,8 +49,9 @@ def main(arguments: list[str] | None = None) -> int:
         config = stores.read_config(options.config, options.overrides, rl=True)
         stores.require_inputs(config)
 
-        from app.rl import loop
-        from app.wiring import training
+        with loading_libraries():
+            from app.rl import loop
+            from app.wiring import training
 
         if options.quiet:
             config = training.without_progress(config)

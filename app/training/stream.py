@@ -11,6 +11,7 @@ import numpy as np
 
 from app.planning.log_lines import log_plan
 from app.planning.split import Planner
+from app.training.outcome import log_outcome
 from app.training.schedule import batch_of, forced_batches
 from app.wiring.functions import named_function
 from app.wiring.gather import gather
@@ -84,6 +85,8 @@ def run(config: RunConfig, group: RankGroup) -> tuple[int, bool, list[dict[str, 
             "training.effective_batch_size or training.packing_min_fill_ratio, or add data"
         )
         raise DataSetError(message)
+    if not terminated:
+        log_outcome(config, trainer)
     return steps, terminated, [dict(entry) for entry in trainer.history]
 
 

@@ -103,7 +103,7 @@ ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
         "modified_first_fit_decreasing": Algorithm(_over_runs(modified_first_fit_decreasing), "1"),
         "concatenative": Algorithm(_concatenative, "1"),
         "first_fit_shuffle": Algorithm(_first_fit_shuffle, "1", draws=True),
-        "balanced": Algorithm(_balanced, "2", weighs=True),
+        "balanced": Algorithm(_balanced, "3", weighs=True),
         "certified": Algorithm(_certified, f"1, scipy {scipy.__version__}", draws=True),
     }
 )

@@ -4,12 +4,15 @@ Balanced: packs of equal work within the capacity, at most one in two hundred mo
 Groups of some thousand packs are levelled by themselves: each group gets every so-many-th sample by
 length and work, so that groups are alike, and time and memory are linear in the samples. Inside a
 group samples go, longest first, to the emptiest pack, whatever the capacity; exchanges then make
-the packs fit, and level their work. Where that does not make them fit, packs of best fit are
+the packs fit, and level their work. Until they fit, a sample of so much work that a full pack would
+have more than the mean takes the room of the tokens that must not stand beside it: what packs may
+stay empty in all is kept for those. Where that does not make packs fit, packs of best fit are
 levelled instead, of a smaller capacity if their number allows.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from heapq import heapreplace
 
@@ -32,11 +35,11 @@ MORE = 200
 _GROUP_SAMPLES, _GROUP_PACKS = 1 << 15, 1 << 10
 """Samples and packs of a group, at least."""
 
-_LONG, _RARE = 4, 2
-"""
-A sample of more than one part in so many of the capacity is long; such are rare where there are
-fewer than one to so many packs.
-"""
+_LIGHT = 4
+"""One sample in so many has less work a token than what is taken to stand beside heavy samples."""
+
+_KEPT_EMPTY = 80
+"""Percent of the room of all packs that may be kept empty beside samples of much work."""
 
 _SHARES = (996, 998, 1000)
 """Thousandths of the capacity that best fit may use, where it is what is levelled."""
@@ -129,8 +132,10 @@ def _spread(
     for number, members in enumerate(_alike(order, num_groups)):
         report(f"{counted(num, 'pack')}, levelling group {number + 1:,} of {num_groups:,}")
         size = num // num_groups + (number < num % num_groups)
-        placed = _placed(lengths[members], units[members], num=size, capacity=capacity)
-        group = Exchange(lengths[members], units[members], placed, size, capacity)
+        rooms = _rooms(lengths[members], units[members], num=size, capacity=capacity)
+        roomy = Exchange(rooms, units[members], _longest_first(rooms, num=size), size, capacity)
+        roomy.fit(nearly=True)
+        group = Exchange(lengths[members], units[members], roomy.labels, size, capacity)
         if not group.fit():
             return None
         group.level()
@@ -194,15 +199,16 @@ def _alike(order: IntArray, num_groups: int) -> Iterator[IntArray]:
     return (order[part] for part in np.split(by_group, ends[:-1]))
 
 
-def _placed(lengths: IntArray, units: IntArray, *, num: int, capacity: int) -> IntArray:
+def _rooms(lengths: IntArray, units: IntArray, *, num: int, capacity: int) -> IntArray:
     """
-    Return the pack of each sample, before any exchange.
+    Return the tokens that each sample takes of its pack while packs are made to fit: its own, and
+    what has to stay empty beside it lest the pack have more than the mean work.
 
-    Where long samples are rare, each of them takes the room of its work: few samples are left in
-    its pack that could be exchanged to level it later.
+    What stays empty beside samples of much work is room that other packs lack. Where there is not
+    enough of it, all such samples give up as much, so that the heaviest packs are lowered first.
 
     Args:
-        lengths: Tokens of each sample, falling.
+        lengths: Tokens of each sample.
 
         units: Work of each sample, in whole units.
 
@@ -210,13 +216,37 @@ def _placed(lengths: IntArray, units: IntArray, *, num: int, capacity: int) -> I
 
         capacity: Tokens a pack may hold.
     """
-    is_long = lengths * _LONG > capacity
-    if not is_long.any() or int(is_long.sum()) * _RARE >= num:
-        return _emptiest_first(lengths, num)
-    per_token = int(units.sum()) / int(lengths.sum())
-    rooms = np.where(is_long, np.maximum(lengths, np.rint(units / per_token)), lengths).astype(np.int64)
+    light = float(np.sort(units / lengths)[lengths.size // _LIGHT])
+    if not light:
+        return lengths
+    beside = capacity - lengths
+    mean = int(units.sum()) / num
+    # Sums are of whole tokens, so that they are the same on every machine.
+    wanted = np.clip(np.ceil(beside - (mean - units) / light), 0, capacity).astype(np.int64)
+    most = (num * capacity - int(lengths.sum())) * _KEPT_EMPTY // 100
+    given_up = bisect_left(range(capacity + 1), -most, key=lambda less: -int(_left_empty(wanted, beside, less).sum()))
+    return lengths + _left_empty(wanted, beside, given_up)
+
+
+def _left_empty(wanted: IntArray, beside: IntArray, given_up: int) -> IntArray:
+    """
+    Return the tokens that stay empty beside each sample.
+
+    Args:
+        wanted: Tokens that would have to.
+
+        beside: Tokens that its pack has room for beside it.
+
+        given_up: Tokens that each gets fewer than wanted.
+    """
+    left: IntArray = np.clip(wanted - given_up, 0, beside)
+    return left
+
+
+def _longest_first(rooms: IntArray, *, num: int) -> IntArray:
+    """Return the pack of each sample, of *num*, before any exchange; samples take *rooms* of it."""
     order = np.argsort(-rooms, kind="stable")
-    labels = np.empty(lengths.size, dtype=np.int64)
+    labels = np.empty(rooms.size, dtype=np.int64)
     labels[order] = _emptiest_first(rooms[order], num)
     return labels
 

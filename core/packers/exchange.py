@@ -43,6 +43,12 @@ _PLACES = 11
 _TOLERANCE, _GAIN = 1000, 4000
 """A pack is level within that part of the mean work; an exchange gains at least that part of it."""
 
+_IDLE_ROUNDS, _IDLE_ROUNDS_OF_A_CYCLE, _IDLE_CYCLES = 30, 6, 12
+"""
+Rounds without any exchange, of samples and of the same parts, after which no more are tried, and
+draws of parts likewise: what few packs can exchange has been tried by then.
+"""
+
 _FEW, _MANY = 500, 8
 """One pack in so many not level is few enough to end; one in so many changed, to draw again."""
 
@@ -92,32 +98,54 @@ class Exchange:
         self._mean = int(self.sums.sum()) // self.num
         self._stream = np.random.PCG64(self.tokens.size)
 
-    def fit(self) -> bool:
-        """Exchange until no pack is above the capacity; return whether that succeeded."""
-        self._exchange(level=False)
+    def fit(self, *, nearly: bool = False) -> bool:
+        """
+        Exchange until no pack is above the capacity; return whether that succeeded.
+
+        Args:
+            nearly: End when few are above it.
+        """
+        self._exchange(level=False, few=self.num // _FEW if nearly else 0)
         return bool(self.loads.max() <= self.capacity)
 
     def level(self) -> None:
         """Exchange until packs have equal work, or nothing helps; none has to be too full."""
-        self._exchange(level=True)
+        self._exchange(level=True, few=self.num // _FEW)
 
-    def _exchange(self, *, level: bool) -> None:
+    def _exchange(self, *, level: bool, few: int) -> None:
+        """
+        Exchange samples, then parts.
+
+        Args:
+            level: Whether to level work, or to make packs fit.
+
+            few: Packs that may be left as they are.
+        """
         singles = _sorting(self.tokens)
+        idle = 0
         for _ in range(_SAMPLE_ROUNDS[level]):
-            if not self._unsettled(level=level).any():
-                return
-            self._exchange_samples(singles, level=level)
+            if idle == _IDLE_ROUNDS or not self._unsettled(level=level).any():
+                break
+            idle = 0 if self._exchange_samples(singles, level=level) else idle + 1
         least, most = _CYCLES
         cycles = max(least, min(most, _DRAWS * self.num // self.tokens.size)) if level else most
+        idle = 0
         for _ in range(cycles):
-            if self._unsettled(level=level).sum() <= (self.num // _FEW if level else 0):
-                return
-            order, parts = self._drawn_parts()
-            touched = np.zeros(self.num, dtype=bool)
-            for number in range(_ROUNDS_OF_A_CYCLE[1]):
-                self._exchange_parts(order, parts, touched, level=level)
-                if number + 1 >= _ROUNDS_OF_A_CYCLE[0] and touched.sum() > self.num // _MANY:
-                    break
+            if idle == _IDLE_CYCLES or self._unsettled(level=level).sum() <= few:
+                break
+            idle = 0 if self._draw_and_exchange(level=level) else idle + 1
+
+    def _draw_and_exchange(self, *, level: bool) -> bool:
+        """Draw parts, and exchange them while that helps; return whether any changed places."""
+        order, parts = self._drawn_parts()
+        touched = np.zeros(self.num, dtype=bool)
+        least, most = _ROUNDS_OF_A_CYCLE
+        idle = 0
+        for number in range(most):
+            idle = 0 if self._exchange_parts(order, parts, touched, level=level) else idle + 1
+            if idle == _IDLE_ROUNDS_OF_A_CYCLE or (number + 1 >= least and touched.sum() > self.num // _MANY):
+                break
+        return bool(touched.any())
 
     def _unsettled(self, *, level: bool) -> NDArray[np.bool_]:
         """Return which packs are too full, or not level; shape (num,)."""
@@ -125,17 +153,18 @@ class Exchange:
             return np.abs(self.sums - self._mean) > self._mean // _TOLERANCE
         return self.loads > self.capacity
 
-    def _exchange_samples(self, singles: IntArray, *, level: bool) -> None:
-        """Exchange one sample for one."""
+    def _exchange_samples(self, singles: IntArray, *, level: bool) -> bool:
+        """Exchange one sample for one; return whether any changed places."""
         tokens, works = self.tokens[singles], self.works[singles]
         parts = _Parts(self.labels[singles], tokens, works, singles, singles)
         low, high = self._chosen(parts, np.zeros(self.num, dtype=bool), level=level)
         self._moved(parts, low, high)
         self.labels[singles[low]], self.labels[singles[high]] = parts.packs[high], parts.packs[low]
+        return bool(low.size)
 
-    def _exchange_parts(self, order: IntArray, parts: _Parts, touched: NDArray[np.bool_], *, level: bool) -> None:
+    def _exchange_parts(self, order: IntArray, parts: _Parts, touched: NDArray[np.bool_], *, level: bool) -> bool:
         """
-        Exchange parts of several samples.
+        Exchange parts of several samples; return whether any changed places.
 
         Args:
             order: Samples in order of packs.
@@ -152,6 +181,7 @@ class Exchange:
             sizes = (parts.stop - parts.first)[moved]
             self.labels[order[count_up(sizes, starts=parts.first[moved])]] = np.repeat(to, sizes)
             touched[to] = True
+        return bool(low.size)
 
     def _moved(self, parts: _Parts, low: IntArray, high: IntArray) -> None:
         """Count what packs hold once parts *low* and *high* have changed places."""

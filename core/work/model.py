@@ -66,9 +66,12 @@ class WorkModel:
         Raises:
             ConfigError: It lacks a size, or has one of which is not known what it adds.
         """
+        thinker = config.get("thinker_config")  # the part that is trained, and that is given no sound
+        config = thinker or config
         text = config.get("text_config") or config
         vision = config.get("vision_config")
-        if others := sorted(set(config) & {"audio_config", "encoder", "decoder", "thinker_config"}):
+        unknown = {"encoder", "decoder"} if thinker else {"audio_config", "encoder", "decoder"}
+        if others := sorted(set(config) & unknown):
             raise ConfigError.of("model.model", f"the work of the model's {', '.join(others)} is not known")
         said = read_text(text, model_type=text.get("model_type") or config.get("model_type"))
         return cls(
@@ -88,6 +91,7 @@ class WorkModel:
         Where *config* says neither, it takes 32 layers of a width of 4,096. Images count as the
         tokens that they become.
         """
+        config = config.get("thinker_config") or config
         text = config.get("text_config") or config
         width, layers = int(text.get("hidden_size") or 4096), int(text.get("num_hidden_layers") or 32)
         # Four square matrices of attention, and an MLP of about eight.

@@ -23,6 +23,7 @@ from app.bench.training.like_lengths import LikeLengths
 from app.bench.training.ways import DEFAULT_WAYS, WAYS, Ratio, Row, compared, scaling_table, ways_table
 from app.bench.turns import take_turns
 from app.bench.work import ranks as bench_ranks
+from app.bench.work.mixes import made_mix
 from core.bounds import lower_bound
 from core.errors import DataSetError
 from core.packers import ALGORITHMS, pack
@@ -468,7 +469,7 @@ def test_work_is_compared_with_other_ways_to_even_it(capsys):
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert {"vision", "chat"} == {row["data"] for row in rows}
     ways = {(row["data"], row["ranks"], row["accumulation"], row["way"]): row for row in rows}
-    assert 2 * 2 * 2 * 7 == len(ways) == len(rows)
+    assert 2 * 2 * 2 * 9 == len(ways) == len(rows)
     for data in ("vision", "chat"):
         for ranks in (4, 8):
             one, four = (
@@ -481,7 +482,37 @@ def test_work_is_compared_with_other_ways_to_even_it(capsys):
             assert one["ours: balanced"]["packs"] <= 1.005 * one["random"]["packs"]
             assert one["sampling and filtering"]["packs"] > one["ours: balanced"]["packs"]
             assert one["ours: balanced"]["saved"] > 0 == one["random"]["saved"]
+            assert one["ours: grouped"]["mean_step"] < one["random"]["mean_step"]
+            assert one["ours: grouped"]["step_spread"] > one["random"]["step_spread"] > 0
+            assert one["ours: balanced, grouped"]["step_spread"] < one["ours: grouped"]["step_spread"]
+            assert (one["ours: grouped"]["image_spread"] > 1.5 * one["random"]["image_spread"]) == (data == "vision")
     assert all(row["breaches"] == 0 and 1 <= row["mean_step"] <= row["worst_step"] for row in rows)
     assert all(0 <= row[ratio] < 1 for row in rows for ratio in ("pad_ratio", "vision_distance", "language_distance"))
     assert 0 == main(["work", "--samples", "2000", "--data", "chat", "--ranks", "2", "--accumulation", "1"])
-    assert 2 + 7 == len(capsys.readouterr().out.splitlines())
+    assert 2 + 9 == len(capsys.readouterr().out.splitlines())
+
+
+def test_packs_of_one_sample_may_be_left_out_of_steps(capsys):
+    """
+    Long samples count, or not, or no pack of one does: each has its floor, for one pack of a rank.
+    """
+    wanted = ["work", "--samples", "2000", "--data", "vision", "--ranks", "4", "--packing-lengths", "4096",
+              "--ways", "ours: balanced"]  # fmt: skip
+    found = {}
+    for aside in ("none", "long", "alone"):
+        assert 0 == main([*wanted, "--accumulation", "1,2", "--aside", aside, "--json"])
+        rows = json.loads(capsys.readouterr().out)["rows"]
+        assert ["random", "ours: balanced"] * 2 == [row["way"] for row in rows]
+        found[aside] = {(row["way"], row["accumulation"]): row for row in rows}
+
+    ours, random = ({aside: rows[way, 1] for aside, rows in found.items()} for way in ("ours: balanced", "random"))
+
+    samples = made_mix(2000, seed=0)
+    assert int((samples.tokens >= 4096).sum()) == ours["none"]["packs"] - ours["long"]["packs"] > 0
+    assert ours["alone"]["packs"] < ours["long"]["packs"]
+    assert ours["none"]["floor"] > ours["long"]["floor"] > ours["alone"]["floor"] >= 1
+    assert ours["none"]["mean_step"] > ours["long"]["mean_step"] > ours["alone"]["mean_step"]
+    assert random["alone"]["mean_step"] > 1.02 > ours["alone"]["mean_step"]
+    assert all(0 == row["breaches"] for rows in found.values() for row in rows.values())
+    assert all((row["floor"] is None) == (accumulation > 1) for (_, accumulation), row in found["long"].items())
+    assert all((row["saved"] is None) == (aside == "alone") for aside, rows in found.items() for row in rows.values())

@@ -106,6 +106,44 @@ def test_torch_counts_the_same_operations(demo, model_type):
         assert counted(model, config, 90, VIDEOS, "video") == mine
 
 
+@pytest.mark.parametrize(
+    ("frozen", "passes"),
+    [
+        ((), {}),
+        (("visual",), {"vision": False, "vision_gradients": False}),
+        (("language_model", "lm_head"), {"text": False}),
+    ],
+    ids=["all trained", "vision frozen", "text frozen"],
+)
+def test_torch_counts_a_backward_pass_beside_frozen_parts(demo, frozen, passes):
+    """
+    Within 2 % of a forward and a backward pass, of one sample and a row of sixty, with images and
+    without: what is frozen has no gradients of its weights, and passes those of others on. Pixels
+    are given gradients too, as any layer's input is counted; in a large tower they take 0.2 %.
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import AutoModelForImageTextToText
+
+    folder = demo / "models" / "qwen2_5_vl"
+    config = json.loads((folder / "config.json").read_text())
+    model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager")
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(not any(part in name for part in frozen))
+    work = WorkModel.from_config(config).trained(**passes)
+    # A row of text alone passes nothing on to frozen words.
+    text_frozen = passes.get("text") is False
+
+    for num_tokens, grids in ((90, GRIDS), (60 * 18, GRIDS * 20), *([] if text_frozen else [(60, [])])):
+        with FlopCounterMode(display=False) as counter:
+            given = inputs(config, num_tokens, grids)
+            if grids:
+                given["pixel_values"].requires_grad_("visual" not in frozen)
+            model(**given, use_cache=False).logits.sum().backward()
+        model.zero_grad()
+        mine = work.of_positions(num_tokens, num_tokens**2) + work.of_images(grids).sum()
+        assert mine == pytest.approx(counter.get_total_flops(), rel=0.02)
+
+
 TEXTS = (
     "mixtral", "qwen3_moe", "qwen2_moe", "deepseek_v3", "glm4_moe", "gpt_oss", "gemma2", "gemma3_text", "mistral",
     "phi3", "gpt2", "starcoder2", "nemotron", "qwen3_next", "qwen3_5_text", "lfm2", "mamba",

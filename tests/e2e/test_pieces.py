@@ -132,5 +132,5 @@ def test_a_template_with_ways_of_its_own_encodes_each_sample(samples, monkeypatc
 
     monkeypatch.setattr(template, "__class__", Own)
 
-    assert (None, "its template has a way of its own to tokenize") == prove_pieces(template, image_token=None)
+    assert (None, "its template has a way of its own to tokenize") == prove_pieces(template, tokens={})
     assert list(measured.measure_many(range(3), in_full=True)) == list(measured.measure_many(range(3), in_full=False))

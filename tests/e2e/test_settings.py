@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from adapters.config.run import parse_config
 from adapters.config.trainer_keys import TABLE, lacking, stored_keys
 from adapters.trainer import base
 from adapters.trainer.keys import installed_keys
+from adapters.trainer.rehearsal import failures_named
 from app import sft
 from app.reference import trainer_table
 from app.training.schedule import batch_of
@@ -104,6 +107,32 @@ def test_what_the_trainer_uses_late_is_tried_before_measuring(training, says):
     """Optimizer, schedule, compilation, services, sizes: by the keys that change it."""
     with pytest.raises(ConfigError, match=says):
         arguments_of(configured(**training))
+
+
+def test_layers_that_the_model_does_not_have_are_named_by_key(write_run, execute):
+    """ms-swift draws which of the layers train next, when training begins."""
+    training = {"lisa_activated_layers": 99, "max_steps": 1, "packing_drop_last": False}
+    with pytest.raises(
+        ConfigError, match=r"training\.lisa_activated_layers: is 99, but the model has \d layers: lower"
+    ):
+        execute(write_run("qwen2", training=training))
+
+
+def fail(graph, inputs):
+    """Compile nothing."""
+    raise NotImplementedError("no compiler\nhere")
+
+
+def test_a_model_that_cannot_be_compiled_is_named_by_key():
+    """In the compiler's words, where the first batch is computed; other errors stay as they are."""
+    compiled = torch.compile(lambda number: number + 1, backend=fail)
+    trainer = SimpleNamespace(args=SimpleNamespace(torch_compile=True), state=SimpleNamespace(global_step=0))
+
+    said = r"training\.torch_compile: fails in .* step 1: .*no compiler here.*; change"
+    with pytest.raises(ConfigError, match=said), failures_named(trainer):
+        compiled(torch.zeros(2))
+    with pytest.raises(RuntimeError, match="shape"), failures_named(trainer):
+        raise RuntimeError("shape")
 
 
 def test_what_can_be_used_is_taken():

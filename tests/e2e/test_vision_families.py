@@ -43,12 +43,20 @@ HEADERS = {
     "internvl": "what InternVLProcessor says of sizes",
     "glm4v": "what Glm4vProcessor says of sizes",
     "qwen3_5": "the arithmetic of qwen_vl_utils",
+    "qwen2_5_omni": "the arithmetic of qwen_vl_utils",
 }
 """Family -> what gives the lengths of its images from headers; the others are encoded in full."""
 
-NAMES = [*HEADERS, "minicpmv4_6", "paddleocr_vl"]
+OMNI = pytest.param(
+    "qwen2_5_omni",
+    marks=pytest.mark.skipif(
+        importlib.util.find_spec("qwen_omni_utils") is None, reason="qwen_omni_utils is not installed; it is an extra"
+    ),
+)
 
-CHECKED = ["internvl", "glm4v", "minicpmv4_6", "paddleocr_vl"]
+NAMES = ["internvl", "glm4v", "qwen3_5", "minicpmv4_6", "paddleocr_vl"]
+
+CHECKED = ["internvl", "glm4v", "minicpmv4_6", "paddleocr_vl", OMNI]
 """Those outside of Qwen; `app.check --vision` compares all."""
 
 
@@ -57,7 +65,7 @@ def folder(tmp_path_factory):
     """Records with no, one and three images, and a model of each family."""
     folder = tmp_path_factory.mktemp("vision")
     scenes = write_scenes(folder, count=8)
-    for name in NAMES:
+    for name in [*NAMES, "qwen2_5_omni"]:
         write_vision_model(folder / name, name, texts(scenes), seed=0)
     return folder
 
@@ -101,7 +109,7 @@ def measurer(path) -> SwiftMeasurer:
     return training.open_measurer(config, training.open_samples(config)["train"])
 
 
-@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize("family", [*NAMES, OMNI])
 def test_lengths_are_those_of_full_encodes(vision_run, pictures, caplog, family):
     """Of 45 sizes and of several images: from headers where the processor can say it, and told."""
     caplog.set_level("INFO", "adapters")
@@ -170,8 +178,8 @@ def blur(trainer) -> None:
             lambda part: part + part.mean([*range(part.dim() - 1)]) if torch.is_tensor(part) else part, output
         )
 
-    inner = DummyImage.of(trainer.model, trainer.template).inner
-    next(part for name, part in inner.named_children() if name != "language_model").register_forward_hook(mixed)
+    dummy = DummyImage.of(trainer.model, trainer.template)
+    dummy.inner.get_submodule(dummy.towers[0]).register_forward_hook(mixed)
 
 
 def loss_and_unused(prepared, index: int) -> tuple[float, set[str]]:
@@ -183,7 +191,9 @@ def loss_and_unused(prepared, index: int) -> tuple[float, set[str]]:
         inputs = trainer._prepare_inputs(batch)
         loss = trainer.compute_loss(trainer.model, inputs, num_items_in_batch=torch.tensor(9.0))
         loss.backward()
-    return loss.item(), {name for name, one in trainer.model.named_parameters() if one.grad is None}
+    return loss.item(), {
+        name for name, one in trainer.model.named_parameters() if one.requires_grad and one.grad is None
+    }
 
 
 @pytest.mark.parametrize("family", CHECKED)
@@ -222,9 +232,10 @@ def test_a_family_is_shown_to_pack(vision_run, family):
     assert "isolation" in failed()
 
 
-def test_ranks_of_which_one_has_no_images_end_together(server, vision_run, tmp_path):
-    """InternVL on two ranks, in packs of one: in some steps one has text alone, one images."""
-    path = vision_run("internvl", template={"max_length": 60}, training={"max_steps": 4, "effective_batch_size": 2})
+@pytest.mark.parametrize("family", ["internvl", OMNI])
+def test_ranks_of_which_one_has_no_images_end_together(server, vision_run, tmp_path, family):
+    """On two ranks, in packs of one: in some steps one has text alone, one images."""
+    path = vision_run(family, template={"max_length": 60}, training={"max_steps": 4, "effective_batch_size": 2})
 
     assert [0, 0] == finished(server.ranks(2, rank_main.main, str(path), str(tmp_path), folder=tmp_path))
     ranks = rank_main.seen(tmp_path, 2)
@@ -235,12 +246,13 @@ def test_ranks_of_which_one_has_no_images_end_together(server, vision_run, tmp_p
     assert losses[0] == losses[1]
 
 
-def test_sharded_ranks_of_which_one_has_no_images_stay_in_step(server, vision_run, tmp_path):
-    """InternVL over real FSDP: each needs the other's part of the vision tower."""
+@pytest.mark.parametrize("family", ["internvl", OMNI])
+def test_sharded_ranks_of_which_one_has_no_images_stay_in_step(server, vision_run, tmp_path, family):
+    """Over real FSDP: each needs the other's part of the vision tower."""
     from app.training.prepare import prepare
     from app.wiring import training as wiring
 
-    path = vision_run("internvl", training={"max_steps": 1})
+    path = vision_run(family, training={"max_steps": 1})
     prepare(wiring.read_config(path), OneRank())  # the ranks find the plan
 
     assert [0, 0] == finished(server.ranks(2, sharded_main.main, str(path), str(tmp_path), folder=tmp_path))
@@ -248,13 +260,14 @@ def test_sharded_ranks_of_which_one_has_no_images_stay_in_step(server, vision_ru
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed; it is an extra")
-def test_zero_3_trains_a_family_outside_of_qwen_the_same(vision_run, execute, tmp_path):
-    """InternVL on two ranks, packs of one with and without images: the losses of one process."""
+@pytest.mark.parametrize("family", ["internvl", OMNI])
+def test_zero_3_trains_a_family_the_same(vision_run, execute, tmp_path, family):
+    """On two ranks, packs of one with and without images: the losses of one process."""
     keys = {"effective_batch_size": 2, "max_steps": 4, "learning_rate": 0.0, "train_dataloader_shuffle": False}
     limit = {"max_length": 60}
-    alone = execute(vision_run("internvl", "alone", template=limit, training=keys))
+    alone = execute(vision_run(family, "alone", template=limit, training=keys))
     zero = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "auto"}
-    path = vision_run("internvl", template=limit, training={**keys, "deepspeed": zero, "use_cpu": True})
+    path = vision_run(family, template=limit, training={**keys, "deepspeed": zero, "use_cpu": True})
 
     run = train_under_torchrun(path, tmp_path)
 
@@ -273,17 +286,18 @@ KEYS = {"max_steps": 10, "learning_rate": "2e-2", "lr_scheduler_type": "constant
         "save_steps": 9, "gradient_checkpointing": True}  # fmt: skip
 
 
-def test_a_family_learns_resumes_and_evaluates_packed_as_padded(vision_run, execute, folder, tmp_path):
-    """GLM-4V's loss falls by half; resumed, it is the same bit for bit; padding evaluates alike."""
+@pytest.mark.parametrize("family", ["glm4v", OMNI])
+def test_a_family_learns_resumes_and_evaluates_packed_as_padded(vision_run, execute, folder, tmp_path, family):
+    """Its loss falls by half; resumed, it is the same bit for bit; padding evaluates alike."""
     from app.training.prepare import prepare
     from app.wiring import training as wiring
 
-    whole = execute(vision_run("glm4v", "whole", training=KEYS))
+    whole = execute(vision_run(family, "whole", training=KEYS))
     losses = [entry["loss"] for entry in whole.history if "loss" in entry]
     assert losses[-1] < losses[0] / 2
 
     again = {**KEYS, "resume_from_checkpoint": str(tmp_path / "whole" / "checkpoint-9")}
-    resumed = execute(vision_run("glm4v", "resumed", training=again))
+    resumed = execute(vision_run(family, "resumed", training=again))
     assert losses == [entry["loss"] for entry in resumed.history if "loss" in entry]
     left, right = (load_file(tmp_path / run / "checkpoint-10" / "model.safetensors") for run in ("whole", "resumed"))
     assert left.keys() == right.keys()
@@ -291,7 +305,7 @@ def test_a_family_learns_resumes_and_evaluates_packed_as_padded(vision_run, exec
 
     custom, evaluated = {"val_jsonl": str(folder / "scenes.jsonl")}, []
     for name, keys in (("packed", {}), ("padded", {"packing": False, "per_device_eval_batch_size": 3})):
-        path = vision_run("glm4v", name, custom=custom, training=keys)
+        path = vision_run(family, name, custom=custom, training=keys)
         evaluated.append(prepare(wiring.read_config(path), OneRank()).trainer.evaluate())
     assert evaluated[0]["eval_tokens"] == evaluated[1]["eval_tokens"]
     assert evaluated[0]["eval_loss"] == pytest.approx(evaluated[1]["eval_loss"], rel=1e-6)
@@ -352,17 +366,13 @@ def test_a_missing_package_is_named_before_anything_is_measured(vision_run, monk
         wiring.open_samples(wiring.read_config(vision_run("qwen3_5")))
 
 
-@pytest.mark.parametrize("template", ["qwen2_5_omni", "qwen3_omni"])
-def test_what_was_not_shown_to_pack_is_refused_by_name(vision_run, template):
+def test_what_was_not_shown_to_pack_is_refused_by_name(vision_run):
     """Whether the packages of its template are installed or not; and by its model type alone."""
     from app.wiring import training as wiring
 
-    types = [{"model_type": template}, {"model_type": {"qwen3_omni": "qwen3_omni_moe"}.get(template, template)}]
-    for model, named in zip(types, (template, None), strict=True):
-        path = vision_run("internvl", model=model, template={"template": named})
-        with pytest.raises(
-            ConfigError, match=rf"template\.template: is {template}, .* not shown to pack: set training"
-        ):
+    for model_type, named in (("qwen3_omni", "qwen3_omni"), ("qwen3_omni_moe", None)):
+        path = vision_run("internvl", model={"model_type": model_type}, template={"template": named})
+        with pytest.raises(ConfigError, match=r"template\.template: is qwen3_omni, .* not shown to pack: set training"):
             wiring.open_samples(wiring.read_config(path))
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import logging
+import time
+from contextlib import nullcontext
 
 import pytest
 
-from adapters.progress import hide, progress
+from adapters.progress import hide, loading_libraries, progress, waiting
 from app.cli.command import run_command
 from tests.fakes import Terminal
 
@@ -48,3 +51,75 @@ def test_warnings_are_marked_as_warnings(capfd, monkeypatch, quiet):
         assert 0 == run_command(command, verbose=False, quiet=quiet)
         note = ["packplan: a note is planned"] * (rank == "0" and not quiet)
         assert [*note, f"{name}: warning: a pack is dropped"] == capfd.readouterr().err.splitlines()
+
+
+def screen(written: str) -> str:
+    """Return what a terminal shows of what was written in one line."""
+    shown = ""
+    for text in written.split("\r"):
+        shown = text.removeprefix("\033[K") if text.startswith("\033[K") else text + shown[len(text) :]
+    return shown
+
+
+def wait_for(words: str, file: io.StringIO) -> None:
+    deadline = time.monotonic() + 20
+    while words not in file.getvalue() and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt, ValueError])
+def test_a_long_wait_is_shown_on_a_terminal_until_it_is_over(error):
+    """And nothing is left of it, also where it ends by Ctrl-C or an error, which passes through."""
+    file = Terminal()
+
+    expected = nullcontext() if error is None else pytest.raises(error)
+    with expected, waiting("loading libraries", file=file, noticed_s=0):
+        wait_for("loading libraries", file)
+        assert "packplan: loading libraries …" == screen(file.getvalue())
+        if error is not None:
+            raise error
+
+    assert "" == screen(file.getvalue())
+    assert "\n" not in file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("kind", "noticed_s", "rank", "quiet"),
+    [(Terminal, 60, "0", False), (io.StringIO, 0, "0", False), (Terminal, 0, "1", False), (Terminal, 0, "0", True)],
+    ids=["short", "no terminal", "another rank", "quiet"],
+)
+def test_other_waits_write_nothing(monkeypatch, kind, noticed_s, rank, quiet):
+    """One that is over soon, and what nobody reads or asked not to be shown."""
+    monkeypatch.setenv("RANK", rank)
+    hide(hidden=quiet)
+    file = kind()
+
+    with waiting("loading libraries", file=file, noticed_s=noticed_s):
+        time.sleep(0.02)
+
+    assert "" == file.getvalue()
+
+
+def test_a_line_is_never_wider_than_its_terminal(monkeypatch):
+    """What wraps could not be removed."""
+    monkeypatch.setenv("COLUMNS", "12")
+    file = Terminal()
+
+    with waiting("loading libraries", file=file, noticed_s=0):
+        wait_for("packplan", file)
+
+    assert "packplan: l" == file.getvalue().partition("\r")[0]
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_garbage_is_collected_after_the_libraries_as_it_was_before(monkeypatch, collects):
+    """Nothing is collected while libraries load, and then as before, also where an import fails."""
+    state = {"collects": collects}
+    monkeypatch.setattr(gc, "isenabled", lambda: state["collects"])
+    monkeypatch.setattr(gc, "disable", lambda: state.update(collects=False))
+    monkeypatch.setattr(gc, "enable", lambda: state.update(collects=True))
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+    with pytest.raises(ImportError), loading_libraries():
+        assert not state["collects"]
+        raise ImportError
+    assert state["collects"] is collects

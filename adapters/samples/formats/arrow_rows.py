@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from adapters.progress import BRIEF_S, progress
 from adapters.samples.formats.json_value import without_nulls
+from adapters.samples.formats.kept import KeptFacts, audited
+from adapters.samples.formats.mapped import MappedFile
 from adapters.samples.formats.spans import Named, has_media_tag
 from core.errors import DataSetError, RecordError, counted
 from core.samples import DIGEST_BYTES, Place, digest_of, unreadable_digest
+
+log = logging.getLogger(__name__)
 
 MAX_UNPACKED = 2**26
 """Bytes that opening Arrow files may take in memory: mapped ones take none."""
@@ -54,7 +61,13 @@ class ArrowFile:
     unit = "row"
 
     def __init__(
-        self, parts: list[Path], *, named: Named, max_bytes: int | None = None, digests: Path | None = None
+        self,
+        parts: list[Path],
+        *,
+        named: Named,
+        max_bytes: int | None = None,
+        digests: Path | None = None,
+        cache: Path | None = None,
     ) -> None:
         """
         Map the files.
@@ -68,41 +81,95 @@ class ArrowFile:
 
             digests: Digest of each row, one after the other, if they are known.
 
+            cache: Folder where what was found is kept; None keeps nothing.
+
         Raises:
             DataSetError: A file is damaged, or compressed.
         """
-        self.parts, self.named, self.max_bytes, self._digest_file = parts, named, max_bytes, digests
+        self.parts, self.named, self.max_bytes, self._digest_file, self._cache = parts, named, max_bytes, digests, cache
         self._open()
 
     def _open(self) -> None:
         import pyarrow as pa
 
-        self._batches: list[Any] = []
+        self._batches: list[_Mapped] = []
         self.num_with_media_tags = 0
-        before = pa.total_allocated_bytes()
-        for part in self.parts:
-            try:
-                batches = _batches_of(part)
-                for batch in batches:
-                    batch.validate()
-                    self.num_with_media_tags += _num_with_tags(batch)
-            except (OSError, ValueError, pa.ArrowException) as error:
-                message = f"{self.named.name}: {part.name} is damaged, or no Arrow file ({_short(error)})"
-                raise DataSetError(message) from None
-            _refuse_twins(self.named.name, batches)
-            self._batches += batches
+        before, part = pa.total_allocated_bytes(), self.parts[0]
+        try:
+            # Digests of a copy stand beside it.
+            self._kept = KeptFacts(None if self._digest_file else self._cache, self.parts, kind=type(self).__name__)
+            found = self._kept.load()
+            for part in self.parts:
+                self._open_part(part, before, count_tags=found is None)
+        except (OSError, ValueError, pa.ArrowException) as error:
+            message = f"{self.named.name}: {part.name} is damaged, or no Arrow file ({_short(error)})"
+            raise DataSetError(message) from None
+        self._ends = np.cumsum([0, *(one.batch.num_rows for one in self._batches)])
+        self._sound = np.zeros(len(self._batches), dtype=bool)
+        """Batches whose offsets and texts were found to be sound, before a row of them was read."""
+        if self._digest_file is not None and self._digest_file.stat().st_size != len(self) * DIGEST_BYTES:
+            message = f"{self._digest_file.parent} is damaged: delete it, and it is made again"
+            raise DataSetError(message)
+        self._digests: NDArray[np.uint8] | None = None
+        if found is not None:
+            self._restore(*found)
+
+    def _restore(self, facts: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Take what an earlier start found, if some rows are still those; else look again."""
+        digests = arrays["digests"].reshape(-1, DIGEST_BYTES)
+        if len(digests) == len(self) and all(self._digest(row) == digests[row].tobytes() for row in audited(len(self))):
+            self._digests, self.num_with_media_tags = digests, facts["num_with_media_tags"]
+            return
+        log.warning("%s is another file than its size and times say: it is read again", self.named.name)
+        self._kept.discard()
+        self.num_with_media_tags = sum(_num_with_tags(one.batch) for one in self._batches)
+
+    @property
+    def knows_digests(self) -> bool:
+        """Whether no row has to be read for its digest."""
+        return self._digest_file is not None or self._digests is not None
+
+    def keep(self, digests: NDArray[np.uint8]) -> None:
+        """Keep the digests of all rows for later starts."""
+        if self._kept.save({"num_with_media_tags": self.num_with_media_tags}, {"digests": digests.reshape(-1)}):
+            self._digests = digests
+
+    def kept_fault(self) -> str | None:
+        """Return in what the file is another one than was kept of it; all of it is read."""
+        if self._digests is None:
+            return None
+        for row in progress(range(len(self)), desc=f"comparing {self.named.name}", leave=False, delay=BRIEF_S):
+            if self._digest(row) != self._digests[row].tobytes():
+                return f"row {row + 1:,} is another one than {self._kept.where} says: delete that, and build again"
+        return None
+
+    def _open_part(self, part: Path, before: int, *, count_tags: bool) -> None:
+        """
+        Map a file; DataSetError if it is compressed, or names a column twice.
+
+        Args:
+            part: The file.
+
+            before: Bytes of memory that Arrow held before the first file was opened.
+
+            count_tags: Look for <video> and <audio> in its texts.
+        """
+        import pyarrow as pa
+
+        mapped = MappedFile(part)
+        for number, batch in enumerate(_batches_of(mapped)):
+            if not number:
+                _refuse_twins(self.named.name, batch.schema.names)
             if pa.total_allocated_bytes() - before > MAX_UNPACKED:
                 message = f"{self.named.name}: {part.name} is compressed, which has to be unpacked: save it as Parquet"
                 raise DataSetError(message)
-        self._ends = np.cumsum([0, *(batch.num_rows for batch in self._batches)])
-        self._sound = np.zeros(len(self._batches), dtype=bool)
-        """Batches whose offsets and texts were found to be sound, before a row of them was read."""
-        self._digests = None
-        if self._digest_file is not None and len(self):
-            self._digests = np.memmap(self._digest_file, dtype=np.uint8, mode="r", shape=(len(self), DIGEST_BYTES))
+            batch.validate()
+            self.num_with_media_tags += _num_with_tags(batch) if count_tags else 0
+            self._batches.append(_Mapped(number, batch, mapped))
+            mapped.pass_by(batch.nbytes)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("parts", "named", "max_bytes", "_digest_file")
+        kept = ("parts", "named", "max_bytes", "_digest_file", "_cache")
         return {name: self.__dict__[name] for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -129,12 +196,12 @@ class ArrowFile:
         import pyarrow as pa
 
         number = int(np.searchsorted(self._ends, row, side="right")) - 1
-        batch = self._batches[number]
+        held = self._batches[number]
         try:
             if not self._sound[number]:
-                batch.validate(full=True)
+                held.validate()
                 self._sound[number] = True
-            return without_nulls(batch.slice(row - int(self._ends[number]), 1).to_pylist()[0])
+            return without_nulls(held.row(row - int(self._ends[number])))
         except (pa.ArrowException, UnicodeDecodeError, ValueError, OverflowError) as error:
             raise RecordError(str(self.where(row)), f"is damaged: {_short(error)}") from None
 
@@ -144,13 +211,17 @@ class ArrowFile:
 
     def digests(self, start: int, stop: int) -> bytes:
         """Return the digests of the records from *start* to before *stop*, one behind the other."""
+        if self._digest_file is not None:
+            with self._digest_file.open("rb") as file:
+                file.seek(start * DIGEST_BYTES)
+                return file.read((stop - start) * DIGEST_BYTES)
         if self._digests is not None:
             return self._digests[start:stop].tobytes()
         return b"".join(map(self._digest, range(start, stop)))
 
     def digest_of(self, _: int, value: Any) -> bytes:
         """Return the digest of a record that was read; nothing where all are known."""
-        return b"" if self._digests is not None else digest_of(value)
+        return b"" if self.knows_digests else digest_of(value)
 
     def _digest(self, row: int) -> bytes:
         try:
@@ -159,24 +230,43 @@ class ArrowFile:
             return unreadable_digest([error.reason.encode()])
 
 
-def _batches_of(part: Path) -> list[Any]:
+class _Mapped:
+    """A batch of rows, mapped from a file."""
+
+    def __init__(self, number: int, batch: Any, mapped: MappedFile) -> None:
+        self._number, self.batch, self._mapped, self._size = number, batch, mapped, batch.nbytes
+        self._num_places = sum(len(column.buffers()) for column in batch.columns)
+
+    def validate(self) -> None:
+        """Check all offsets and texts; ArrowException if one is damaged."""
+        self.batch.validate(full=True)
+        self._mapped.pass_by(self._size)
+
+    def row(self, number: int) -> Any:
+        """Return a row as Python values."""
+        value = self.batch.slice(number, 1).to_pylist()[0]
+        row_bytes = self._size // self.batch.num_rows
+        self._mapped.read_part(self._number, row_bytes, num_places=self._num_places, most=self._size)
+        return value
+
+
+def _batches_of(mapped: MappedFile) -> Iterator[Any]:
+    """Yield the batches of a file, which stay in it."""
     import pyarrow as pa
 
-    held = pa.memory_map(str(part))
-    if held.read(6) == b"ARROW1":
+    held = pa.py_buffer(mapped.bytes)
+    if mapped.bytes[:6] == b"ARROW1":
         file = pa.ipc.open_file(held)
-        return [file.get_batch(number) for number in range(file.num_record_batches)]
-    held.seek(0)
-    return list(pa.ipc.open_stream(held))
+        yield from (file.get_batch(number) for number in range(file.num_record_batches))
+    else:
+        yield from pa.ipc.open_stream(held)
 
 
-def _refuse_twins(name: str, batches: list[Any]) -> None:
+def _refuse_twins(name: str, columns: list[str]) -> None:
     """Refuse columns of one name, of which the last would be read; DataSetError naming them."""
-    for batch in batches[:1]:
-        columns = batch.schema.names
-        if twins := [column for number, column in enumerate(columns) if column in columns[:number]]:
-            message = f"{name} has two columns {twins[0]!r}, of which one would be ignored: rename one"
-            raise DataSetError(message)
+    if twins := [column for number, column in enumerate(columns) if column in columns[:number]]:
+        message = f"{name} has two columns {twins[0]!r}, of which one would be ignored: rename one"
+        raise DataSetError(message)
 
 
 def _text_size(value: Any) -> int:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import mmap
 import re
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
 from adapters.progress import BRIEF_S, progress
-from adapters.samples.formats.spans import CHUNK, SpanFile, as_spans, has_media_tag
+from adapters.samples.formats.mapped import MappedFile
+from adapters.samples.formats.spans import CHUNK, SpanFile, Spans, has_media_tag
 from core.errors import DataSetError
 
 _START = re.compile(rb"(?:\xef\xbb\xbf)?[ \t\r\n]*+\[[ \t\r\n]*+")
@@ -34,7 +34,8 @@ class ArrayFile(SpanFile):
 
     def _scan(self) -> tuple[NDArray[np.int64], int]:
         """Return the spans of the array's values; DataSetError if it is no whole array."""
-        held, rows, num_with_tags = self.mapped(), list[tuple[int, int, int]](), 0
+        mapped, rows, num_with_tags = MappedFile(self.path), Spans(), 0
+        held = mapped.bytes
         opening = _START.match(held)
         if opening is None:
             self._fail(1, "is no JSON array: it has to begin with [")
@@ -45,18 +46,19 @@ class ArrayFile(SpanFile):
             place += ended
             while not ended:
                 end = self._end_of_value(held, place, len(rows) + 1)
-                rows.append((place, end, len(rows) + 1))
+                rows.add(place, end, len(rows) + 1)
                 num_with_tags += _is_tagged(held, place, end)
                 bar.update(end - place)
+                mapped.pass_by(end - place)
                 following = _NEXT.match(held, end)
                 if following is None:
                     self._fail(len(rows), "is not followed by a comma or the end of the array: the file may be cut off")
                 place, ended = following.end(), following[1] is None
         if held[place:].strip():
             self._fail(len(rows), "is the last of the array, but more follows it in the file")
-        return as_spans(rows), num_with_tags
+        return rows.as_array(), num_with_tags
 
-    def _end_of_value(self, held: mmap.mmap, start: int, row: int) -> int:
+    def _end_of_value(self, held: Any, start: int, row: int) -> int:
         """Return the byte behind the value at *start*; DataSetError if *row* has no end."""
         if start == len(held) or held[start] not in _OPENING:
             scalar = _SCALAR.match(held, start)
@@ -80,5 +82,5 @@ class ArrayFile(SpanFile):
         raise DataSetError(message)
 
 
-def _is_tagged(held: mmap.mmap, start: int, end: int) -> bool:
+def _is_tagged(held: Any, start: int, end: int) -> bool:
     return any(has_media_tag(held[place : min(place + CHUNK, end)]) for place in range(start, end, CHUNK))

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from adapters.progress import BRIEF_S, progress
-from adapters.samples.formats.spans import CHUNK, SpanFile, as_spans, has_media_tag
+from adapters.samples.formats.spans import CHUNK, SpanFile, Spans, has_media_tag
 
 
 class LinesFile(SpanFile):
@@ -17,7 +17,7 @@ class LinesFile(SpanFile):
         Return first byte, end and line of every record, and how many say <video> or <audio>; no
         line is read whole.
         """
-        rows: list[tuple[int, int, int]] = []
+        rows = Spans()
         num_with_tags = 0
         size = self.path.stat().st_size
         bar = progress(total=size, desc=f"reading {self.path.name}", unit=" bytes", leave=False, delay=BRIEF_S)
@@ -30,8 +30,8 @@ class LinesFile(SpanFile):
                     text = file.readline(CHUNK)
                     end, says, tagged = end + len(text), says or bool(text.strip()), tagged or has_media_tag(text)
                 if says:
-                    rows.append((start, end, line))
+                    rows.add(start, end, line)
                     num_with_tags += tagged
                 bar.update(end - start)
                 start = end
-        return as_spans(rows), num_with_tags
+        return rows.as_array(), num_with_tags

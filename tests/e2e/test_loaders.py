@@ -1,0 +1,99 @@
+"""Processes that load data, and what a run says last: lines for people, and no traceback."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from adapters.trainer import base
+from adapters.trainer.loader import lost_workers_named
+from app import sft
+from app.training.outcome import log_outcome
+from app.wiring import stores
+from core.errors import LoaderError
+
+pytestmark = pytest.mark.slow
+
+TEXT = {"max_steps": 1, "packing_drop_last": False}
+
+
+def kill_itself(number: int, **_) -> None:
+    """End a loader's worker as the kernel does where memory runs out."""
+    del number
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_worker_that_is_killed_ends_the_run_with_a_line(write_run, monkeypatch, capfd):
+    """What happened, and the keys that need less memory; exit status 2."""
+    monkeypatch.setattr(base, "open_worker", kill_itself)
+
+    status = sft.main([str(write_run("qwen2", training={**TEXT, "dataloader_num_workers": 1}))])
+
+    said = capfd.readouterr().err
+    assert 2 == status
+    (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert "loading data failed: DataLoader worker (pid" in line
+    assert "lower training.dataloader_num_workers (now 1; 0 loads in the training process)" in line
+    assert said.endswith(f"{line}\n")
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("said", "ours"),
+    [
+        ("DataLoader worker (pid 7) is killed by signal: Killed. ", True),
+        ("DataLoader worker (pid(s) 7, 8) exited unexpectedly", True),
+        ("Too many open files. Communication with the workers is no longer possible.", True),
+        ("CUDA error: out of memory", False),
+    ],
+)
+def test_only_what_torch_says_of_lost_workers_is_theirs(said, ours):
+    """Every other error of torch keeps its traceback."""
+    with pytest.raises(RuntimeError if not ours else LoaderError) as raised, lost_workers_named(3):
+        raise RuntimeError(said)
+
+    assert said.strip().rstrip(".") in str(raised.value)
+
+
+def test_a_run_says_last_where_its_checkpoint_is_and_what_loads_it(write_run, capfd):
+    """A folder that is there, in a command that names what the folder does not say."""
+    assert 0 == sft.main([str(write_run("qwen2", training={**TEXT, "save_strategy": "epoch"}))])
+    last = capfd.readouterr().err.splitlines()[-1]
+
+    done, _, command = last.partition("; to ask it: ")
+    checkpoint = done.partition("the last checkpoint is ")[2]
+    assert done.startswith("packplan: 1 optimizer step is done; ")
+    assert (Path(checkpoint) / "model.safetensors").is_file()
+    kinds = ["--model_type", "qwen2", "--template", "qwen2_5"]
+    assert ["swift", "infer", "--model", checkpoint, *kinds] == shlex.split(command)
+
+
+@pytest.mark.parametrize(
+    ("saved", "sharded", "end"),
+    [
+        (None, False, "2 optimizer steps are done; no checkpoint was saved (training.save_strategy)"),
+        ("a b/checkpoint-2", True, "the last checkpoint is a b/checkpoint-2"),
+        ("a b/checkpoint-2", False, "swift infer --model M --adapters 'a b/checkpoint-2' --template qwen"),
+    ],
+)
+def test_what_is_not_saved_or_in_parts_has_no_command(write_run, caplog, saved, sharded, end):
+    """Adapters come with the model that they belong to."""
+    config = stores.read_config(write_run("qwen2", model={"model": "M"}, training={"tuner_type": "lora"}))
+    trainer = SimpleNamespace(
+        state=SimpleNamespace(global_step=2),
+        saved=None if saved is None else Path(saved),
+        is_sharded=sharded,
+        template=SimpleNamespace(
+            model_meta=SimpleNamespace(model_type=None), template_meta=SimpleNamespace(template_type="qwen")
+        ),
+    )
+    caplog.set_level("INFO", logger="app")
+
+    log_outcome(config, trainer)
+
+    assert caplog.messages[-1].endswith(end)
