@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from core.lengths import IntArray
 from core.plan import RawPlan
-from core.samples import DataFile, Table, column
+from core.samples import IMAGE_COLUMNS, DataFile, ImageTable, Table, column, num_media
 
 QUANTILES = (5, 50, 95)
 """Per cent of a source's samples."""
@@ -36,6 +36,14 @@ class SourceSummary:
 
     images: int
     videos: int
+
+    frames: int
+    """Frames that are sampled of its videos."""
+
+    video_patches: int
+
+    video_milliseconds: int
+    """How long its videos are together."""
 
     longest_sample: int
     """Tokens of its longest sample; 0 where it has none."""
@@ -66,7 +74,7 @@ class SourceSummary:
 
 
 def summarise_sources(
-    plan: RawPlan, table: Table, files: Sequence[DataFile], *, bad: Sequence[int] = ()
+    plan: RawPlan, table: Table, files: Sequence[DataFile], *, images: ImageTable, bad: Sequence[int] = ()
 ) -> tuple[SourceSummary, ...]:
     """
     Return a plan in numbers, source by source, in the order of their first files.
@@ -77,6 +85,9 @@ def summarise_sources(
         table: Their measurements; int32, shape (num_samples, num_columns).
 
         files: Files of the data, in order.
+
+        images: What is stored of the samples' images and videos; int64, shape (num_media,
+            num_image_columns).
 
         bad: Positions of the records that are no samples, among all records.
 
@@ -98,6 +109,8 @@ def summarise_sources(
         np.add.at(sums, of_sample[which], values[which])
         return sums
 
+    milliseconds = np.zeros(len(names), np.int64)
+    np.add.at(milliseconds, np.repeat(of_sample, num_media(table)), images[:, IMAGE_COLUMNS.index("milliseconds")])
     lengths = [np.sort(column(table, "length")[of_sample == number]) for number in range(len(names))]
     planned, dropped = plan.packs.indices, plan.dropped_packs.indices
     skipped = np.array(plan.skipped_long, dtype=np.int64)
@@ -110,6 +123,9 @@ def summarise_sources(
         "supervised_tokens": count(name="supervised"),
         "images": count(name="images"),
         "videos": count(name="videos"),
+        "frames": count(name="frames"),
+        "video_patches": count(name="video_patches"),
+        "video_milliseconds": milliseconds,
         "longest_sample": np.array([own[-1] if own.size else 0 for own in lengths]),
         "planned_samples": count(planned),
         "planned_tokens": count(planned, "length"),

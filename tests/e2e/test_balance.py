@@ -24,7 +24,7 @@ def test_balanced_steps_give_the_loss_and_the_gradients_of_the_plain_order(start
     found = {}
     for balance in ("none", "auto", "microbatch"):
         out = tmp_path / f"out-{balance}"
-        path = write_run(name=balance, training={**keys, "packing_balance": balance}, template={"max_length": 400})
+        path = write_run("qwen2", name=balance, training={**keys, "packing_balance": balance})
         assert [0, 0] == finished(start_ranks(2, path, out, "gradients"))
         found[balance] = rank_main.seen(out, 2), torch.load(out / "gradients0.pt")
 
@@ -45,7 +45,7 @@ def test_balanced_steps_give_the_loss_and_the_gradients_of_the_plain_order(start
 def test_packs_of_equal_work_are_trained_as_planned(start_ranks, write_run, tmp_path):
     """Two ranks train every balanced pack once; a second run takes the stored plan."""
     keys = {"packing_algorithm": "balanced", "effective_batch_size": 4, "packing_max_dropped_share": 1}
-    path = write_run("qwen3_vl", training=keys, template={"max_length": 600})
+    path = write_run("qwen3", training=keys)
     for number in range(2):
         out = tmp_path / f"out{number}"
         assert [0, 0] == finished(start_ranks(2, path, out))

@@ -13,6 +13,7 @@ from adapters.progress import BRIEF_S, progress
 from adapters.samples.formats.mapped import MappedFile
 from adapters.samples.formats.spans import SpanFile, Spans, has_media_tag
 from core.errors import DataSetError, RecordError, counted
+from core.samples import VIDEO_KEYS
 
 _BOM = b"\xef\xbb\xbf"
 
@@ -50,8 +51,18 @@ class CsvFile(SpanFile):
                     self.columns = self._header(held[start : min(place, start + LONGEST_HEADER)].rstrip(b"\r\n"))
                     continue
                 rows.add(start, place, len(rows) + 1)
-                num_with_tags += has_media_tag(held[start:place])
+                num_with_tags += self._has_media_tag(held[start:place])
         return rows.as_array(), num_with_tags
+
+    def _has_media_tag(self, row: bytes) -> bool:
+        """Return whether a row says <video> or <audio> without such media."""
+        if not has_media_tag(row):
+            return False
+        try:
+            record = self._value(row.rstrip(b"\r\n"), "")
+        except RecordError:
+            return True
+        return has_media_tag(row, has_videos=any(record.get(name, "[]") != "[]" for name in VIDEO_KEYS))
 
     def _facts(self) -> dict[str, Any]:
         return {**super()._facts(), "columns": self.columns}

@@ -257,11 +257,18 @@ class SpanFile:
         return start, end
 
 
-def has_media_tag(text: bytes) -> bool:
-    """Return whether a part of a record says <video> or <audio>, and is not seen to have videos."""
+def has_media_tag(text: bytes, *, has_videos: bool = False) -> bool:
+    """
+    Return whether a part of a record says <video> or <audio> without such media.
+
+    Args:
+        text: The part, as its file has it.
+
+        has_videos: Whether its record is known to have videos; else it is seen by JSON's notation.
+    """
     if b"video" not in text and b"audio" not in text:
         return False
-    found = _AUDIO_TAG if _HAS_VIDEOS.search(text) else _MEDIA_TAG
+    found = _AUDIO_TAG if has_videos or _HAS_VIDEOS.search(text) else _MEDIA_TAG
     return found.search(text) is not None
 
 
