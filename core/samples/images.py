@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import re
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -11,6 +12,9 @@ Image = str | bytes
 """Path of an image file, or what such a file would hold; its URL, where URLs are read."""
 
 _DATA_URI = re.compile(r"data:(?P<type>[^;,]*)(?P<coded>;base64)?,")
+
+_BASE64_START = re.compile(r"\s*(?:/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk[0-3])[A-Za-z0-9+/\s]{60}")
+"""What base64 of an image begins as: it is decoded, and all of it looked at where that fails."""
 
 _BASE64 = re.compile(r"\s*(?:/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk[0-3])[A-Za-z0-9+/\s]{60,}={0,2}\s*\Z")
 """
@@ -70,13 +74,28 @@ def _to_image(image: Any, *, urls: bool) -> Image:
         _fail("has 'images' that are not a list of paths, or of images as data URIs, base64 or {path} or {bytes}")
     if image.startswith("data:"):
         return _of_uri(image)
-    if _BASE64.match(image):
-        return _decoded(image, "an image")
+    if (held := _alone(image)) is not None:
+        return held
     if urls and is_url(image) and len(image) <= _LONGEST_PATH:
         return image
     if remedy := why_no_path(image):
         _fail(f"has the image {image[:60]!r}: {remedy}")
     return image
+
+
+def _alone(image: str) -> bytes | None:
+    """
+    Return the image that stands in a text as base64 alone, None if that is something else;
+    ValueError if it cannot be decoded.
+    """
+    if not _BASE64_START.match(image):
+        return None
+    try:
+        return _decoded(image, "an image")
+    except ValueError:
+        if _BASE64.match(image):
+            raise
+    return None
 
 
 def _of_uri(image: str) -> bytes:
@@ -94,6 +113,9 @@ def _of_uri(image: str) -> bytes:
 
 def _decoded(text: object, where: str) -> bytes:
     try:
+        # Few have blanks, which take a while to remove.
+        with contextlib.suppress(ValueError):
+            return base64.b64decode(str(text), validate=True)
         return base64.b64decode("".join(str(text).split()), validate=True)
     except ValueError:
         _fail(f"has {where} that is no base64: write it again")
