@@ -396,9 +396,12 @@ class SwiftEncoder:
         custom = self.spec.custom
         try:
             facts = video_facts(video, max_seconds=custom.max_video_s)
-            size = self.video_lengths.num_bytes(facts) if self.video_lengths is not None else 0
         except ValueError as error:
             raise self.fault(index, str(error)) from None
+        try:
+            size = self.video_lengths.num_bytes(facts) if self.video_lengths is not None else 0
+        except ValueError as error:
+            raise self.fault(index, f"the video {_named(video)} cannot be sampled: {error}") from None
         if size > custom.max_video_bytes:
             reason = (
                 f"the sampled frames of {facts.width} x {facts.height} of the video {_named(video)} take "

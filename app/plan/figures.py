@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from app.plan.stored import PlanView
 from app.planning.log_lines import BOUNDS
@@ -10,6 +10,8 @@ from core.equality import PackingVerdict
 from core.errors import agree, counted
 from core.inspection import SourceSummary
 from core.samples import video_totals
+
+_BARS = " ▁▂▃▄▅▆▇█"
 
 Row = tuple[str, str, str]
 """What, how much, and a remark."""
@@ -61,6 +63,21 @@ def _sources(view: PlanView) -> Iterator[Row]:
         ]
         said = ", ".join(part for part in parts if part)
         yield f"  {one.name}", f"{one.num_samples:,}", f"{said}; {' / '.join(shapes)}"
+        if one.num_samples:
+            low, median, high = one.length_quantiles
+            bars, first = _bars(one.length_histogram)
+            remark = f"tokens, the median; 5 % have up to {low:,}, 95 % up to {high:,}; {bars} by powers of two"
+            yield "    lengths", f"{median:,}", f"{remark} from {first:,}"
+
+
+def _bars(counts: Sequence[int]) -> tuple[str, int]:
+    """
+    Return a bar for each power of two of lengths, the highest of the most samples, and the least
+    length of the first.
+    """
+    first = next(place for place, count in enumerate(counts) if count)
+    shown, most = counts[first:], max(counts)
+    return "".join(_BARS[-(-count * (len(_BARS) - 1) // most)] for count in shown), 2**first
 
 
 def _shown(source: SourceSummary) -> str:

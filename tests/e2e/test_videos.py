@@ -329,8 +329,8 @@ def test_two_ranks_of_which_one_has_videos_end_together(start_ranks, write_run, 
 
 def test_a_run_with_videos_resumes_to_the_same_weights(execute, write_run, mixed, tmp_path):
     """
-    Bit for bit, from the middle of an epoch; frames are decoded in worker processes, and the log
-    says how long that took.
+    Bit for bit, from the middle of an epoch; frames are decoded in worker processes or by training
+    itself, and the log says how long that took, and how long training waited.
     """
     training = {
         "effective_batch_size": 2,
@@ -342,11 +342,22 @@ def test_a_run_with_videos_resumes_to_the_same_weights(execute, write_run, mixed
     custom = {"train_jsonl": str(mixed)}
     whole = execute(write_run(name="whole", custom=custom, template=SAMPLING, training=training))
     again = tmp_path / "whole" / "checkpoint-1"
-    resumed = {**training, "resume_from_checkpoint": str(again), "packing_lengths_from": str(tmp_path / "whole")}
-    execute(write_run(name="again", custom=custom, template=SAMPLING, training=resumed))
+    resumed = {
+        **training,
+        "dataloader_num_workers": 0,
+        "resume_from_checkpoint": str(again),
+        "packing_lengths_from": str(tmp_path / "whole"),
+    }
+    alone = execute(write_run(name="again", custom=custom, template=SAMPLING, training=resumed))
 
     assert whole.num_steps > 1
-    assert any(entry.get("video_seconds", 0) > 0 for entry in whole.history)
+    for run in (whole, alone):
+        decoding, waiting = (
+            [entry.get(key, 0) for entry in run.history] for key in ("video_seconds", "data_wait_seconds")
+        )
+        assert sum(decoding) > 0
+        assert [bool(seconds) for seconds in decoding] == [bool(seconds) for seconds in waiting]
+    assert sum(waiting) > sum(decoding)  # without a worker process
     last = f"checkpoint-{whole.num_steps}"
     assert_equal(tmp_path / "again" / last, tmp_path / "whole" / last)
 

@@ -149,6 +149,7 @@ def test_a_sample_that_no_pack_holds_is_named():
 
 
 @pytest.mark.parametrize("capacity", [8192, 16384])
+@pytest.mark.untraced
 def test_packs_with_a_rare_long_sample_are_level_too(capacity):
     """
     Chats, of which few are long: on 64 ranks the busiest is within 0.2 % of what whole samples

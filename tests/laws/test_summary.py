@@ -133,6 +133,12 @@ def test_sources_divide_a_plan_between_them(of, data):
         videos = sum(held[i] for i in own)
         assert (videos, 4 * videos, 96 * videos) == (one.videos, one.frames, one.video_patches)
         assert sum(7 * lengths[i] * held[i] for i in own) == one.video_milliseconds
+        assert len(own) == sum(one.length_histogram)
+        for bits, number in enumerate(one.length_histogram, 1):
+            assert sum(lengths[i].bit_length() == bits for i in own) == number
+        for percent, quantile in zip((5, 50, 95), one.length_quantiles, strict=bool(own)):
+            assert sum(lengths[i] <= quantile for i in own) * 100 >= percent * len(own)
+            assert sum(lengths[i] < quantile for i in own) * 100 < percent * len(own)
         assert (len(own & dropped), sum(lengths[i] for i in own & dropped)) == (one.dropped_samples, one.dropped_tokens)
         assert (len(own & skipped), sum(lengths[i] for i in own & skipped)) == (one.skipped_samples, one.skipped_tokens)
         planned = own - dropped - skipped

@@ -208,14 +208,11 @@ class QuickMeasurer:
 
             videos: What its videos are.
         """
-        what = "an image"
         try:
             seen = [self._of_images.beyond_stand_in(one.width, one.height) for one in images] if self._of_images else []
-            what = "a video"
-            shown = [self._of_videos.beyond_stand_in(one) for one in videos] if videos and self._of_videos else []
         except ValueError as error:
-            raise self._encoder.fault(index, f"{what} cannot be encoded: {error}") from None
-        return seen, shown
+            raise self._encoder.fault(index, f"an image cannot be encoded: {error}") from None
+        return seen, [self._of_videos.beyond_stand_in(one) for one in videos] if videos and self._of_videos else []
 
     def facts(self, index: int, images: Sequence[Image]) -> tuple[ImageFacts, ...]:
         """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -30,11 +31,7 @@ class CsvFile(SpanFile):
 
     def _scan(self) -> tuple[NDArray[np.int64], int]:
         """Return the spans of the rows; DataSetError if one does not end."""
-        comma = self.comma
-        plain = rb"[^" + comma + rb"\r\n]*+"
-        field = rb'(?:"(?:[^"]++|"")*+"' + plain + rb'|(?!")' + plain + rb")"
-        self._field = re.compile(field, re.DOTALL)
-        row = re.compile(field + rb"(?:" + comma + field + rb")*+(?:\r\n|\n|\r|\Z)", re.DOTALL)
+        self._field, row = _patterns(self.comma)
         mapped, rows, num_with_tags = MappedFile(self.path), Spans(), 0
         held = mapped.bytes
         place, self.columns = len(_BOM) if held[: len(_BOM)] == _BOM else 0, list[str]()
@@ -66,6 +63,13 @@ class CsvFile(SpanFile):
         except RecordError:
             return True
         return has_media_tag(row, has_videos=any(record.get(name, "[]") != "[]" for name in VIDEO_KEYS))
+
+    def _facts(self) -> dict[str, Any]:
+        return {**super()._facts(), "columns": self.columns}
+
+    def _take_facts(self, facts: Mapping[str, Any]) -> None:
+        self._field, _ = _patterns(self.comma)
+        self.columns = list(facts["columns"])
 
     def _header(self, text: bytes) -> list[str]:
         try:
@@ -108,6 +112,14 @@ class TsvFile(CsvFile):
     """Records of one file whose fields tabs separate."""
 
     comma = b"\t"
+
+
+def _patterns(comma: bytes) -> tuple[re.Pattern[bytes], re.Pattern[bytes]]:
+    """Return what a field is, and what a row is, where *comma* separates fields."""
+    plain = rb"[^" + comma + rb"\r\n]*+"
+    field = rb'(?:"(?:[^"]++|"")*+"' + plain + rb'|(?!")' + plain + rb")"
+    row = field + rb"(?:" + comma + field + rb")*+(?:\r\n|\n|\r|\Z)"
+    return re.compile(field, re.DOTALL), re.compile(row, re.DOTALL)
 
 
 def _unquoted(field: str) -> str:

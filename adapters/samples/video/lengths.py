@@ -25,6 +25,7 @@ from adapters.samples.media import DUMMY_SIZE
 from adapters.samples.video.facts import VideoFacts
 from adapters.samples.video.reading import Sampling, reads_videos, sampling_of
 from core.config import TemplateConfig
+from core.errors import counted
 
 FRAMES_OF_LAYER = 2
 """Frames that become one layer of patches."""
@@ -99,8 +100,13 @@ class VideoLengths:
         return self.cost(facts) - self.cost(_listed(DUMMY_SIZE, 2))
 
     def num_bytes(self, facts: VideoFacts) -> int:
-        """Return the bytes that the sampled frames of a video take before they are scaled."""
-        return len(self._sampled(facts)[0]) * facts.width * facts.height * 3
+        """
+        Return the bytes that the sampled frames of a video take before they are scaled; ValueError
+        if number or size of its frames is refused.
+        """
+        frames, _ = self._sampled(facts)
+        self._scaled(facts, len(frames))
+        return len(frames) * facts.width * facts.height * 3
 
     def seconds(self, facts: VideoFacts) -> float:
         """Return how long a video is; frames that are listed come at the rate of sampling."""
@@ -127,6 +133,11 @@ class VideoLengths:
         """Return the numbers of the frames that are sampled, and how many a second has of all."""
         if not facts.rate:
             return list(range(vision_process.ceil_by_factor(facts.num_frames, FRAMES_OF_LAYER))), self._rate()
+        if facts.num_frames < FRAMES_OF_LAYER:
+            message = (
+                f"it has {counted(facts.num_frames, 'frame')}, but needs {FRAMES_OF_LAYER}: write it into 'images'"
+            )
+            raise ValueError(message)
         rate = float(facts.rate)
         number = vision_process.smart_nframes(dict(self.sampling), total_frames=facts.num_frames, video_fps=rate)
         return torch.linspace(0, facts.num_frames - 1, number).round().long().tolist(), rate
@@ -176,7 +187,11 @@ def _resized(height: int, width: int, factor: int, least: float, most: float) ->
             f"frames may have at most {most:,.0f} pixels, and at least {least:,.0f}: set template.video_min_pixels"
         )
         raise ValueError(message)
-    rows, columns = vision_process.smart_resize(height, width, factor, least, most)
+    try:
+        rows, columns = vision_process.smart_resize(height, width, factor, least, most)
+    except ValueError as error:
+        message = f"frames of {width} x {height}: {error}"
+        raise ValueError(message) from None
     if not rows or not columns:
         message = f"frames of {width} x {height} are left no size by a limit of {most:,.0f} pixels: raise it"
         raise ValueError(message)

@@ -136,7 +136,8 @@ def unread_reason(path: str, sampling: Sampling | None = None) -> str | None:
         else:
             _read({"video": path, **sampling})
     except Exception as error:  # noqa: BLE001  # decord's, FFmpeg's and memory's alike are the reason
-        why = str(error).strip().splitlines()[0][-200:]
+        # decord's own begins with where in its source, when, and which check failed.
+        why = str(error).strip().splitlines()[0].rpartition("] ")[2].rpartition(") ")[2][-200:]
         return f"the video {path} cannot be decoded: {why}; encode it again, or remove its record ({_FINDS_ALL})"
     return None
 

@@ -99,7 +99,9 @@ def _open_model(
     if config.training.packing:
         ask_loaded(config, model, whole=not shards_weights(arguments), keep=group.rank == 0)
     template.model = getattr(model, "get_base_model", lambda: model)()
-    if samples.sees_images and group.world_size > 1:
+    # Where the text's weights are frozen, a batch without images would depend on nothing that is
+    # trained.
+    if samples.sees_images and (group.world_size > 1 or config.training.freeze_llm):
         keep_in_step(model, template, arguments)
     template.packing = template.padding_free = config.training.packing
     return template, model
