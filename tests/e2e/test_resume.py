@@ -67,7 +67,7 @@ def few(few_scenes):
 
     def sections(model: str) -> dict[str, dict]:
         if model.endswith("vl"):
-            return {"custom": {"train_jsonl": str(few_scenes)}, "template": {"max_length": 350}}
+            return {"custom": {"train_jsonl": str(few_scenes)}, "template": {"max_length": 500}}
         return {"template": {"max_length": 256}}
 
     return sections
