@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from adapters.samples.measurer import SwiftMeasurer
 from adapters.trainer import packed_dataset
 from app import sft
 from app.cli.command import run_command
@@ -55,7 +56,7 @@ def main(config: str, out: str, fault: str = "") -> int:
         if fault == "gradients":
             silence()
         if fault == "measure":
-            training.SwiftMeasurer.measure = _fail
+            SwiftMeasurer.measure = _fail
         run = training.read_config(config)
         with training.joined_ranks(run.training.trainer) as group:
             result = sft.run(run, group)
