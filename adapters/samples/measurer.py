@@ -357,7 +357,7 @@ class SwiftMeasurer:
             multiprocessing_context="fork",
             worker_init_fn=lambda _: end_with_parent(),
         )
-        with lost_processes_named("encoding samples again, in another process,", _less_memory(self._workers)):
+        with lost_processes_named("encoding samples again, in another process,", "end what else runs on it"):
             return list(loader)
 
     def images(self, index: int, *, decode: bool = False) -> tuple[ImageFacts, ...]:
