@@ -6,10 +6,12 @@ way through ms-swift's template of it.
 from __future__ import annotations
 
 import json
+import logging
 import tempfile
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ from rich.table import Table
 from adapters.progress import progress
 from core.errors import ConfigError, PackplanError
 
+log = logging.getLogger(__name__)
+
 HEADING = "## Models that see"
 
 _ABOUT = """Tiny models with random weights, each with the processor of its family, went the whole way:
@@ -29,11 +33,12 @@ _ABOUT = """Tiny models with random weights, each with the processor of its fami
 images, of so many sizes, and samples with none, two, three and four of them, whose measurements
 were those of full encodes. **Packed**: samples with 0, 1 and 3 images in packs, whose positions, labels,
 logits, losses and gradients were compared with each sample alone, and of which one at a time was
-changed; **equality** is the largest relative difference of logits, losses and gradients. Templates
-whose models bring their own code (InternVL's chat form, Kimi-VL, Ovis2.5, LLaVA-OneVision) are asked
-in the same way by `app.check` on a run of yours; they are not in this table. Qwen2.5-Omni and
-Qwen3-Omni, which keep text, images and sound in a thinker, were not shown to pack:
-`training.packing: true` with their templates is refused by name."""
+changed; **equality** is the largest relative difference of logits, losses and gradients."""
+
+_ABOUT_OTHERS = """ms-swift declares that {declared} templates collate packed samples; these {number} of them are not
+in the table above. Where a model brings its own code, a run of yours asks it (`model.trust_remote_code: true`): its
+small copy first, then the model that is loaded, and `app.check` compares them on your data. What the probe cannot
+prove may not pack, and is refused by `model.attn_impl`, with the numbers."""
 
 _EXACT = ("positions", "labels", "isolation")
 """Checks in which only 0 passes."""
@@ -84,8 +89,9 @@ def list_vision(names: Sequence[str], *, as_json: bool, output: Path | None) -> 
 
     if unknown := sorted(set(names) - set(VISION_FAMILIES)):
         raise ConfigError.of("--vision", f"names {', '.join(unknown)}: tiny models are of {', '.join(VISION_FAMILIES)}")
+    asked = [name for name in names or VISION_FAMILIES if not _lacks(name, VISION_FAMILIES[name].needs)]
     with tempfile.TemporaryDirectory() as folder:
-        rows = list(progress(_rows(names or tuple(VISION_FAMILIES), Path(folder)), desc="asking", unit=" families"))
+        rows = list(progress(_rows(asked, Path(folder)), desc="asking", unit=" families"))
     versions = families.versions(swift=True)
     if output is not None:
         before = output.read_text(encoding="utf-8") if output.exists() else ""
@@ -94,6 +100,14 @@ def list_vision(names: Sequence[str], *, as_json: bool, output: Path | None) -> 
         print(json.dumps({"versions": versions, "families": [_as_dict(row) for row in rows]}, indent=2))
     else:
         _show(rows)
+
+
+def _lacks(name: str, needs: tuple[str, str] | None) -> bool:
+    """Return whether a package is missing that a family needs, and say so."""
+    if needs is None or find_spec(needs[0]) is not None:
+        return False
+    log.warning("%s is left out: it needs %s: pip install 'packplan[%s]'", name, *needs)
+    return True
 
 
 def _rows(names: Sequence[str], folder: Path) -> Iterator[VisionRow]:
@@ -176,10 +190,29 @@ def section(rows: Sequence[VisionRow], versions: Mapping[str, str], *, date: str
         date: When they were asked.
     """
     about = _ABOUT.format(date=date, versions=", ".join(f"{name} {number}" for name, number in versions.items()))
-    prose = textwrap.fill(" ".join(about.split()), 100)
     head = "| model | template | strategy | lengths | sizes | packed | equality | remark |\n"
     rule = "|---|---|---|---|---:|---|---:|---|\n"
-    return f"{HEADING}\n\n{prose}\n\n{head}{rule}" + "".join(f"| {' | '.join(_cells(row))} |\n" for row in rows)
+    shown = head + rule + "".join(f"| {' | '.join(_cells(row))} |\n" for row in rows)
+    others = _others(rows)
+    about_others = _ABOUT_OTHERS.format(declared=len(set(others) | {row.template for row in rows}), number=len(others))
+    listed = "".join(f"| {template} | {why_not} |\n" for template, why_not in others.items())
+    return (
+        f"{HEADING}\n\n{_wrapped(about)}\n\n{shown}\n{_wrapped(about_others)}\n\n"
+        f"| template | why it is not shown |\n|---|---|\n{listed}"
+    )
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(" ".join(text.split()), 100)
+
+
+def _others(rows: Sequence[VisionRow]) -> dict[str, str]:
+    """Return the other templates that ms-swift declares to pack, and why each has no row."""
+    from app.demo.vision_models import NOT_BUILT
+    from app.wiring import families
+
+    names = set(families.templates_that_pack()) - {row.template for row in rows}
+    return {name: NOT_BUILT.get(name, "not asked, or a package that it needs was missing") for name in sorted(names)}
 
 
 def with_section(page: str, text: str) -> str:

@@ -222,9 +222,23 @@ def train_under_torchrun(config: Path | str, out: Path) -> subprocess.CompletedP
 
         out: Folder that each rank writes what it did to; see `tests.e2e.rank_main`.
     """
+    _compile_deepspeed()
     return subprocess.run(
         [Path(sys.executable).with_name("torchrun"), "--nproc-per-node", "2", "--master-addr", "127.0.0.1",
          "--master-port", str(free_port()), "-m", "tests.e2e.rank_main", config, out],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True, text=True, timeout=DEADLINE_S, check=False,
+        env=_deepspeed_variables(), capture_output=True, text=True, timeout=DEADLINE_S, check=False,
     )  # fmt: skip
+
+
+def _deepspeed_variables() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+def _compile_deepspeed() -> None:
+    """
+    Let DeepSpeed compile what its ranks share memory by, which it does once on a machine and keeps:
+    two minutes that would count against a run's deadline; a run that is killed meanwhile leaves a
+    lock, for which all later ones wait.
+    """
+    code = "from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder; ShareMemCommBuilder().load()"
+    subprocess.run([sys.executable, "-c", code], env=_deepspeed_variables(), check=True, timeout=4 * DEADLINE_S)

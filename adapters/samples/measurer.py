@@ -29,6 +29,7 @@ from adapters.samples.files import copy_faults
 from adapters.samples.image_headers import image_facts
 from adapters.samples.image_lengths import ImageLengths, prove_lengths
 from adapters.samples.template import swift_types
+from adapters.samples.video import reads_videos
 from adapters.versions import installed_version
 from core.errors import RecordError
 from core.fingerprint import Fingerprint, Value, configured_inputs
@@ -211,13 +212,11 @@ class SwiftMeasurer:
             "videos": [of_videos.stand_in] * len(videos) if of_videos else [],
         }
         measured = encoder.measured(index, encoder.encode_messages(index, standing))
-        what = "an image"
         try:
             seen = [of_images.beyond_stand_in(*size) for size in sizes] if of_images else []
-            what = "a video"
-            shown = [of_videos.beyond_stand_in(one) for one in facts] if of_videos else []
         except ValueError as error:
-            raise encoder.fault(index, f"{what} cannot be encoded: {error}") from None
+            raise encoder.fault(index, f"an image cannot be encoded: {error}") from None
+        shown = [of_videos.beyond_stand_in(one) for one in facts] if of_videos else []
         return attrs.evolve(
             measured,
             length=measured.length + sum(one.tokens for one in seen) + sum(one.tokens for one in shown),
@@ -232,11 +231,14 @@ class SwiftMeasurer:
         template = self._encoder.template
         name = template.template_meta.template_type
         tokens = self._encoder.image_tokens
-        counter, why_not = prove_pieces(template, image_token=None if tokens is None else tokens.token)
+        media = {} if tokens is None else {"image": tokens.token}
+        if tokens is not None and reads_videos(template):
+            media["video"] = template.video_token_id
+        counter, why_not = prove_pieces(template, tokens=media)
         if counter is None:
             _say_once(f"{name}: every sample is encoded by itself to be measured: {why_not}")
             return None
-        lengths = None if counter.stand_in is None else self.image_lengths[0]
+        lengths = self.image_lengths[0] if "image" in counter.stand_ins else None
         return QuickMeasurer(self._encoder, counter, lengths, alone=self.measure_quickly, in_full=self.measure)
 
     @cached_property

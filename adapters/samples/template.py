@@ -14,7 +14,7 @@ from swift import get_model_processor, get_template
 from swift.agent_template import agent_template_map
 from swift.loss_scale import ALL_BASE_STRATEGY, loss_scale_map
 from swift.model import MODEL_MAPPING, get_matched_model_meta
-from swift.template import Template
+from swift.template import TEMPLATE_MAPPING, Template
 
 from adapters.families import embeds_itself, is_shown, settled_types
 from adapters.model_folder import config_architecture, model_sizes
@@ -122,6 +122,11 @@ def refuse_unshown(name: str) -> None:
         raise ConfigError.of("template.template", reason)
 
 
+def templates_that_pack() -> list[str]:
+    """Return the templates that ms-swift declares to collate packed samples of models that see."""
+    return [name for name, meta in TEMPLATE_MAPPING.items() if meta.template_cls.support_padding_free]
+
+
 def refuse_packing(template: Template) -> None:
     """
     Refuse a template whose samples ms-swift does not collate into rows.
@@ -179,7 +184,9 @@ def open_template(
     except AssertionError as error:
         raise ConfigError.of("template", f"is refused by ms-swift: {error}") from error
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ConfigError.of("model.model", f"{model.model} cannot be opened by ms-swift: {error}") from error
+        remedy = ": pip install 'packplan[omni]'" if "qwen_omni_utils" in f"{error}" else ""
+        reason = f"{model.model} cannot be opened by ms-swift: {error}{remedy}"
+        raise ConfigError.of("model.model", reason) from error
     if not cuts:  # ms-swift fills in the model's own limit, and would refuse what is longer
         opened.max_length = None
     opened.set_mode("train")

@@ -5,6 +5,7 @@ tokens weigh.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -239,6 +240,9 @@ class PackLoader(DataLoaderShard):
     batch of the epoch so far.
     """
 
+    waited = 0.0
+    """Seconds that training has waited for its batches, or made them itself."""
+
     def set_epoch(self, epoch: int) -> None:
         """Tell the sampler, and a data set that asks for it."""
         super().set_epoch(epoch)
@@ -247,7 +251,7 @@ class PackLoader(DataLoaderShard):
 
     def __iter__(self) -> Iterator[Batch]:
         self.counts = StreamCounts()
-        for batch in super().__iter__():
+        for batch in self._timed(super().__iter__()):
             if isinstance(batch, PackplanError):
                 raise batch
             if isinstance(batch, Ended):
@@ -255,6 +259,17 @@ class PackLoader(DataLoaderShard):
                 continue
             for counts in batch.pop(_COUNTS, ()):
                 self.counts += StreamCounts(*counts)
+            yield batch
+
+    def _timed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield batches, and count the time until each is there."""
+        ended = object()
+        while True:
+            started = time.perf_counter()
+            batch = next(batches, ended)
+            self.waited += time.perf_counter() - started
+            if batch is ended:
+                return
             yield batch
 
     def close(self) -> None:

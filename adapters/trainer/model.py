@@ -17,7 +17,6 @@ from swift.utils import HfConfigFactory
 from transformers.utils import logging as transformers_logging
 
 from adapters.attention import attend_as, project_patches
-from adapters.families import hears_or_speaks, trained_part
 from adapters.samples.template import swift_model_type
 from adapters.trainer.tuners import prepare_tuner, quantisation_of
 from core.config import ModelConfig, TrainingConfig
@@ -63,20 +62,7 @@ def open_model(
     # each other.
     HfConfigFactory.set_config_attr(opened.config, "use_cache", False)  # noqa: FBT003  # its signature
     _require_parts(opened, training)
-    tuned = typing.cast("torch.nn.Module", prepare_tuner(opened, training))
-    _freeze_sound(tuned)
-    return tuned
-
-
-def _freeze_sound(model: torch.nn.Module) -> None:
-    """
-    Freeze what of a model with a thinker hears and speaks: records with sound are refused, so no
-    gradient reaches it, and DDP would wait for one.
-    """
-    if trained_part(model) is not model:
-        for name, weight in model.named_parameters():
-            if hears_or_speaks(name):
-                weight.requires_grad = False
+    return typing.cast("torch.nn.Module", prepare_tuner(opened, training))
 
 
 def hide_progress_bars() -> None:

@@ -18,6 +18,7 @@ from swift.arguments.base_args.quant_args import QuantizeArguments
 from swift.arguments.tuner_args import TunerArguments
 from swift.model import get_model_info_meta
 
+from adapters.families import hears_or_speaks, trained_part
 from adapters.samples.template import swift_model_type
 from core.config import ModelConfig, TrainingConfig
 from core.errors import ConfigError
@@ -51,11 +52,17 @@ def prepare_tuner(model: Any, training: TrainingConfig) -> Any:
 
     arguments = _arguments(model, training)
     _require_matches(model, training)
+    hears = trained_part(model) is not model
+    if hears:
+        _refuse_sound(model, training)
     try:
         prepared = TunerMixin.prepare_model(arguments, model)
     except (ValueError, RuntimeError, AttributeError, AssertionError) as error:
         key = "tuner_type" if training.tuner_type == "full" else _named(training)
         raise ConfigError.of(f"training.{key}", f"cannot get adapters: {error}") from error
+    if hears:  # records have no sound, so no gradient reaches it, and DDP would wait for one
+        for name, weight in prepared.named_parameters():
+            weight.requires_grad = weight.requires_grad and not hears_or_speaks(name)
     if not any(parameter.requires_grad for parameter in prepared.parameters()):
         key = next((key for key in _FREEZES if getattr(training, key)), "freeze_llm")
         raise ConfigError.of(f"training.{key}", "and the other freezes leave nothing to train: remove one")
@@ -155,3 +162,20 @@ def _require_matches(model: Any, training: TrainingConfig) -> None:
     for module in set(training.modules_to_save) - {"all-embedding", "all-norm"}:
         if not any(name == module or name.endswith(f".{module}") for name in modules):
             raise ConfigError.of("training.modules_to_save", f"has {module}, which no module of the model is called")
+
+
+def _refuse_sound(model: Any, training: TrainingConfig) -> None:
+    """Refuse keys that say to train what of a model hears or speaks, and nothing else."""
+    names = [name for name, _ in model.named_parameters()]
+    for key in ("trainable_parameters", "target_modules", "modules_to_save"):
+        for part in getattr(training, key):
+            if hears_or_speaks(part):
+                raise ConfigError.of(f"training.{key}", f"has {part}, {_NO_SOUND}")
+    for key in ("trainable_parameters_regex", "target_regex"):
+        pattern = getattr(training, key)
+        found = [] if pattern is None else [name for name in names if re.search(pattern, name)]
+        if found and all(map(hears_or_speaks, found)):
+            raise ConfigError.of(f"training.{key}", f"is {pattern}, {_NO_SOUND}")
+
+
+_NO_SOUND = "which hears or speaks: text and images are what is trained, so leave it out"

@@ -5,7 +5,7 @@ wrong.
 Every artefact against its digest, the plan against the laws of plans and made again, the lengths
 against the data, the model and the configuration, copies of packed files and of Parquet against all
 of the files, every image against its size, dimensions and first 64 KiB. With --samples K, K samples
-are encoded again; with --decode, the pixels of every image are read.
+are encoded again; with --decode, the pixels of every image and of every frame of a video are read.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--samples", type=whole_number, default=0, metavar="K", help="of each split, encoded again (default: none)"
     )
-    parser.add_argument("--decode", action="store_true", help="read the pixels of every image")
+    parser.add_argument("--decode", action="store_true", help="read the pixels of every image and frame")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of lines")
     parser.set_defaults(run=run)
 

@@ -31,3 +31,10 @@ def verdicts(names: Sequence[str]) -> Iterator[PackingVerdict]:
 def versions(*, swift: bool = False) -> dict[str, str]:
     """Return the versions that verdicts hold for; *swift* adds that of ms-swift."""
     return {name: version(name) for name in (*PACKAGES, *(("ms-swift",) if swift else ()))}
+
+
+def templates_that_pack() -> list[str]:
+    """Return the templates of models that see, which ms-swift declares to pack."""
+    from adapters.samples import template
+
+    return template.templates_that_pack()

@@ -26,7 +26,7 @@ def _stack():
 
 @pytest.fixture(scope="session")
 def few_scenes(demo: Path) -> Path:
-    """Return a file of the demo's last dozen records, with images and without, beside these."""
+    """Return a file of the demo's last dozen records, some with images, beside them."""
     path = demo / "data" / "few.jsonl"
     path.write_text("".join((demo / "data" / "train.jsonl").read_text().splitlines(keepends=True)[-12:]))
     return path

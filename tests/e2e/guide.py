@@ -8,6 +8,7 @@ where it is imported.
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -16,12 +17,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
+# Looking again and again at objects that live as long as the process costs more than it frees.
+gc.disable()
 
-import torch
-from transformers import Trainer, TrainerCallback
+from adapters import torchvision_shim  # noqa: E402, F401  # before transformers  # isort: skip
 
-from tests.network import free_port
+import torch  # noqa: E402
+from transformers import Trainer, TrainerCallback  # noqa: E402
+
+from tests.network import free_port  # noqa: E402
+
+gc.freeze()
+gc.enable()
 
 
 class Weights(TrainerCallback):

@@ -123,6 +123,7 @@ def test_show_is_a_table_for_people(store, said):
         assert words in table
 
 
+@pytest.mark.covers
 @pytest.mark.parametrize(
     ("strategy", "attn_impl", "expected"),
     [("varlen", "auto", "varlen"), (None, "auto", "eager"), ("own", "sdpa", "sdpa"), (None, "varlen", None)],
@@ -188,6 +189,7 @@ def test_show_warns_of_what_training_would_refuse_or_do_otherwise(store, said):
     assert "warning: " in said("show", path)
 
 
+@pytest.mark.covers
 def test_a_sample_and_a_pack_are_explained(store, said, tmp_path):
     """
     Where a sample is, when its pack is trained, and on which line it stands; text says the same.
@@ -230,6 +232,7 @@ def test_a_sample_of_the_evaluation_stands_in_its_own_data(store, said, tmp_path
     assert f"{tmp_path / 'val.jsonl'}, line 7" == document["record"]
 
 
+@pytest.mark.covers
 def test_samples_in_no_pack_are_explained(store, said):
     """Dropped, with whom; skipped, and the key that would change it."""
     path = store(training={"packing_min_fill_ratio": 1.0, "packing_allow_single_long": False})
@@ -629,6 +632,7 @@ def test_a_report_is_one_page_that_loads_nothing(store, said, tmp_path):
     assert text == (tmp_path / "again.html").read_text()
 
 
+@pytest.mark.covers
 def test_a_report_of_a_plan_without_packing_has_what_there_is(store, said, tmp_path):
     """Lengths and work; nothing of packs."""
     said("report", store(training={"packing": False}), "-o", tmp_path / "plan.html")
@@ -692,17 +696,6 @@ def test_more_ranks_than_anyone_has_are_refused(store, capfd):
             command.main([arguments[0], str(store()), *arguments[1:], "100000000000"])
         assert 2 == caught.value.code
         assert "has to be at most 100,000 ranks" in capfd.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_reader_that_has_seen_enough_ends_the_command(store):
-    """As `| head` does: quietly."""
-    command = [sys.executable, "-m", "app.plan", "show", str(store(world_sizes=(1,))), "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
-        process.stdout.close()
-
-        assert "" == process.stderr.read()
-        assert 1 == process.wait(60)
 
 
 LIGHT = (
