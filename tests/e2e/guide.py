@@ -8,7 +8,6 @@ where it is imported.
 
 from __future__ import annotations
 
-import gc
 import json
 import multiprocessing
 import os
@@ -17,18 +16,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# Looking again and again at objects that live as long as the process costs more than it frees.
-gc.disable()
+from adapters.progress import loading_libraries
+from tests.network import free_port
 
-from adapters import torchvision_shim  # noqa: E402, F401  # before transformers  # isort: skip
+with loading_libraries():
+    from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
 
-import torch  # noqa: E402
-from transformers import Trainer, TrainerCallback  # noqa: E402
-
-from tests.network import free_port  # noqa: E402
-
-gc.freeze()
-gc.enable()
+    import torch
+    from transformers import Trainer, TrainerCallback
 
 
 class Weights(TrainerCallback):
