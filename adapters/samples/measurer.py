@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
-from adapters.lifeline import ctrl_c_kept, end_with_parent, open_pool
+from adapters.lifeline import ctrl_c_kept, end_with_parent, lost_processes_named, open_pool
 from adapters.samples.counting.pieces import prove_pieces
 from adapters.samples.counting.quickly import Batch, QuickMeasurer
 from adapters.samples.encoder import SwiftEncoder
@@ -307,12 +307,13 @@ class SwiftMeasurer:
             pool = open_pool(self._workers, _open_worker, self, in_full)
             waiting.append(pool.submit(_measure_in_worker, next(parts)))
         try:
-            for part in parts:
-                waiting.append(pool.submit(_measure_in_worker, part))
-                if len(waiting) > _AHEAD * self._workers:
+            with lost_processes_named("measuring samples", _less_memory(self._workers)):
+                for part in parts:
+                    waiting.append(pool.submit(_measure_in_worker, part))
+                    if len(waiting) > _AHEAD * self._workers:
+                        yield from self._taken(waiting.popleft().result())
+                while waiting:
                     yield from self._taken(waiting.popleft().result())
-            while waiting:
-                yield from self._taken(waiting.popleft().result())
         finally:
             pool.shutdown(cancel_futures=True)
             gc.unfreeze()
@@ -356,7 +357,8 @@ class SwiftMeasurer:
             multiprocessing_context="fork",
             worker_init_fn=lambda _: end_with_parent(),
         )
-        return list(loader)
+        with lost_processes_named("encoding samples again, in another process,", "end what else runs on it"):
+            return list(loader)
 
     def images(self, index: int, *, decode: bool = False) -> tuple[ImageFacts, ...]:
         """Return what the image files of sample *index* are now; see `core.ports`."""
@@ -395,6 +397,11 @@ class _Measured(Dataset[Outcome]):
 
     def __getitem__(self, index: int) -> Outcome:
         return self._samples.outcome(index, in_full=True)
+
+
+def _less_memory(workers: int) -> str:
+    """Return the key that measures with less memory."""
+    return f"lower training.packing_length_precompute_workers (now {workers:,}; 1 measures in the main process)"
 
 
 @cache

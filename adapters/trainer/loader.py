@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, Literal
 
 from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
@@ -23,7 +22,7 @@ from adapters.samples.encoder import IGNORED_LABEL, VIDEO_SECONDS
 from adapters.trainer.dynamic_dataset import Ended, StreamCounts, StreamedPack
 from adapters.trainer.packed_dataset import EncodedPack, Sample
 from adapters.trainer.vision import complete
-from core.errors import LoaderError, PackplanError
+from core.errors import PackplanError
 from core.schedule import EpochSchedule
 
 Batch = dict[str, Any]
@@ -38,9 +37,6 @@ loss, their samples.
 
 _COUNTS = "stream_counts"
 """What a batch of a stream holds on its way to the loader."""
-
-_LOST = ("DataLoader worker (pid", "Pin memory thread exited", "Too many open files")
-"""What torch's errors begin with where a loader's worker ended, or can no longer be reached."""
 
 _POWERS = {"token": 0.0, "sample": -1.0, "sqrt": -0.5}
 """A token of a sample of n supervised tokens weighs n to this power."""
@@ -209,23 +205,6 @@ def open_worker(number: int, *, num_workers: int, rank: int) -> None:
     end_with_parent()
     hide_broken_handover()
     seed_worker(number, num_workers=num_workers, rank=rank)
-
-
-@contextmanager
-def lost_workers_named(num_workers: int) -> Iterator[None]:
-    """
-    Raise LoaderError where torch finds that a loader's worker is gone: it raises wherever the
-    process is at, in the words of these.
-
-    Args:
-        num_workers: Workers of each rank.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if not str(error).startswith(_LOST):
-            raise
-        raise LoaderError(str(error).strip().rstrip("."), num_workers) from error
 
 
 class PackLoader(DataLoaderShard):

@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> None:
         document = explainer.sample(options.sample) if options.pack is None else explainer.pack(options.pack)
         if options.text:
             document["text"] = _text_of(config, views[0], options.sample)
-        print(json.dumps(document, indent=2) if options.json else "\n".join(as_text(document, emphasise=_in_green)))
+        print(json.dumps(document, indent=2) if options.json else "\n".join(as_text(document, emphasise=in_green)))
     elif options.json:
         print(json.dumps({"splits": {one.stored.name: as_document(one) for one in views}}, indent=2))
     else:
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> None:
             _print(one)
 
 
-def _in_green(text: str) -> str:
+def in_green(text: str) -> str:
     """Return a text in green, where a terminal shows colours; NO_COLOR wants none."""
     console = Console()
     return text if console.color_system is None or console.no_color else f"\x1b[32m{text}\x1b[39m"

@@ -31,7 +31,7 @@ Everything that this project raises on purpose.
     │   ├── LockedError            another job writes the same folder
     │   ├── RankZeroError          rank 0 failed, died, or was too slow, while others waited
     │   ├── RankGoneError          another rank did not respond in time
-    │   ├── LoaderError            a process that loads data ended
+    │   ├── LostProcessError       a process that measures or loads data ended
     │   ├── NotFiniteError         a loss or gradient is not finite, or weights are ruined
     │   └── WorkerError            a worker of reinforcement learning raised or died
     └── VerificationError          something stored or shared is not what it claims: exit status 3
@@ -62,7 +62,7 @@ from core.errors.planning import (
 )
 from core.errors.running import (
     CoverageError,
-    LoaderError,
+    LostProcessError,
     NotFiniteError,
     RankGoneError,
     RanksDisagreeError,
@@ -99,8 +99,8 @@ __all__ = [
     "Fault",
     "InvalidLengthError",
     "IsolationError",
-    "LoaderError",
     "LockedError",
+    "LostProcessError",
     "NotBuiltError",
     "NotFiniteError",
     "OutputError",

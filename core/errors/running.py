@@ -28,18 +28,20 @@ class RankZeroError(UserError):
 
 
 @attrs.define(eq=False)
-class LoaderError(UserError):
-    """A worker process that loads data for training ended before its time."""
+class LostProcessError(UserError):
+    """A process that measures samples, or loads them for training, ended before its time."""
+
+    doing: str
+    """What it did: `loading data`."""
 
     reason: str
-    num_workers: int
-    """Workers of each rank."""
+    remedy: str
+    """The keys that need less memory."""
 
     def _text(self) -> str:
         return (
-            f"loading data failed: {self.reason}. Most often the machine, or its shared memory (/dev/shm), is full: "
-            f"lower training.dataloader_num_workers (now {self.num_workers:,}; 0 loads in the training process), or "
-            "training.dataloader_prefetch_factor, or give the machine more memory"
+            f"{self.doing} failed: {self.reason}. Most often the machine, or its shared memory (/dev/shm), is full: "
+            f"{self.remedy}, or give the machine more memory"
         )
 
 

@@ -57,7 +57,12 @@ EXAMPLES = (
     errors.LockedError("runs/first/static_packing/train", "process 4711 on node3", 7200.0),
     errors.RankZeroError("rank 0 failed: data/train.jsonl, line 17: is not UTF-8 text"),
     errors.RankGoneError("waited more than 1,800 s for the other ranks"),
-    errors.LoaderError("DataLoader worker (pid 4711) is killed by signal: Killed", 4),
+    errors.LostProcessError(
+        "loading data",
+        "DataLoader worker (pid 4711) is killed by signal: Killed",
+        "lower training.dataloader_num_workers (now 4; 0 loads in the training process) or "
+        "training.dataloader_prefetch_factor",
+    ),
     errors.NotFiniteError("loss", float("nan")),
     errors.WorkerError(2, "train", "its process ended"),
     errors.CorruptArtefactError(

@@ -55,7 +55,7 @@ def items_of(epoch: int, *, world_size: int, workers: int, **options) -> list:
     return found
 
 
-@pytest.mark.parametrize(("world_size", "workers"), [(1, 0), (1, 2), (3, 0), (2, 3)])
+@pytest.mark.parametrize(("world_size", "workers"), [(1, 0), (3, 0), (2, 2)])
 def test_every_sample_goes_to_one_rank_and_one_worker(world_size, workers):
     """Exactly once, or it is counted; the same epoch gives the same packs, another one others."""
     from adapters.trainer.dynamic_dataset import Ended, StreamCounts
@@ -171,13 +171,13 @@ def test_a_stream_is_trained_epoch_after_epoch(write_rollout, text_jsonl, monkey
         return step(trainer, model, inputs, *arguments, **options)
 
     monkeypatch.setattr(StreamTrainer, "training_step", noted)
-    path = write_rollout({"val_jsonl": str(text_jsonl)}, dataloader_num_workers=workers, max_steps=14,
+    path = write_rollout({"val_jsonl": str(text_jsonl)}, dataloader_num_workers=workers, max_steps=11,
                          eval_strategy="epoch", packing_min_fill_ratio="0.5")  # fmt: skip
     steps, terminated, history = run(path)
 
-    assert (14, False) == (steps, terminated)
+    assert (11, False) == (steps, terminated)
     logged = [entry for entry in history if "loss" in entry]
-    assert 14 == len(logged)
+    assert 11 == len(logged)
     assert logged[-1]["loss"] < logged[0]["loss"]
     assert all(0.5 <= entry["fill"] <= 1 and entry["samples_per_pack"] > 1 for entry in logged)
     ends = [entry for entry in history if "epoch_samples" in entry]

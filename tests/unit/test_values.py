@@ -32,7 +32,7 @@ EXAMPLES = {
     "checkpoint": "runs/first/checkpoint-2",
     "checks": ("logits", "gradients"),
     "why_not": "it is not established for gemma2", "instead": "sdpa",
-    "num_findings": 3, "num_workers": 4,
+    "num_findings": 3, "doing": "measuring",
     "of": "packs", "num": 40, "num_works": 41, "num_wrong": 2,
     "missing": (3, 4),
     "surplus": (),
