@@ -15,15 +15,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from adapters.samples.measurer import SwiftMeasurer
-from adapters.trainer import packed_dataset
+from adapters.progress import loading_libraries
 from app import sft
 from app.cli.command import run_command
-from app.training import prepare
-from app.wiring import training
-from tests.e2e.alone import Gradients, silence
+
+with loading_libraries():
+    import torch
+
+    from adapters.samples.measurer import SwiftMeasurer
+    from adapters.trainer import packed_dataset
+    from app.training import prepare
+    from app.wiring import training
+    from tests.e2e.alone import Gradients, silence
 
 
 def main(config: str, out: str, fault: str = "") -> int:
