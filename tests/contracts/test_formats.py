@@ -554,6 +554,12 @@ def test_no_room_for_a_copy_is_an_error_of_the_output(tmp_path, monkeypatch):
         opened(path)
 
 
+def bomb_of_one_text() -> bytes:
+    sink, numbers = io.BytesIO(), pa.array([0] * 4_000, pa.int32())
+    pq.write_table(pa.table({"text": pa.DictionaryArray.from_arrays(numbers, ["x" * 10_000])}), sink)
+    return sink.getvalue()
+
+
 def bomb_of_columns() -> bytes:
     sink = io.BytesIO()
     pq.write_table(pa.table({"text": pa.array(["x" * 100_000] * 400)}), sink)
@@ -566,6 +572,7 @@ def bomb_of_columns() -> bytes:
         ("a.jsonl.gz", lambda: gzip.compress(b"\0" * 60_000_000)),
         ("a.json.zst", lambda: zst(b"{}\n" * 20_000_000)),
         ("a.parquet", bomb_of_columns),
+        ("a.parquet", bomb_of_one_text),
     ],
 )
 def test_an_archive_that_is_an_attack_ends_soon(tmp_path, name, data, monkeypatch):

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from app.bench.__main__ import main
 from app.bench.distributions import DISTRIBUTIONS, trace
 from app.bench.measure import Measured, NotMeasured, measure
+from app.bench.measuring import reading
 from app.bench.peers import PEERS
 from app.bench.training.like_lengths import LikeLengths
 from app.bench.training.ways import DEFAULT_WAYS, WAYS, Ratio, Row, compared, scaling_table, ways_table
@@ -144,6 +145,22 @@ def test_certified_meets_the_bound_on_real_lengths(name, capacity):
     assert packs["certified"] == lower_bound(lengths, capacity=capacity, known=packs["certified"])
     assert packs["certified"] == min(packs.values())
     assert packs["modified_first_fit_decreasing"] <= packs["first_fit_decreasing"]
+
+
+def test_reading_is_timed_in_every_format(monkeypatch, capsys):
+    """The same rows in each; ratios are to the first."""
+    monkeypatch.setattr(reading, "SETTLED_NS", 0)
+
+    assert 0 == main(["records", "--reading", "20", "--side", "4", "--json"])
+
+    rows = json.loads(capsys.readouterr().out)
+    assert reading.REFERENCE == rows[0]["format"]
+    assert 1 == rows[0]["fetch_ratio"]
+    assert {"gzip, base64", "Parquet", "Arrow"} < {row["format"] for row in rows}
+    for row in rows:
+        assert row["fetch_us"] / rows[0]["fetch_us"] == row["fetch_ratio"] > 0
+        assert min(row["first_start_s"], row["later_start_s"]) > 0
+    assert 2 == main(["records", "--reading", "0"])
 
 
 def test_distributions_are_drawn_from_their_seed():

@@ -259,13 +259,11 @@ def rewrite_parquet(path: Path, folder: Path) -> None:
             schema = _plain(source.schema_arrow)
             with pa.ipc.new_stream(sink, schema) as writer:
                 for batch in source.iter_batches(batch_size=rows, use_threads=False):
-                    if batch.nbytes > _MOST_BATCH:
-                        message = (
-                            f"{path}, row {done + 1}: {counted(batch.num_rows, 'row')} take {batch.nbytes:,} bytes"
-                        )
-                        raise DataSetError(f"{message}, which may be an attack: split them")
-                    bound.add(batch.nbytes)
                     batch.validate(full=True)
+                    if (num_bytes := _plain_bytes(batch)) > _MOST_BATCH:
+                        message = f"{path}, row {done + 1}: {counted(batch.num_rows, 'row')} take {num_bytes:,} bytes"
+                        raise DataSetError(f"{message}, which may be an attack: split them")
+                    bound.add(num_bytes)
                     writer.write_batch(batch.cast(schema))
                     digests.writelines(_digests(batch))
                     done += batch.num_rows
@@ -316,6 +314,20 @@ def _plain(schema: Any) -> Any:
         column.with_type(column.type.value_type) if pa.types.is_dictionary(column.type) else column for column in schema
     )
     return pa.schema(columns)
+
+
+def _plain_bytes(batch: Any) -> int:
+    """Return what a batch takes once its texts stand by themselves: a dictionary has each once."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    texts = {pa.string(), pa.large_string(), pa.binary(), pa.large_binary()}
+    num_bytes: int = batch.nbytes
+    for column in batch.columns:
+        if pa.types.is_dictionary(column.type) and column.type.value_type in texts:
+            lengths = pc.binary_length(column.dictionary).cast(pa.int64())
+            num_bytes += pc.sum(lengths.take(column.indices)).as_py() or 0
+    return num_bytes
 
 
 def _digests(batch: Any) -> Iterator[bytes]:
