@@ -38,7 +38,8 @@ changed; **equality** is the largest relative difference of logits, losses and g
 _ABOUT_OTHERS = """ms-swift declares that {declared} templates collate packed samples; these {number} of them are not
 in the table above. Where a model brings its own code, a run of yours asks it (`model.trust_remote_code: true`): its
 small copy first, then the model that is loaded, and `app.check` compares them on your data. What the probe cannot
-prove may not pack, and is refused by `model.attn_impl`, with the numbers."""
+prove may not pack: it is refused before anything is measured, with the reason. InternVL's chat form is refused so: its
+released code computes no row without pixels; its hf form (`internvl_hf`, first row) packs."""
 
 _EXACT = ("positions", "labels", "isolation")
 """Checks in which only 0 passes."""

@@ -167,5 +167,6 @@ def small_disk(tmp_path):
         return folder
 
     yield mount
+    gc.collect()  # a run that failed is garbage, and maps what it stored
     for folder in mounted:
         subprocess.run(["umount", str(folder)], check=True)

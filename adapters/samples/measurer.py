@@ -301,6 +301,7 @@ class SwiftMeasurer:
         waiting: deque[Any] = deque()
         # All are forked with the first part, and share with this process what neither changes. The
         # garbage collector writes into each object that it looks at: it is kept from what is here.
+        kept_before = gc.get_freeze_count()
         gc.collect()
         gc.freeze()
         with ctrl_c_kept():
@@ -316,7 +317,8 @@ class SwiftMeasurer:
                     yield from self._taken(waiting.popleft().result())
         finally:
             pool.shutdown(cancel_futures=True)
-            gc.unfreeze()
+            if not kept_before:
+                gc.unfreeze()
 
     def _taken(self, batch: Batch) -> Iterator[Outcome]:
         """Yield what was measured, and keep the digests of its records."""
@@ -357,7 +359,7 @@ class SwiftMeasurer:
             multiprocessing_context="fork",
             worker_init_fn=lambda _: end_with_parent(),
         )
-        with lost_processes_named("encoding samples again, in another process,", _less_memory(self._workers)):
+        with lost_processes_named("encoding samples again, in another process,", "end what else runs on it"):
             return list(loader)
 
     def images(self, index: int, *, decode: bool = False) -> tuple[ImageFacts, ...]:

@@ -187,6 +187,7 @@ def open_template(
         remedy = ": pip install 'packplan[omni]'" if "qwen_omni_utils" in f"{error}" else ""
         reason = f"{model.model} cannot be opened by ms-swift: {error}{remedy}"
         raise ConfigError.of("model.model", reason) from error
+    _refuse_other_kind(opened)
     if not cuts:  # ms-swift fills in the model's own limit, and would refuse what is longer
         opened.max_length = None
     opened.set_mode("train")
@@ -199,6 +200,15 @@ def open_template(
     prepare_videos(opened, template)
     opened._get_model = partial(_model_of, opened, model_type)  # noqa: SLF001  # no public way
     return opened
+
+
+def _refuse_other_kind(template: Template) -> None:
+    """Refuse a template that reads media, for a model of text alone; ConfigError."""
+    reads_media = type(template).replace_tag is not Template.replace_tag
+    if reads_media and not template.model_meta.is_multimodal:
+        name = template.template_meta.template_type
+        reason = f"is {name}, for models that see or hear, but the model reads text only: name one for text"
+        raise ConfigError.of("template.template", reason)
 
 
 def _model_of(template: Template, model_type: str | None) -> Any:

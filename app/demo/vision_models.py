@@ -447,7 +447,7 @@ NOT_BUILT = {
     "interns1": f"{_OWN_CODE}; ms-swift asks for transformers below 4.56",
     "internvl": _OWN_CODE,
     "internvl2": _OWN_CODE,
-    "internvl2_5": f"{_OWN_CODE}; its lengths alone were shown, of full encodes",
+    "internvl2_5": f"{_OWN_CODE}; its lengths alone are tested, as full encodes give them",
     "internvl2_phi3": _OWN_CODE,
     "internvl3_5": _OWN_CODE,
     "internvl3_5_gpt": _OWN_CODE,

@@ -16,12 +16,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
-
-import torch
-from transformers import Trainer, TrainerCallback
-
+from adapters.progress import loading_libraries
 from tests.network import free_port
+
+with loading_libraries():
+    from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
+
+    import torch
+    from transformers import Trainer, TrainerCallback
 
 
 class Weights(TrainerCallback):

@@ -15,14 +15,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from adapters.trainer import packed_dataset
+from adapters.progress import loading_libraries
 from app import sft
 from app.cli.command import run_command
-from app.training import prepare
-from app.wiring import training
-from tests.e2e.alone import Gradients, silence
+
+with loading_libraries():
+    import torch
+
+    from adapters.samples.measurer import SwiftMeasurer
+    from adapters.trainer import packed_dataset
+    from app.training import prepare
+    from app.wiring import training
+    from tests.e2e.alone import Gradients, silence
 
 
 def main(config: str, out: str, fault: str = "") -> int:
@@ -55,7 +59,7 @@ def main(config: str, out: str, fault: str = "") -> int:
         if fault == "gradients":
             silence()
         if fault == "measure":
-            training.SwiftMeasurer.measure = _fail
+            SwiftMeasurer.measure = _fail
         run = training.read_config(config)
         with training.joined_ranks(run.training.trainer) as group:
             result = sft.run(run, group)

@@ -57,7 +57,7 @@ def main(config: str, out: str, *, videos: bool = False) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
     mesh = dist.device_mesh.init_device_mesh("cpu", (world_size,))
     tower = dummy.inner.get_submodule(dummy.towers[0])
-    lists = [part for part in model.modules() if isinstance(part, torch.nn.ModuleList)]
+    lists = [part for part in dummy.inner.modules() if isinstance(part, torch.nn.ModuleList)]
     for block in [*(block for part in lists for block in part), tower]:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from app.bench.__main__ import main
 from core.work import WorkModel
 
 pytestmark = [pytest.mark.slow, pytest.mark.covers]
@@ -174,6 +175,21 @@ def test_torch_counts_about_the_same_in_families_that_keys_describe(family):
     for num_tokens, images in ((60, []), (60 * 8, []), *([(90, grids), (60 * 17, grids * 20)] if grids else [])):
         mine = work.of_positions(num_tokens, num_tokens**2) + work.of_images(images).sum()
         assert mine == pytest.approx(counted(model, config, num_tokens, images), rel=0.02)
+
+
+def test_families_are_counted_by_name(capsys):
+    """What is known is near what torch counts; what is not, or cannot be built, says why."""
+    names = ["qwen2", "falcon", "xlnet"]
+    assert 0 == main(["work", "--families", *names, "--json"])
+    known, unknown, unbuilt = json.loads(capsys.readouterr().out)["families"]
+
+    assert ["near", "not known", "not counted"] == [known["verdict"], unknown["verdict"], unbuilt["verdict"]]
+    assert known["ratios"] == pytest.approx([1, 1], abs=0.02)
+    assert "falcon" in unknown["reason"]
+    assert unbuilt["reason"]
+    assert 0 == main(["work", "--families", *names])
+    *_, total = capsys.readouterr().out.splitlines()
+    assert {"1 of 3 near", "1 of 3 not known", "1 of 3 not counted"} == set(total.split(", "))
 
 
 TILES = (1, 3, 7)

@@ -199,7 +199,7 @@ def test_positions_that_go_on_or_lack_a_row_are_refused(monkeypatch, family):
     assert verdict.isolation is None or verdict.isolation > 0
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "internvl"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "internvl", "minicpmv4_6", "qwen2_5_omni_thinker"])
 def test_images_that_see_each_other_are_refused(monkeypatch, family):
     """A leak in the tower, which rows of text alone would not show."""
     kind = type(build_small(default_config(family), attention="sdpa"))
@@ -219,6 +219,30 @@ def test_images_that_see_each_other_are_refused(monkeypatch, family):
 
     assert not verdict.passes
     assert verdict.isolation > 0
+
+
+def test_what_stands_after_a_layer_stands_after_one_that_is_there():
+    """And before another one; in a part, and beside parts; what counts from the end stays."""
+    sizes = {
+        "insert_layer_id": 6, "select_layer_id": -2,
+        "vision_config": {"num_hidden_layers": 27, "insert_layer_id": 6},
+        "text_config": {"num_hidden_layers": 24, "layer_types": ["linear"] * 3 + ["full"] + ["linear"] * 20},
+    }  # fmt: skip
+
+    small = shrink(sizes)
+
+    assert (0, -2) == (small["insert_layer_id"], small["select_layer_id"])
+    assert {"num_hidden_layers": 2, "insert_layer_id": 0} == small["vision_config"]
+    assert 4 == small["text_config"]["num_hidden_layers"]
+
+
+@pytest.mark.parametrize("family", ["minicpmv4_6", "minicpmv4_7"])
+def test_towers_of_patches_in_a_line_are_asked(family):
+    """Their images, and not their text alone."""
+    verdict = probe_family(family)
+
+    assert verdict.passes
+    assert () == verdict.not_exercised
 
 
 def test_a_blind_probe_proves_nothing(monkeypatch):

@@ -6,6 +6,7 @@ code of their own, and what does not fit together.
 from __future__ import annotations
 
 import json
+import shutil
 
 from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
 
@@ -19,7 +20,7 @@ from adapters.probe import open_model_config, probe_config, small_model
 from adapters.probe.small_model import free_memory
 from app.wiring import training
 from core.config import ModelConfig
-from core.errors import ConfigError
+from core.errors import ConfigError, PackplanError
 
 pytestmark = pytest.mark.slow
 
@@ -182,6 +183,46 @@ def test_code_beside_a_model_is_asked_where_the_user_trusts_it(tmp_path, leak):
 
     assert verdict.passes == (not leak)
     assert (verdict.isolation > 0) == bool(leak)
+
+
+CHAT_FORM = """
+from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, PreTrainedModel
+
+class ChatConfig(PretrainedConfig):
+    model_type = "own_chat"
+
+    def __init__(self, llm_config=None, **others):
+        self.llm_config = LlamaConfig(**(llm_config or {}))
+        super().__init__(**others)
+
+class ChatModel(PreTrainedModel):
+    config_class = ChatConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.language_model = LlamaForCausalLM(config.llm_config)
+        self.post_init()
+
+    def forward(self, pixel_values, input_ids=None, image_flags=None, **options):
+        return self.language_model(input_ids=input_ids, **options)
+"""
+
+
+def test_code_that_computes_no_row_without_images_is_refused_by_name(write_run, demo, tmp_path):
+    """As InternVL's chat form does: before anything is measured, with what its code asked for."""
+    model = tmp_path / "model"
+    shutil.copytree(demo / "models" / "qwen2", model, ignore=shutil.ignore_patterns("*.safetensors"))
+    (model / "own.py").write_text(CHAT_FORM)
+    content = {
+        "model_type": "own_chat", "architectures": ["ChatModel"],
+        "llm_config": LlamaConfig(num_hidden_layers=2).to_dict(),
+        "auto_map": {"AutoConfig": "own.ChatConfig", "AutoModelForCausalLM": "own.ChatModel"},
+    }  # fmt: skip
+    (model / "config.json").write_text(json.dumps(content))
+    config = training.read_config(write_run("qwen2", model={"model": str(model), "trust_remote_code": True}))
+
+    with pytest.raises(PackplanError, match=r"own_chat.*its small copy does not run \(TypeError.*'pixel_values'"):
+        training.ask_before_measuring(config)
 
 
 def test_a_configuration_of_more_layers_than_the_weights_have_is_refused(demo, write_run, tmp_path):

@@ -9,26 +9,32 @@ import importlib.util
 import json
 import shutil
 import sys
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 from types import SimpleNamespace
 
 from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
 
 import pytest
 import torch
+import transformers
 import yaml
 from safetensors.torch import load_file
+from swift.model import MODEL_MAPPING
+from swift.model.models.qwen import Qwen2_5OmniLoader
 from torch.utils._pytree import tree_map
-from transformers import PretrainedConfig
+from transformers import AutoModelForMultimodalLM, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from adapters.ranks.torch_group import OneRank
 from adapters.samples import measurer as measuring
 from adapters.samples.measurer import SwiftMeasurer
+from adapters.samples.template import templates_that_pack
 from adapters.trainer.packed_dataset import EncodedPack
 from adapters.trainer.vision import DummyImage
 from app import check, vision
 from app.demo.vision_data import IMAGES_OF, record, texts, write_scenes, write_sizes
-from app.demo.vision_models import VISION_FAMILIES, write_vision_model
+from app.demo.vision_models import NOT_BUILT, VISION_FAMILIES, write_vision_model
 from core.errors import ConfigError, RecordError
 from tests.e2e import rank_main, sharded_main
 from tests.processes import finished, train_under_torchrun
@@ -46,6 +52,8 @@ HEADERS = {
     "qwen2_5_omni": "the arithmetic of qwen_vl_utils",
 }
 """Family -> what gives the lengths of its images from headers; the others are encoded in full."""
+
+ROOT = Path(__file__).parents[2]
 
 OMNI = pytest.param(
     "qwen2_5_omni",
@@ -346,6 +354,15 @@ def test_a_template_that_cannot_encode_an_image_is_refused_by_key(vision_run, fo
         wiring.open_samples(config)
 
 
+def test_a_template_that_sees_is_refused_for_a_model_of_text(write_run, demo):
+    """By key, before anything is measured."""
+    from app.wiring import training as wiring
+
+    config = wiring.read_config(write_run("qwen2", template={"template": "qwen2_5_vl"}, model={"model_type": "qwen2"}))
+    with pytest.raises(ConfigError, match=r"template\.template: is qwen2_5_vl, .* the model reads text only: name one"):
+        wiring.open_samples(config)
+
+
 def test_a_missing_package_is_named_before_anything_is_measured(vision_run, monkeypatch):
     """That a processor's class asks for, or that its template imports when it meets an image."""
     from swift.template.templates.glm import GLM4VTemplate
@@ -394,6 +411,82 @@ def test_the_command_shows_a_family_and_keeps_the_page(tmp_path, capsys):
     assert written == vision.with_section(written, vision.section_of(written).lstrip())
     assert 2 == check.main(["--vision", "nobody"])
     assert "names nobody: tiny models are of internvl" in capsys.readouterr().err
+
+
+def test_all_templates_that_declare_packing_are_on_the_page():
+    """Each was shown by a tiny model, or says why there is none; and none is in both tables."""
+    shown = {family.swift[1] for family in VISION_FAMILIES.values()}
+
+    assert set(templates_that_pack()) == shown | set(NOT_BUILT)
+    assert not shown & set(NOT_BUILT)
+    own_code = {name for name, why_not in NOT_BUILT.items() if why_not.startswith("its model brings its own code")}
+    classes = {
+        name: [getattr(transformers, one, None) for meta in MODEL_MAPPING.values() for one in meta.architectures or ()
+               if name in meta.candidate_templates]
+        for name in own_code
+    }  # fmt: skip
+    assert {name: [None] for name in own_code} == classes
+    page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    assert [] == [name for name in sorted(NOT_BUILT) if f"\n| {name} | {NOT_BUILT[name]} |" not in page]
+    assert [] == [
+        name for name in sorted(VISION_FAMILIES) if f"\n| {name} | {VISION_FAMILIES[name].swift[1]} |" not in page
+    ]
+
+
+def test_text_that_is_frozen_trains_images_alone(vision_run, execute):
+    """Packs of one: those without images change nothing, and stop nothing."""
+    keys = {"freeze_llm": True, "effective_batch_size": 1}
+    done = execute(vision_run("internvl", template={"max_length": 60}, training=keys))
+
+    gradients = [entry["grad_norm"] for entry in done.history if "grad_norm" in entry]
+    packs = done.planned["train"].raw.packs
+    images = [IMAGES_OF[packs[pack][0] % 4] for pack in done.schedule.order(0)[: len(gradients)].tolist()]
+    assert [number > 0 for number in images] == [gradient > 0 for gradient in gradients]
+    assert {True, False} == {number > 0 for number in images}
+
+
+def test_sound_is_refused_by_key_and_record(vision_run, folder, tmp_path):
+    """What says to train what hears or speaks; a record with sound; one with a video."""
+    from adapters.trainer.tuners import _refuse_sound
+    from app.wiring import training as wiring
+
+    model = AutoModelForMultimodalLM.from_pretrained(folder / "qwen2_5_omni")
+    for key, value in {
+        "trainable_parameters": ["talker"], "trainable_parameters_regex": "audio_tower",
+        "target_modules": ["thinker.audio_tower.proj"], "target_regex": "^token2wav", "modules_to_save": ["talker"],
+    }.items():  # fmt: skip
+        adapters = {"tuner_type": "lora"} if not key.startswith("trainable") else {}
+        config = wiring.read_config(vision_run("qwen2_5_omni", training={key: value, **adapters}))
+        with pytest.raises(ConfigError, match=rf"training\.{key}: .*, which hears or speaks: "):
+            _refuse_sound(model, config.training)
+    mixed = wiring.read_config(vision_run("qwen2_5_omni", training={"trainable_parameters_regex": "proj"}))
+    _refuse_sound(model, mixed.training)
+
+
+@pytest.mark.parametrize("family", [OMNI])
+def test_records_that_only_ears_and_eyes_take_are_refused(vision_run, tmp_path, family):
+    """Sound, and videos, which this template reads by functions of its own."""
+    plain = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "."}]}
+    path = tmp_path / "bad.jsonl"
+    path.write_text("".join(json.dumps({**plain, key: ["a.bin"]}) + "\n" for key in ("audios", "videos")))
+    samples = measurer(vision_run(family, custom={"train_jsonl": str(path)}))
+
+    said = [str(one) for one in samples.measure_many(range(2), in_full=False)]
+    assert "line 1: the record has 'audios': " in said[0]
+    assert "line 2: the record has videos, which are not read for the template qwen2_5_omni here" in said[1]
+
+
+def test_the_extra_that_a_template_needs_is_named(vision_run, monkeypatch):
+    """Before anything is measured."""
+    from app.wiring import training as wiring
+
+    def lacks_package(_):
+        raise PackageNotFoundError("qwen_omni_utils")
+
+    monkeypatch.setattr(Qwen2_5OmniLoader, "_check_qwen_omni_utils", lacks_package)
+    config = wiring.read_config(vision_run("qwen2_5_omni"))
+    with pytest.raises(ConfigError, match=r"model\.model: .*: pip install 'packplan\[omni\]'"):
+        wiring.open_samples(config)
 
 
 class Seeing(torch.nn.Module):

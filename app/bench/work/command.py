@@ -10,12 +10,16 @@ random step's packs by largest differences; `sampling and filtering` makes packs
 enough stay, and the others are drawn again. With one pack of each rank, `floor` is what whole
 samples of more than a pack's mean work leave uneven in random steps, whichever packs they are in.
 Seconds are of processor time.
+
+With --families the work of each architecture that transformers knows is held against torch's
+counter.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
@@ -25,6 +29,7 @@ from numpy.typing import NDArray
 
 from app.bench.measure import Measured, NotMeasured, measure
 from app.bench.table import aligned
+from app.bench.work.families import ROWS, counted_families
 from app.bench.work.mixes import ASIDE, DATA, PATCHES_OF_A_TOKEN, Aside, Samples
 from app.bench.work.others import distance, largest_differences, sampling_and_filtering
 from app.bench.work.ranks import Task, falls, measured_rounds
@@ -36,6 +41,9 @@ from core.shuffling import shuffled
 from core.work import assign_steps, expected_imbalance, floor_of, group_steps, in_units
 
 LIMIT_S = 600.0
+
+REASON = 100
+"""Characters of a reason in a table."""
 
 WINDOW = 16
 """Steps of a window whose packs are grouped by work."""
@@ -125,6 +133,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="instead: two real ranks on unequal images, so many rounds; seconds as packs come and by work",
     )  # fmt: skip
     parser.add_argument(
+        "--families",
+        nargs="*",
+        metavar="NAME",
+        help="instead: the work that config.json gives, over what torch counts, of small copies of these families",
+    )
+    parser.add_argument(
         "--steps", type=positive_number, default=4, metavar="N", help="of a measured round (default: %(default)s)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of samples and steps (default: %(default)s)")
@@ -136,6 +150,9 @@ def run(options: argparse.Namespace) -> None:
     """Measure, then print."""
     if options.measured:
         _print_measured(options)
+        return
+    if options.families is not None:
+        _print_families(options)
         return
     rows = [
         row
@@ -149,6 +166,22 @@ def run(options: argparse.Namespace) -> None:
     head = ("data", "packs of", "way", "ranks", "packs of a rank", "packs", "s", "MB", "mean step", "worst", "floor",
             "saved", "steps differ", "images", "pad", "vision", "language", "over")  # fmt: skip
     print("\n".join(aligned([head, *map(_cells, rows)], left={0, 2})))
+
+
+def _print_families(options: argparse.Namespace) -> None:
+    """Print each family's verdict, and how many have which."""
+    found = counted_families(options.families)
+    if options.json:
+        print(json.dumps({"families": [attrs.asdict(one) for one in found]}, indent=1))
+        return
+    head = ("family", "verdict", *(f"over torch's, {num} tokens" for num in ROWS), "")
+    cells = [
+        (one.family, one.verdict, *([f"{ratio:.4f}" for ratio in one.ratios] or ["-"] * len(ROWS)), one.reason[:REASON])
+        for one in found
+    ]
+    print("\n".join(aligned([head, *cells], left={0, 1, 4})))
+    verdicts = Counter(one.verdict for one in found)
+    print(", ".join(f"{number} of {len(found)} {verdict}" for verdict, number in verdicts.most_common()))
 
 
 def _print_measured(options: argparse.Namespace) -> None:
