@@ -19,14 +19,20 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
+
+from core.errors import LostProcessError
 
 _PR_SET_PDEATHSIG = 1
 
 _OF_LAUNCHER = "TORCHELASTIC_RUN_ID"
 """Set by torchrun, and by what is built on it, in the ranks that it starts."""
+
+_LOST = ("DataLoader worker (pid", "Pin memory thread exited", "Too many open files")
+"""What torch's errors begin with where a loader's process ended, or can no longer be reached."""
 
 
 def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
@@ -124,6 +130,25 @@ def hide_broken_handover() -> None:
             before(kind, error, trace)
 
     sys.excepthook = hook
+
+
+@contextmanager
+def lost_processes_named(doing: str, remedy: str) -> Iterator[None]:
+    """
+    Raise LostProcessError where a pool or torch finds that one of its processes is gone; torch
+    raises wherever this one is at.
+
+    Args:
+        doing: What these processes do.
+
+        remedy: The keys that need less memory.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, BrokenProcessPool) and not str(error).startswith(_LOST):
+            raise
+        raise LostProcessError(doing, str(error).strip().rstrip("."), remedy) from error
 
 
 @contextmanager

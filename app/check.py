@@ -25,7 +25,7 @@ import attrs
 from rich.console import Console
 from rich.table import Table
 
-from adapters.progress import LIBRARIES, progress, waiting
+from adapters.progress import loading_libraries, progress
 from app.cli.command import (
     add_config_arguments,
     add_logging_options,
@@ -246,7 +246,7 @@ def main(arguments: list[str] | None = None) -> int:
         config = stores.read_config(options.config, options.overrides)
         stores.require_inputs(config, trains=True)
 
-        with waiting(LIBRARIES):
+        with loading_libraries():
             from app.wiring import training
 
         if options.quiet:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from adapters.progress import LIBRARIES, waiting
+from adapters.progress import loading_libraries
 from app.cli.command import (
     add_config_arguments,
     add_logging_options,
@@ -98,7 +98,7 @@ def main(arguments: list[str] | None = None) -> int:
         config = stores.read_config(options.config, options.overrides)
         stores.require_inputs(config, trains=True)
 
-        with waiting(LIBRARIES):
+        with loading_libraries():
             from app.training import stream
             from app.wiring import training
 

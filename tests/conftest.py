@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import gc
 import importlib
+import itertools
 import logging
 import os
 import pkgutil
@@ -31,6 +33,9 @@ _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "d
 settings.register_profile("repeatable", max_examples=40, derandomize=True, **_COMMON)
 settings.register_profile("explore", max_examples=500, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+TRACED_EXAMPLES = 10
+"""Examples of a law that are traced: the others meet hardly a new line of core."""
 
 
 @contextlib.contextmanager
@@ -71,11 +76,35 @@ def pytest_runtest_protocol(item):
     Trace core where its laws are stated: in tests of other things, and what they set up, that adds
     no line.
     """
-    is_elsewhere = item.path.parent.name in {"architecture", "contracts", "docs", "e2e", "faults"}
+    is_elsewhere = item.path.parent.name not in {"laws", "unit"}
     if item.get_closest_marker("untraced") or (is_elsewhere and not item.get_closest_marker("covers")):
         with _untraced(item.config):
             return (yield)
     return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """Trace core in the first examples of a law alone."""
+    plugin = item.config.pluginmanager.get_plugin("_cov")
+    controller, law = plugin and plugin.cov_controller, getattr(item.obj, "hypothesis", None)
+    if law is None or not controller or not controller.started:
+        return (yield)
+    plain, number = law.inner_test, itertools.count()
+
+    @functools.wraps(plain)  # hypothesis draws by the source of what it calls
+    def traced_at_first(*args, **kwargs):
+        if next(number) == TRACED_EXAMPLES:
+            controller.pause()
+        return plain(*args, **kwargs)
+
+    law.inner_test = traced_at_first
+    try:
+        return (yield)
+    finally:
+        law.inner_test = plain
+        if not controller.started:
+            controller.resume()
 
 
 @pytest.fixture(autouse=True)

@@ -192,6 +192,8 @@ def _call(
 ) -> None:
     assert all(name in sys.modules for name in PRELOADED), "the server says nothing of an import that failed"
     end_with_parent()
+    # Else workers of loaders would come from a server of their own, which imports the stack again.
+    multiprocessing.set_start_method(None, force=True)
     os.environ.clear()
     os.environ.update(variables)
     os.chdir(folder)

@@ -29,10 +29,12 @@ for module in (
     "adapters.workers.policy",
     "adapters.workers.ray",
     "app.planning.log_lines",
+    "app.sft",
     "app.training.prepare",
     "app.training.schedule",
     "swift.dataset",
     "swift.loss_scale",
+    "swift.pipelines.train.tuner",
     "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
     "torch.utils.serialization",
     "transformers.models.qwen2.modeling_qwen2",
@@ -42,10 +44,13 @@ for module in (
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.qwen3_vl.modeling_qwen3_vl",
     "transformers.models.qwen3_vl.processing_qwen3_vl",
+    "transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe",
 ):
     importlib.import_module(module)
 for name in ("Qwen2VLVideoProcessor", "Qwen3VLVideoProcessor"):
     video_processor_class_from_name(name)
+# The first model that a process opens compiles seven hundred patterns, those of all models.
+get_checkpoint_conversion_mapping("qwen2")
 PIL.Image.init()
 # Compiles 700 expressions, once in a process that loads or saves a model.
 get_checkpoint_conversion_mapping("qwen2")

@@ -35,6 +35,16 @@ class RecordFile(Protocol):
     def digests(self, start: int, stop: int, /) -> bytes:
         """Return the digests of the records from *start* to before *stop*, one behind the other."""
 
+    @property
+    def knows_digests(self) -> bool:
+        """Whether no record has to be read for its digest."""
+
+    def keep(self, digests: NDArray[np.uint8], /) -> None:
+        """Keep the digests of all records for later starts; shape (num_records, DIGEST_BYTES)."""
+
+    def kept_fault(self) -> str | None:
+        """Return in what the file is another one than was kept of it; all of it is read."""
+
     def digest_of(self, row: int, value: Any, /) -> bytes:
         """
         Return the digest of a record that was read, by its JSON value; nothing where that is not
@@ -177,7 +187,22 @@ class FileRecords:
                 stop = min(start + count, self._hash_file(index, start, start + count))
                 bar.update(stop - index)
                 self._digested = range(start, stop)
+        if self._digested == range(len(self)):
+            self._keep()
         return self._digest.hexdigest()
+
+    def _keep(self) -> None:
+        """Let files keep the digests of their records, once all of them are known."""
+        if self._known is None:
+            return
+        for number, file in enumerate(self._files):
+            if not file.knows_digests:
+                digests = self._known[int(self._ends[number]) - len(file) : int(self._ends[number])]
+                for row in np.flatnonzero(~digests.any(axis=1)).tolist():  # of records that are left out
+                    digests[row] = np.frombuffer(file.digests(row, row + 1), np.uint8)
+                file.keep(digests)
+        if all(file.knows_digests for file in self._files):
+            self._known = None
 
     def _hash_file(self, index: int, start: int, stop: int) -> int:
         """
@@ -199,7 +224,10 @@ class FileRecords:
         place = int(np.searchsorted(self._left_out, number))
         until = self._left_out[place] - number if place < len(self._left_out) else _AT_ONCE
         count = min(len(file) - row, stop - index, int(until), _AT_ONCE)
-        self._digest.update(self._digests(file, row, number, count))
+        digests = self._digests(file, row, number, count)
+        self._digest.update(digests)
+        if not file.knows_digests:
+            self.remember(np.arange(number, number + count), np.frombuffer(digests, np.uint8).reshape(count, -1))
         return index + count
 
     def __getstate__(self) -> dict[str, Any]:

@@ -22,10 +22,12 @@ from adapters.samples.template import open_template
 from adapters.samples.urls import MediaCache
 from adapters.samples.video import (
     FRAMES_OF_LAYER,
+    Sampling,
     VideoFacts,
     VideoLengths,
     frames_of,
     reads_videos,
+    sampling_of,
     unread_reason,
     video_facts,
     why_no_reader,
@@ -163,7 +165,7 @@ class SwiftEncoder:
             for image in images:
                 self.image_size(index, image, decode=True)
             for video in videos:
-                self.decode_video(index, video)
+                self.decode_video(index, video, sampling=sampling_of(self.spec.template))
             raise
 
     def decoded(self, index: int) -> list[tuple[bool, str]]:
@@ -394,9 +396,12 @@ class SwiftEncoder:
         custom = self.spec.custom
         try:
             facts = video_facts(video, max_seconds=custom.max_video_s)
-            size = self.video_lengths.num_bytes(facts) if self.video_lengths is not None else 0
         except ValueError as error:
             raise self.fault(index, str(error)) from None
+        try:
+            size = self.video_lengths.num_bytes(facts) if self.video_lengths is not None else 0
+        except ValueError as error:
+            raise self.fault(index, f"the video {_named(video)} cannot be sampled: {error}") from None
         if size > custom.max_video_bytes:
             reason = (
                 f"the sampled frames of {facts.width} x {facts.height} of the video {_named(video)} take "
@@ -408,20 +413,35 @@ class SwiftEncoder:
 
     def stored_video(self, index: int, video: Video) -> ImageFacts:
         """Return what is kept of a video of sample *index*; RecordError if it cannot be used."""
-        facts = self.video_facts(index, video)
+        return self.stored_facts(self.video_facts(index, video))
+
+    def stored_facts(self, facts: VideoFacts) -> ImageFacts:
+        """Return what is kept of what a video says of itself."""
         lengths = self.video_lengths
         seconds = facts.num_frames / float(facts.rate) if facts.rate else 0.0
         return facts.stored(seconds if lengths is None else lengths.seconds(facts))
 
-    def decode_video(self, index: int, video: Video) -> None:
-        """Decode frames of a video of sample *index*; RecordError if they cannot be."""
+    def decode_video(self, index: int, video: Video, *, sampling: Sampling | None = None) -> None:
+        """
+        Decode frames of a video of a sample.
+
+        Args:
+            index: Of the sample.
+
+            video: Its video.
+
+            sampling: Which frames; None decodes all.
+
+        Raises:
+            RecordError: They cannot be decoded.
+        """
         try:
             frames = frames_of(video)
             for frame in frames or ():
                 read_size(frame, decode=True)
         except ValueError as error:
             raise self.fault(index, str(error)) from None
-        if frames is None and (reason := unread_reason(str(video))) is not None:
+        if frames is None and (reason := unread_reason(str(video), sampling)) is not None:
             raise self.fault(index, reason)
 
     def fault(self, index: int, reason: str, remedy: str = "") -> RecordError:

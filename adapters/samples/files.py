@@ -97,7 +97,8 @@ def open_records(paths: tuple[str, ...], *, max_line_bytes: int | None = None, c
 
 def copy_faults(paths: tuple[str, ...], *, cache: Path | None) -> Iterator[tuple[str, str]]:
     """
-    Yield each file whose copy is not what the file holds, and why; all of both is read.
+    Yield each file that is not what its copy holds, or what is kept about it, and why; all of both
+    is read.
 
     Args:
         paths: As `open_records` takes them.
@@ -118,9 +119,11 @@ def copy_faults(paths: tuple[str, ...], *, cache: Path | None) -> Iterator[tuple
                 else _CHANGED
             )
         else:
-            continue
+            folder, fault = None, None
         if fault is not None:
             yield str(path), f"{fault}: delete {folder}, and build again"
+        elif (changed := _open(path, None, cache).kept_fault()) is not None:
+            yield str(path), changed
 
 
 _CHANGED = "the file is another one than its copy was made of, although its size and times are the same"
@@ -223,21 +226,21 @@ def _open(path: Path, max_bytes: int | None, cache: Path | None) -> RecordFile:
     """Open a file that is there, by what it is."""
     named = Named.of(path)
     if path.is_dir():
-        return ArrowFile(parts_of_folder(path), named=Named(str(path), str(path)), max_bytes=max_bytes)
+        return ArrowFile(parts_of_folder(path), named=Named(str(path), str(path)), max_bytes=max_bytes, cache=cache)
     head = _head(path)
     if head.startswith((GZIP, ZSTD)):
         copy = copy_of(path, cache, unpack)
         text = copy / TEXT
-        return _open_text(text, Path(path.name).with_suffix("").suffix, named, max_bytes)
+        return _open_text(text, Path(path.name).with_suffix("").suffix, named, max_bytes, cache)
     if head.startswith(_PARQUET):
         copy = copy_of(path, cache, rewrite_parquet)
         return ArrowFile([copy / ROWS], named=named, max_bytes=max_bytes, digests=copy / DIGESTS)
     if head.startswith(_ARROW) or path.suffix == ".arrow":
-        return ArrowFile([path], named=named, max_bytes=max_bytes)
+        return ArrowFile([path], named=named, max_bytes=max_bytes, cache=cache)
     if head and (claimed := _NAMED.get(path.suffix.lower())):
         message = f"{path} is named {path.suffix}, but is not {claimed}: get the whole file again, or rename it"
         raise DataSetError(message)
-    return _open_text(path, path.suffix, named, max_bytes)
+    return _open_text(path, path.suffix, named, max_bytes, cache)
 
 
 def _head(path: Path) -> bytes:
@@ -245,7 +248,7 @@ def _head(path: Path) -> bytes:
         return file.read(_HEAD)
 
 
-def _open_text(text: Path, suffix: str, named: Named, max_bytes: int | None) -> SpanFile:
+def _open_text(text: Path, suffix: str, named: Named, max_bytes: int | None, cache: Path | None) -> SpanFile:
     """
     Open a file of text.
 
@@ -257,6 +260,8 @@ def _open_text(text: Path, suffix: str, named: Named, max_bytes: int | None) -> 
         named: How it is spoken of.
 
         max_bytes: A longer record is refused.
+
+        cache: Where is kept what was found out about the file; None keeps nothing.
     """
     head = _head(text)
     what = next((what for start, what in _OTHER.items() if head.startswith(start)), None)
@@ -272,7 +277,7 @@ def _open_text(text: Path, suffix: str, named: Named, max_bytes: int | None) -> 
         kind = _TABLES[suffix.lower()]
     elif _ARRAY_OF_OBJECTS.match(head) or (suffix.lower() == ".json" and _ARRAY.match(head)):
         kind = ArrayFile
-    return kind(text, named=named, max_bytes=max_bytes)
+    return kind(text, named=named, max_bytes=max_bytes, cache=cache)
 
 
 def rebased(record: Any, folder: Path, onto: Path) -> Any:

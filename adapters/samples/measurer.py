@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
-from adapters.lifeline import ctrl_c_kept, end_with_parent, open_pool
+from adapters.lifeline import ctrl_c_kept, end_with_parent, lost_processes_named, open_pool
 from adapters.samples.counting.pieces import prove_pieces
 from adapters.samples.counting.quickly import Batch, QuickMeasurer
 from adapters.samples.encoder import SwiftEncoder
@@ -29,6 +29,7 @@ from adapters.samples.files import copy_faults
 from adapters.samples.image_headers import image_facts
 from adapters.samples.image_lengths import ImageLengths, prove_lengths
 from adapters.samples.template import swift_types
+from adapters.samples.video import reads_videos
 from adapters.versions import installed_version
 from core.errors import RecordError
 from core.fingerprint import Fingerprint, Value, configured_inputs
@@ -211,13 +212,11 @@ class SwiftMeasurer:
             "videos": [of_videos.stand_in] * len(videos) if of_videos else [],
         }
         measured = encoder.measured(index, encoder.encode_messages(index, standing))
-        what = "an image"
         try:
             seen = [of_images.beyond_stand_in(*size) for size in sizes] if of_images else []
-            what = "a video"
-            shown = [of_videos.beyond_stand_in(one) for one in facts] if of_videos else []
         except ValueError as error:
-            raise encoder.fault(index, f"{what} cannot be encoded: {error}") from None
+            raise encoder.fault(index, f"an image cannot be encoded: {error}") from None
+        shown = [of_videos.beyond_stand_in(one) for one in facts] if of_videos else []
         return attrs.evolve(
             measured,
             length=measured.length + sum(one.tokens for one in seen) + sum(one.tokens for one in shown),
@@ -232,11 +231,14 @@ class SwiftMeasurer:
         template = self._encoder.template
         name = template.template_meta.template_type
         tokens = self._encoder.image_tokens
-        counter, why_not = prove_pieces(template, image_token=None if tokens is None else tokens.token)
+        media = {} if tokens is None else {"image": tokens.token}
+        if tokens is not None and reads_videos(template):
+            media["video"] = template.video_token_id
+        counter, why_not = prove_pieces(template, tokens=media)
         if counter is None:
             _say_once(f"{name}: every sample is encoded by itself to be measured: {why_not}")
             return None
-        lengths = None if counter.stand_in is None else self.image_lengths[0]
+        lengths = self.image_lengths[0] if "image" in counter.stand_ins else None
         return QuickMeasurer(self._encoder, counter, lengths, alone=self.measure_quickly, in_full=self.measure)
 
     @cached_property
@@ -305,12 +307,13 @@ class SwiftMeasurer:
             pool = open_pool(self._workers, _open_worker, self, in_full)
             waiting.append(pool.submit(_measure_in_worker, next(parts)))
         try:
-            for part in parts:
-                waiting.append(pool.submit(_measure_in_worker, part))
-                if len(waiting) > _AHEAD * self._workers:
+            with lost_processes_named("measuring samples", _less_memory(self._workers)):
+                for part in parts:
+                    waiting.append(pool.submit(_measure_in_worker, part))
+                    if len(waiting) > _AHEAD * self._workers:
+                        yield from self._taken(waiting.popleft().result())
+                while waiting:
                     yield from self._taken(waiting.popleft().result())
-            while waiting:
-                yield from self._taken(waiting.popleft().result())
         finally:
             pool.shutdown(cancel_futures=True)
             gc.unfreeze()
@@ -354,7 +357,8 @@ class SwiftMeasurer:
             multiprocessing_context="fork",
             worker_init_fn=lambda _: end_with_parent(),
         )
-        return list(loader)
+        with lost_processes_named("encoding samples again, in another process,", "end what else runs on it"):
+            return list(loader)
 
     def images(self, index: int, *, decode: bool = False) -> tuple[ImageFacts, ...]:
         """Return what the image files of sample *index* are now; see `core.ports`."""
@@ -393,6 +397,11 @@ class _Measured(Dataset[Outcome]):
 
     def __getitem__(self, index: int) -> Outcome:
         return self._samples.outcome(index, in_full=True)
+
+
+def _less_memory(workers: int) -> str:
+    """Return the key that measures with less memory."""
+    return f"lower training.packing_length_precompute_workers (now {workers:,}; 1 measures in the main process)"
 
 
 @cache

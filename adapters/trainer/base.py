@@ -31,6 +31,7 @@ from transformers import TrainerControl
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 
 from adapters.files import saving
+from adapters.lifeline import lost_processes_named
 from adapters.progress import progress
 from adapters.samples.encoder import IGNORED_LABEL, VIDEO_SECONDS
 from adapters.trainer.callbacks import SaveOnSigterm, SkipDuplicateFinalEval
@@ -42,7 +43,6 @@ from adapters.trainer.loader import (
     EvalBatches,
     PackLoader,
     Reduction,
-    lost_workers_named,
     open_worker,
 )
 from adapters.trainer.packed_dataset import PackedDataset
@@ -175,14 +175,21 @@ class PackingTrainer(Seq2SeqTrainer):
         Raises:
             ConfigError: A setting fails that only the model in training shows.
 
-            LoaderError: A loader's process ended before.
+            LostProcessError: A loader's process ended before.
         """
         try:
-            with failures_named(self), lost_workers_named(self.args.dataloader_num_workers):
+            with failures_named(self), lost_processes_named("loading data", self._less_memory()):
                 return super().train(*arguments, **options)
         finally:
             if isinstance(loader := self.callback_handler.train_dataloader, PackLoader):
                 loader.close()
+
+    def _less_memory(self) -> str:
+        now = self.args.dataloader_num_workers
+        return (
+            f"lower training.dataloader_num_workers (now {now:,}; 0 loads in the training process) or "
+            "training.dataloader_prefetch_factor"
+        )
 
     def training_step(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
         """

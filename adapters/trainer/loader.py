@@ -5,8 +5,8 @@ tokens weigh.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, Literal
 
 from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
@@ -22,7 +22,7 @@ from adapters.samples.encoder import IGNORED_LABEL, VIDEO_SECONDS
 from adapters.trainer.dynamic_dataset import Ended, StreamCounts, StreamedPack
 from adapters.trainer.packed_dataset import EncodedPack, Sample
 from adapters.trainer.vision import complete
-from core.errors import LoaderError, PackplanError
+from core.errors import PackplanError
 from core.schedule import EpochSchedule
 
 Batch = dict[str, Any]
@@ -37,9 +37,6 @@ loss, their samples.
 
 _COUNTS = "stream_counts"
 """What a batch of a stream holds on its way to the loader."""
-
-_LOST = ("DataLoader worker (pid", "Pin memory thread exited", "Too many open files")
-"""What torch's errors begin with where a loader's worker ended, or can no longer be reached."""
 
 _POWERS = {"token": 0.0, "sample": -1.0, "sqrt": -0.5}
 """A token of a sample of n supervised tokens weighs n to this power."""
@@ -210,23 +207,6 @@ def open_worker(number: int, *, num_workers: int, rank: int) -> None:
     seed_worker(number, num_workers=num_workers, rank=rank)
 
 
-@contextmanager
-def lost_workers_named(num_workers: int) -> Iterator[None]:
-    """
-    Raise LoaderError where torch finds that a loader's worker is gone: it raises wherever the
-    process is at, in the words of these.
-
-    Args:
-        num_workers: Workers of each rank.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if not str(error).startswith(_LOST):
-            raise
-        raise LoaderError(str(error).strip().rstrip("."), num_workers) from error
-
-
 class PackLoader(DataLoaderShard):
     """
     ms-swift's sharded loader, which raises the errors that a data set returns, and tells it of the
@@ -239,6 +219,9 @@ class PackLoader(DataLoaderShard):
     batch of the epoch so far.
     """
 
+    waited = 0.0
+    """Seconds that training has waited for its batches, or made them itself."""
+
     def set_epoch(self, epoch: int) -> None:
         """Tell the sampler, and a data set that asks for it."""
         super().set_epoch(epoch)
@@ -247,7 +230,7 @@ class PackLoader(DataLoaderShard):
 
     def __iter__(self) -> Iterator[Batch]:
         self.counts = StreamCounts()
-        for batch in super().__iter__():
+        for batch in self._timed(super().__iter__()):
             if isinstance(batch, PackplanError):
                 raise batch
             if isinstance(batch, Ended):
@@ -255,6 +238,17 @@ class PackLoader(DataLoaderShard):
                 continue
             for counts in batch.pop(_COUNTS, ()):
                 self.counts += StreamCounts(*counts)
+            yield batch
+
+    def _timed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield batches, and count the time until each is there."""
+        ended = object()
+        while True:
+            started = time.perf_counter()
+            batch = next(batches, ended)
+            self.waited += time.perf_counter() - started
+            if batch is ended:
+                return
             yield batch
 
     def close(self) -> None:

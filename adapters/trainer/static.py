@@ -60,18 +60,19 @@ class PackTrainer(PackingTrainer):
         self.attention = attention
         self._meter: _Meter | None = None
         self._consumed: list[int] = []
-        self._video_seconds = 0.0
+        self._video_seconds = self._waited = 0.0
         super().__init__(**options)
 
     def get_train_dataloader(self, skip_batches: int = 0) -> PackLoader:  # noqa: ARG002  # the schedule skips by itself
         """Serve this rank's packs, in an order drawn again from seed and epoch."""
-        return PackLoader(
+        self._loader = PackLoader(
             self.train_dataset,
             device=self.accelerator.device,
             batch_sampler=TrainBatches(self.schedule, rank=self.group.rank),
             collate_fn=self.data_collator,
             **self._worker_options(),
         )
+        return self._loader
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[Any, ...]:
         """
@@ -120,7 +121,8 @@ class PackTrainer(PackingTrainer):
         if "loss" in logs and self._meter is not None:
             logs = {**logs, **self._meter.read(self.state.global_step)}
             if self._video_seconds:
-                logs["video_seconds"], self._video_seconds = self._video_seconds, 0.0
+                logs |= {"video_seconds": self._video_seconds, "data_wait_seconds": self._loader.waited - self._waited}
+            self._video_seconds, self._waited = 0.0, self._loader.waited
         logs.pop("train_samples_per_second", None)  # counts packs
         super().log(logs, *arguments, **options)
 

@@ -27,6 +27,9 @@ class Measured:
     seconds: float
     """Median over the runs."""
 
+    cpu_s: float
+    """Processor time, likewise, of this process alone: what other processes disturb less."""
+
     num_runs: int
 
     peak_bytes: int
@@ -69,19 +72,22 @@ def measure(
 
 def _measure_here(call: Callable[[], Any], summarise: Callable[[Any], Any], repeat: int) -> dict[str, Any]:
     seconds: list[float] = []
+    cpu: list[float] = []
     peak = 0
     returned = None
     while not seconds or (len(seconds) < repeat and sum(seconds) < ENOUGH_S):
         returned = None
         gc.collect()
         before = reset_peak()
-        start = time.perf_counter()
+        start, cpu_before = time.perf_counter(), time.process_time()
         returned = call()
         seconds.append(time.perf_counter() - start)
+        cpu.append(time.process_time() - cpu_before)
         peak = max(peak, peak_bytes() - before)
     children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
     return {
         "seconds": statistics.median(seconds),
+        "cpu_s": statistics.median(cpu),
         "num_runs": len(seconds),
         # A child starts with its parent's memory, shared until it writes; only what is beyond is
         # new.

@@ -15,7 +15,7 @@ from pathlib import Path
 import yaml
 
 from adapters.files import saving, writing
-from adapters.progress import LIBRARIES, waiting
+from adapters.progress import loading_libraries
 from app import sft
 from app.cli.command import program, run_command, run_program
 from app.wiring import stores
@@ -40,7 +40,7 @@ def make(folder: Path, *, seed: int, num_train: int, num_val: int) -> None:
 
         num_val: Records of the evaluation data.
     """
-    with waiting("loading torch and transformers"):
+    with loading_libraries():
         from app.demo.scenes import corpus, write_data
         from app.demo.tiny_models import MODEL_TYPES, write_model
 
@@ -103,7 +103,7 @@ def _moved(value: str | list[str], folder: Path) -> str:
 
 def train() -> None:
     """Train as `app/demo.yaml` says, and print how the loss fell."""
-    with waiting(LIBRARIES):
+    with loading_libraries():
         from app.wiring import training
 
     with training.joined_ranks({}) as group:

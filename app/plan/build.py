@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from adapters.progress import LIBRARIES, waiting
+from adapters.progress import loading_libraries
 from app.cli.command import add_config_arguments, positive_number
 from app.planning.split import GatheredSplit
 from app.training.schedule import require_static
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> None:
     config = stores.read_config(options.config, options.overrides)
     stores.require_inputs(config)
 
-    with waiting(LIBRARIES):
+    with loading_libraries():
         from app.plan.building import build, list_failures
         from app.wiring.gather import gather
         from app.wiring.training import ask_before_measuring, joined_ranks, keep_verdict, local_ranks

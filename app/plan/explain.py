@@ -6,7 +6,7 @@ trained.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
@@ -101,8 +101,15 @@ _PLACES = {
 }
 
 
-def as_text(explanation: dict[str, Any]) -> Iterator[str]:
-    """Yield an explanation line by line, for people."""
+def as_text(explanation: dict[str, Any], *, emphasise: Callable[[str], str] = str) -> Iterator[str]:
+    """
+    Yield an explanation line by line, for people.
+
+    Args:
+        explanation: Of a pack or a sample.
+
+        emphasise: Marks a text that is trained, for a terminal.
+    """
     if "sample" in explanation:
         yield _sample_line(explanation)
         yield f"  {_PLACES[explanation['place']]}"
@@ -110,7 +117,8 @@ def as_text(explanation: dict[str, Any]) -> Iterator[str]:
             yield f"  with samples {', '.join(map(str, explanation['dropped_with']))}"
         for run in explanation.get("text", ()):
             # As JSON writes it: what the data say neither breaks lines nor steers a terminal.
-            yield f"  {'trained' if run['trained'] else '       '} {json.dumps(run['text'], ensure_ascii=False)}"
+            text = json.dumps(run["text"], ensure_ascii=False)
+            yield f"  trained {emphasise(text)}" if run["trained"] else f"          {text}"
     pack = explanation.get("pack") if "sample" in explanation else explanation
     if not pack:
         return

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from app.plan.stored import PlanView
 from app.planning.log_lines import BOUNDS
 from core.equality import PackingVerdict
 from core.errors import agree, counted
+from core.inspection import SourceSummary
 from core.samples import video_totals
+
+_BARS = " ▁▂▃▄▅▆▇█"
 
 Row = tuple[str, str, str]
 """What, how much, and a remark."""
@@ -52,7 +55,7 @@ def _sources(view: PlanView) -> Iterator[Row]:
             f"{one.supervised_tokens:,} supervised" if view.plan_summary.supervised_tokens is not None else "",
             f"longest {one.longest_sample:,}",
             counted(one.images, "image") if one.images else "",
-            counted(one.videos, "video") if one.videos else "",
+            _shown(one) if one.videos else "",
             f"in {counted(one.num_packs, 'pack')}" if view.stored.packed else "",
             f"{one.dropped_samples:,} dropped" if one.dropped_samples else "",
             f"{one.skipped_samples:,} skipped" if one.skipped_samples else "",
@@ -60,6 +63,27 @@ def _sources(view: PlanView) -> Iterator[Row]:
         ]
         said = ", ".join(part for part in parts if part)
         yield f"  {one.name}", f"{one.num_samples:,}", f"{said}; {' / '.join(shapes)}"
+        if one.num_samples:
+            low, median, high = one.length_quantiles
+            bars, first = _bars(one.length_histogram)
+            remark = f"tokens, the median; 5 % have up to {low:,}, 95 % up to {high:,}; {bars} by powers of two"
+            yield "    lengths", f"{median:,}", f"{remark} from {first:,}"
+
+
+def _bars(counts: Sequence[int]) -> tuple[str, int]:
+    """
+    Return a bar for each power of two of lengths, the highest of the most samples, and the least
+    length of the first.
+    """
+    first = next(place for place, count in enumerate(counts) if count)
+    shown, most = counts[first:], max(counts)
+    return "".join(_BARS[-(-count * (len(_BARS) - 1) // most)] for count in shown), 2**first
+
+
+def _shown(source: SourceSummary) -> str:
+    """Return what a source has of videos, in words."""
+    seconds = f"{source.video_milliseconds / 1000:,.1f} s"
+    return f"{counted(source.videos, 'video')} ({seconds}, {source.frames:,} frames, {source.video_patches:,} patches)"
 
 
 def _videos(view: PlanView) -> Iterator[Row]:

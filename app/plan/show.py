@@ -55,12 +55,18 @@ def run(options: argparse.Namespace) -> None:
         document = explainer.sample(options.sample) if options.pack is None else explainer.pack(options.pack)
         if options.text:
             document["text"] = _text_of(config, views[0], options.sample)
-        print(json.dumps(document, indent=2) if options.json else "\n".join(as_text(document)))
+        print(json.dumps(document, indent=2) if options.json else "\n".join(as_text(document, emphasise=in_green)))
     elif options.json:
         print(json.dumps({"splits": {one.stored.name: as_document(one) for one in views}}, indent=2))
     else:
         for one in views:
             _print(one)
+
+
+def in_green(text: str) -> str:
+    """Return a text in green, where a terminal shows colours; NO_COLOR wants none."""
+    console = Console()
+    return text if console.color_system is None or console.no_color else f"\x1b[32m{text}\x1b[39m"
 
 
 def _text_of(config: RunConfig, view: PlanView, sample: int) -> list[dict[str, Any]]:

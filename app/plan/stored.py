@@ -68,7 +68,8 @@ class StoredSplit:
         if not origin.files:
             return ()
         bad = [one.number for one in origin.bad]
-        return summarise_sources(self.plan.plan, self.lengths.rows.table, origin.files, bad=bad)
+        rows = self.lengths.rows
+        return summarise_sources(self.plan.plan, rows.table, origin.files, images=rows.images, bad=bad)
 
 
 @attrs.frozen(eq=False)

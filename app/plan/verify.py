@@ -5,7 +5,7 @@ wrong.
 Every artefact against its digest, the plan against the laws of plans and made again, the lengths
 against the data, the model and the configuration, copies of packed files and of Parquet against all
 of the files, every image against its size, dimensions and first 64 KiB. With --samples K, K samples
-are encoded again; with --decode, the pixels of every image are read.
+are encoded again; with --decode, the pixels of every image and of every frame of a video are read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import json
 
 import attrs
 
-from adapters.progress import LIBRARIES, waiting
+from adapters.progress import loading_libraries
 from app.cli.command import add_config_arguments, whole_number
 from app.plan.stored import splits_of
 from app.plan.verification import Finding, verify
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--samples", type=whole_number, default=0, metavar="K", help="of each split, encoded again (default: none)"
     )
-    parser.add_argument("--decode", action="store_true", help="read the pixels of every image")
+    parser.add_argument("--decode", action="store_true", help="read the pixels of every image and frame")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of lines")
     parser.set_defaults(run=run)
 
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> None:
     config = stores.read_config(options.config, options.overrides)
     splits = splits_of(config, options.split)
 
-    with waiting(LIBRARIES):
+    with loading_libraries():
         from app.wiring.gather import gather
 
     gathered = gather(config).splits

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 
-from adapters.progress import LIBRARIES, waiting
+from adapters.progress import loading_libraries
 from app.cli.command import (
     add_config_arguments,
     add_logging_options,
@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
         config = stores.read_config(options.config, options.overrides, rl=True)
         stores.require_inputs(config)
 
-        with waiting(LIBRARIES):
+        with loading_libraries():
             from app.rl import loop
             from app.wiring import training
 

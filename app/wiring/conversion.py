@@ -19,7 +19,7 @@ from adapters.config.trainer_keys import TrainerKey, stored_keys
 from adapters.conversion.source import Source, read_source
 from adapters.conversion.table import stored_arguments
 from adapters.hub_caches import cached
-from adapters.progress import LIBRARIES, waiting
+from adapters.progress import loading_libraries
 from core.config import REFUSED_TRAINING_KEYS
 from core.conversion import Argument, Back, Conversion, Line, Word, World, convert, require_consistent, to_swift
 from core.errors import ConfigError, Fault, OutputError
@@ -138,7 +138,7 @@ def _trainer_keys() -> Mapping[str, TrainerKey]:
 
 def _world(source: Source, world_size: int) -> World:
     """Return what is known of the model and the files of a command."""
-    with waiting(LIBRARIES):
+    with loading_libraries():
         from adapters.conversion.installed import installed_sections, model_facts
 
     values = {argument.name: argument.value for argument in source.given}

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from core.config.advice import closest, unknown_key
 from core.config.faults import faults
+from core.config.key_faults import REFUSED_TRAINING_KEYS
 from core.config.rl import GrpoConfig
 from core.config.rl_faults import rl_faults
 from core.config.run import (
-    REFUSED_TRAINING_KEYS,
     CustomConfig,
     ModelConfig,
     PathText,

@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from core.config.run import CustomConfig, ModelConfig, RunConfig, TrainingConfig, key_faults
+from core.config.key_faults import key_faults
+from core.config.run import CustomConfig, ModelConfig, RunConfig, TrainingConfig
 from core.errors import Fault
 from core.samples import parse_entry
 

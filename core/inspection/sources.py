@@ -10,7 +10,10 @@ from numpy.typing import NDArray
 
 from core.lengths import IntArray
 from core.plan import RawPlan
-from core.samples import DataFile, Table, column
+from core.samples import IMAGE_COLUMNS, DataFile, ImageTable, Table, column, num_media
+
+QUANTILES = (5, 50, 95)
+"""Per cent of a source's samples."""
 
 
 @attrs.frozen
@@ -34,8 +37,24 @@ class SourceSummary:
     images: int
     videos: int
 
+    frames: int
+    """Frames that are sampled of its videos."""
+
+    video_patches: int
+
+    video_milliseconds: int
+    """How long its videos are together."""
+
     longest_sample: int
     """Tokens of its longest sample; 0 where it has none."""
+
+    length_quantiles: tuple[int, ...]
+    """
+    Tokens that 5 %, half and 95 % of its samples do not exceed; none where it has no samples.
+    """
+
+    length_histogram: tuple[int, ...]
+    """Its samples of 1 token, of 2 and 3, of 4 to 7, and so on, up to its longest."""
 
     planned_samples: int
     planned_tokens: int
@@ -55,7 +74,7 @@ class SourceSummary:
 
 
 def summarise_sources(
-    plan: RawPlan, table: Table, files: Sequence[DataFile], *, bad: Sequence[int] = ()
+    plan: RawPlan, table: Table, files: Sequence[DataFile], *, images: ImageTable, bad: Sequence[int] = ()
 ) -> tuple[SourceSummary, ...]:
     """
     Return a plan in numbers, source by source, in the order of their first files.
@@ -66,6 +85,9 @@ def summarise_sources(
         table: Their measurements; int32, shape (num_samples, num_columns).
 
         files: Files of the data, in order.
+
+        images: What is stored of the samples' images and videos; int64, shape (num_media,
+            num_image_columns).
 
         bad: Positions of the records that are no samples, among all records.
 
@@ -87,8 +109,9 @@ def summarise_sources(
         np.add.at(sums, of_sample[which], values[which])
         return sums
 
-    longest = np.zeros(len(names), np.int64)
-    np.maximum.at(longest, of_sample, column(table, "length"))
+    milliseconds = np.zeros(len(names), np.int64)
+    np.add.at(milliseconds, np.repeat(of_sample, num_media(table)), images[:, IMAGE_COLUMNS.index("milliseconds")])
+    lengths = [np.sort(column(table, "length")[of_sample == number]) for number in range(len(names))]
     planned, dropped = plan.packs.indices, plan.dropped_packs.indices
     skipped = np.array(plan.skipped_long, dtype=np.int64)
     pack_of = np.repeat(np.arange(len(plan.packs)), plan.packs.sizes())
@@ -100,7 +123,10 @@ def summarise_sources(
         "supervised_tokens": count(name="supervised"),
         "images": count(name="images"),
         "videos": count(name="videos"),
-        "longest_sample": longest,
+        "frames": count(name="frames"),
+        "video_patches": count(name="video_patches"),
+        "video_milliseconds": milliseconds,
+        "longest_sample": np.array([own[-1] if own.size else 0 for own in lengths]),
         "planned_samples": count(planned),
         "planned_tokens": count(planned, "length"),
         "dropped_samples": count(dropped),
@@ -113,7 +139,31 @@ def summarise_sources(
         SourceSummary(
             name,
             tuple(file for file in files if file.source == name),
+            length_quantiles=quantiles(lengths[number]),
+            length_histogram=histogram(lengths[number]),
             **{field: int(values[number]) for field, values in columns.items()},
         )
         for number, name in enumerate(names)
     )
+
+
+def quantiles(ascending: NDArray[np.integer]) -> tuple[int, ...]:
+    """
+    Return the lengths that 5 %, half and 95 % of all do not exceed; none of none.
+
+    >>> quantiles(np.arange(1, 101))
+    (5, 50, 95)
+    """
+    size = len(ascending)
+    return tuple(int(ascending[-(-size * percent // 100) - 1]) for percent in QUANTILES if size)
+
+
+def histogram(lengths: NDArray[np.integer]) -> tuple[int, ...]:
+    """
+    Return how many lengths there are of 1 token, of 2 and 3, of 4 to 7, and so on.
+
+    >>> histogram(np.array([1, 2, 3, 9]))
+    (1, 2, 0, 1)
+    """
+    bits = np.frexp(lengths.astype(np.float64))[1]
+    return tuple(np.bincount(bits)[1:].tolist())

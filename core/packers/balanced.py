@@ -38,8 +38,11 @@ _GROUP_SAMPLES, _GROUP_PACKS = 1 << 15, 1 << 10
 _LIGHT = 4
 """One sample in so many has less work a token than what is taken to stand beside heavy samples."""
 
-_KEPT_EMPTY = 80
-"""Percent of the room of all packs that may be kept empty beside samples of much work."""
+_KEPT_EMPTY = (80, 40, 0)
+"""
+Percent of the room of all packs that may be kept empty beside samples of much work: the first with
+which packs fit.
+"""
 
 _SHARES = (996, 998, 1000)
 """Thousandths of the capacity that best fit may use, where it is what is levelled."""
@@ -132,11 +135,8 @@ def _spread(
     for number, members in enumerate(_alike(order, num_groups)):
         report(f"{counted(num, 'pack')}, levelling group {number + 1:,} of {num_groups:,}")
         size = num // num_groups + (number < num % num_groups)
-        rooms = _rooms(lengths[members], units[members], num=size, capacity=capacity)
-        roomy = Exchange(rooms, units[members], _longest_first(rooms, num=size), size, capacity)
-        roomy.fit(nearly=True)
-        group = Exchange(lengths[members], units[members], roomy.labels, size, capacity)
-        if not group.fit():
+        group = _fitted(lengths[members], units[members], num=size, capacity=capacity)
+        if group is None:
             return None
         group.level()
         labels[members] = start + group.labels
@@ -199,7 +199,31 @@ def _alike(order: IntArray, num_groups: int) -> Iterator[IntArray]:
     return (order[part] for part in np.split(by_group, ends[:-1]))
 
 
-def _rooms(lengths: IntArray, units: IntArray, *, num: int, capacity: int) -> IntArray:
+def _fitted(lengths: IntArray, units: IntArray, *, num: int, capacity: int) -> Exchange | None:
+    """
+    Return packs of which none is too full, the samples of much work in emptier ones as far as that
+    can be; None if they do not all fit.
+
+    Args:
+        lengths: Tokens of each sample.
+
+        units: Work of each sample, in whole units.
+
+        num: Packs.
+
+        capacity: Tokens a pack may hold.
+    """
+    for share in _KEPT_EMPTY:
+        rooms = _rooms(lengths, units, num=num, capacity=capacity, share=share)
+        roomy = Exchange(rooms, units, _longest_first(rooms, num=num), num, capacity)
+        roomy.fit(nearly=True)
+        group = Exchange(lengths, units, roomy.labels, num, capacity)
+        if group.fit():
+            return group
+    return None
+
+
+def _rooms(lengths: IntArray, units: IntArray, *, num: int, capacity: int, share: int) -> IntArray:
     """
     Return the tokens that each sample takes of its pack while packs are made to fit: its own, and
     what has to stay empty beside it lest the pack have more than the mean work.
@@ -215,6 +239,8 @@ def _rooms(lengths: IntArray, units: IntArray, *, num: int, capacity: int) -> In
         num: Packs.
 
         capacity: Tokens a pack may hold.
+
+        share: Percent of the room of all packs that may be kept empty.
     """
     light = float(np.sort(units / lengths)[lengths.size // _LIGHT])
     if not light:
@@ -223,7 +249,7 @@ def _rooms(lengths: IntArray, units: IntArray, *, num: int, capacity: int) -> In
     mean = int(units.sum()) / num
     # Sums are of whole tokens, so that they are the same on every machine.
     wanted = np.clip(np.ceil(beside - (mean - units) / light), 0, capacity).astype(np.int64)
-    most = (num * capacity - int(lengths.sum())) * _KEPT_EMPTY // 100
+    most = (num * capacity - int(lengths.sum())) * share // 100
     given_up = bisect_left(range(capacity + 1), -most, key=lambda less: -int(_left_empty(wanted, beside, less).sum()))
     return lengths + _left_empty(wanted, beside, given_up)
 

@@ -106,18 +106,23 @@ def _kind(held: bytes) -> str | None:
     return next((kind for start, kind in _KINDS.items() if held.startswith(start)), None)
 
 
-def why_no_path(image: str) -> str | None:
+def why_no_path(image: str, *, only_files: bool = False) -> str | None:
     """
     Return what to do about an image or a video that is no path of a file, or None if it is one.
+
+    Args:
+        image: What the record has.
+
+        only_files: It may be neither fetched nor stand in the record, as a video.
     """
     if len(image) > _LONGEST_PATH:
-        return "is neither a path nor an image in base64: write one of them"
+        return f"is {'no path' if only_files else 'neither a path nor an image in base64'}: write it to a file"
     scheme = _SCHEME.match(image)
     if scheme is None:
         return None
     if scheme["name"].lower() == "file":
         return f"write the path alone, without {scheme[0]}"
-    if is_url(image):
+    if is_url(image) and not only_files:
         return (
             "only files are read, so that training needs no network: copy it to this machine and name the file, or set "
             "custom.media_cache, a folder that it is fetched into once"

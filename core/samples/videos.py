@@ -63,6 +63,6 @@ def _path(value: Any, what: str) -> str:
         fail(f"has a {what} that is no path: {_WRITE}")
     if value.startswith("data:"):
         fail(f"has the {what} {value[:40]!r}: write it to a file, and name that")
-    if remedy := why_no_path(value):
+    if remedy := why_no_path(value, only_files=True):
         fail(f"has the {what} {value[:60]!r}: {remedy}")
     return value

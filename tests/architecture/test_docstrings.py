@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,9 @@ CALLED_BY_TRANSFORMERS = {"sample_mask",
 """Their arguments are the library's, which documents them."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+parsed = lru_cache(maxsize=1)(ast.parse)
+"""Both rules are asked of one module after the other."""
 
 
 def documented(body: list[ast.stmt]) -> Iterator[tuple[ast.stmt, str]]:
@@ -45,7 +49,7 @@ def fragments(source: str) -> list[int]:
     Return the lines of what is public and whose docstring begins with "Of", so that it cannot stand
     by itself.
     """
-    tree = ast.parse(source)
+    tree = parsed(source)
     own = [1] * (ast.get_docstring(tree) or "").startswith("Of ")
     return own + [node.lineno for node, said in documented(tree.body) if said.startswith("Of ")]
 
@@ -56,7 +60,7 @@ def undocumented(source: str) -> list[str]:
     they are.
     """
     found = []
-    for node, said in documented(ast.parse(source).body):
+    for node, said in documented(parsed(source).body):
         if not isinstance(node, Function) or node.name in CALLED_BY_TRANSFORMERS:
             continue
         arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]

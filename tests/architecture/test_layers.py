@@ -6,6 +6,7 @@ import ast
 import json
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -25,12 +26,22 @@ MODULES = sorted(
 )
 
 
+@cache
+def text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+@cache
+def imports_of(path: Path) -> list[ast.Import | ast.ImportFrom]:
+    return [node for node in ast.walk(ast.parse(text_of(path))) if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
 def imported(path: Path) -> set[str]:
     names = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in imports_of(path):
         if isinstance(node, ast.Import):
             names |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
+        else:
             names.add((node.module or "").split(".")[0])
     return names
 
@@ -68,7 +79,7 @@ def test_rooms_of_core_are_imported_through_their_faces():
     for layer in ("core", "adapters", "app"):
         for path in (ROOT / layer).rglob("*.py"):
             here = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for node in imports_of(path):
                 if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("core."):
                     room = ".".join(node.module.split(".")[:2])
                     if room in rooms and node.module != room and not here.startswith(f"{room}."):
@@ -108,17 +119,18 @@ def test_no_pickle_and_no_unsafe_yaml():
     for package in ("core", "adapters", "app"):
         for path in (ROOT / package).rglob("*.py"):
             assert not imported(path) & {"pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
-            assert "allow_pickle=True" not in path.read_text(encoding="utf-8")
-            assert "broadcast_object" not in path.read_text(encoding="utf-8")
+            assert "allow_pickle=True" not in text_of(path)
+            assert "broadcast_object" not in text_of(path)
 
 
 def test_only_wiring_constructs_adapters():
     """Commands and planning get them handed in; classes of adapters are called in wiring alone."""
     classes = {"SwiftEncoder", "SwiftMeasurer", "DiskLengthStore", "DiskPlanStore", "TorchGroup", "PackTrainer"}
     called = {
-        (path.parent.name, node.func.id)
+        (path.relative_to(ROOT).parts[1], node.func.id)
         for path in (ROOT / "app").rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if any(name in text_of(path) for name in classes)
+        for node in ast.walk(ast.parse(text_of(path)))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in classes
     }
 
@@ -134,7 +146,7 @@ def test_one_place_knows_the_formats_of_data_files():
         str(path.relative_to(ROOT))
         for layer in ("adapters", "app")
         for path in (ROOT / layer).rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in imports_of(path)
         if isinstance(node, ast.ImportFrom) and node.module in formats
     }
 

@@ -1,11 +1,10 @@
-"""One rank of the group that `test_rank_group` talks to: `rank_group.py scene out_folder`."""
+"""One rank of the group that `test_rank_group` talks to."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -61,7 +60,3 @@ def main(scene: str, out: str) -> None:
     except PackplanError as error:
         note(error=f"{type(error).__name__}: {error}")
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -6,21 +6,16 @@ for ever.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
-from adapters.ranks import torch_group
 from tests.contracts import rank_group
-from tests.network import LINK, free_port, two_hosts
+from tests.network import LINK, Host, free_port, two_hosts
 
 pytestmark = pytest.mark.slow
-
-DEADLINE_S = 90
 
 
 @pytest.fixture
@@ -36,30 +31,6 @@ def play(server, tmp_path):
         return said(tmp_path)
 
     return played
-
-
-@pytest.fixture
-def start_on_hosts(tmp_path):
-    """Return a function that starts a rank on a scene in each of some network namespaces."""
-    processes = []
-
-    def started(scene: str, hosts) -> list[subprocess.Popen]:
-        port = free_port()
-        for rank, host in enumerate(hosts):
-            environment = {
-                "RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": hosts[0].address, "MASTER_PORT": port,
-                "PYTHONPATH": Path.cwd(), "GLOO_SOCKET_IFNAME": LINK,
-            }  # fmt: skip
-            command = ["ip", "netns", "exec", host.name, sys.executable, rank_group.__file__, scene, tmp_path]
-            processes.append(
-                subprocess.Popen(command, env={**os.environ, **{key: str(value) for key, value in environment.items()}})
-            )
-        return processes
-
-    yield started
-    for process in processes:
-        process.kill()
-        process.wait()
 
 
 def said(folder: Path) -> list[dict]:
@@ -83,6 +54,8 @@ def agent():
 
 def test_arrays_values_and_flags_reach_every_rank(play):
     """Arrays have any integer type and shape, empty ones too, and larger than travels at once."""
+    from adapters.ranks import torch_group
+
     first, second = play("builds")
 
     assert {**first, "at": 0} == {**second, "at": 0}
@@ -145,17 +118,36 @@ def test_a_rank_that_is_killed_is_missed(play, agent):
     assert first["error"].startswith("RankGoneError: another rank is gone")
 
 
-def test_a_node_that_falls_silent_is_given_up(start_on_hosts, tmp_path):
+def silent_on(host: Host, folder: str) -> None:
+    """Play the scene of the node that falls silent, on a host."""
+    host.enter()
+    rank_group.main("silent", folder)
+
+
+def test_a_node_that_falls_silent_is_given_up(server, tmp_path):
     """
     Its cable is cut: no packet says that anything ended. The limit is shortened here; the real one
     is below a minute.
     """
-    with two_hosts() as (one, two):
-        ranks = start_on_hosts("silent", (one, two))
+    from adapters.ranks import torch_group
+
+    with two_hosts() as hosts:
+        port = free_port()
+        ranks = [
+            server.start(
+                silent_on, host, str(tmp_path), log=tmp_path / f"rank{rank}.log",
+                env={"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": hosts[0].address,
+                     "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": LINK},
+            )
+            for rank, host in enumerate(hosts)
+        ]  # fmt: skip
         while not said(tmp_path)[0]:
-            assert ranks[0].poll() is None
-        one.cut()
-        ranks[1].wait(DEADLINE_S)
+            assert ranks[0].process.is_alive(), ranks[0].said
+            time.sleep(0.05)
+        hosts[0].cut()
+        ranks[1].wait()
+        ranks[0].process.kill()
+        ranks[0].wait()
 
     first, second = said(tmp_path)
     assert second["error"].startswith("RankZeroError: rank 0 has been silent for")

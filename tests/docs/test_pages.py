@@ -86,11 +86,15 @@ def test_a_broken_link_is_found(tmp_path):
     assert ["gone.md", "#gone", "page.md#no-heading"] == broken_links(page)
 
 
-def trees_of(module: str) -> list[ast.Module]:
-    """Return the parsed source of a module, or of all modules of a package."""
+@cache
+def nodes_of(module: str) -> list[ast.AST]:
+    """
+    Return what the source of a module, or of all modules of a package, has of imports and texts.
+    """
     path = Path(find_spec(module).origin)
     paths = path.parent.glob("*.py") if path.name == "__init__.py" else [path]
-    return [ast.parse(path.read_text(encoding="utf-8")) for path in paths]
+    nodes = [node for path in paths for node in ast.walk(ast.parse(text_of(path)))]
+    return [node for node in nodes if isinstance(node, ast.ImportFrom | ast.Constant)]
 
 
 @cache
@@ -99,12 +103,11 @@ def words_of(module: str) -> set[str]:
     Return the words that a command knows, its subcommands and options among them: its own, and its
     helpers'.
     """
-    own = trees_of(module)
-    imports = [node for tree in own for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    own = nodes_of(module)
+    imports = [node for node in own if isinstance(node, ast.ImportFrom)]
     helpers = {f"{node.module}.{alias.name}" for node in imports if node.module == "app" for alias in node.names}
     helpers |= {node.module for node in imports if node.module.startswith("app.")}
-    trees = own + [tree for helper in helpers for tree in trees_of(helper)]
-    nodes = [node for tree in trees for node in ast.walk(tree)]
+    nodes = own + [node for helper in helpers for node in nodes_of(helper)]
     return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
 
 
@@ -152,16 +155,18 @@ def test_a_wrong_command_is_found(tmp_path):
     ] == (wrong_commands(page))
 
 
+@cache
+def names_of_tests() -> set[str]:
+    """Return the names of all test functions."""
+    sources = map(text_of, ROOT.glob("tests/**/*.py"))
+    return {name for source in sources for name in re.findall(r"^def (test_\w+)", source, re.MULTILINE)}
+
+
 def lost_names(page: Path) -> list[str]:
     """
     Return the paths, dotted names and test functions that a page writes as code, and that do not
     exist.
     """
-    defined = {
-        name
-        for path in ROOT.glob("tests/**/*.py")
-        for name in re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
-    }
     lost = []
     for word in CODE.findall(FENCE.sub("", text_of(page))):
         if re.fullmatch(r"(tests|core|adapters|app|docs|ADR)/[\w/.-]*", word):
@@ -169,7 +174,7 @@ def lost_names(page: Path) -> list[str]:
         elif re.fullmatch(r"(core|adapters|app)(\.\w+)+", word):
             found = is_defined(word)
         else:
-            found = not re.fullmatch(r"test_\w+", word) or word in defined
+            found = not re.fullmatch(r"test_\w+", word) or word in names_of_tests()
         lost += [word] * (not found)
     return lost
 

@@ -24,6 +24,14 @@ def _stack():
     import tests.stack  # noqa: F401
 
 
+@pytest.fixture(scope="session")
+def few_scenes(demo: Path) -> Path:
+    """Return a file of the demo's last dozen records, some with images, beside them."""
+    path = demo / "data" / "few.jsonl"
+    path.write_text("".join((demo / "data" / "train.jsonl").read_text().splitlines(keepends=True)[-12:]))
+    return path
+
+
 @pytest.fixture
 def write_run(demo: Path, text_jsonl: Path, tmp_path: Path) -> Callable[..., Path]:
     """

@@ -1,5 +1,6 @@
 """
-One rank whose weights are sharded by FSDP: `rank` 0 has a pack without images, the other one with.
+One rank whose weights are sharded by FSDP: in each step, it has a pack of other media than the
+other rank.
 """
 
 from __future__ import annotations
@@ -14,26 +15,45 @@ from torch import distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 from adapters.ranks.torch_group import OneRank
+from adapters.samples.video import sees_videos_apart
 from adapters.trainer.packed_dataset import EncodedPack
 from adapters.trainer.vision import DummyImage
 from app.training.prepare import prepare
 from app.wiring import training
 from core.samples import column
 
+TEXT, IMAGES, VIDEOS, BOTH = (False, False), (True, False), (False, True), (True, True)
 
-def main(config: str, out: str) -> None:
-    """Train one step on this rank's pack, and write its loss down."""
+STEPS = ((TEXT, IMAGES), (TEXT, IMAGES))
+STEPS_WITH_VIDEOS = ((TEXT, IMAGES), (TEXT, BOTH), (IMAGES, VIDEOS), (VIDEOS, TEXT))
+"""Whether the pack of each rank has images, and whether it has videos; step by step."""
+
+
+def main(config: str, out: str, *, videos: bool = False) -> None:
+    """
+    Train steps on this rank's packs, and write their losses down.
+
+    Args:
+        config: YAML of the run.
+
+        out: Folder to write to.
+
+        videos: Whether some packs have videos.
+    """
     # The run is prepared by each process as if it were alone; they meet afterwards.
     names = ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
     given = {name: os.environ.pop(name) for name in names}
     rank, world_size, port = int(given["RANK"]), int(given["WORLD_SIZE"]), given["MASTER_PORT"]
     prepared = prepare(training.read_config(config), OneRank())
-    trainer, images = prepared.trainer, column(prepared.planned["train"].table, "images")
-    index = int((images == 0).argmax()) if rank == 0 else int((images > 0).argmax())
-    batch = trainer.data_collator([EncodedPack(0, [prepared.samples["train"].encode(index)])])
+    trainer, table = prepared.trainer, prepared.planned["train"].table
+    kinds = list(zip(*(column(table, name) > 0 for name in ("images", "videos")), strict=True))
+    batches = [
+        trainer.data_collator([EncodedPack(0, [prepared.samples["train"].encode(kinds.index(step[rank]))])])
+        for step in (STEPS_WITH_VIDEOS if videos else STEPS)
+    ]
     model = trainer.model
     dummy = DummyImage.of(model, trainer.template)
-    dummy.ensure_seen()
+    dummy.ensure_seen(passes=1 + sees_videos_apart(trainer.template))
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
     mesh = dist.device_mesh.init_device_mesh("cpu", (world_size,))
     tower = dummy.inner.get_submodule(dummy.towers[0])
@@ -41,12 +61,14 @@ def main(config: str, out: str) -> None:
     for block in [*(block for part in lists for block in part), tower]:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    for _ in range(2):
+    losses = []
+    for batch in batches:
         with trainer.media_hook():
             inputs = trainer._prepare_inputs(dict(batch))
             loss = trainer.compute_loss(model, inputs, num_items_in_batch=torch.tensor(batch["loss_normaliser"]))
             loss.backward()
+        losses.append(loss.item())
     assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
-    Path(out, f"loss{rank}").write_text(str(loss.item()))
+    Path(out, f"loss{rank}").write_text(str(min(losses)))
     dist.barrier()
     dist.destroy_process_group()

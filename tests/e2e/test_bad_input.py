@@ -47,11 +47,13 @@ def outcome(write_run, tmp_path, capfd, monkeypatch):
     Image.effect_noise((200, 200), 60).save(tmp_path / "a.png")
     monkeypatch.setattr(PackTrainer, "train", lambda *_, **__: pytest.fail("training started"))
 
-    def run(last: object = GOOD, *, lines: list[str] | None = None, **overlay) -> tuple[int, str]:
+    def run(
+        last: object = GOOD, *, of: str = "qwen2_5_vl", lines: list[str] | None = None, **overlay
+    ) -> tuple[int, str]:
         records = [json.dumps(GOOD)] * 6 + [last if isinstance(last, str) else json.dumps(last)]
         (tmp_path / "data.jsonl").write_text("".join(f"{line}\n" for line in (records if lines is None else lines)))
         overlay["custom"] = {"train_jsonl": str(tmp_path / "data.jsonl")} | overlay.get("custom", {})
-        status = sft.main([str(write_run(**overlay))])
+        status = sft.main([str(write_run(of, **overlay))])
         message = capfd.readouterr().err.split("error: ")[-1]
         assert "Traceback" not in message
         assert not list(tmp_path.glob("run/checkpoint-*"))
@@ -167,7 +169,7 @@ def test_an_empty_data_set(outcome, tmp_path, capfd):
 
 def test_a_data_set_where_every_sample_is_too_long(outcome):
     """The keys that help are named."""
-    status, message = outcome(template={"max_length": 10}, training={"packing_allow_single_long": False})
+    status, message = outcome(of="qwen3", template={"max_length": 10}, training={"packing_allow_single_long": False})
 
     assert 2 == status
     assert "none of 7 samples is left" in message
@@ -184,7 +186,7 @@ def test_a_data_set_where_every_sample_is_too_long(outcome):
 def test_a_data_set_that_fills_no_batch(outcome, tmp_path, training, says):
     """Where the remainder is dropped; also building says so, and nothing is aligned."""
     training["dataloader_drop_last"] = True
-    status, message = outcome(training=training)
+    status, message = outcome(of="qwen3", training=training)
 
     assert 2 == status
     assert says in message
@@ -195,7 +197,7 @@ def test_a_data_set_that_fills_no_batch(outcome, tmp_path, training, says):
 
 def test_a_sample_over_the_limit_where_the_template_raises(outcome):
     """How many, and to what the limit would have to rise."""
-    status, message = outcome(template={"max_length": 10, "truncation_strategy": "raise"})
+    status, message = outcome(of="qwen3", template={"max_length": 10, "truncation_strategy": "raise"})
 
     assert 2 == status
     assert "7 of 7 samples are too long" in message
@@ -279,7 +281,7 @@ def test_a_model_that_brings_code_is_refused_unless_trusted(outcome, demo, tmp_p
 
 def test_the_command_line_trains_and_says_what_it_did(write_run):
     """`python -m app.sft`, with the defaults of ms-swift for workers and checkpointing."""
-    path = write_run(training={"max_steps": 1, "gradient_checkpointing": True, "dataloader_num_workers": 1})
+    path = write_run("qwen3", training={"max_steps": 1, "gradient_checkpointing": True, "dataloader_num_workers": 1})
     run = subprocess.run(
         [sys.executable, "-m", "app.sft", str(path)], capture_output=True, text=True, check=False, cwd=ROOT
     )
@@ -312,7 +314,7 @@ def test_ctrl_c_is_one_line_and_status_130(write_run, monkeypatch, capfd):
 
 def test_damage_is_status_3(write_run, tmp_path, execute, capfd):
     """A stored plan with one byte changed is found before training."""
-    path = write_run(training={"max_steps": 1})
+    path = write_run("qwen3", training={"max_steps": 1})
     execute(path)
     indices = tmp_path / "run" / "static_packing" / "train" / "raw_plan.indices.bin"
     damaged = bytearray(indices.read_bytes())
@@ -325,9 +327,9 @@ def test_damage_is_status_3(write_run, tmp_path, execute, capfd):
 
 def test_a_changed_system_prompt_is_stale_and_says_so(write_run, execute, capfd):
     """The key, both values, and what to do."""
-    execute(write_run(training={"max_steps": 1}))
+    execute(write_run("qwen3", training={"max_steps": 1}))
 
-    assert 2 == sft.main([str(write_run(template={"system": "Another prompt."}))])
+    assert 2 == sft.main([str(write_run("qwen3", template={"system": "Another prompt."}))])
     message = capfd.readouterr().err
     assert "template.system: stored 'You look at scenes.', now 'Another prompt.'" in message
     assert "training.output_dir" in message

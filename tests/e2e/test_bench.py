@@ -23,13 +23,14 @@ from app.bench.training.like_lengths import LikeLengths
 from app.bench.training.ways import DEFAULT_WAYS, WAYS, Ratio, Row, compared, scaling_table, ways_table
 from app.bench.turns import take_turns
 from app.bench.work import ranks as bench_ranks
+from app.bench.work.mixes import made_mix
 from core.bounds import lower_bound
 from core.errors import DataSetError
 from core.packers import ALGORITHMS, pack
 from core.packs import Packs
 from core.plan import build_raw_plan
 from core.schedule import EpochSchedule, EpochStats, PackStats
-from tests.e2e import bench_rank
+from tests.e2e import bench_small
 from tests.processes import finished
 
 ROOT = Path(__file__).parents[2]
@@ -130,11 +131,15 @@ def test_a_call_is_measured_in_seconds_and_bytes():
 def test_certified_meets_the_bound_on_real_lengths(name, capacity):
     """
     Proven to be the fewest packs; no other algorithm has fewer, and modified first fit no more than
-    first fit.
+    first fit. The balanced, which would look for the fewest again, are beside them elsewhere.
     """
     lengths = trace(name)
     lengths = lengths[lengths <= capacity]
-    packs = {algorithm: len(pack(lengths, capacity=capacity, algorithm=algorithm)) for algorithm in ALGORITHMS}
+    packs = {
+        algorithm: len(pack(lengths, capacity=capacity, algorithm=algorithm))
+        for algorithm in ALGORITHMS
+        if algorithm != "balanced"
+    }
 
     assert packs["certified"] == lower_bound(lengths, capacity=capacity, known=packs["certified"])
     assert packs["certified"] == min(packs.values())
@@ -156,8 +161,9 @@ def test_measuring_is_measured_on_made_data(server, tmp_path):
     One document: every kind both ways; a photograph's header far cheaper than its pixels; memory
     and warm start bounded.
     """
-    wanted = ["--workers", "1", "--samples", "36", "--text-rows", "160", "--json"]
-    run = server.packplan("bench", "lengths", *wanted, env={"TMPDIR": tmp_path})
+    wanted = ["--workers", "1", "--samples", "34", "--text-rows", "96", "--json"]
+    files = {"log": tmp_path / "log", "out": tmp_path / "out"}
+    run = server.start(bench_small.lengths, *wanted, **files, env={"TMPDIR": tmp_path})
     assert 0 == run.wait(), run.said[-3000:]
 
     document = json.loads(run.printed)
@@ -170,7 +176,7 @@ def test_measuring_is_measured_on_made_data(server, tmp_path):
     assert 0 < document["warm_start_s"] < 60
     assert 1_000_000 == document["stored_samples"]
     text = document["text"]
-    assert 128 == text["num_rows"]
+    assert 64 == text["num_rows"]
     assert text["tokenizer_s"] / text["measured_s"] == text["ratio"] > 0.5
     assert text["full_s"] > text["measured_s"]
 
@@ -195,9 +201,9 @@ def test_training_is_measured_in_every_way(server):
     ratio near 1.
     """
     document, scaling, overhead = (
-        json.loads(server.packplan("bench", "train", "--samples", 12, "--json", *words.split()).printed)
-        for words in ("--kinds images --packs 600 --repeat 2", "--kinds text --packs 600 1200 --repeat 1 --scaling",
-                      "--packs 600 --repeat 2 --overhead")
+        json.loads(server.packplan("bench", "train", "--samples", 7, "--json", *words.split()).printed)
+        for words in ("--kinds images --packs 400 --repeat 2", "--kinds text --packs 300 600 --repeat 1 --scaling",
+                      "--packs 400 --repeat 2 --overhead")
     )  # fmt: skip
 
     assert 1 == document["threads"]
@@ -216,7 +222,7 @@ def test_training_is_measured_in_every_way(server):
         assert min(row["useful_tokens_per_s"], row["peak_mb"], row["encode_ms"]) > 0
     ratios = np.divide(packed["speeds"], padded["speeds"])
     assert {"median": np.median(ratios), "low": ratios.min(), "high": ratios.max()} == packed["over_padded"]
-    assert [600, 1200] == [row["budget"] for row in scaling["rows"]]
+    assert [300, 600] == [row["budget"] for row in scaling["rows"]]
     short, long = scaling["rows"]
     assert short["flops"] == long["flops"]
     assert short["num_steps"] > long["num_steps"]
@@ -426,7 +432,8 @@ def test_two_ranks_take_the_steps_of_both_orders(server, tmp_path, monkeypatch, 
     took. The samples are drawn alike wherever they are drawn.
     """
     task = bench_ranks.Task(num_steps=1, num_rounds=1, seed=0)
-    started = server.ranks(2, bench_rank.main, str(tmp_path), folder=tmp_path)
+    monkeypatch.setattr(bench_ranks, "PACKING_LENGTH", bench_small.PACKING_LENGTH)
+    started = server.ranks(2, bench_small.rank, str(tmp_path), folder=tmp_path)
     mix = bench_ranks.drawn_mix(1, seed=0)
     plain, by_work = bench_ranks.orders(mix)
     assert sorted(plain.tolist()) == sorted(by_work.tolist()) == list(range(8))
@@ -462,7 +469,7 @@ def test_work_is_compared_with_other_ways_to_even_it(capsys):
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert {"vision", "chat"} == {row["data"] for row in rows}
     ways = {(row["data"], row["ranks"], row["accumulation"], row["way"]): row for row in rows}
-    assert 2 * 2 * 2 * 7 == len(ways) == len(rows)
+    assert 2 * 2 * 2 * 9 == len(ways) == len(rows)
     for data in ("vision", "chat"):
         for ranks in (4, 8):
             one, four = (
@@ -475,7 +482,37 @@ def test_work_is_compared_with_other_ways_to_even_it(capsys):
             assert one["ours: balanced"]["packs"] <= 1.005 * one["random"]["packs"]
             assert one["sampling and filtering"]["packs"] > one["ours: balanced"]["packs"]
             assert one["ours: balanced"]["saved"] > 0 == one["random"]["saved"]
+            assert one["ours: grouped"]["mean_step"] < one["random"]["mean_step"]
+            assert one["ours: grouped"]["step_spread"] > one["random"]["step_spread"] > 0
+            assert one["ours: balanced, grouped"]["step_spread"] < one["ours: grouped"]["step_spread"]
+            assert (one["ours: grouped"]["image_spread"] > 1.5 * one["random"]["image_spread"]) == (data == "vision")
     assert all(row["breaches"] == 0 and 1 <= row["mean_step"] <= row["worst_step"] for row in rows)
     assert all(0 <= row[ratio] < 1 for row in rows for ratio in ("pad_ratio", "vision_distance", "language_distance"))
     assert 0 == main(["work", "--samples", "2000", "--data", "chat", "--ranks", "2", "--accumulation", "1"])
-    assert 2 + 7 == len(capsys.readouterr().out.splitlines())
+    assert 2 + 9 == len(capsys.readouterr().out.splitlines())
+
+
+def test_packs_of_one_sample_may_be_left_out_of_steps(capsys):
+    """
+    Long samples count, or not, or no pack of one does: each has its floor, for one pack of a rank.
+    """
+    wanted = ["work", "--samples", "2000", "--data", "vision", "--ranks", "4", "--packing-lengths", "4096",
+              "--ways", "ours: balanced"]  # fmt: skip
+    found = {}
+    for aside in ("none", "long", "alone"):
+        assert 0 == main([*wanted, "--accumulation", "1,2", "--aside", aside, "--json"])
+        rows = json.loads(capsys.readouterr().out)["rows"]
+        assert ["random", "ours: balanced"] * 2 == [row["way"] for row in rows]
+        found[aside] = {(row["way"], row["accumulation"]): row for row in rows}
+
+    ours, random = ({aside: rows[way, 1] for aside, rows in found.items()} for way in ("ours: balanced", "random"))
+
+    samples = made_mix(2000, seed=0)
+    assert int((samples.tokens >= 4096).sum()) == ours["none"]["packs"] - ours["long"]["packs"] > 0
+    assert ours["alone"]["packs"] < ours["long"]["packs"]
+    assert ours["none"]["floor"] > ours["long"]["floor"] > ours["alone"]["floor"] >= 1
+    assert ours["none"]["mean_step"] > ours["long"]["mean_step"] > ours["alone"]["mean_step"]
+    assert random["alone"]["mean_step"] > 1.02 > ours["alone"]["mean_step"]
+    assert all(0 == row["breaches"] for rows in found.values() for row in rows.values())
+    assert all((row["floor"] is None) == (accumulation > 1) for (_, accumulation), row in found["long"].items())
+    assert all((row["saved"] is None) == (aside == "alone") for aside, rows in found.items() for row in rows.values())

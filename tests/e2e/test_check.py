@@ -65,7 +65,7 @@ def compared(write_run, scenes):
     from app.training.prepare import prepare
     from app.wiring import training as wiring
 
-    def run(of: str, data: str = "", plant=None, num_packs=3, **overlay):
+    def run(of: str, data: str = "", plant=None, num_packs=2, **overlay):
         data = data or ("all.jsonl" if of.endswith("vl") else "text.jsonl")
         path = write_run(
             of, **{"custom": {"train_jsonl": str(scenes / data)}, "template": {"max_length": 256}, **overlay}

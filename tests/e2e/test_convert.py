@@ -89,7 +89,7 @@ def command(demo, tmp_path):
 def records(demo: Path, folder: Path, of: str) -> Path:
     """Write records for a model, and return their file."""
     path = folder / "records.jsonl"
-    images = sorted((demo / "data" / "images").glob("train_*"))
+    images = sorted((demo / "data" / "images").glob("train_*"), key=lambda image: image.stat().st_size)[:3]
     with path.open("w") as file:
         for number in range(NUM_RECORDS):
             answer = {"role": "assistant", "content": "blue circle " * (1 + number % 5)}

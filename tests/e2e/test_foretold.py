@@ -16,9 +16,10 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "settings"), [("qwen2_5_vl", {}), ("qwen2", {"data_seed": 7, "train_dataloader_shuffle": False})]
 )
-def test_training_does_what_show_foretold(write_run, execute, capfd, model, settings):
+def test_training_does_what_show_foretold(write_run, execute, few_scenes, capfd, model, settings):  # noqa: PLR0917  # fixtures
     """Steps, packs, order, attention work and coverage; built without training, then trained."""
-    path = write_run(model, training={"effective_batch_size": 4, "num_train_epochs": 2, **settings})
+    few = {"custom": {"train_jsonl": str(few_scenes)}, "template": {"max_length": 500}} if model.endswith("vl") else {}
+    path = write_run(model, training={"effective_batch_size": 4, "num_train_epochs": 2, **settings}, **few)
     assert 0 == plan.main(["build", str(path), "--quiet"])
     capfd.readouterr()
     assert 0 == plan.main(["show", str(path), "--json"])

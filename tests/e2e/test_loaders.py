@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shlex
 import signal
@@ -10,27 +11,28 @@ from types import SimpleNamespace
 
 import pytest
 
-from adapters.trainer import base
-from adapters.trainer.loader import lost_workers_named
+from adapters.lifeline import lost_processes_named
+from adapters.samples import measurer
+from adapters.trainer.packed_dataset import PackedDataset
 from app import sft
 from app.training.outcome import log_outcome
 from app.wiring import stores
-from core.errors import LoaderError
+from core.errors import LostProcessError
 
 pytestmark = pytest.mark.slow
 
 TEXT = {"max_steps": 1, "packing_drop_last": False}
 
 
-def kill_itself(number: int, **_) -> None:
-    """End a loader's worker as the kernel does where memory runs out."""
-    del number
+def kill_itself(*_) -> None:
+    """End a process as the kernel does where memory runs out; never that of the tests."""
+    assert multiprocessing.parent_process() is not None
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_worker_that_is_killed_ends_the_run_with_a_line(write_run, monkeypatch, capfd):
     """What happened, and the keys that need less memory; exit status 2."""
-    monkeypatch.setattr(base, "open_worker", kill_itself)
+    monkeypatch.setattr(PackedDataset, "__getitem__", kill_itself)
 
     status = sft.main([str(write_run("qwen2", training={**TEXT, "dataloader_num_workers": 1}))])
 
@@ -41,6 +43,24 @@ def test_a_worker_that_is_killed_ends_the_run_with_a_line(write_run, monkeypatch
     assert "lower training.dataloader_num_workers (now 1; 0 loads in the training process)" in line
     assert said.endswith(f"{line}\n")
     assert "Traceback" not in said
+
+
+def test_a_process_that_measures_and_is_killed_is_named_with_its_key(write_run, monkeypatch):
+    """What was measured before it was handed over; no pool is left."""
+    from app.wiring import training
+
+    config = training.read_config(write_run("qwen2"))
+    source = training.open_measurer(config, training.open_samples(config)["train"], pool_start_s=0)
+    source._workers = 2
+    monkeypatch.setattr(measurer, "_TRIED", 4)
+    monkeypatch.setattr(measurer, "_open_worker", kill_itself)
+    outcomes = source.measure_many(range(len(source)), in_full=True)
+
+    assert 4 == len([next(outcomes) for _ in range(4)])
+    said = r"^measuring samples failed: .*terminated.*packing_length_precompute_workers \(now 2; 1 measures"
+    with pytest.raises(LostProcessError, match=said):
+        next(outcomes)
+    assert [] == multiprocessing.active_children()
 
 
 @pytest.mark.parametrize(
@@ -54,7 +74,8 @@ def test_a_worker_that_is_killed_ends_the_run_with_a_line(write_run, monkeypatch
 )
 def test_only_what_torch_says_of_lost_workers_is_theirs(said, ours):
     """Every other error of torch keeps its traceback."""
-    with pytest.raises(RuntimeError if not ours else LoaderError) as raised, lost_workers_named(3):
+    kind = LostProcessError if ours else RuntimeError
+    with pytest.raises(kind) as raised, lost_processes_named("loading data", "lower it"):
         raise RuntimeError(said)
 
     assert said.strip().rstrip(".") in str(raised.value)

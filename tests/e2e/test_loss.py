@@ -20,8 +20,6 @@ from tests.processes import finished
 
 pytestmark = pytest.mark.slow
 
-MODELS = ["qwen2_5_vl", "qwen3_vl", "qwen2", "qwen3"]
-
 QUIET = {"learning_rate": 0.0, "max_grad_norm": 0, "lora_dropout": 0.0, "packing_drop_last": False}
 """
 Weights that stay, and gradients as they are: every step can be held against the first weights.
@@ -37,7 +35,7 @@ def data(demo, tmp_path, monkeypatch):
     silence(monkeypatch.setattr)
 
     def write(of: str, name: str = "train.jsonl", *, weighed: bool = False) -> str:
-        records = [json.loads(line) for line in (demo / "data" / name).read_text().splitlines()][:23]
+        records = [json.loads(line) for line in (demo / "data" / name).read_text().splitlines()[-12:]]
         for record in records:
             record["images"] = [str(demo / "data" / i) for i in record.get("images", ())] if of.endswith("vl") else []
         silent = [{"role": "user", "content": "silent"}, {"role": "assistant", "content": "nothing to learn from"}]
@@ -159,7 +157,7 @@ def test_a_step_is_the_weighted_mean_where_messages_have_weights(prepared, model
     Their weights are in the loss and in what it is divided by, in packs of samples with and without
     weights, in steps of less than 1 in all, and in padded batches.
     """
-    template = {"max_length": 400, "loss_scale": scale}
+    template = {"max_length": 500, "loss_scale": scale}
     run = prepared(model, weighed=True, training={**training, **QUIET}, template=template)
     gradients = Gradients()
     run.trainer.add_callback(gradients)
@@ -224,7 +222,7 @@ def test_a_step_without_a_supervised_token_changes_nothing(write_run, execute, t
     assert all(tensor.isfinite().all() for tensor in weights.values())
 
 
-@pytest.mark.parametrize(("world_size", "accumulation", "weighed"), [(2, 4, False), (4, 1, False), (2, 2, True)])
+@pytest.mark.parametrize(("world_size", "accumulation", "weighed"), [(2, 4, False), (3, 1, False), (2, 2, True)])
 def test_a_step_over_several_ranks_is_the_mean_over_all_of_them(  # noqa: PLR0917  # fixtures
     start_ranks, write_run, data, prepared, tmp_path, world_size, accumulation, weighed
 ):
@@ -249,7 +247,9 @@ def test_a_step_over_several_ranks_is_the_mean_over_all_of_them(  # noqa: PLR091
     check_steps(run, schedule, [entry["loss"] for entry in history if "loss" in entry], gradients, reduction)
 
 
-@pytest.mark.parametrize(("model", "weighed"), [*((model, False) for model in MODELS), ("qwen2_5_vl", True)])
+@pytest.mark.parametrize(
+    ("model", "weighed"), [("qwen2_5_vl", False), ("qwen3_vl", False), ("qwen2", True), ("qwen3", False)]
+)
 def test_evaluation_is_the_token_mean_over_all_samples_once(prepared, model, weighed):
     """
     Packed, padded, in a batch of three, and by hand: one number, before any training; weighted

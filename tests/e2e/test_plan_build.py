@@ -54,18 +54,18 @@ def test_ranks_measure_the_same_bytes_together_as_one_process_alone(server, writ
 
 def test_lengths_are_taken_over_from_another_run(write_run, tmp_path, monkeypatch, capfd):
     """With another budget, nothing is measured; with another template, nothing is taken."""
-    assert 0 == plan.main(["build", str(write_run(name="one"))])
+    assert 0 == plan.main(["build", str(write_run("qwen3", name="one"))])
     refuse_to_measure(monkeypatch)
     lengths_from = {"packing_lengths_from": str(tmp_path / "one")}
 
-    two = write_run(name="two", template={"max_length": 700}, training=lengths_from)
+    two = write_run("qwen3", name="two", template={"max_length": 200}, training=lengths_from)
     assert 0 == plan.main(["build", str(two)])
     one, two = artefacts_of(tmp_path / "one"), artefacts_of(tmp_path / "two")
     for name in ("train/lengths.json", "train/lengths.bin", "train/images.bin"):
         assert one[name] == two[name]
     assert one["train/raw_plan.json"] != two["train/raw_plan.json"]
 
-    other = write_run(name="three", template={"system": "You look away."}, training=lengths_from)
+    other = write_run("qwen3", name="three", template={"system": "You look away."}, training=lengths_from)
     capfd.readouterr()
     assert 2 == plan.main(["build", str(other)])
     said = capfd.readouterr().err
@@ -118,7 +118,7 @@ def test_samples_that_encode_otherwise_in_another_process_are_refused(write_run,
         return encoded if os.getpid() == main else {**encoded, "length": encoded["length"] + 1}
 
     monkeypatch.setattr(SwiftEncoder, "encode_messages", encode)
-    assert 2 == plan.main(["build", str(write_run())])
+    assert 2 == plan.main(["build", str(write_run("qwen3"))])
     assert "in another process and epoch 1" in capfd.readouterr().err
 
 

@@ -442,16 +442,16 @@ def test_a_verdict_is_kept_and_asked_again_when_what_it_depends_on_changes(verdi
 
 def test_a_second_start_asks_nothing(write_run, execute, monkeypatch):
     """Neither the small copy nor the loaded model; another config.json does."""
-    from app.wiring import training
+    from app.wiring.training import verdicts
 
     path = write_run("qwen3")
-    training._probed.cache_clear()
+    verdicts._probed.cache_clear()
     execute(path)
     stored = json.loads((path.parent / "run" / "static_packing" / "verdict.json").read_text())
     asked = []
-    monkeypatch.setattr(training, "probe_config", lambda *a, **o: asked.append("small") or probe_config(*a, **o))
-    monkeypatch.setattr(training, "probe_loaded", lambda *a, **o: asked.append("loaded") or probe_loaded(*a, **o))
-    training._probed.cache_clear()
+    monkeypatch.setattr(verdicts, "probe_config", lambda *a, **o: asked.append("small") or probe_config(*a, **o))
+    monkeypatch.setattr(verdicts, "probe_loaded", lambda *a, **o: asked.append("loaded") or probe_loaded(*a, **o))
+    verdicts._probed.cache_clear()
     execute(path)
 
     assert [] == asked
@@ -462,14 +462,14 @@ def test_a_second_start_asks_nothing(write_run, execute, monkeypatch):
 
 def test_a_loaded_model_that_leaks_ends_the_run_before_its_first_step(write_run, execute, monkeypatch):
     """With the numbers, and nothing trained."""
-    from app.wiring import training
+    from app.wiring.training import verdicts
 
     def leaking(model, **options):
         monkeypatch.setattr(varlen, "within_samples", None)
         monkeypatch.setattr(varlen, "read_layout", one_block)
         return probe_loaded(model, **options)
 
-    monkeypatch.setattr(training, "probe_loaded", leaking)
+    monkeypatch.setattr(verdicts, "probe_loaded", leaking)
 
     with pytest.raises(IsolationError, match=r"the loaded model \(cpu, float32\) was asked, and gradients pass"):
         execute(write_run("qwen3"))
@@ -477,9 +477,9 @@ def test_a_loaded_model_that_leaks_ends_the_run_before_its_first_step(write_run,
 
 def test_a_model_whose_weights_ranks_share_counts_by_its_small_copy(write_run, execute, monkeypatch, caplog):
     """No rank holds it whole before it is sharded; the log says so."""
-    from app.wiring import training
+    from app.wiring.training import trainers
 
-    monkeypatch.setattr(training, "shards_weights", lambda _: True)
+    monkeypatch.setattr(trainers, "shards_weights", lambda _: True)
     path = write_run("qwen3", training={"max_steps": 1})
 
     with caplog.at_level("INFO", "app"):

@@ -56,22 +56,19 @@ KEYS = {
     "save_steps": 1,
 }
 
+EPOCH_END = -1
+
 LORA = {"tuner_type": "lora", "lora_dropout": 0.2}
 
 
 @pytest.fixture
-def few(demo, text_jsonl, tmp_path):
-    """Return a function that gives the sections of a run on a few records."""
-    records = [json.loads(line) for line in (demo / "data" / "train.jsonl").read_text().splitlines()[:14]]
-    for record in records:
-        record["images"] = [str(demo / "data" / image) for image in record.get("images", ())]
-    path = tmp_path / "few.jsonl"
-    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+def few(few_scenes):
+    """Return a function that gives the sections of a run of three steps an epoch, or four."""
 
     def sections(model: str) -> dict[str, dict]:
         if model.endswith("vl"):
-            return {"custom": {"train_jsonl": str(path)}, "template": {"max_length": 500}}
-        return {"custom": {"train_jsonl": str(text_jsonl)}, "template": {"max_length": 128}}
+            return {"custom": {"train_jsonl": str(few_scenes)}, "template": {"max_length": 500}}
+        return {"template": {"max_length": 256}}
 
     return sections
 
@@ -80,10 +77,9 @@ def few(demo, text_jsonl, tmp_path):
     ("model", "stops", "workers", "more"),
     [
         ("qwen2", [1, 5], 0, LORA),
-        ("qwen2_5_vl", [2], 0, {}),
+        ("qwen3", [2, EPOCH_END], 2, {}),
+        ("qwen2_5_vl", [EPOCH_END], 0, LORA),
         ("qwen3_vl", [1], 2, {}),
-        ("qwen3", [2], 2, {}),
-        ("qwen2_5_vl", [-4], 2, LORA),
     ],
 )
 def test_a_resume_ends_bit_for_bit_as_one_run_does(  # noqa: PLR0917  # fixtures
@@ -99,14 +95,13 @@ def test_a_resume_ends_bit_for_bit_as_one_run_does(  # noqa: PLR0917  # fixtures
     assert per_epoch > 2
 
     for stop in stops:
-        step = min(stop, last) if stop > 0 else per_epoch
+        step = per_epoch if stop == EPOCH_END else stop
         checkpoint = str(tmp_path / "whole" / f"checkpoint-{step}")
         again = {**keys, "resume_from_checkpoint": checkpoint, "save_strategy": "epoch"}
         resumed = execute(write_run(model, name=f"from{step}", training=again, **overlay))
 
         assert steps(whole.history) == steps(resumed.history)
-        if step < last:
-            assert_equal(tmp_path / f"from{step}" / f"checkpoint-{last}", tmp_path / "whole" / f"checkpoint-{last}")
+        assert_equal(tmp_path / f"from{step}" / f"checkpoint-{last}", tmp_path / "whole" / f"checkpoint-{last}")
 
 
 def test_a_resumed_run_says_which_settings_are_its_checkpoints(write_run, execute, few, tmp_path, caplog):
@@ -134,19 +129,14 @@ def test_a_resumed_run_says_which_settings_are_its_checkpoints(write_run, execut
 
 def test_what_is_skipped_is_not_loaded(write_run, execute, few, fetched, tmp_path):
     """Only the packs that are left are fetched, each once."""
-    whole = execute(write_run("qwen3_vl", name="whole", training=KEYS, **few("qwen3_vl")))
-    schedule, before = whole.schedule, len(fetched)
+    first = execute(write_run("qwen3", name="first", training={**KEYS, "max_steps": 2}, **few("qwen3")))
+    fetched.clear()
 
-    execute(
-        write_run(
-            "qwen3_vl",
-            training={**KEYS, "resume_from_checkpoint": str(tmp_path / "whole" / "checkpoint-2")},
-            **few("qwen3_vl"),
-        )
-    )
+    keys = {**KEYS, "save_strategy": "no", "resume_from_checkpoint": str(tmp_path / "first" / "checkpoint-2")}
+    execute(write_run("qwen3", training=keys, **few("qwen3")))
 
-    left = [*schedule.order(0)[2 * 2 :].tolist(), *schedule.order(1).tolist()]
-    assert left == fetched[before:]
+    left = [*first.schedule.order(0)[2 * 2 :].tolist(), *first.schedule.order(1).tolist()]
+    assert left == fetched
 
 
 def test_a_checkpoint_names_its_attention_and_the_model_in_it_does_not(  # fixtures
@@ -173,7 +163,7 @@ def test_a_checkpoint_names_its_attention_and_the_model_in_it_does_not(  # fixtu
 
 def test_adapters_alone_are_saved(write_run, execute, tmp_path):
     """LoRA: a checkpoint holds no whole weights."""
-    execute(write_run("qwen3_vl", training={**KEYS, "tuner_type": "lora", "max_steps": 1}))
+    execute(write_run("qwen3", training={**KEYS, "tuner_type": "lora", "max_steps": 1}))
 
     assert (tmp_path / "run" / "checkpoint-1" / "adapter_model.safetensors").is_file()
     assert not (tmp_path / "run" / "checkpoint-1" / "model.safetensors").exists()
@@ -260,22 +250,19 @@ def test_a_torn_or_foreign_checkpoint_is_no_checkpoint(  # noqa: PLR0917  # fixt
 @pytest.fixture(scope="module")
 def trained(demo, tmp_path_factory):
     """The sections of a short run, and its folder with two checkpoints."""
-    from adapters.ranks.torch_group import OneRank
-    from app import sft
-    from app.wiring import training as wiring
-
     folder = tmp_path_factory.mktemp("trained")
+    messages = [{"role": "user", "content": "say"}, {"role": "assistant", "content": "blue circle " * 7}]
+    (folder / "text.jsonl").write_text(f"{json.dumps({'messages': messages})}\n" * 16)
     sections = {
-        "model": {"model": str(demo / "models" / "qwen3_vl")},
-        "template": {"max_length": 700, "system": "You look at scenes."},
+        "model": {"model": str(demo / "models" / "qwen2")},
+        "template": {"max_length": 128, "system": "You look at scenes."},
+        "custom": {"train_jsonl": str(folder / "text.jsonl")},
     }
-    training = {"output_dir": str(folder / "run"), "learning_rate": "5e-3", "max_steps": 2, "logging_steps": 1,
-                "report_to": "none", "gradient_checkpointing": False, "dataloader_num_workers": 0}  # fmt: skip
-    custom = {"train_jsonl": str(demo / "data" / "train.jsonl")}
-    document = {**sections, "custom": custom, "training": {**KEYS, **training}}
-    (folder / "run.yaml").write_text(yaml.safe_dump(document))
-    sft.run(wiring.read_config(folder / "run.yaml"), OneRank())
-    return {**sections, "custom": custom}, folder / "run"
+    keys = {**KEYS, "output_dir": str(folder / "run"), "learning_rate": "5e-3", "max_steps": 2, "logging_steps": 1,
+            "report_to": "none", "gradient_checkpointing": False, "dataloader_num_workers": 0}  # fmt: skip
+    (folder / "run.yaml").write_text(yaml.safe_dump({**sections, "training": keys}))
+    sft.run(training.read_config(folder / "run.yaml"), OneRank())
+    return sections, folder / "run"
 
 
 def test_a_checkpoint_without_digests_is_taken_by_its_sizes(trained, write_run, execute, caplog):
@@ -310,10 +297,11 @@ def test_where_what_is_left_fills_no_batch_the_next_epoch_goes_on(write_run, exe
     With larger padded batches, and the remainder dropped: neither a step of it nor a crash; at the
     last epoch, no step.
     """
-    num = len(text_jsonl.read_text().splitlines())
+    num, data = 8, tmp_path / "eight.jsonl"
+    data.write_text("".join(text_jsonl.read_text().splitlines(keepends=True)[:num]))
     keys = {"packing": False, "dataloader_drop_last": True, "num_train_epochs": 2, "save_strategy": "steps",
             "save_steps": num - 1, "per_device_train_batch_size": 1}  # fmt: skip
-    run = {"of": "qwen2", "custom": {"train_jsonl": str(text_jsonl)}}
+    run = {"of": "qwen2", "custom": {"train_jsonl": str(data)}}
     execute(write_run(**run, training={**keys, "max_steps": num - 1}))
     keys |= {
         "per_device_train_batch_size": 2,
@@ -356,25 +344,28 @@ def test_a_finished_run_has_nothing_left(write_run, execute, tmp_path):
     assert steps(whole.history) == steps(again.history)
 
 
-@pytest.mark.parametrize(("then", "now"), [(4, 2), (2, 3)])
-def test_other_ranks_finish_the_epoch_with_what_it_has_left(  # noqa: PLR0917  # fixtures
-    start_ranks, write_run, few, tmp_path, then, now
-):
+def test_other_ranks_finish_the_epoch_with_what_it_has_left(start_ranks, write_run, tmp_path):
     """
     Each pack that was not consumed is trained once, fillers aside; the next epoch is whole; steps
     are as announced.
     """
-    keys = {**KEYS, "effective_batch_size": then, "per_device_train_batch_size": 1}
-    first, second = tmp_path / "first", tmp_path / "second"
-    path = write_run("qwen3", name="run", training=keys, **few("qwen3"))
-    assert [0] * then == finished(start_ranks(then, path, first))
-    before = rank_main.seen(first, then)
+    keys = {**KEYS, "per_device_train_batch_size": 1}
+    path = write_run("qwen3", training={**keys, "max_steps": 1}, template={"max_length": 128})
+    assert [0, 0] == finished(start_ranks(2, path, tmp_path / "first"))
+    before = rank_main.seen(tmp_path / "first", 2)
+    keys |= {"save_strategy": "no", "resume_from_checkpoint": str(tmp_path / "run" / "checkpoint-1")}
 
-    keys |= {"effective_batch_size": 2 * now, "resume_from_checkpoint": str(tmp_path / "run" / "checkpoint-1")}
-    path = write_run("qwen3", name="again", training={**keys, "save_strategy": "no"}, **few("qwen3"))
-    assert [0] * now == finished(start_ranks(now, path, second))
-    after = rank_main.seen(second, now)
+    for now in (1, 3):
+        out, resumed = tmp_path / f"on{now}", {**keys, "effective_batch_size": 2 * now}
+        path = write_run("qwen3", name=f"again{now}", training=resumed, template={"max_length": 128})
+        assert [0] * now == finished(start_ranks(now, path, out))
+        check_rest(before, rank_main.seen(out, now))
+        assert f"the epoch began on 2 ranks and goes on with {now}" in (out / "rank0.log").read_text()
 
+
+def check_rest(before, after):
+    """Hold what ranks trained after one step of others against the epoch's packs."""
+    now = len(after)
     consumed = [rank["fetched"][0] for rank in before]
     num_packs = before[0]["num_raw"]
     left = set(range(num_packs)) - set(consumed)
@@ -393,8 +384,6 @@ def test_other_ranks_finish_the_epoch_with_what_it_has_left(  # noqa: PLR0917  #
     assert 2 == epochs[-1]
     covered = [entry["epoch_coverage"] for entry in after[0]["history"] if "epoch_coverage" in entry]
     assert [covered[-1]] * 2 == covered[-2:]
-    log = (second / "rank0.log").read_text()
-    assert f"the epoch began on {then} ranks and goes on with {now}" in log
 
 
 def test_a_checkpoint_that_is_written_over_is_whole(write_run, execute, few, caplog):

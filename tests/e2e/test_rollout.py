@@ -55,7 +55,7 @@ def items_of(epoch: int, *, world_size: int, workers: int, **options) -> list:
     return found
 
 
-@pytest.mark.parametrize(("world_size", "workers"), [(1, 0), (1, 2), (3, 0), (2, 3)])
+@pytest.mark.parametrize(("world_size", "workers"), [(1, 0), (3, 0), (2, 2)])
 def test_every_sample_goes_to_one_rank_and_one_worker(world_size, workers):
     """Exactly once, or it is counted; the same epoch gives the same packs, another one others."""
     from adapters.trainer.dynamic_dataset import Ended, StreamCounts
@@ -171,13 +171,13 @@ def test_a_stream_is_trained_epoch_after_epoch(write_rollout, text_jsonl, monkey
         return step(trainer, model, inputs, *arguments, **options)
 
     monkeypatch.setattr(StreamTrainer, "training_step", noted)
-    path = write_rollout({"val_jsonl": str(text_jsonl)}, dataloader_num_workers=workers, max_steps=14,
+    path = write_rollout({"val_jsonl": str(text_jsonl)}, dataloader_num_workers=workers, max_steps=11,
                          eval_strategy="epoch", packing_min_fill_ratio="0.5")  # fmt: skip
     steps, terminated, history = run(path)
 
-    assert (14, False) == (steps, terminated)
+    assert (11, False) == (steps, terminated)
     logged = [entry for entry in history if "loss" in entry]
-    assert 14 == len(logged)
+    assert 11 == len(logged)
     assert logged[-1]["loss"] < logged[0]["loss"]
     assert all(0.5 <= entry["fill"] <= 1 and entry["samples_per_pack"] > 1 for entry in logged)
     ends = [entry for entry in history if "epoch_samples" in entry]
@@ -338,13 +338,13 @@ def test_a_mix_is_trained_in_its_shares(write_rollout, text_jsonl, tmp_path, mon
 def test_the_reward_rises(write_rollout):
     """The best of the model's own answers are trained, and its next answers are better."""
     custom = {"rollout_reward": "character_overlap", "rollout_completions": 8, "rollout_max_new_tokens": 8}
-    _, _, history = run(write_rollout(custom, max_steps=16, effective_batch_size=4, learning_rate="5e-3"))
+    _, _, history = run(write_rollout(custom, max_steps=10, effective_batch_size=4, learning_rate="5e-3"))
 
     rewards = [entry["reward"] for entry in history if "reward" in entry]
     kept = [entry["reward_kept"] for entry in history if "reward" in entry]
-    assert 16 == len(rewards)
+    assert 10 == len(rewards)
     assert all(best >= mean for best, mean in zip(kept, rewards, strict=True))
-    assert statistics.fmean(rewards[-6:]) > 1.15 * statistics.fmean(rewards[:6])
+    assert statistics.fmean(rewards[-4:]) > 1.15 * statistics.fmean(rewards[:4])
 
 
 def test_a_model_that_sees_answers_too(write_run, demo):

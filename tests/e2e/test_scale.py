@@ -1,5 +1,5 @@
 """
-Settings for many devices reach ms-swift or are refused; ranks with and without images never wait
+Settings for many devices reach ms-swift or are refused; ranks with and without media never wait
 for each other.
 """
 
@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from functools import partial
 from unittest.mock import Mock
 
 import pytest
 import torch
+from PIL import Image
 
 from adapters.ranks.torch_group import OneRank
 from adapters.trainer import arguments as swift_arguments
+from app.plan import __main__ as plan
 from core.errors import ConfigError
 from tests.processes import finished, train_under_torchrun
 
@@ -99,7 +102,7 @@ def test_tensor_parallelism_in_a_file_is_found_too(arguments, tmp_path):
 
 
 @pytest.mark.parametrize("model", SEEING)
-def test_a_batch_without_images_uses_every_weight(write_run, model):
+def test_a_batch_without_images_uses_every_weight(write_run, few_scenes, model):
     """
     So that no rank waits; the loss is the same. Without it, Qwen3-VL leaves its vision tower out.
     """
@@ -108,7 +111,7 @@ def test_a_batch_without_images_uses_every_weight(write_run, model):
     from app.training.prepare import prepare
     from app.wiring import training as wiring
 
-    prepared = prepare(wiring.read_config(write_run(model)), OneRank())
+    prepared = prepare(wiring.read_config(write_run(model, custom={"train_jsonl": str(few_scenes)})), OneRank())
     trainer, train = prepared.trainer, prepared.planned["train"]
     index = int((train.table[:, 2] == 0).argmax())
 
@@ -132,17 +135,24 @@ def test_a_batch_without_images_uses_every_weight(write_run, model):
 
 
 @pytest.mark.parametrize("model", SEEING)
-def test_sharded_ranks_with_and_without_images_stay_in_step(server, write_run, execute, tmp_path, model):
+def test_sharded_ranks_with_and_without_media_stay_in_step(server, write_run, tmp_path, model):
     """
     Real FSDP over gloo: each rank needs the other's part of the vision tower, whether its pack has
-    images or not.
+    images, videos, both or none; Qwen3-VL's tower sees images and videos in a pass each.
     """
+    from app.demo.videos import MadeVideo
     from tests.e2e import sharded_main
+    from tests.e2e.test_videos import SAMPLING, asked, write
 
-    path = str(write_run(model, training={"max_steps": 1}))
-    execute(path)  # the ranks find the plan
+    MadeVideo().write(tmp_path / "a.mp4")
+    Image.new("RGB", (90, 60), (40, 10, 200)).save(tmp_path / "a.png")
+    media = ([], []), ([], ["a.png"]), (["a.mp4"], []), (["a.mp4"], ["a.png"])
+    data = write(tmp_path / "media.jsonl", [asked(*videos, images=images) for videos, images in media])
+    path = str(write_run(model, custom={"train_jsonl": str(data)}, template=SAMPLING, training={"max_steps": 1}))
+    assert 0 == plan.main(["build", path, "--quiet"])  # the ranks find the plan
 
-    assert [0, 0] == finished(server.ranks(2, sharded_main.main, path, str(tmp_path), folder=tmp_path))
+    ranks = server.ranks(2, partial(sharded_main.main, videos=True), path, str(tmp_path), folder=tmp_path)
+    assert [0, 0] == finished(ranks)
     assert all(float((tmp_path / f"loss{rank}").read_text()) > 1 for rank in range(2))
 
 

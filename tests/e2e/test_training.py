@@ -29,9 +29,13 @@ def losses(result) -> list[float]:
     return [entry["loss"] for entry in result.history if "loss" in entry]
 
 
-def test_a_run_trains_every_pack_once_an_epoch_and_counts_its_steps(write_run, execute, fetched, caplog, tmp_path):
+def test_a_run_trains_every_pack_once_an_epoch_and_counts_its_steps(  # noqa: PLR0917  # fixtures
+    write_run, execute, few_scenes, fetched, caplog, tmp_path
+):
     """Steps are announced before they run; a second run measures nothing and plans the same."""
-    path = write_run(training={"num_train_epochs": 2, "effective_batch_size": 3, "report_to": ["tensorboard"]})
+    keys = {"num_train_epochs": 2, "effective_batch_size": 3, "packing_drop_last": False, "report_to": ["tensorboard"]}
+    overlay = {"custom": {"train_jsonl": str(few_scenes)}, "template": {"max_length": 350}}
+    path = write_run(training=keys, **overlay)
     logging.getLogger("app").propagate = True
     with caplog.at_level(logging.INFO, logger="app"):
         result = execute(path)
@@ -68,37 +72,35 @@ def test_a_run_trains_every_pack_once_an_epoch_and_counts_its_steps(write_run, e
     caplog.clear()
     with caplog.at_level(logging.INFO, logger="app"):
         again = execute(path)
-    assert "the lengths of all 40 samples are stored" in caplog.text
+    assert "the lengths of all 12 samples are stored" in caplog.text
     assert "used again" in caplog.text
     assert result.planned["train"].raw_checksum == again.planned["train"].raw_checksum
     assert losses(result) == losses(again)
     assert fetched[: 2 * num_packs] == fetched[2 * num_packs :]
     fetched.clear()
-    execute(write_run(training={"seed": 7, "effective_batch_size": 3}))
+    execute(write_run(training={"seed": 7, "effective_batch_size": 3, "packing_drop_last": False}, **overlay))
     assert epochs[0] != fetched
 
 
 @pytest.mark.parametrize(
     ("batch", "drop_last"), [({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}, False),
-                             ({"per_device_train_batch_size": 3, "effective_batch_size": 6}, True)],
+                             ({"per_device_train_batch_size": 7, "effective_batch_size": 14}, True)],
 )  # fmt: skip
 def test_without_packing_padded_batches_train_through_the_same_trainer(write_run, execute, fetched, batch, drop_last):
     """Every sample once; steps as announced; evaluation is padded too."""
-    path = write_run(
-        training={"packing": False, "dataloader_drop_last": drop_last, **batch},
-        template={"max_length": 512},
-    )
+    path = write_run("qwen2", training={"packing": False, "dataloader_drop_last": drop_last, **batch})
 
     result = execute(path)
 
     size = batch["per_device_train_batch_size"]
-    batches = 40 // size if drop_last else math.ceil(40 / size)
+    batches = 30 // size if drop_last else math.ceil(30 / size)
     assert Counter(fetched).most_common(1)[0][1] == 1
-    assert (batches * size if drop_last else 40) == len(fetched)
+    assert (batches * size if drop_last else 30) == len(fetched)
+    assert 30 % size, "no remainder to try"
     assert math.ceil(batches / 2) == result.num_steps
 
 
-def test_tokens_per_second_leave_out_the_time_of_evaluating(write_run, execute, demo, monkeypatch):
+def test_tokens_per_second_leave_out_the_time_of_evaluating(write_run, execute, text_jsonl, monkeypatch):
     """
     With a clock that ticks only while an evaluation runs, no time passes between steps but a step's
     own tick.
@@ -119,7 +121,7 @@ def test_tokens_per_second_leave_out_the_time_of_evaluating(write_run, execute, 
     monkeypatch.setattr(static.time, "perf_counter", tick)
     monkeypatch.setattr(static.PackTrainer, "evaluation_loop", slow)
     keys = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 4, "logging_steps": 2}
-    result = execute(write_run("qwen3_vl", custom={"val_jsonl": str(demo / "data" / "val.jsonl")}, training=keys))
+    result = execute(write_run("qwen3", custom={"val_jsonl": str(text_jsonl)}, training=keys))
 
     rates = [entry["tokens_per_second"] for entry in result.history if "loss" in entry]
     assert 2 < len(result.history)
@@ -138,8 +140,8 @@ def test_fractional_epochs_and_max_steps_end_where_announced(write_run, execute)
 def test_text_models_train_the_same_way(write_run, execute, text_jsonl, model):
     """No image, no multimodal positions."""
     path = write_run(
-        model, custom={"train_jsonl": str(text_jsonl)}, template={"max_length": 128},
-        training={"num_train_epochs": 3, "packing_drop_last": False},
+        model, custom={"train_jsonl": str(text_jsonl)}, template={"max_length": 256},
+        training={"num_train_epochs": 2, "packing_drop_last": False},
     )  # fmt: skip
 
     result = execute(path)
@@ -157,7 +159,7 @@ def test_a_text_model_refuses_records_with_images(write_run, execute, demo):
 
 
 @pytest.mark.parametrize("model", ["qwen2_5_vl", "qwen3"])
-def test_the_best_model_is_loaded_whole(model, write_run, execute, demo, text_jsonl, tmp_path, monkeypatch):  # noqa: PLR0917  # fixtures
+def test_the_best_model_is_loaded_whole(model, write_run, execute, few_scenes, text_jsonl, tmp_path, monkeypatch):  # noqa: PLR0917  # fixtures
     """
     Here the worst on purpose, which is the first: the weights at the end are those of its
     checkpoint.
@@ -167,18 +169,17 @@ def test_the_best_model_is_loaded_whole(model, write_run, execute, demo, text_js
     trainers = []
     build = prepare.build_trainer
     monkeypatch.setattr(prepare, "build_trainer", lambda *a, **k: trainers.append(build(*a, **k)) or trainers[-1])
-    keys = {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps", "eval_steps": 3, "max_steps": 6,
+    keys = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 2,
             "load_best_model_at_end": True, "metric_for_best_model": "eval_loss",
             "greater_is_better": True}  # fmt: skip
 
-    custom = {"val_jsonl": str(demo / "data" / "val.jsonl")}
-    if not model.endswith("vl"):
-        custom = {"train_jsonl": str(text_jsonl), "val_jsonl": str(text_jsonl)}
+    data = str(few_scenes if model.endswith("vl") else text_jsonl)
+    custom = {"train_jsonl": data, "val_jsonl": data}
 
     execute(write_run(model, custom=custom, training=keys, template={"max_length": 200}))
 
     (trainer,) = trainers
-    best = tmp_path / "run" / "checkpoint-3"
+    best = tmp_path / "run" / "checkpoint-1"
     assert str(best) == trainer.state.best_model_checkpoint
     saved = type(trainer.model).from_pretrained(best).state_dict()
     assert all(torch.equal(saved[name], tensor) for name, tensor in trainer.model.state_dict().items())
@@ -191,7 +192,7 @@ def test_sigterm_saves_a_checkpoint_that_the_next_run_goes_on_from(write_run, ex
     """
     from adapters.trainer.static import PackTrainer
 
-    keys = {"num_train_epochs": 2, "effective_batch_size": 2}
+    keys = {"max_steps": 4, "effective_batch_size": 2}
     whole = execute(write_run("qwen3", name="whole", training=keys))
     before = signal.getsignal(signal.SIGTERM)
     step = PackTrainer.training_step
@@ -288,14 +289,13 @@ def test_a_sample_that_changed_after_planning_stops_the_run_and_is_named(write_r
     assert {"length", "patches"} == {difference.key for difference in raised.value.differences}
 
 
-def test_cut_samples_are_counted_apart_from_those_that_fit(write_run, execute, text_jsonl, caplog):
+def test_cut_samples_are_counted_apart_from_those_that_fit(write_run, execute, caplog):
     """
     What is truncated has exactly the limit; it is a long sample and reported as truncated.
     """
     logging.getLogger("app").propagate = True
-    path = write_run(
-        "qwen2", custom={"train_jsonl": str(text_jsonl)}, template={"max_length": 50, "truncation_strategy": "right"}
-    )
+    once = {"max_steps": 1}
+    path = write_run("qwen2", training=once, template={"max_length": 50, "truncation_strategy": "right"})
     with caplog.at_level(logging.INFO, logger="app"):
         result = execute(path)
 
@@ -304,9 +304,7 @@ def test_cut_samples_are_counted_apart_from_those_that_fit(write_run, execute, t
     assert 0 < cut.sum() < len(table)
     assert {50} == set(table[cut, 0].tolist())
     assert f"{cut.sum()} samples are truncated to 50 tokens" in caplog.text
-    whole = execute(
-        write_run("qwen2", name="whole", custom={"train_jsonl": str(text_jsonl)}, template={"max_length": 50})
-    )
+    whole = execute(write_run("qwen2", name="whole", training=once, template={"max_length": 50}))
     assert (whole.planned["train"].table[:, 0] > 50).tolist() == cut.tolist()
     assert 0 == whole.planned["train"].table[:, 4].sum()
 
@@ -372,8 +370,9 @@ def test_held_out_loss_falls_below_half(write_run, execute, demo):
         "qwen3_vl",
         custom={"train_jsonl": [str(data / "train.jsonl"), str(data / "messages.jsonl")],
          "val_jsonl": str(data / "val.jsonl")},
-        training={"num_train_epochs": 4, "effective_batch_size": 2, "learning_rate": "1e-2", "eval_on_start": True,
+        training={"num_train_epochs": 1, "effective_batch_size": 1, "learning_rate": "1e-2", "eval_on_start": True,
                   "warmup_steps": 3, "adam_beta2": 0.98},
+        template={"max_length": 512},
     )  # fmt: skip
 
     result = execute(path)

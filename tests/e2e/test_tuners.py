@@ -49,14 +49,30 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(path)
 
 
+@pytest.fixture(scope="module")
+def scenes(demo, tmp_path_factory) -> Path:
+    """Return the file of the first six scenes of the demo."""
+    records = [json.loads(line) for line in (demo / "data" / "train.jsonl").read_text().splitlines()[:6]]
+    for record in records:
+        if "images" in record:
+            record["images"] = [str(demo / "data" / name) for name in record["images"]]
+    path = tmp_path_factory.mktemp("scenes") / "scenes.jsonl"
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    return path
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TUNERS)
-def test_a_tuner_trains_saves_resumes_and_passes_the_check(write_run, execute, tmp_path, monkeypatch, name):
+def test_a_tuner_trains_saves_resumes_and_passes_the_check(  # noqa: PLR0917  # fixtures
+    write_run, execute, scenes, tmp_path, monkeypatch, name
+):
     """The resumed run's weights are those of one run; packed samples are equal to samples alone."""
     model, keys, trained = TUNERS[name]
     several = {**keys, "max_steps": 2, "save_strategy": "steps", "save_steps": 1, "learning_rate": "1e-2",
                "packing_drop_last": False}  # fmt: skip
-    small = {"template": {"max_length": 700}} if model.endswith("vl") else {"template": {"max_length": 128}}
+    small = {"template": {"max_length": 128}}
+    if model.endswith("vl"):
+        small = {"template": {"max_length": 400}, "custom": {"train_jsonl": str(scenes)}}
     whole = write_run(model, name="whole", training=several, **small)
     prepared = []
 

@@ -25,7 +25,7 @@ def rank_on(host: Host, *arguments: str) -> int:
 def test_two_hosts_train_from_one_plan_that_only_the_first_stores(server, write_run, tmp_path):
     """The plan travels; ranks agree on it and on their steps."""
     keys = {"max_steps": 2, "effective_batch_size": 2}
-    runs = [write_run(name=f"host{rank}", training=keys) for rank in range(2)]
+    runs = [write_run("qwen2", name=f"host{rank}", training=keys) for rank in range(2)]
     with two_hosts() as hosts:
         ranks = [
             server.start(

@@ -6,20 +6,18 @@ their samples alone do.
 from __future__ import annotations
 
 import json
-import os
 from fractions import Fraction
+from functools import cache
 from pathlib import Path
 
-import attrs
 import numpy as np
 import pytest
 import torch
+import yaml
 from PIL import Image
 
 from adapters.ranks.torch_group import OneRank
-from adapters.samples.video import facts
 from app.demo.videos import MadeVideo, made_videos
-from core.errors import RecordError
 from tests.e2e import rank_main
 from tests.e2e.test_resume import assert_equal
 from tests.processes import finished
@@ -71,24 +69,51 @@ def mixed(clips) -> Path:
     return write(clips / "mixed.jsonl", [kinds[number % 6](number) for number in range(18)])
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> tuple[list[MadeVideo], list[Path]]:
+    """Twenty videos over containers, codecs, rates, durations, sizes and turns, and their files."""
+    from app.bench.measuring.videos import write_videos
+
+    videos = made_videos(20)
+    return videos, write_videos(tmp_path_factory.mktemp("made"), videos)
+
+
 @pytest.mark.parametrize("model", ["qwen2_5_vl", "qwen3_vl"])
-def test_containers_give_the_lengths_of_full_encodes(model, demo, tmp_path):
+def test_containers_give_the_lengths_of_full_encodes(model, demo, made, tmp_path):
     """
     Over containers, codecs, rates, durations, sizes and turns: zero tolerance, most without
     decoding.
     """
-    from app.bench.measuring.videos import compared, outcomes, write_videos
+    from app.bench.measuring.videos import compared, outcomes
 
     (tmp_path / model).symlink_to(demo / "models" / model)
-    videos = made_videos(20)
-    paths = write_videos(tmp_path, videos)
+    videos, paths = made
     quick = outcomes(tmp_path, model, paths, in_full=False)
 
     assert [] == compared(model, paths, quick, outcomes(tmp_path, model, paths, in_full=True))
-    decoded = [made.rate is None for made, one in zip(videos, quick, strict=True) if one.images[0].decoded]
+    decoded = [video.rate is None for video, one in zip(videos, quick, strict=True) if one.images[0].decoded]
     assert decoded
     assert all(decoded)
-    assert len(decoded) == sum(made.rate is None for made in videos)
+    assert len(decoded) == sum(video.rate is None for video in videos)
+
+
+@pytest.fixture(scope="module")
+def measurer(demo, mixed, tmp_path_factory):
+    """Return a function that opens what measures the mixed records: once for each sampling."""
+    from app.wiring import training
+    from core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
+
+    @cache
+    def measures(model: str, sampling: tuple[tuple[str, float], ...]):
+        config = RunConfig(
+            model=ModelConfig(model=str(demo / "models" / model)),
+            template=TemplateConfig(max_length=1024, **dict(sampling)),
+            custom=CustomConfig(train_jsonl=(str(mixed),)),
+            training=TrainingConfig(output_dir=str(tmp_path_factory.getbasetemp() / "measured")),
+        )
+        return training.open_measurer(config, training.open_samples(config)["train"])
+
+    return measures
 
 
 @pytest.mark.parametrize(
@@ -102,24 +127,65 @@ def test_containers_give_the_lengths_of_full_encodes(model, demo, tmp_path):
     ids=str,
 )
 @pytest.mark.parametrize("model", ["qwen2_5_vl", "qwen3_vl"])
-def test_keys_of_sampling_steer_lengths_and_encodes_alike(model, sampling, write_run, mixed):
+def test_keys_of_sampling_steer_lengths_and_encodes_alike(model, sampling, measurer):
     """
     Frames in lists, folders and files, several videos and images in a record; another key is
     another fingerprint.
     """
-    from app.wiring import training
+    plain, steered = (measurer(model, tuple(keys.items())) for keys in ({}, sampling))
+    quick = list(steered.measure_many(range(6), in_full=False))
 
-    plain, steered = (
-        training.read_config(write_run(model, custom={"train_jsonl": str(mixed)}, template=keys))
-        for keys in ({}, sampling)
-    )
-    samples = training.open_measurer(steered, training.open_samples(steered)["train"])
-    quick = list(samples.measure_many(range(6), in_full=False))
-
-    assert quick == list(samples.measure_many(range(6), in_full=True))
+    assert quick == list(steered.measure_many(range(6), in_full=True))
     assert [1, 0, 3, 0, 1, 0] == [one.measurement.videos for one in quick]
-    before = training.open_measurer(plain, training.open_samples(plain)["train"]).fingerprint()
-    assert {f"template.{key}" for key in sampling} == {one.key for one in before.differences(samples.fingerprint())}
+    changed = plain.fingerprint().differences(steered.fingerprint())
+    assert {f"template.{key}" for key in sampling} == {one.key for one in changed}
+
+
+def test_samples_with_videos_are_measured_together_and_each_container_read_once(measurer, monkeypatch):
+    """
+    One whose rate varies is decoded; what the texts of the others give is held against an encode
+    of the first of its kind.
+    """
+    from adapters.samples import encoder
+
+    samples = measurer("qwen3_vl", (("video_min_pixels", 3200),))
+    full = list(samples.measure_many(range(18), in_full=True))
+    assert full == list(samples.measure_many(range(18), in_full=False))
+    asked_of, encoded = [], []
+    read, encode = encoder.video_facts, encoder.SwiftEncoder.encode_messages
+    monkeypatch.setattr(encoder, "video_facts", lambda video, **limits: asked_of.append(video) or read(video, **limits))
+    monkeypatch.setattr(
+        encoder.SwiftEncoder, "encode_messages", lambda self, *sample: encoded.append(sample) or encode(self, *sample)
+    )
+
+    assert full[1:] == list(samples.measure_many(range(1, 18), in_full=False))
+
+    assert sum(one.measurement.videos for one in full[1:]) == len(asked_of)
+    assert [] == encoded
+
+
+@pytest.mark.parametrize("model", ["qwen2_5_vl", "qwen3_vl"])
+def test_listed_frames_cost_what_their_encodes_do(model, measurer, monkeypatch):
+    """Between and beyond the bounds of an image's pixels, which each frame is scaled to first."""
+    from qwen_vl_utils import vision_process
+
+    from adapters.samples.video import lengths
+
+    monkeypatch.setattr(vision_process, "IMAGE_MAX_TOKEN_NUM", 20)
+    shapes = [((240, 180), 3), ((130, 900), 2), ((700, 300), 5), ((57, 56), 1), ((300, 300), 4)]
+    for sampling in (
+        (("video_min_pixels", 3200),),
+        (("video_min_pixels", 3200), ("video_max_pixels", 30_000), ("video_total_pixels", 40_000)),
+    ):
+        samples = measurer(model, sampling)._encoder
+        costs = samples.video_lengths
+        frames = [(shape, [Image.new("RGB", shape[0])] * shape[1]) for shape in shapes]
+        encoded = [(shape, lengths._encoded(samples.template, shown)) for shape, shown in frames]
+        _, first = encoded[0]
+
+        beyond = [costs.cost(lengths._listed(*shape)) - costs.cost(lengths._listed(*shapes[0])) for shape in shapes]
+        assert [cost - first for _, cost in encoded] == beyond
+        assert len({cost.patches / cost.frames for _, cost in encoded}) > 2
 
 
 def test_a_turned_video_has_the_frames_that_it_shows(tmp_path):
@@ -139,18 +205,37 @@ def test_a_turned_video_has_the_frames_that_it_shows(tmp_path):
         assert rate == its_rate
 
 
-@pytest.fixture
-def comparison(write_run, mixed):
-    """Return a function that compares packs of text, images and videos, after planting a fault."""
-    from app.check import compare
+@pytest.fixture(scope="module")
+def ready(demo, mixed, tmp_path_factory):
+    """Return a function that gives a run of a model, ready to train: one for all who compare it."""
     from app.training.prepare import prepare
     from app.wiring import training as wiring
 
-    def run(of: str, plant=lambda _: None):
-        config = wiring.read_config(write_run(of, custom={"train_jsonl": str(mixed)}, template=SAMPLING))
-        prepared = prepare(config, OneRank())
-        plant(prepared.trainer)
-        report = compare(config, prepared, num_packs=2)
+    @cache
+    def prepared(model: str):
+        folder = tmp_path_factory.mktemp(model)
+        sections = {
+            "model": {"model": str(demo / "models" / model)},
+            "template": SAMPLING,
+            "custom": {"train_jsonl": str(mixed)},
+            "training": {"output_dir": str(folder / "run"), "report_to": [], "gradient_checkpointing": False},
+        }
+        (folder / "run.yaml").write_text(yaml.safe_dump(sections))
+        config = wiring.read_config(folder / "run.yaml")
+        return config, prepare(config, OneRank())
+
+    return prepared
+
+
+@pytest.fixture
+def comparison(ready):
+    """
+    Return a function that compares packs of text, images and videos, and the checks that fail.
+    """
+    from app.check import compare
+
+    def run(model: str, num_packs: int = 1):
+        report = compare(*ready(model), num_packs=num_packs)
         return {verdict.check for verdict in report.verdicts if not verdict.passed}, report
 
     return run
@@ -159,7 +244,7 @@ def comparison(write_run, mixed):
 @pytest.mark.parametrize("model", ["qwen2_5_vl", "qwen3_vl"])
 def test_a_pack_with_videos_is_its_samples_alone(comparison, model):
     """Positions exactly, logits, losses and gradients to rounding; no sample sees another."""
-    failed, report = comparison(model)
+    failed, report = comparison(model, num_packs=2)
 
     assert set() == failed
     worst = {verdict.check: verdict.worst.value for verdict in report.verdicts}
@@ -184,44 +269,39 @@ def shared_layers(batch):
 
 @pytest.mark.parametrize("tamper", [swapped_frames, shared_layers])
 @pytest.mark.parametrize("model", ["qwen2_5_vl", "qwen3_vl"])
-def test_a_swapped_frame_is_found(comparison, model, tamper):
+def test_a_swapped_frame_is_found(ready, comparison, monkeypatch, model, tamper):
     """As is a frame that a neighbour's video has."""
+    trainer = ready(model)[1].trainer
+    plain = trainer.data_collator
+    monkeypatch.setattr(trainer, "data_collator", lambda items: tamper(plain(items)))
 
-    def plant(trainer):
-        plain = trainer.data_collator
-
-        def collate(items):
-            batch = plain(items)
-            return tamper(batch) if batch.get("pixel_values_videos") is not None else batch
-
-        trainer.data_collator = collate
-
-    failed, _ = comparison(model, plant)
+    failed, _ = comparison(model)
 
     assert "logits" in failed
 
 
 @pytest.mark.parametrize("model", ["qwen2_5_vl", "qwen3_vl"])
-def test_frames_that_a_neighbour_sees_are_found(comparison, monkeypatch, model):
+def test_frames_that_a_neighbour_sees_are_found(ready, comparison, monkeypatch, model):
     """A tower that attends over all frames of a pack leaks."""
+    modules = ready(model)[1].trainer.model.modules()
+    visual = next(module.visual for module in modules if hasattr(module, "visual"))
+    plain = visual.forward
 
-    def plant(trainer):
-        visual = next(module.visual for module in trainer.model.modules() if hasattr(module, "visual"))
-        plain = visual.forward
+    def forward(hidden_states, grid_thw, **kwargs):
+        whole = torch.tensor([[1, 2, int(grid_thw.prod(-1).sum()) // 2]])
+        return plain(hidden_states, grid_thw if len(grid_thw) == 1 else whole, **kwargs)
 
-        def forward(hidden_states, grid_thw, **kwargs):
-            whole = torch.tensor([[1, 2, int(grid_thw.prod(-1).sum()) // 2]])
-            return plain(hidden_states, grid_thw if len(grid_thw) == 1 else whole, **kwargs)
+    monkeypatch.setattr(visual, "forward", forward)
 
-        monkeypatch.setattr(visual, "forward", forward)
-
-    failed, _ = comparison(model, plant)
+    failed, _ = comparison(model)
 
     assert "isolation" in failed
 
 
 def test_two_ranks_of_which_one_has_videos_end_together(start_ranks, write_run, clips, tmp_path):
     """With evaluation, and loaders whose worker processes decode."""
+    from app.wiring import training as wiring
+
     records = [asked(*(["a.mp4"] if number < 2 else []), text=f"say {number}") for number in range(6)]
     data = write(clips / "one_rank.jsonl", records)
     training = {
@@ -237,6 +317,9 @@ def test_two_ranks_of_which_one_has_videos_end_together(start_ranks, write_run, 
         "qwen3_vl", custom={"train_jsonl": str(data), "val_jsonl": str(data)}, template=keys, training=training
     )
 
+    config = wiring.read_config(path)
+    wiring.keep_verdict(config, wiring.verdict_of(config))  # which neither rank asks for again
+
     assert [0, 0] == finished(start_ranks(2, path, tmp_path / "out"))
     ranks = rank_main.seen(tmp_path / "out", 2)
     assert 1 == len({(rank["aligned"], rank["steps"]) for rank in ranks})
@@ -246,8 +329,8 @@ def test_two_ranks_of_which_one_has_videos_end_together(start_ranks, write_run, 
 
 def test_a_run_with_videos_resumes_to_the_same_weights(execute, write_run, mixed, tmp_path):
     """
-    Bit for bit, from the middle of an epoch; frames are decoded in worker processes, and the log
-    says how long that took.
+    Bit for bit, from the middle of an epoch; frames are decoded in worker processes or by training
+    itself, and the log says how long that took, and how long training waited.
     """
     training = {
         "effective_batch_size": 2,
@@ -259,100 +342,24 @@ def test_a_run_with_videos_resumes_to_the_same_weights(execute, write_run, mixed
     custom = {"train_jsonl": str(mixed)}
     whole = execute(write_run(name="whole", custom=custom, template=SAMPLING, training=training))
     again = tmp_path / "whole" / "checkpoint-1"
-    resumed = {**training, "resume_from_checkpoint": str(again), "packing_lengths_from": str(tmp_path / "whole")}
-    execute(write_run(name="again", custom=custom, template=SAMPLING, training=resumed))
+    resumed = {
+        **training,
+        "dataloader_num_workers": 0,
+        "resume_from_checkpoint": str(again),
+        "packing_lengths_from": str(tmp_path / "whole"),
+    }
+    alone = execute(write_run(name="again", custom=custom, template=SAMPLING, training=resumed))
 
     assert whole.num_steps > 1
-    assert any(entry.get("video_seconds", 0) > 0 for entry in whole.history)
+    for run in (whole, alone):
+        decoding, waiting = (
+            [entry.get(key, 0) for entry in run.history] for key in ("video_seconds", "data_wait_seconds")
+        )
+        assert sum(decoding) > 0
+        assert [bool(seconds) for seconds in decoding] == [bool(seconds) for seconds in waiting]
+    assert sum(waiting) > sum(decoding)  # without a worker process
     last = f"checkpoint-{whole.num_steps}"
     assert_equal(tmp_path / "again" / last, tmp_path / "whole" / last)
-
-
-def bad_videos(folder: Path) -> dict[str, str]:
-    """Write videos that cannot be trained; return their names -> what is said of them."""
-    whole = MadeVideo(num_frames=80, size=(96, 54)).write(folder / "whole.mp4").read_bytes()
-    (folder / "cut.mp4").write_bytes(whole[: len(whole) * 2 // 3])
-    mkv = MadeVideo("mkv", num_frames=80).write(folder / "whole.mkv").read_bytes()
-    (folder / "codec.mp4").write_bytes(whole.replace(b"avc1", b"zzz1"))
-    MadeVideo(num_frames=10, rate=Fraction(1, 4000)).write(folder / "hours.mp4")
-    MadeVideo("mkv", num_frames=10, rate=Fraction(1, 4000)).write(folder / "hours.mkv")
-    (folder / "cut.mkv").write_bytes(mkv[: len(mkv) * 2 // 3])
-    (folder / "empty.mp4").write_bytes(b"")
-    Image.new("RGB", (64, 48)).save(folder / "still.png")
-    (folder / "still.mp4").write_bytes((folder / "still.png").read_bytes())
-    Image.new("RGB", (64, 48)).save(folder / "moving.gif", save_all=True, append_images=[Image.new("RGB", (64, 48), 9)])
-    (folder / "playlist.mp4").write_text("#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nhttp://127.0.0.1:9/a.ts\n")
-    MadeVideo(num_frames=1).write(folder / "one.mp4")
-    MadeVideo(num_frames=300, rate=Fraction(1, 4)).write(folder / "long.mp4")
-    MadeVideo(num_frames=2, size=(1616, 8)).write(folder / "flat.mp4")
-    MadeVideo(num_frames=30, size=(640, 480)).write(folder / "large.mp4")
-    sound(folder / "sound.mp4")
-    (folder / "none").mkdir()
-    os.mkfifo(folder / "pipe.mp4")
-    return {
-        "gone.mp4": "gone.mp4 does not exist",
-        "cut.mp4": "truncated",
-        "cut.mkv": "is truncated: it says 3.2 s",
-        "codec.mp4": "is of a codec that is not known here: encode it again, as H.264",
-        "hours.mp4": "has 40,000 s, but may have 600: cut it, or raise custom.max_video_s",
-        "hours.mkv": "has 40,000 s, but may have 600: cut it, or raise custom.max_video_s",
-        "empty.mp4": "cannot be read",
-        "still.mp4": "is a still image",
-        "moving.gif": "is a GIF",
-        "playlist.mp4": "playlist.mp4 cannot be read",
-        "one.mp4": "nframes should in interval",
-        "long.mp4": "may have 600: cut it, or raise custom.max_video_s",
-        "flat.mp4": "aspect ratio",
-        "large.mp4": "lower template.fps_max_frames, shrink the video, or raise custom.max_video_bytes",
-        "sound.mp4": "has no video, but sound alone",
-        "none": "is a folder without frames",
-        "pipe.mp4": "is a pipe or a device",
-    }
-
-
-def sound(path: Path) -> None:
-    """Write a file of sound alone."""
-    import av
-
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("aac", rate=16000)
-        frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
-        frame.sample_rate = 16000
-        container.mux(stream.encode(frame))
-        container.mux(stream.encode())
-
-
-def test_a_bad_video_is_named_by_its_record_and_nothing_takes_its_place(write_run, tmp_path):
-    """From its container as by a full encode, with the same words; the others are measured."""
-    from app.wiring import training
-
-    says = bad_videos(tmp_path)
-    data = write(tmp_path / "bad.jsonl", [asked(video) for video in [*says, "whole.mp4"]])
-    limits = {"max_video_s": 600, "max_video_bytes": 3_000_000}
-    config = training.read_config(write_run(custom={"train_jsonl": str(data), **limits}, template=SAMPLING))
-    samples = training.open_measurer(config, training.open_samples(config)["train"])
-
-    for in_full in (False, True):
-        *bad, good = samples.measure_many(range(len(says) + 1), in_full=in_full)
-        assert 1 == good.measurement.videos
-        for number, (outcome, said) in enumerate(zip(bad, says.values(), strict=True), start=1):
-            assert isinstance(outcome, RecordError)
-            assert f"bad.jsonl, line {number}: " in str(outcome)
-            assert said in str(outcome)
-            assert len(str(outcome)) < 600
-
-
-@pytest.mark.parametrize("container", ["mp4", "mkv"])
-def test_frames_beyond_the_bound_are_refused_by_their_size(monkeypatch, tmp_path, container):
-    """A frame of the bound itself is read."""
-    video = str(MadeVideo(container).write(tmp_path / f"a.{container}"))
-    monkeypatch.setattr(facts, "MAX_PIXELS", 64 * 48)
-    assert (64, 48) == attrs.astuple(facts.video_facts(video, max_seconds=600))[1:3]
-
-    monkeypatch.setattr(facts, "MAX_PIXELS", 64 * 48 - 1)
-
-    with pytest.raises(ValueError, match=r"has frames of 64 x 48, but may have 3,071 pixels: shrink it"):
-        facts.video_facts(video, max_seconds=600)
 
 
 def test_a_model_of_text_refuses_videos(write_run, mixed):

@@ -16,6 +16,8 @@ import pytest
 import yaml
 
 from app.plan import __main__ as command
+from app.plan import show
+from app.plan.explain import as_text
 from app.training.schedule import batch_of, schedule_of
 from app.wiring.stores import read_config, split_folder
 from core.align import align_plan
@@ -101,11 +103,31 @@ def test_a_plan_is_broken_down_by_source(store, said, tmp_path):
     assert re.search(r"chats +│ +45 │", table)
     assert "dense captions" in table
     assert "[red]" in table
+    assert re.search(rf"lengths +│ +{captions['length_quantiles'][1]} │ tokens, the median", table)
+    assert 2 == len(re.findall("by powers of", table))
     said("report", path, "-o", tmp_path / "plan.html")
     page = (tmp_path / "plan.html").read_text(encoding="utf-8")
     assert "captions" in page
     assert "query, response / text" in page
     assert [] == json.loads(said("show", store(name="older"), "--json"))["splits"]["train"]["sources"]
+
+
+def test_what_is_trained_is_green_on_a_terminal_alone(monkeypatch):
+    """NO_COLOR wants none; elsewhere than on a terminal there is none; the words stay the same."""
+    runs = [{"trained": False, "text": "ask"}, {"trained": True, "text": "say\x1b"}]
+    sample = {"sample": 0, "place": "packed", "length": 2, "supervised": 1, "cut": False, "record": None}
+    explanation = {**sample, "image_sizes": [], "text": runs}
+
+    def shown(**environment):
+        for name in ("NO_COLOR", "FORCE_COLOR"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in {"TERM": "xterm-256color", **environment}.items():
+            monkeypatch.setenv(name, value)
+        return [*as_text(explanation, emphasise=show.in_green)][-2:]
+
+    plain = ['          "ask"', '  trained "say\\u001b"']
+    assert plain == shown() == shown(FORCE_COLOR="1", NO_COLOR="1") == shown(FORCE_COLOR="1", TERM="dumb")
+    assert [plain[0], '  trained \x1b[32m"say\\u001b"\x1b[39m'] == shown(FORCE_COLOR="1")
 
 
 def test_show_is_a_table_for_people(store, said):
@@ -123,6 +145,7 @@ def test_show_is_a_table_for_people(store, said):
         assert words in table
 
 
+@pytest.mark.covers
 @pytest.mark.parametrize(
     ("strategy", "attn_impl", "expected"),
     [("varlen", "auto", "varlen"), (None, "auto", "eager"), ("own", "sdpa", "sdpa"), (None, "varlen", None)],
@@ -188,6 +211,7 @@ def test_show_warns_of_what_training_would_refuse_or_do_otherwise(store, said):
     assert "warning: " in said("show", path)
 
 
+@pytest.mark.covers
 def test_a_sample_and_a_pack_are_explained(store, said, tmp_path):
     """
     Where a sample is, when its pack is trained, and on which line it stands; text says the same.
@@ -230,6 +254,7 @@ def test_a_sample_of_the_evaluation_stands_in_its_own_data(store, said, tmp_path
     assert f"{tmp_path / 'val.jsonl'}, line 7" == document["record"]
 
 
+@pytest.mark.covers
 def test_samples_in_no_pack_are_explained(store, said):
     """Dropped, with whom; skipped, and the key that would change it."""
     path = store(training={"packing_min_fill_ratio": 1.0, "packing_allow_single_long": False})
@@ -629,6 +654,7 @@ def test_a_report_is_one_page_that_loads_nothing(store, said, tmp_path):
     assert text == (tmp_path / "again.html").read_text()
 
 
+@pytest.mark.covers
 def test_a_report_of_a_plan_without_packing_has_what_there_is(store, said, tmp_path):
     """Lengths and work; nothing of packs."""
     said("report", store(training={"packing": False}), "-o", tmp_path / "plan.html")
@@ -692,17 +718,6 @@ def test_more_ranks_than_anyone_has_are_refused(store, capfd):
             command.main([arguments[0], str(store()), *arguments[1:], "100000000000"])
         assert 2 == caught.value.code
         assert "has to be at most 100,000 ranks" in capfd.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_reader_that_has_seen_enough_ends_the_command(store):
-    """As `| head` does: quietly."""
-    command = [sys.executable, "-m", "app.plan", "show", str(store(world_sizes=(1,))), "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
-        process.stdout.close()
-
-        assert "" == process.stderr.read()
-        assert 1 == process.wait(60)
 
 
 LIGHT = (

@@ -55,7 +55,9 @@ def programs(wheel, tmp_path_factory) -> Path:
     # install.
     own = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
     (own / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    quietly(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel)
+    quietly(
+        sys.executable, "-m", "pip", "--python", python, "install", "--no-compile", "--no-deps", "--no-index", wheel
+    )
     return folder / "bin"
 
 

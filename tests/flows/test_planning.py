@@ -46,6 +46,8 @@ from tests.fakes import (
     TornPlanStore,
 )
 
+pytestmark = pytest.mark.covers
+
 LENGTHS = [60, 20, 50, 30, 40, 40, 80, 7]
 
 

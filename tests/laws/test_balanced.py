@@ -10,6 +10,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from app.bench.distributions import trace
+from app.bench.work.mixes import made_mix
 from core.errors import InvalidLengthError, WorkError
 from core.packers import pack
 from core.packers.exchange import Exchange
@@ -48,25 +49,28 @@ def test_works_of_every_kind_are_packed_under_the_limit(case, data):
     assert fewest <= len(packs) <= fewest + fewest // 200
 
 
-@pytest.mark.parametrize(("capacity", "eight", "many"), [(4096, 1.02, 1.045), (8192, 1.01, 1.02), (16384, 1.005, 1.01)])
-def test_random_steps_of_balanced_packs_are_even(capacity, eight, many):
+@pytest.mark.parametrize(
+    ("capacity", "eight", "many", "above"),
+    [(4096, 1.01, 1.02, 0.007), (8192, 1.005, 1.01, 0.0015), (16384, 1.005, 1.01, 0.0015)],
+)
+def test_random_steps_of_balanced_packs_are_even(capacity, eight, many, above):
     """
-    Eight ranks and 64 are looked at, beside packs of best fit, which are not; packs are 0.5 % more.
+    Steps of eight ranks and of 64, of one pack each: even but for packs of one sample, and with
+    those near the floor that they set; packs of best fit are not. Packs are 0.5 % more.
     """
-    lengths, works = made_samples(12_000, capacity)
-    packs = pack(lengths, capacity=capacity, algorithm="balanced", works=works)
-    fit = pack(lengths, capacity=capacity, algorithm="best_fit_decreasing")
+    samples = made_mix(12_000, seed=10).below(capacity)
+    packs = pack(samples.tokens, capacity=capacity, algorithm="balanced", works=samples.works)
+    fit = pack(samples.tokens, capacity=capacity, algorithm="best_fit_decreasing")
 
-    of_packs, of_fit = (np.bincount(np.arange(lengths.size), works)[one.indices] for one in (packs, fit))
-    even, uneven = (np.add.reduceat(values, one.offsets[:-1]) for values, one in ((of_packs, packs), (of_fit, fit)))
+    even, uneven = (one.loads(samples.works) for one in (packs, fit))
 
-    assert packs.loads(lengths).max() <= capacity
+    assert packs.loads(samples.tokens).max() <= capacity
     assert len(packs) <= 1.005 * len(fit)
     for ranks, most in ((8, eight), (64, many)):
-        assert expected_imbalance(even, world_size=ranks) < most < expected_imbalance(uneven, world_size=ranks)
-        assert expected_imbalance(floor_of(works, num_packs=len(packs)), world_size=ranks) <= (
-            expected_imbalance(even, world_size=ranks) + 1e-9
-        )
+        floor = expected_imbalance(floor_of(samples.works, num_packs=len(packs)), world_size=ranks)
+        reached, before = (expected_imbalance(works, world_size=ranks) for works in (even, uneven))
+        assert expected_imbalance(even[packs.sizes() > 1], world_size=ranks) < most
+        assert floor <= reached + 1e-9 < floor + above < before
 
 
 @given(packable(min_size=1), st.data(), st.integers(1, 2**16))
@@ -84,12 +88,12 @@ def test_the_unit_of_work_changes_nothing(case, data, factor):
 
 def test_groups_are_packed_by_themselves_and_alike():
     """More samples than a group has: still even, and every time the same."""
-    lengths, works = made_samples(80_000, 8192)
-    packs = pack(lengths, capacity=8192, algorithm="balanced", works=works)
+    lengths, works = made_samples(66_000, 16_384)
+    packs = pack(lengths, capacity=16_384, algorithm="balanced", works=works)
 
-    assert packs == pack(lengths, capacity=8192, algorithm="balanced", works=works, seed=5)
-    assert expected_imbalance(np.add.reduceat(works[packs.indices], packs.offsets[:-1]), world_size=8) < 1.01
-    assert packs.loads(lengths).max() <= 8192
+    assert packs == pack(lengths, capacity=16_384, algorithm="balanced", works=works, seed=5)
+    assert expected_imbalance(np.add.reduceat(works[packs.indices], packs.offsets[:-1]), world_size=8) < 1.0015
+    assert packs.loads(lengths).max() <= 16_384
 
 
 def test_packs_that_no_exchange_makes_fit_are_those_of_best_fit():
@@ -145,6 +149,7 @@ def test_a_sample_that_no_pack_holds_is_named():
 
 
 @pytest.mark.parametrize("capacity", [8192, 16384])
+@pytest.mark.untraced
 def test_packs_with_a_rare_long_sample_are_level_too(capacity):
     """
     Chats, of which few are long: on 64 ranks the busiest is within 0.2 % of what whole samples

@@ -162,13 +162,13 @@ def test_constant_volume_packs_as_the_library_does(case):
 @pytest.mark.untraced
 def test_constant_volume_packs_as_the_library_does_on_many_shapes():
     """
-    3,000 data sets of four kinds of lengths, more than one example search reaches; some of many
+    1,000 data sets of four kinds of lengths, more than one example search reaches; some of many
     samples.
     """
     rng = np.random.default_rng(0)
-    for number in range(3000):
+    for number in range(1000):
         capacity = int(rng.integers(1, 400))
-        size = int(rng.integers(1, 40)) if number % 100 else 400
+        size = int(rng.integers(1, 40)) if number % 50 else 400
         high = [capacity, max(1, capacity // 2), max(1, capacity // 5), min(capacity, 4)][number % 4]
         lengths = rng.integers(1, high + 1, size).tolist()
         assert by_the_library(lengths, capacity) == pack(lengths, capacity=capacity).tolist(), (lengths, capacity)
@@ -201,9 +201,9 @@ def test_the_size_of_blocks_changes_nothing(algorithm, case, block):
 @pytest.mark.slow
 @pytest.mark.untraced
 def test_many_samples_of_short_and_of_huge_lengths(algorithm, longest):
-    """140,000 samples, three blocks: each once, none over, and not below the tokens' share."""
+    """70,000 samples, two blocks: each once, none over, and not below the tokens' share."""
     rng = np.random.default_rng(5)
-    lengths = rng.integers(1, longest, 140_000, endpoint=True) if longest < 2**60 else rng.integers(1, 2**30, 140_000)
+    lengths = rng.integers(1, longest, 70_000, endpoint=True) if longest < 2**60 else rng.integers(1, 2**30, 70_000)
     capacity = 2 * longest
 
     packs = pack(lengths, capacity=capacity, algorithm=algorithm)
@@ -310,7 +310,7 @@ def test_worked_cases(algorithm):
 
 
 GOLDEN = {
-    "balanced": "abef2682b97b9bea",
+    "balanced": "3ec12f0d2b3f03d9",
     "constant_volume": "a114447e0b1937fb",
     "best_fit_decreasing": "bcdf5e2a461f32c8",
     "first_fit_decreasing": "bcdf5e2a461f32c8",

@@ -192,6 +192,7 @@ def test_no_worker_gets_the_longest_of_every_chunk(shards, rounds):
 
 
 @pytest.mark.parametrize("pad", [1, 64])
+@pytest.mark.untraced
 def test_workers_have_equal_attention_work(pad):
     """
     Real chat, batches of 512, 8 workers: the busiest within 2 % of what is possible, the median of
@@ -226,6 +227,7 @@ def test_workers_have_equal_attention_work(pad):
         ("detcap-8192", 8, 8192, 512, 1.004),
     ],
 )
+@pytest.mark.untraced
 def test_microbatches_that_run_together_have_equal_work(name, shards, budget, size, most):
     """
     By the work of a known model: what workers wait that meet in each microbatch, and those that

@@ -16,7 +16,7 @@ from core.errors import EmptyPlanError
 from core.inspection import summarise, summarise_schedule, summarise_sources
 from core.metrics import padded_positions
 from core.plan import build_raw_plan, one_sample_packs
-from core.samples import COLUMNS, DataFile
+from core.samples import COLUMNS, IMAGE_COLUMNS, DataFile
 from core.schedule import EpochSchedule, EpochStats, PackStats
 from tests.strategies import packable_arrays, raw_lengths
 
@@ -106,15 +106,22 @@ def test_sources_divide_a_plan_between_them(of, data):
     of_record = of_record[: good[-1] + 1]
     files = [DataFile(f"{number}.jsonl", name, "text", 1) for number, (name, _) in enumerate(of_record)]
     table = np.zeros((len(lengths), len(COLUMNS)), np.int32)
+    held = [n % 3 for n in lengths]
     for name, values in {
         "length": lengths,
         "supervised": [n // 2 for n in lengths],
         "images": [1] * len(lengths),
+        "videos": held,
+        "frames": [4 * n for n in held],
+        "video_patches": [96 * n for n in held],
     }.items():
         table[:, COLUMNS.index(name)] = values
+    media = [milliseconds for n, videos in zip(lengths, held, strict=True) for milliseconds in (0, *[7 * n] * videos)]
+    images = np.zeros((len(media), len(IMAGE_COLUMNS)), np.int64)
+    images[:, IMAGE_COLUMNS.index("milliseconds")] = media
     bad = [number for number in range(len(of_record)) if of_record[number][1]]
 
-    sources = summarise_sources(plan, table, files, bad=bad)
+    sources = summarise_sources(plan, table, files, images=images, bad=bad)
 
     assert list(dict.fromkeys(name for name, _ in of_record)) == [one.name for one in sources]
     for one in sources:
@@ -123,6 +130,15 @@ def test_sources_divide_a_plan_between_them(of, data):
         assert (len(own), sum(lengths[i] for i in own)) == (one.num_samples, one.num_tokens)
         assert (sum(lengths[i] // 2 for i in own), len(own)) == (one.supervised_tokens, one.images)
         assert max((lengths[i] for i in own), default=0) == one.longest_sample
+        videos = sum(held[i] for i in own)
+        assert (videos, 4 * videos, 96 * videos) == (one.videos, one.frames, one.video_patches)
+        assert sum(7 * lengths[i] * held[i] for i in own) == one.video_milliseconds
+        assert len(own) == sum(one.length_histogram)
+        for bits, number in enumerate(one.length_histogram, 1):
+            assert sum(lengths[i].bit_length() == bits for i in own) == number
+        for percent, quantile in zip((5, 50, 95), one.length_quantiles, strict=bool(own)):
+            assert sum(lengths[i] <= quantile for i in own) * 100 >= percent * len(own)
+            assert sum(lengths[i] < quantile for i in own) * 100 < percent * len(own)
         assert (len(own & dropped), sum(lengths[i] for i in own & dropped)) == (one.dropped_samples, one.dropped_tokens)
         assert (len(own & skipped), sum(lengths[i] for i in own & skipped)) == (one.skipped_samples, one.skipped_tokens)
         planned = own - dropped - skipped
@@ -137,7 +153,8 @@ def test_files_of_another_number_of_samples_are_no_sources():
     """A breakdown of other data would be wrong in silence."""
     plan = build_raw_plan([3, 4], packing_length=8)
     with pytest.raises(ValueError, match="the files have 3 samples, but 2 were measured"):
-        summarise_sources(plan, np.ones((2, len(COLUMNS)), np.int32), [DataFile("a", "a", "text", 3)])
+        table, images = np.ones((2, len(COLUMNS)), np.int32), np.zeros((4, len(IMAGE_COLUMNS)), np.int64)
+        summarise_sources(plan, table, [DataFile("a", "a", "text", 3)], images=images)
 
 
 @st.composite

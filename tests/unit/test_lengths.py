@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import UserList, deque
 
-import datasets
 import numpy as np
 import pytest
 
@@ -70,9 +69,11 @@ def test_integers_of_any_kind_are_lengths():
     assert [2**62, 1, 1] == as_lengths([2**62, 1, 1]).tolist()
 
 
-@pytest.mark.parametrize("kind", [None, "numpy", "torch", "pandas", "arrow"])
+@pytest.mark.parametrize("kind", [None, "numpy", pytest.param("torch", marks=pytest.mark.slow), "pandas", "arrow"])
 def test_a_column_of_a_data_set_is_lengths(kind):
     """In every format that it may have, and with the index of what is no length."""
+    import datasets
+
     rows = datasets.Dataset.from_dict({"length": [3, 1, 2], "wrong": [3, 0, 2], "half": [1.0, 1.5, 2.0]})
     rows = rows.with_format(kind)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import logging
 import time
@@ -9,7 +10,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from adapters.progress import hide, progress, waiting
+from adapters.progress import hide, loading_libraries, progress, waiting
 from app.cli.command import run_command
 from tests.fakes import Terminal
 
@@ -108,3 +109,17 @@ def test_a_line_is_never_wider_than_its_terminal(monkeypatch):
         wait_for("packplan", file)
 
     assert "packplan: l" == file.getvalue().partition("\r")[0]
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_garbage_is_collected_after_the_libraries_as_it_was_before(monkeypatch, collects):
+    """Nothing is collected while libraries load, and then as before, also where an import fails."""
+    state = {"collects": collects}
+    monkeypatch.setattr(gc, "isenabled", lambda: state["collects"])
+    monkeypatch.setattr(gc, "disable", lambda: state.update(collects=False))
+    monkeypatch.setattr(gc, "enable", lambda: state.update(collects=True))
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+    with pytest.raises(ImportError), loading_libraries():
+        assert not state["collects"]
+        raise ImportError
+    assert state["collects"] is collects

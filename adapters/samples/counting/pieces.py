@@ -4,7 +4,8 @@ Lengths of many samples at once, by counting the tokens of the texts that ms-swi
 The template itself says which texts a sample is, and which of them are trained; only the tokenizer
 is asked for many samples together, and for numbers of tokens instead of lists of them. What a full
 encode does with the tokens afterwards is done here with the texts: an end of turn behind an answer
-is trained, the first position is not, and each image adds what one of its size does.
+is trained, the first position is not, and each image adds what one of its size does, each video
+what one of its frames does.
 """
 
 # ruff: noqa: SLF001  # the template has no public way to ask for its texts
@@ -13,7 +14,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -24,7 +26,8 @@ from PIL import Image
 from swift.template import StdTemplateInputs, Template
 from transformers import PreTrainedTokenizerFast
 
-from adapters.samples.media import DUMMY_SIZE, IMAGES, patch_size_of
+from adapters.samples.media import DUMMY_SIZE, IMAGES, VIDEOS, patch_size_of
+from adapters.samples.video import FRAMES_OF_LAYER
 from core.samples import Measurement
 
 _REDONE = (
@@ -43,9 +46,13 @@ _PROOFS: tuple[dict[str, Any], ...] = (
 )
 """Samples that are compared before a template's texts are trusted."""
 
-_STAND_IN = Image.new("RGB", DUMMY_SIZE)
+_STAND_INS: Mapping[str, Any] = {
+    "image": Image.new("RGB", DUMMY_SIZE),
+    "video": [Image.new("RGB", DUMMY_SIZE)] * FRAMES_OF_LAYER,
+}
+"""Kinds of media -> what stands in a sample for each of them."""
 
-_PLAIN = {"messages", "images", "channel"}
+_PLAIN = {"messages", "images", "videos", "channel"}
 _PLAIN_MESSAGE = {"role", "content"}
 
 
@@ -64,12 +71,13 @@ class Pieces:
 
     parts: list[Piece]
 
-    num_images: int
+    counts: Mapping[str, int]
+    """Kinds of media -> how many of them it has; none of a kind that it lacks."""
 
 
 @attrs.frozen
 class StandIn:
-    """What an image of `DUMMY_SIZE` is in a sample."""
+    """What an image of `DUMMY_SIZE`, or a video of two such frames, is in a sample."""
 
     tokens: int
     """Tokens of it, beyond those of the texts that the template writes for it."""
@@ -77,20 +85,20 @@ class StandIn:
     patches: int
 
     said: int
-    """How often those texts say the image's own token."""
+    """How often those texts say its kind's own token."""
 
 
 class PieceCounter:
     """Measures samples by the texts that a template makes of them."""
 
-    def __init__(self, template: Template, *, image_token: int | None) -> None:
+    def __init__(self, template: Template, *, tokens: Mapping[str, int]) -> None:
         """
         Count for a template; what its samples have in common is found by `prove_pieces`.
 
         Args:
             template: In training mode.
 
-            image_token: The token that stands for parts of an image; None for a model of text.
+            tokens: Kinds of media that samples may have -> the token that stands for parts of one.
         """
         # A copy: what is changed here is not changed for full encodes, which audit this.
         self._template = copy.copy(template)
@@ -98,44 +106,48 @@ class PieceCounter:
         self._template._split_special_tokens = _split_special_tokens
         self._template.replace_tag = self._tag_of
         self._tag = template.replace_tag
-        self._tags: dict[int, list[Any]] = {}
+        self._tags: dict[tuple[str, int], list[Any]] = {}
         self._tokenizer = template.tokenizer
         self._in_batches = _is_plain(template.tokenizer)
         suffix = self._template._encode_context_list(self._template.template_meta.suffix)[0]
         self._suffix: list[int] = suffix
-        self._image_text: str | None = None
-        if image_token is not None:
-            self._image_text = self._tokenizer.convert_ids_to_tokens(image_token)
-        self.stand_in: StandIn | None = None
+        self._said = {kind: self._tokenizer.convert_ids_to_tokens(token) for kind, token in tokens.items()}
+        self.stand_ins: dict[str, StandIn] = {}
+        """Kinds of media -> what one is in a sample; samples with others cannot be counted."""
 
-    def pieces(self, sample: dict[str, Any], *, num_images: int) -> Pieces:
+    def pieces(self, sample: dict[str, Any], **counts: int) -> Pieces:
         """
         Return the texts that a sample becomes; whatever the template raises.
 
         Args:
             sample: As `SwiftEncoder.read` gives it.
 
-            num_images: Images that it has.
+            **counts: How many it has of each kind of media, `image` and `video`.
         """
         template = self._template
-        inputs = _plain_inputs(sample) or StdTemplateInputs.from_dict({**sample, "images": []})
+        inputs = _plain_inputs(sample) or StdTemplateInputs.from_dict({**sample, "images": [], "videos": []})
         template._preprocess_inputs(inputs)
-        inputs.images = [_STAND_IN] * num_images
+        for kind, number in counts.items():
+            setattr(inputs, f"{kind}s", [_STAND_INS[kind]] * number)
         template._swift_prepare_inputs(inputs)
         contexts, weights, _ = template._swift_encode(inputs)
         contexts, weights = template._simplify_context_list(contexts, weights, inputs)
-        return Pieces([Piece(one, weight > 0) for one, weight in zip(contexts, weights, strict=True)], num_images)
+        held = {kind: number for kind, number in counts.items() if number}
+        return Pieces([Piece(one, weight > 0) for one, weight in zip(contexts, weights, strict=True)], held)
 
     def _tag_of(self, media_type: str, index: int, inputs: StdTemplateInputs) -> list[Any]:
-        """Return what the template writes for an image at a position; asked once for all."""
-        if index not in self._tags:
-            self._tags[index] = list(self._tag(media_type, index, inputs))
-        return self._tags[index]
+        """
+        Return what the template writes for an image or a video at a position; asked once for all.
+        """
+        place = (media_type, index)
+        if place not in self._tags:
+            self._tags[place] = list(self._tag(media_type, index, inputs))
+        return self._tags[place]
 
     def measure(self, samples: Sequence[Pieces]) -> list[Measurement | None]:
         """
-        Return the measurement of each sample, its images as stand-ins; None where a text has the
-        token of an image itself.
+        Return the measurement of each sample, its media as stand-ins; None where a text has a token
+        of media itself.
         """
         texts = [part.content for sample in samples for part in sample.parts if isinstance(part.content, str)]
         tokens = iter(self._tokenized(texts))
@@ -154,26 +166,28 @@ class PieceCounter:
         parts = [
             (part, next(tokens) if isinstance(part.content, str) else _Tokens(part.content)) for part in sample.parts
         ]
-        if self.said(sample) != (self.stand_in.said if self.stand_in else 0) * sample.num_images:
+        held = [(kind, self.stand_ins[kind], number) for kind, number in sample.counts.items()]
+        if self.said(sample) != Counter({kind: one.said * number for kind, one, number in held}):
             return None
         parts = [(part, ids) for part, ids in parts if len(ids)]
         supervised = sum(len(ids) for part, ids in parts if part.trained)
         if parts and parts[0][0].trained:
             supervised -= 1  # nothing comes before the first token
+        patches = {kind: one.patches * number for kind, one, number in held}
         return Measurement(
-            length=sum(len(ids) for _, ids in parts)
-            + sample.num_images * (self.stand_in.tokens if self.stand_in else 0),
+            length=sum(len(ids) for _, ids in parts) + sum(one.tokens * number for _, one, number in held),
             supervised=supervised + self._trained_ends(parts),
-            images=sample.num_images,
-            patches=sample.num_images * (self.stand_in.patches if self.stand_in else 0),
+            images=sample.counts.get("image", 0),
+            patches=patches.get("image", 0),
+            videos=sample.counts.get("video", 0),
+            frames=FRAMES_OF_LAYER * sample.counts.get("video", 0),
+            video_patches=patches.get("video", 0),
         )
 
-    def said(self, sample: Pieces) -> int:
-        """Return how often the texts of a sample say the token of an image."""
-        text = self._image_text
-        if text is None:
-            return 0
-        return sum(part.content.count(text) for part in sample.parts if isinstance(part.content, str))
+    def said(self, sample: Pieces) -> Counter[str]:
+        """Return how often the texts of a sample say the token of each kind of media."""
+        texts = [part.content for part in sample.parts if isinstance(part.content, str)]
+        return Counter({kind: sum(text.count(token) for text in texts) for kind, token in self._said.items()})
 
     def _trained_ends(self, parts: list[tuple[Piece, Any]]) -> int:
         """Return how many tokens that end an answer are trained though their text is not."""
@@ -235,62 +249,73 @@ def _split_special_tokens(contexts: list[Any], weights: list[float]) -> tuple[li
     return kept, theirs
 
 
-def prove_pieces(template: Template, *, image_token: int | None) -> tuple[PieceCounter | None, str]:
+def prove_pieces(template: Template, *, tokens: Mapping[str, int]) -> tuple[PieceCounter | None, str]:
     """
     Return what measures a template's samples by their texts, as a few of them encode; or None, and
-    why nothing does. Without `stand_in`, samples with images are none of them.
+    why nothing does. Samples with images are none of them where it has no `stand_ins` for one; for
+    videos, `prove_stand_in` is asked when the first comes.
 
     Args:
         template: In training mode.
 
-        image_token: The token that stands for parts of an image; None for a model of text.
+        tokens: Kinds of media that samples may have -> the token that stands for parts of one; none
+        for a model of text.
     """
     kind, base = type(template), Template
     if template.task_type != "causal_lm" or template.template_backend != "swift" or template.is_encoder_decoder:
         return None, f"it is for {template.task_type} by {template.template_backend}"
-    redone = _REDONE if image_token is not None else (*_REDONE, "_encode")
+    redone = _REDONE if tokens else (*_REDONE, "_encode")
     own = [name for name in redone if inspect.getattr_static(kind, name) is not inspect.getattr_static(base, name)]
     if own:
         return None, f"its template has a way of its own to {own[0].strip('_')}"
-    counter = PieceCounter(template, image_token=image_token)
+    counter = PieceCounter(template, tokens=tokens)
     try:
         for sample in _PROOFS:
-            (found,) = counter.measure([counter.pieces(sample, num_images=0)])
-            if found != _encoded(template, sample, 0):
+            (found,) = counter.measure([counter.pieces(sample)])
+            if found != _encoded(template, sample):
                 return None, "its texts are not all that its samples are"
-        if image_token is not None:
-            counter.stand_in = _prove_stand_in(template, counter)
+        if "image" in tokens:
+            prove_stand_in(template, counter, "image")
     except Exception as error:  # noqa: BLE001  # whatever a template does not take is said of the records that have it
         return None, f"a sample of its texts alone cannot be made ({type(error).__name__}: {error})"
     return counter, ""
 
 
-def _prove_stand_in(template: Template, counter: PieceCounter) -> StandIn | None:
+def prove_stand_in(template: Template, counter: PieceCounter, medium: str) -> bool:
     """
-    Return what an image of `DUMMY_SIZE` is in a sample; None if not the same each time.
+    Let a counter know what stands for an image or a video in a sample; return whether it does: if
+    that is the same each time, and beside the media that it knows.
 
     Args:
         template: Of a model that sees.
 
         counter: Measures its texts.
+
+        medium: `image` or `video`.
     """
-    for number in (1, 2):
-        sample = {"messages": [{"role": "user", "content": "<image>" * number + "?"}, _ANSWER]}
-        pieces = counter.pieces(sample, num_images=number)
-        encoded = _encoded(template, sample, number)
-        if number == 1:
-            counter.stand_in = StandIn(0, 0, counter.said(pieces))
+    found: Measurement | None
+    samples = [{medium: 1}, {medium: 2}]
+    if counter.stand_ins:
+        samples.append(dict.fromkeys((*counter.stand_ins, medium), 1))
+    for number, counts in enumerate(samples):
+        tags = "".join(f"<{kind}>" * count for kind, count in counts.items())
+        sample = {"messages": [{"role": "user", "content": f"{tags}?"}, _ANSWER]}
+        pieces = counter.pieces(sample, **counts)
+        encoded = _encoded(template, sample, **counts)
+        if number == 0:
+            counter.stand_ins[medium] = StandIn(0, 0, counter.said(pieces)[medium])
             (found,) = counter.measure([pieces])
-            if found is None:
-                return None
-            counter.stand_in = StandIn(encoded.length - found.length, encoded.patches, counter.said(pieces))
+            if found is not None:
+                tokens, patches = encoded.length - found.length, encoded.patches + encoded.video_patches
+                counter.stand_ins[medium] = StandIn(tokens, patches, counter.said(pieces)[medium])
         (found,) = counter.measure([pieces])
         if found != encoded:
-            return None
-    return counter.stand_in
+            del counter.stand_ins[medium]
+            return False
+    return True
 
 
-def _encoded(template: Template, sample: dict[str, Any], num_images: int) -> Measurement:
+def _encoded(template: Template, sample: dict[str, Any], **counts: int) -> Measurement:
     """
     Return the measurement of a full encode.
 
@@ -299,14 +324,24 @@ def _encoded(template: Template, sample: dict[str, Any], num_images: int) -> Mea
 
         sample: Its messages.
 
-        num_images: Images of `DUMMY_SIZE` that it has.
+        **counts: How many stand-ins of each kind of media it has.
     """
     limit, template.max_length = template.max_length, None
     try:
-        images = [Image.new("RGB", DUMMY_SIZE) for _ in range(num_images)]
-        encoded = template.encode({**sample, "images": images}, return_length=True)
+        media = {f"{kind}s": [_STAND_INS[kind]] * number for kind, number in counts.items()}
+        encoded = template.encode({**sample, **media}, return_length=True)
     finally:
         template.max_length = limit
     supervised = sum(label >= 0 for label in encoded["labels"][1:])
-    patches = IMAGES.patches(encoded, patch_size=patch_size_of(template.config))
-    return Measurement(encoded["length"], supervised, num_images, patches)
+    side = patch_size_of(template.config)
+    of_images, of_videos = (medium.patches(encoded, patch_size=side) for medium in (IMAGES, VIDEOS))
+    layers = encoded["video_grid_thw"][:, 0].sum() if of_videos else 0
+    return Measurement(
+        encoded["length"],
+        supervised,
+        counts.get("image", 0),
+        of_images,
+        videos=counts.get("video", 0),
+        frames=FRAMES_OF_LAYER * int(layers),
+        video_patches=of_videos,
+    )

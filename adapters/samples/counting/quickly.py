@@ -1,14 +1,17 @@
 """
-Many samples measured at once: from the texts that the template makes, and the images' headers.
+Many samples measured at once: from the texts that the template makes, and what the headers of
+images and the containers of videos say.
 
 Some are encoded in full on the way, and compared: the first of each kind of record in each process,
-and one in `AUDITED_ONE_IN` of all.
+and one in `AUDITED_ONE_IN` of all; of those with videos, with others in the videos' place, since
+decoding one takes as long as asking hundreds.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
@@ -17,10 +20,11 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from adapters.samples.counting.pieces import PieceCounter, Pieces
+from adapters.samples.counting.pieces import PieceCounter, Pieces, prove_stand_in
 from adapters.samples.encoder import SwiftEncoder
 from adapters.samples.image_headers import image_facts
 from adapters.samples.image_lengths import ImageCost, ImageLengths
+from adapters.samples.video import VideoCost, VideoFacts, VideoLengths
 from core.errors import RecordError
 from core.samples import (
     DIGEST_BYTES,
@@ -63,6 +67,9 @@ class _Read:
     facts: tuple[ImageFacts, ...]
     beyond: list[ImageCost]
     """What its images cost beyond stand-ins."""
+
+    shown: list[VideoCost]
+    """What its videos cost beyond stand-ins."""
 
     pieces: Pieces | None
     """None if it has to be measured by itself."""
@@ -138,8 +145,16 @@ class QuickMeasurer:
             in_full: Measures one by encoding it.
         """
         self._encoder, self._alone, self._in_full = encoder, alone, in_full
-        self._counter, self._lengths = counter, lengths
+        self._counter, self._of_images = counter, lengths
         self._kinds: set[object] = set()
+
+    @cached_property
+    def _of_videos(self) -> VideoLengths | None:
+        """What videos cost; None measures those samples by themselves."""
+        lengths = self._encoder.video_lengths
+        if lengths is None or not prove_stand_in(self._encoder.template, self._counter, "video"):
+            return None
+        return lengths
 
     def measure(self, indices: Sequence[int]) -> tuple[list[Outcome], list[bytes]]:
         """
@@ -160,26 +175,44 @@ class QuickMeasurer:
 
     def _read(self, index: int, record: object) -> _Read:
         """
-        Return a record as a sample, with what its images' headers say; RecordError if it is none.
+        Return a record as a sample, with what its images' headers and its videos' containers say;
+        RecordError if it is none.
         """
         sample, images = self._encoder.sample_of(index, record)
         facts = self.facts(index, images)
-        if videos := sample.get("videos"):
-            shown = (self._encoder.stored_video(index, video) for video in videos)
-            return _Read(index, sample, (*facts, *shown), [], None)
-        if images and self._lengths is None:
-            return _Read(index, sample, facts, [], None)
-        beyond = []
+        videos = [self._encoder.video_facts(index, video) for video in sample.get("videos", ())]
+        kept = (*facts, *(self._encoder.stored_facts(one) for one in videos))
+        if (
+            (images and self._of_images is None)
+            or (videos and self._of_videos is None)
+            or any(one.doubt for one in videos)
+        ):
+            return _Read(index, sample, kept, [], [], None)
+        beyond, shown = self._costs(index, facts, videos)
         try:
-            if self._lengths is not None:
-                beyond = [self._lengths.beyond_stand_in(one.width, one.height) for one in facts]
-        except ValueError as error:
-            raise self._encoder.fault(index, f"an image cannot be encoded: {error}") from None
-        try:
-            pieces = self._counter.pieces(sample, num_images=len(images))
+            pieces = self._counter.pieces(sample, image=len(images), video=len(videos))
         except Exception:  # noqa: BLE001  # whatever the template raises, a full encode says with the record's place
             pieces = None
-        return _Read(index, sample, facts, beyond, pieces)
+        return _Read(index, sample, kept, beyond, shown, pieces)
+
+    def _costs(
+        self, index: int, images: Sequence[ImageFacts], videos: Sequence[VideoFacts]
+    ) -> tuple[list[ImageCost], list[VideoCost]]:
+        """
+        Return what the media of a sample cost beyond stand-ins; RecordError if one is refused.
+
+        Args:
+            index: Of the sample.
+
+            images: What its images are.
+
+            videos: What its videos are.
+        """
+        try:
+            seen = [self._of_images.beyond_stand_in(one.width, one.height) for one in images] if self._of_images else []
+        except ValueError as error:
+            raise self._encoder.fault(index, f"an image cannot be encoded: {error}") from None
+        return seen, [self._of_videos.beyond_stand_in(one) for one in videos] if videos and self._of_videos else []
 
     def facts(self, index: int, images: Sequence[Image]) -> tuple[ImageFacts, ...]:
         """
@@ -207,10 +240,13 @@ class QuickMeasurer:
         quick = None if one.pieces is None else next(counted)
         limit = self._encoder.template.max_length
         if quick is not None:
+            tokens = sum(more.tokens for more in one.beyond) + sum(more.tokens for more in one.shown)
             quick = attrs.evolve(
                 quick,
-                length=quick.length + sum(more.tokens for more in one.beyond),
+                length=quick.length + tokens,
                 patches=quick.patches + sum(more.patches for more in one.beyond),
+                frames=quick.frames + sum(more.frames for more in one.shown),
+                video_patches=quick.video_patches + sum(more.patches for more in one.shown),
             )
         try:
             # Which tokens a truncated sample keeps is the template's to say.
@@ -219,7 +255,7 @@ class QuickMeasurer:
         except RecordError as error:
             return error
         if self._audits(one):
-            self._audit(one.index, quick)
+            self._audit(one, quick)
         return Measured(quick, one.facts)
 
     def _audits(self, one: _Read) -> bool:
@@ -230,21 +266,21 @@ class QuickMeasurer:
             self._kinds.add(kind)
         return is_new or self._encoder.records.number(one.index) % AUDITED_ONE_IN == 0
 
-    def _audit(self, index: int, quick: Measurement) -> None:
+    def _audit(self, one: _Read, quick: Measurement) -> None:
         """
-        Compare a measurement with that of a full encode.
+        Compare a measurement with that of an encode: a full one, where a sample has no videos.
 
         Raises:
             ShortcutError: They are not the same.
         """
         try:
-            encoded = self._in_full(index)
+            encoded = (self._alone if one.shown else self._in_full)(one.index)
         except RecordError:
             # As a damaged image behind a sound header: which of them are found must not depend on
             # which are encoded.
             return
         if encoded != quick:
-            raise ShortcutError(str(self._encoder.records.where(index)), to_row(quick), to_row(encoded))
+            raise ShortcutError(str(self._encoder.records.where(one.index)), to_row(quick), to_row(encoded))
 
 
 def _kind(sample: dict[str, Any]) -> object:

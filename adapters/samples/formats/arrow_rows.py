@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from adapters.progress import BRIEF_S, progress
 from adapters.samples.formats.json_value import without_nulls
+from adapters.samples.formats.kept import KeptFacts, audited
 from adapters.samples.formats.mapped import MappedFile
 from adapters.samples.formats.spans import Named, has_media_tag
 from core.errors import DataSetError, RecordError, counted
 from core.samples import DIGEST_BYTES, Place, digest_of, unreadable_digest
+
+log = logging.getLogger(__name__)
 
 MAX_UNPACKED = 2**26
 """Bytes that opening Arrow files may take in memory: mapped ones take none."""
@@ -55,7 +61,13 @@ class ArrowFile:
     unit = "row"
 
     def __init__(
-        self, parts: list[Path], *, named: Named, max_bytes: int | None = None, digests: Path | None = None
+        self,
+        parts: list[Path],
+        *,
+        named: Named,
+        max_bytes: int | None = None,
+        digests: Path | None = None,
+        cache: Path | None = None,
     ) -> None:
         """
         Map the files.
@@ -69,10 +81,12 @@ class ArrowFile:
 
             digests: Digest of each row, one after the other, if they are known.
 
+            cache: Folder where what was found is kept; None keeps nothing.
+
         Raises:
             DataSetError: A file is damaged, or compressed.
         """
-        self.parts, self.named, self.max_bytes, self._digest_file = parts, named, max_bytes, digests
+        self.parts, self.named, self.max_bytes, self._digest_file, self._cache = parts, named, max_bytes, digests, cache
         self._open()
 
     def _open(self) -> None:
@@ -80,21 +94,56 @@ class ArrowFile:
 
         self._batches: list[_Mapped] = []
         self.num_with_media_tags = 0
-        before = pa.total_allocated_bytes()
-        for part in self.parts:
-            try:
-                self._open_part(part, before)
-            except (OSError, ValueError, pa.ArrowException) as error:
-                message = f"{self.named.name}: {part.name} is damaged, or no Arrow file ({_short(error)})"
-                raise DataSetError(message) from None
+        before, part = pa.total_allocated_bytes(), self.parts[0]
+        try:
+            # Digests of a copy stand beside it.
+            self._kept = KeptFacts(None if self._digest_file else self._cache, self.parts, kind=type(self).__name__)
+            found = self._kept.load()
+            for part in self.parts:
+                self._open_part(part, before, count_tags=found is None)
+        except (OSError, ValueError, pa.ArrowException) as error:
+            message = f"{self.named.name}: {part.name} is damaged, or no Arrow file ({_short(error)})"
+            raise DataSetError(message) from None
         self._ends = np.cumsum([0, *(one.batch.num_rows for one in self._batches)])
         self._sound = np.zeros(len(self._batches), dtype=bool)
         """Batches whose offsets and texts were found to be sound, before a row of them was read."""
         if self._digest_file is not None and self._digest_file.stat().st_size != len(self) * DIGEST_BYTES:
             message = f"{self._digest_file.parent} is damaged: delete it, and it is made again"
             raise DataSetError(message)
+        self._digests: NDArray[np.uint8] | None = None
+        if found is not None:
+            self._restore(*found)
 
-    def _open_part(self, part: Path, before: int) -> None:
+    def _restore(self, facts: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Take what an earlier start found, if some rows are still those; else look again."""
+        digests = arrays["digests"].reshape(-1, DIGEST_BYTES)
+        if len(digests) == len(self) and all(self._digest(row) == digests[row].tobytes() for row in audited(len(self))):
+            self._digests, self.num_with_media_tags = digests, facts["num_with_media_tags"]
+            return
+        log.warning("%s is another file than its size and times say: it is read again", self.named.name)
+        self._kept.discard()
+        self.num_with_media_tags = sum(_num_with_tags(one.batch) for one in self._batches)
+
+    @property
+    def knows_digests(self) -> bool:
+        """Whether no row has to be read for its digest."""
+        return self._digest_file is not None or self._digests is not None
+
+    def keep(self, digests: NDArray[np.uint8]) -> None:
+        """Keep the digests of all rows for later starts."""
+        if self._kept.save({"num_with_media_tags": self.num_with_media_tags}, {"digests": digests.reshape(-1)}):
+            self._digests = digests
+
+    def kept_fault(self) -> str | None:
+        """Return in what the file is another one than was kept of it; all of it is read."""
+        if self._digests is None:
+            return None
+        for row in progress(range(len(self)), desc=f"comparing {self.named.name}", leave=False, delay=BRIEF_S):
+            if self._digest(row) != self._digests[row].tobytes():
+                return f"row {row + 1:,} is another one than {self._kept.where} says: delete that, and build again"
+        return None
+
+    def _open_part(self, part: Path, before: int, *, count_tags: bool) -> None:
         """
         Map a file; DataSetError if it is compressed, or names a column twice.
 
@@ -102,6 +151,8 @@ class ArrowFile:
             part: The file.
 
             before: Bytes of memory that Arrow held before the first file was opened.
+
+            count_tags: Look for <video> and <audio> in its texts.
         """
         import pyarrow as pa
 
@@ -113,12 +164,12 @@ class ArrowFile:
                 message = f"{self.named.name}: {part.name} is compressed, which has to be unpacked: save it as Parquet"
                 raise DataSetError(message)
             batch.validate()
-            self.num_with_media_tags += _num_with_tags(batch)
-            self._batches.append(_Mapped(batch, mapped))
-            mapped.read(batch.nbytes)
+            self.num_with_media_tags += _num_with_tags(batch) if count_tags else 0
+            self._batches.append(_Mapped(number, batch, mapped))
+            mapped.pass_by(batch.nbytes)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("parts", "named", "max_bytes", "_digest_file")
+        kept = ("parts", "named", "max_bytes", "_digest_file", "_cache")
         return {name: self.__dict__[name] for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -164,11 +215,13 @@ class ArrowFile:
             with self._digest_file.open("rb") as file:
                 file.seek(start * DIGEST_BYTES)
                 return file.read((stop - start) * DIGEST_BYTES)
+        if self._digests is not None:
+            return self._digests[start:stop].tobytes()
         return b"".join(map(self._digest, range(start, stop)))
 
     def digest_of(self, _: int, value: Any) -> bytes:
         """Return the digest of a record that was read; nothing where all are known."""
-        return b"" if self._digest_file is not None else digest_of(value)
+        return b"" if self.knows_digests else digest_of(value)
 
     def _digest(self, row: int) -> bytes:
         try:
@@ -180,20 +233,20 @@ class ArrowFile:
 class _Mapped:
     """A batch of rows, mapped from a file."""
 
-    def __init__(self, batch: Any, mapped: MappedFile) -> None:
-        self.batch, self._mapped = batch, mapped
-        self._row_bytes = batch.nbytes // max(batch.num_rows, 1)
+    def __init__(self, number: int, batch: Any, mapped: MappedFile) -> None:
+        self._number, self.batch, self._mapped, self._size = number, batch, mapped, batch.nbytes
         self._num_places = sum(len(column.buffers()) for column in batch.columns)
 
     def validate(self) -> None:
         """Check all offsets and texts; ArrowException if one is damaged."""
         self.batch.validate(full=True)
-        self._mapped.read(self.batch.nbytes)
+        self._mapped.pass_by(self._size)
 
     def row(self, number: int) -> Any:
         """Return a row as Python values."""
         value = self.batch.slice(number, 1).to_pylist()[0]
-        self._mapped.read(self._row_bytes, places=self._num_places)
+        row_bytes = self._size // self.batch.num_rows
+        self._mapped.read_part(self._number, row_bytes, num_places=self._num_places, most=self._size)
         return value
 
 

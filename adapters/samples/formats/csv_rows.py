@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from adapters.progress import BRIEF_S, progress
+from adapters.samples.formats.mapped import MappedFile
 from adapters.samples.formats.spans import SpanFile, Spans, has_media_tag
 from core.errors import DataSetError, RecordError, counted
+from core.samples import VIDEO_KEYS
 
 _BOM = b"\xef\xbb\xbf"
 
@@ -28,12 +31,8 @@ class CsvFile(SpanFile):
 
     def _scan(self) -> tuple[NDArray[np.int64], int]:
         """Return the spans of the rows; DataSetError if one does not end."""
-        comma = self.comma
-        plain = rb"[^" + comma + rb"\r\n]*+"
-        field = rb'(?:"(?:[^"]++|"")*+"' + plain + rb'|(?!")' + plain + rb")"
-        self._field = re.compile(field, re.DOTALL)
-        row = re.compile(field + rb"(?:" + comma + field + rb")*+(?:\r\n|\n|\r|\Z)", re.DOTALL)
-        mapped, rows, num_with_tags = self.mapped(), Spans(), 0
+        self._field, row = _patterns(self.comma)
+        mapped, rows, num_with_tags = MappedFile(self.path), Spans(), 0
         held = mapped.bytes
         place, self.columns = len(_BOM) if held[: len(_BOM)] == _BOM else 0, list[str]()
         bar = progress(total=len(held), desc=f"reading {self.path.name}", unit=" bytes", leave=False, delay=BRIEF_S)
@@ -45,15 +44,32 @@ class CsvFile(SpanFile):
                     raise DataSetError(message)
                 start, place = place, found.end()
                 bar.update(place - start)
-                mapped.read(place - start, places=0)
+                mapped.pass_by(place - start)
                 if place - start <= 2 and not held[start:place].strip():
                     continue
                 if not self.columns:
                     self.columns = self._header(held[start : min(place, start + LONGEST_HEADER)].rstrip(b"\r\n"))
                     continue
                 rows.add(start, place, len(rows) + 1)
-                num_with_tags += has_media_tag(held[start:place])
+                num_with_tags += self._has_media_tag(held[start:place])
         return rows.as_array(), num_with_tags
+
+    def _has_media_tag(self, row: bytes) -> bool:
+        """Return whether a row says <video> or <audio> without such media."""
+        if not has_media_tag(row):
+            return False
+        try:
+            record = self._value(row.rstrip(b"\r\n"), "")
+        except RecordError:
+            return True
+        return has_media_tag(row, has_videos=any(record.get(name, "[]") != "[]" for name in VIDEO_KEYS))
+
+    def _facts(self) -> dict[str, Any]:
+        return {**super()._facts(), "columns": self.columns}
+
+    def _take_facts(self, facts: Mapping[str, Any]) -> None:
+        self._field, _ = _patterns(self.comma)
+        self.columns = list(facts["columns"])
 
     def _header(self, text: bytes) -> list[str]:
         try:
@@ -96,6 +112,14 @@ class TsvFile(CsvFile):
     """Records of one file whose fields tabs separate."""
 
     comma = b"\t"
+
+
+def _patterns(comma: bytes) -> tuple[re.Pattern[bytes], re.Pattern[bytes]]:
+    """Return what a field is, and what a row is, where *comma* separates fields."""
+    plain = rb"[^" + comma + rb"\r\n]*+"
+    field = rb'(?:"(?:[^"]++|"")*+"' + plain + rb'|(?!")' + plain + rb")"
+    row = field + rb"(?:" + comma + field + rb")*+(?:\r\n|\n|\r|\Z)"
+    return re.compile(field, re.DOTALL), re.compile(row, re.DOTALL)
 
 
 def _unquoted(field: str) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from adapters.progress import BRIEF_S, progress
+from adapters.samples.formats.mapped import MappedFile
 from adapters.samples.formats.spans import CHUNK, SpanFile, Spans, has_media_tag
 from core.errors import DataSetError
 
@@ -33,7 +34,7 @@ class ArrayFile(SpanFile):
 
     def _scan(self) -> tuple[NDArray[np.int64], int]:
         """Return the spans of the array's values; DataSetError if it is no whole array."""
-        mapped, rows, num_with_tags = self.mapped(), Spans(), 0
+        mapped, rows, num_with_tags = MappedFile(self.path), Spans(), 0
         held = mapped.bytes
         opening = _START.match(held)
         if opening is None:
@@ -48,7 +49,7 @@ class ArrayFile(SpanFile):
                 rows.add(place, end, len(rows) + 1)
                 num_with_tags += _is_tagged(held, place, end)
                 bar.update(end - place)
-                mapped.read(end - place, places=0)
+                mapped.pass_by(end - place)
                 following = _NEXT.match(held, end)
                 if following is None:
                     self._fail(len(rows), "is not followed by a comma or the end of the array: the file may be cut off")

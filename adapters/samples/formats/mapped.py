@@ -6,11 +6,11 @@ import mmap
 from pathlib import Path
 from typing import Any
 
-MOST_HELD = 2**24
+MOST_HELD = 2**25
 """Bytes of a file that stay in this process's memory, about."""
 
-READ_AROUND = 2**16
-"""Bytes that the system maps around one that is asked for, where it holds them already."""
+READ_AROUND = 2**21
+"""Bytes that a system maps around one that is read, at most, where it holds them already."""
 
 
 class MappedFile:
@@ -26,18 +26,31 @@ class MappedFile:
         """Map a file; OSError if it cannot be read, ValueError if it is empty."""
         with path.open("rb") as file:
             self.bytes: Any = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._read = 0
+        self._held = 0
+        self._parts: dict[int, int] = {}
 
-    def read(self, num_bytes: int, *, places: int = 1) -> None:
+    def pass_by(self, num_bytes: int) -> None:
+        """Hear that so many bytes more were read, in their order."""
+        self._held += num_bytes
+        if self._held > MOST_HELD:
+            self.bytes.madvise(mmap.MADV_DONTNEED)
+            self._held = 0
+            self._parts.clear()
+
+    def read_part(self, part: int, num_bytes: int, *, num_places: int, most: int) -> None:
         """
-        Hear that bytes were read, which may let go of them, and of all others.
+        Hear that bytes of a part of the file were read.
 
         Args:
+            part: Its number.
+
             num_bytes: So many.
 
-            places: In so many places of the file.
+            num_places: In so many places of the part.
+
+            most: Bytes of all the part.
         """
-        self._read += num_bytes + places * READ_AROUND
-        if self._read > MOST_HELD:
-            self.bytes.madvise(mmap.MADV_DONTNEED)
-            self._read = 0
+        before = self._parts.get(part, 0)
+        held = min(before + num_bytes + num_places * READ_AROUND, most + 2 * READ_AROUND)
+        self._parts[part] = held
+        self.pass_by(held - before)

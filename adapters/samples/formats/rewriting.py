@@ -24,6 +24,7 @@ from adapters import files
 from adapters.copies import held
 from adapters.progress import BRIEF_S, progress
 from adapters.samples.formats.json_value import without_nulls
+from adapters.samples.formats.kept import SETTLED_NS, standing
 from core.errors import CorruptArtefactError, DataSetError, counted
 from core.samples import digest_of
 
@@ -51,9 +52,6 @@ _MOST_BATCH, _MOST_ROWS = 2**29, 1000
 """Bytes and rows of a batch of Parquet."""
 
 _AIM = 2**23
-
-_SETTLED_NS = 2 * 10**9
-"""A file that changed within this before it was read might change again without being seen to."""
 
 
 def copy_of(path: Path, cache: Path | None, write: Callable[[Path, Path], None]) -> Path:
@@ -116,18 +114,18 @@ def is_of(path: Path, folder: Path) -> bool:
 def _content(path: Path, cache: Path) -> str:
     """Return the SHA-256 of a file, read where it is not known by how it stands on disk."""
     known = cache / f"{_key(path)}.json"
-    standing = _standing(path)
+    found = standing(path)
     with contextlib.suppress(CorruptArtefactError):
         manifest = files.read_manifest(known, _SOURCE)
-        if manifest is not None and manifest["standing"] == standing:
+        if manifest is not None and manifest["standing"] == found:
             return str(manifest["sha256"])
     started = time.time_ns()
     sha256 = _read_whole(path)
-    if standing != _standing(path):
+    if found != standing(path):
         message = f"{path} changed while it was read: start again when it is complete"
         raise DataSetError(message)
-    if started - max(standing["mtime_ns"], standing["ctime_ns"]) > _SETTLED_NS:
-        manifest = {"schema": _SOURCE, "path": str(path), "standing": standing, "sha256": sha256}
+    if started - max(found["mtime_ns"], found["ctime_ns"]) > SETTLED_NS:
+        manifest = {"schema": _SOURCE, "path": str(path), "standing": found, "sha256": sha256}
         files.write_manifest(known, manifest)
     return sha256
 
@@ -141,14 +139,6 @@ def _read_whole(path: Path) -> str:
             digest.update(chunk)
             bar.update(len(chunk))
     return digest.hexdigest()
-
-
-def _standing(path: Path) -> dict[str, int]:
-    """Return how a file stands on disk: any write, rename or change of its times changes this."""
-    stat = path.stat()
-    return {
-        "size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "ctime_ns": stat.st_ctime_ns, "inode": stat.st_ino,
-    }  # fmt: skip
 
 
 class _Bound:

@@ -1,10 +1,13 @@
-"""Files of text whose records stand at known bytes: mapped into memory, parsed when asked for."""
+"""Files of text whose records stand at known bytes: read and parsed when asked for."""
 
 from __future__ import annotations
 
+import logging
+import os
 import re
+import weakref
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +15,14 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
+from adapters.progress import BRIEF_S, progress
 from adapters.samples.formats.json_value import read_value
+from adapters.samples.formats.kept import KeptFacts, audited
 from adapters.samples.formats.mapped import MappedFile
 from core.errors import DataSetError, RecordError, counted
-from core.samples import Place, digest_of, unreadable_digest
+from core.samples import DIGEST_BYTES, Place, digest_of, unreadable_digest
+
+log = logging.getLogger(__name__)
 
 CHUNK = 2**20
 """Bytes of a long record that are in memory at once."""
@@ -66,9 +73,11 @@ class SpanFile:
 
     unit = "line"
 
-    def __init__(self, path: Path, *, named: Named | None = None, max_bytes: int | None = None) -> None:
+    def __init__(
+        self, path: Path, *, named: Named | None = None, max_bytes: int | None = None, cache: Path | None = None
+    ) -> None:
         """
-        Find every record's place, in one pass.
+        Find every record's place, in one pass, unless that is kept from an earlier start.
 
         Args:
             path: Where the text is.
@@ -78,17 +87,67 @@ class SpanFile:
             max_bytes: A longer record is refused when it is asked for, and never read; None reads
             all.
 
+            cache: Folder where what was found is kept; None keeps nothing.
+
         Raises:
             DataSetError: The file cannot be read as what it is.
         """
         self.path, self.named, self.max_bytes = path, named or Named.of(path), max_bytes
-        self._map: MappedFile | None = None
+        self._descriptor: int | None = None
+        self._digests: NDArray[np.uint8] | None = None
         try:
-            spans, self.num_with_media_tags = self._scan()
+            self._kept = KeptFacts(cache, [path], kind=type(self).__name__)
+            if not self._restore():
+                self.spans, self.num_with_media_tags = self._scan()
         except OSError as error:
             message = f"{self.named.name} cannot be read ({error.strerror}): name an existing data file"
             raise DataSetError(message) from None
-        self.spans: NDArray[np.int64] = spans
+
+    def _restore(self) -> bool:
+        """Take what an earlier start found, if some records are still those; return whether."""
+        found = self._kept.load()
+        if found is None:
+            return False
+        facts, arrays = found
+        self.spans, self._digests = arrays["spans"].reshape(-1, 3), arrays["digests"].reshape(-1, DIGEST_BYTES)
+        self.num_with_media_tags = facts["num_with_media_tags"]
+        self._take_facts(facts)
+        if all(self._digest(row) == self._digests[row].tobytes() for row in audited(len(self))):
+            return True
+        log.warning("%s is another file than its size and times say: it is read again", self.named.name)
+        self._kept.discard()
+        self._digests = None
+        return False
+
+    def _facts(self) -> dict[str, Any]:
+        """Return what the scan found beside the spans, as JSON has it."""
+        return {"num_with_media_tags": self.num_with_media_tags}
+
+    def _take_facts(self, facts: Mapping[str, Any]) -> None:
+        """Take what the scan of an earlier start found beside the spans."""
+
+    @property
+    def knows_digests(self) -> bool:
+        """Whether no record has to be read for its digest."""
+        return self._digests is not None
+
+    def keep(self, digests: NDArray[np.uint8]) -> None:
+        """Keep the digests of all records, and their places, for later starts."""
+        if self._kept.save(self._facts(), {"spans": self.spans.reshape(-1), "digests": digests.reshape(-1)}):
+            self._digests = digests
+
+    def kept_fault(self) -> str | None:
+        """Return in what the file is another one than was kept of it; all of it is read."""
+        if self._digests is None:
+            return None
+        spans, _ = self._scan()
+        if not np.array_equal(spans, self.spans):
+            return f"its records stand in other places than {self._kept.where} says: delete that, and build again"
+        for row in progress(range(len(self)), desc=f"comparing {self.path.name}", leave=False, delay=BRIEF_S):
+            if self._digest(row) != self._digests[row].tobytes():
+                place = f"{self.unit} {self.where(row).number:,}"
+                return f"{place} is another one than {self._kept.where} says: delete that, and build again"
+        return None
 
     def _scan(self) -> tuple[NDArray[np.int64], int]:
         """Return the spans, and how many records say <video> or <audio>."""
@@ -119,9 +178,8 @@ class SpanFile:
 
             limit: Bytes of text that it may have.
         """
-        held = self.mapped()
-        images = sum(found.end() - found.start() for found in _IMAGE.finditer(held.bytes, *self.spans[row, :2]))
-        held.read(size)
+        held = MappedFile(self.path).bytes
+        images = sum(found.end() - found.start() for found in _IMAGE.finditer(held, *self.spans[row, :2]))
         if size - images > limit:
             without = f" beside {images:,} of images" if images else ""
             reason = (
@@ -142,6 +200,8 @@ class SpanFile:
 
     def digests(self, start: int, stop: int) -> bytes:
         """Return the digests of the records from *start* to before *stop*, one behind the other."""
+        if self._digests is not None:
+            return self._digests[start:stop].tobytes()
         return b"".join(map(self._digest, range(start, stop)))
 
     def _digest(self, row: int) -> bytes:
@@ -154,29 +214,39 @@ class SpanFile:
             return unreadable_digest([text])
 
     def digest_of(self, row: int, value: Any) -> bytes:
-        """Return the digest of a record that was read; nothing if its text alone decides it."""
-        return b"" if self._size(row) > LONGEST_PARSED else digest_of(value)
+        """
+        Return the digest of a record that was read; nothing if its text alone decides it, or it is
+        known already.
+        """
+        return b"" if self.knows_digests or self._size(row) > LONGEST_PARSED else digest_of(value)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_map": None}
+        return {**self.__dict__, "_descriptor": None}
 
     def _size(self, row: int) -> int:
         return int(self.spans[row, 1] - self.spans[row, 0])
 
-    def mapped(self) -> MappedFile:
-        """Return the file's bytes."""
-        if self._map is None:
-            self._map = MappedFile(self.path)
-        return self._map
-
     def _text(self, row: int) -> Iterator[bytes]:
         """Yield a record's bytes in parts, without what is around it."""
-        held = self.mapped()
-        start, end = self._bounds(held.bytes, *self.spans[row, :2].tolist())
+        start, end = self.spans[row, :2].tolist()
+        if end - start <= CHUNK:
+            text = self._read(start, end)
+            first, last = self._bounds(text, 0, len(text))
+            yield text[first:last]
+            return
+        mapped = MappedFile(self.path)
+        start, end = self._bounds(mapped.bytes, start, end)
         for place in range(start, end, CHUNK):
-            stop = min(place + CHUNK, end)
-            yield held.bytes[place:stop]
-            held.read(stop - place)
+            yield mapped.bytes[place : min(place + CHUNK, end)]
+            mapped.pass_by(CHUNK)
+
+    def _read(self, start: int, end: int) -> bytes:
+        """Return bytes of the file; nothing of it stays in memory."""
+        if self._descriptor is None:
+            self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            weakref.finalize(self, os.close, self._descriptor)
+        # At a place, since processes that were forked share the file's own position.
+        return os.pread(self._descriptor, end - start, start)
 
     def _bounds(self, held: Any, start: int, end: int) -> tuple[int, int]:
         """Return where a record's text begins and ends: without the blanks around it."""
@@ -187,11 +257,18 @@ class SpanFile:
         return start, end
 
 
-def has_media_tag(text: bytes) -> bool:
-    """Return whether a part of a record says <video> or <audio>, and is not seen to have videos."""
+def has_media_tag(text: bytes, *, has_videos: bool = False) -> bool:
+    """
+    Return whether a part of a record says <video> or <audio> without such media.
+
+    Args:
+        text: The part, as its file has it.
+
+        has_videos: Whether its record is known to have videos; else it is seen by JSON's notation.
+    """
     if b"video" not in text and b"audio" not in text:
         return False
-    found = _AUDIO_TAG if _HAS_VIDEOS.search(text) else _MEDIA_TAG
+    found = _AUDIO_TAG if has_videos or _HAS_VIDEOS.search(text) else _MEDIA_TAG
     return found.search(text) is not None
 
 

@@ -6,16 +6,26 @@ from __future__ import annotations
 
 from adapters.samples.video.facts import VideoFacts, frames_of, video_facts
 from adapters.samples.video.lengths import FRAMES_OF_LAYER, VideoCost, VideoLengths
-from adapters.samples.video.reading import prepare_videos, reads_videos, sees_videos_apart, unread_reason, why_no_reader
+from adapters.samples.video.reading import (
+    Sampling,
+    prepare_videos,
+    reads_videos,
+    sampling_of,
+    sees_videos_apart,
+    unread_reason,
+    why_no_reader,
+)
 
 __all__ = [
     "FRAMES_OF_LAYER",
+    "Sampling",
     "VideoCost",
     "VideoFacts",
     "VideoLengths",
     "frames_of",
     "prepare_videos",
     "reads_videos",
+    "sampling_of",
     "sees_videos_apart",
     "unread_reason",
     "video_facts",

@@ -123,6 +123,9 @@ def _of_frames(frames: Sequence[str]) -> VideoFacts:
         total += size
         digest.update(size.to_bytes(8, "little") + head)
     ((width, height),) = sizes
+    if width * height > MAX_PIXELS:
+        message = f"the frame {frames[0]} has {width:,} x {height:,}, but may have {MAX_PIXELS:,} pixels: shrink it"
+        raise ValueError(message)
     return VideoFacts(total, width, height, len(frames), Fraction(0), _short(digest.digest()))
 
 
@@ -180,6 +183,9 @@ class _Container:
         if codec is None:
             raise self._refused("is of a codec that is not known here: encode it again, as H.264")
         self._refuse_size(stream.width, stream.height)
+        if stream.frames > self.size:  # for which decord would take memory, and end the process
+            reason = f"says that it has {stream.frames:,} frames, in {counted(self.size, 'byte')}: encode it again"
+            raise self._refused(reason)
         seconds = (self.opened.duration or 0) / 1e6
         self._refuse_seconds(seconds)
         first, packets = self._first_frame(stream)

@@ -21,18 +21,17 @@ from PIL import Image
 from qwen_vl_utils import vision_process
 from swift.template import Template
 
+from adapters.samples.media import DUMMY_SIZE
 from adapters.samples.video.facts import VideoFacts
 from adapters.samples.video.reading import Sampling, reads_videos, sampling_of
 from core.config import TemplateConfig
+from core.errors import counted
 
 FRAMES_OF_LAYER = 2
 """Frames that become one layer of patches."""
 
-_SMALL, _LARGE = (56, 56), (150, 70)
-"""
-Widths and heights of the frames that stand in for others, and of those that the arithmetic is tried
-on.
-"""
+_LARGE = (150, 70)
+"""Width and height of the frames that the arithmetic is tried on."""
 
 
 @attrs.frozen
@@ -76,11 +75,11 @@ class VideoLengths:
         stamped = template.tokenizer if template.version == "v3" else None
         lengths = cls(images.patch_size, images.merge_size, sampling_of(config), stamped)
         try:
-            stands = lengths.cost(_listed(_SMALL, 2))
+            stands = lengths.cost(_listed(DUMMY_SIZE, 2))
         except ValueError:  # the run's limits leave the stand-in no size
             return None
-        size = _LARGE if lengths.takes(_LARGE) else _SMALL
-        small, large = (_encoded(template, frames) for frames in (_frames(_SMALL, 2), _frames(size, 5)))
+        size = _LARGE if lengths.takes(_LARGE) else DUMMY_SIZE
+        small, large = (_encoded(template, frames) for frames in (_frames(DUMMY_SIZE, 2), _frames(size, 5)))
         return lengths if large - small == lengths.cost(_listed(size, 5)) - stands else None
 
     def takes(self, size: tuple[int, int]) -> bool:
@@ -94,15 +93,20 @@ class VideoLengths:
     @property
     def stand_in(self) -> list[Image.Image]:
         """Frames that are encoded in place of a video."""
-        return _frames(_SMALL, 2)
+        return _frames(DUMMY_SIZE, 2)
 
     def beyond_stand_in(self, facts: VideoFacts) -> VideoCost:
         """Return what a video costs beyond the stand-in; ValueError if its shape is refused."""
-        return self.cost(facts) - self.cost(_listed(_SMALL, 2))
+        return self.cost(facts) - self.cost(_listed(DUMMY_SIZE, 2))
 
     def num_bytes(self, facts: VideoFacts) -> int:
-        """Return the bytes that the sampled frames of a video take before they are scaled."""
-        return len(self._sampled(facts)[0]) * facts.width * facts.height * 3
+        """
+        Return the bytes that the sampled frames of a video take before they are scaled; ValueError
+        if number or size of its frames is refused.
+        """
+        frames, _ = self._sampled(facts)
+        self._scaled(facts, len(frames))
+        return len(frames) * facts.width * facts.height * 3
 
     def seconds(self, facts: VideoFacts) -> float:
         """Return how long a video is; frames that are listed come at the rate of sampling."""
@@ -129,6 +133,11 @@ class VideoLengths:
         """Return the numbers of the frames that are sampled, and how many a second has of all."""
         if not facts.rate:
             return list(range(vision_process.ceil_by_factor(facts.num_frames, FRAMES_OF_LAYER))), self._rate()
+        if facts.num_frames < FRAMES_OF_LAYER:
+            message = (
+                f"it has {counted(facts.num_frames, 'frame')}, but needs {FRAMES_OF_LAYER}: write it into 'images'"
+            )
+            raise ValueError(message)
         rate = float(facts.rate)
         number = vision_process.smart_nframes(dict(self.sampling), total_frames=facts.num_frames, video_fps=rate)
         return torch.linspace(0, facts.num_frames - 1, number).round().long().tolist(), rate
@@ -178,7 +187,11 @@ def _resized(height: int, width: int, factor: int, least: float, most: float) ->
             f"frames may have at most {most:,.0f} pixels, and at least {least:,.0f}: set template.video_min_pixels"
         )
         raise ValueError(message)
-    rows, columns = vision_process.smart_resize(height, width, factor, least, most)
+    try:
+        rows, columns = vision_process.smart_resize(height, width, factor, least, most)
+    except ValueError as error:
+        message = f"frames of {width} x {height}: {error}"
+        raise ValueError(message) from None
     if not rows or not columns:
         message = f"frames of {width} x {height} are left no size by a limit of {most:,.0f} pixels: raise it"
         raise ValueError(message)

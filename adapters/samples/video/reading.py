@@ -29,6 +29,8 @@ READER = "decord"
 Sampling = Mapping[str, Any]
 """Arguments of qwen_vl_utils' `fetch_video` -> what the run's template says."""
 
+_FINDS_ALL = "packplan plan verify --decode finds all such videos"
+
 _SAMPLING = {
     "fps": "fps",
     "min_frames": "fps_min_frames",
@@ -119,21 +121,39 @@ def _replaced(replace: Callable[..., Any], sampling: Sampling, media_type: str, 
         inputs.chat_template_kwargs, vision_process.FPS = before, rate
 
 
-def unread_reason(path: str) -> str | None:
+def unread_reason(path: str, sampling: Sampling | None = None) -> str | None:
     """
-    Return why frames of a video cannot be decoded, its first and last; None if they can.
+    Return why frames of a video cannot be decoded; None if they can.
+
+    Args:
+        path: Of the file.
+
+        sampling: Decode the frames that training samples; None decodes all, one after the other.
     """
+    try:
+        if sampling is None:
+            _decode_all(path)
+        else:
+            _read({"video": path, **sampling})
+    except Exception as error:  # noqa: BLE001  # decord's, FFmpeg's and memory's alike are the reason
+        # decord's own begins with where in its source, when, and which check failed.
+        why = str(error).strip().splitlines()[0].rpartition("] ")[2].rpartition(") ")[2][-200:]
+        return f"the video {path} cannot be decoded: {why}; encode it again, or remove its record ({_FINDS_ALL})"
+    return None
+
+
+def _decode_all(path: str) -> None:
+    """Decode every frame of a video as training would, and hold one at a time."""
     import decord
 
-    try:
-        if quarter_turns(path) % 2:
-            _decoded(path, [0, _counted(path)[0] - 1])
-        else:
-            reader = decord.VideoReader(path, num_threads=1)
-            reader.get_batch([0, len(reader) - 1])
-    except Exception as error:  # noqa: BLE001  # decord's, FFmpeg's and memory's alike are the reason
-        return f"the video {path} cannot be decoded: {str(error).strip().splitlines()[0][-300:]}"
-    return None
+    if quarter_turns(path) % 2:
+        with open_video(path) as container:
+            for _ in container.decode(container.streams.best("video")):
+                pass
+        return
+    reader = decord.VideoReader(path, num_threads=1)
+    for _ in range(len(reader)):
+        reader.next()
 
 
 def _read(element: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any], float]:

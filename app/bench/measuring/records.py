@@ -1,9 +1,13 @@
 """
-Memory of a run over Parquet with images in its columns: planned, and trained for some steps.
+Memory of a run over Parquet with images in its columns, or over chats: planned, and trained for
+some steps.
 
 Two runs, of all rows and of a tenth of them, each in processes of its own, whose memory is summed:
 pages that several share count once (PSS). Anonymous memory is what they hold; pages of files that
 are mapped are told apart, since the system takes them back when it needs them.
+
+`--reading ROWS` measures processor time instead: starts, and shuffled reads, of records with images
+in each format.
 """
 
 from __future__ import annotations
@@ -51,7 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--rows", type=int, default=1_000_000, metavar="N", help="of the larger file")
-    parser.add_argument("--side", type=int, default=32, metavar="PIXELS", help="of each image")
+    parser.add_argument("--text", action="store_true", help="chats in JSON Lines instead of Parquet with images")
+    parser.add_argument(
+        "--reading", type=int, metavar="ROWS", help="time starts and shuffled reads of so many rows in each format"
+    )
+    parser.add_argument("--side", type=int, default=16, metavar="PIXELS", help="of each image")
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="of training")
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="processes that measure")
     parser.add_argument("--loaders", type=int, default=1, metavar="N", help="processes that load what is trained")
@@ -61,6 +69,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Measure, then print."""
+    if options.reading is not None:
+        _run_reading(options.reading, options.side, as_json=options.json)
+        return
     if options.rows < 640:
         message = "--rows has to be at least 640"
         raise DataSetError(message)
@@ -84,6 +95,36 @@ def run(options: argparse.Namespace) -> None:
     print(f"\nanonymous memory grows by {growth:.0f} bytes a row")
 
 
+def _run_reading(num_rows: int, side: int, *, as_json: bool) -> None:
+    """
+    Time starts and shuffled reads in each format, then print.
+
+    Args:
+        num_rows: Rows of each file.
+
+        side: Pixels of each image's sides.
+
+        as_json: Print one document.
+    """
+    from app.bench.measuring.reading import measure_reading
+
+    if num_rows < 1:
+        message = "--reading has to be at least 1"
+        raise DataSetError(message)
+    with TemporaryDirectory() as name:
+        costs = measure_reading(Path(name), num_rows, side=side)
+    if as_json:
+        print(json.dumps([attrs.asdict(one) for one in costs], indent=1))
+        return
+    head = ("format", "first start s", "later start s", "ratio", "fetch us", "ratio")
+    cells = [
+        (one.format, f"{one.first_start_s:.3f}", f"{one.later_start_s:.3f}",
+         f"{one.first_start_s / one.later_start_s:.1f}", f"{one.fetch_us:.0f}", f"{one.fetch_ratio:.2f}")
+        for one in costs
+    ]  # fmt: skip
+    print("\n".join(aligned([head, *cells], left={0})))
+
+
 def _measure(folder: Path, num_rows: int, options: argparse.Namespace) -> Memory:
     """
     Plan and train on so many rows; DataSetError if the run fails.
@@ -95,8 +136,13 @@ def _measure(folder: Path, num_rows: int, options: argparse.Namespace) -> Memory
 
         options: Of the command.
     """
-    data, config, log = (folder / f"{num_rows}.{kind}" for kind in ("parquet", "yaml", "log"))
-    _write_rows(data, num_rows, options.side)
+    data, config, log = (
+        folder / f"{num_rows}.{kind}" for kind in ("jsonl" if options.text else "parquet", "yaml", "log")
+    )
+    if options.text:
+        _write_chats(data, num_rows)
+    else:
+        _write_rows(data, num_rows, options.side)
     sections: dict[str, dict[str, Any]] = {
         "model": {"model": str(folder / "model")},
         "template": {"max_length": 2048},
@@ -157,6 +203,18 @@ def _write_rows(path: Path, num_rows: int, side: int) -> None:
                 "image": [images[row % _NUM_IMAGES] for row in rows],
             }
             writer.write_table(pa.table(columns, schema=schema))
+
+
+def _write_chats(path: Path, num_rows: int) -> None:
+    """Write chats of 100 to 300 tokens."""
+    with path.open("w", encoding="utf-8") as file:
+        for row in range(num_rows):
+            asked = f"What is number {row}? " * (1 + row % 10)
+            messages = [
+                {"role": "user", "content": asked},
+                {"role": "assistant", "content": "A blue dot. " * (10 + row % 50)},
+            ]
+            file.write(f"{json.dumps({'messages': messages})}\n")
 
 
 def _watch(process: subprocess.Popen[bytes]) -> tuple[int, int, int]:

@@ -28,8 +28,8 @@ MODELS = ("qwen2_5_vl", "qwen3_vl")
 CLIP = MadeVideo(rate=Fraction(30), num_frames=900, size=(1280, 720))
 """30 s at 720p."""
 
-_ASKED = 5
-"""Times that the clip's container is asked, for the mean."""
+_ASKED = 32
+"""Times that the clip's container is asked, for the mean: as many as are measured at once."""
 
 _SAMPLING = TemplateConfig(max_length=65536, video_min_pixels=3200)
 """Tiny frames stay small, so that ten minutes of them fit into memory."""
@@ -148,10 +148,9 @@ def _clip_costs(folder: Path) -> tuple[float, float, float]:
 
     clip = CLIP.write(folder / "clip.mp4")
     samples = _measurer(folder, MODELS[0], [clip] * (_ASKED + 1))
-    asked = samples.measure_many(range(_ASKED + 1), in_full=False)
-    next(asked)  # opens what all of them share
+    list(samples.measure_many(range(1), in_full=False))  # opens what all of them share
     started = time.process_time()
-    list(asked)
+    list(samples.measure_many(range(1, _ASKED + 1), in_full=False))
     container = (time.process_time() - started) / _ASKED
     started = time.process_time()
     reader = decord.VideoReader(str(clip), num_threads=1)

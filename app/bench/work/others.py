@@ -3,12 +3,13 @@ Other ways to even work, implemented again from what their authors say.
 
 OmniBal's iterative sampling and filtering is of Yao et al., "OmniBal: Towards Fast Instruction-
 Tuning for Vision-Language Models via Omniverse Computation Balance" (ICML 2025, arXiv 2407.20761),
-after the code and with the constants that its authors published: samples in a drawn order form
-groups as long as neither tokens nor images pass their limits; groups that reach a limit stay, and
-the samples of the others are drawn again. The limit of images is searched, for the least sum of the
-language and the vision distance ratio; that of tokens is the hard one here, so it is not. Images
-are counted in patches, whose limit few groups meet exactly: it counts as reached from the same
-share on as that of tokens.
+held against the code that its authors published (github.com/ModelTC/OmniBal, revision 088616c),
+with the constants of their examples: samples in a drawn order form groups as long as neither tokens
+nor images pass their limits; groups that reach a limit stay, and the samples of the others are
+drawn again. The limit of images is searched, for the least sum of the language and the vision
+distance ratio; that of tokens, which they search beside it, is the hard one here. Images are
+counted in patches, whose limit few groups meet exactly: it counts as reached from the same share on
+as that of tokens. A sample above a limit is a group by itself; theirs leaves it out.
 """
 
 from __future__ import annotations

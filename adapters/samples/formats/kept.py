@@ -1,0 +1,120 @@
+"""
+What was found out about a data file, kept from one start to the next: where its records stand, and
+the digest of each, so that a start need not read it again.
+
+A file is known again by its size, times and inode, as version control does, unless it changed just
+before it was read; some of its records are compared, too. Only verification reads all of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from adapters import files
+from core.errors import CorruptArtefactError, OutputError
+
+log = logging.getLogger(__name__)
+
+VERSION = 1
+"""Version of what is kept; another way to digest a record, or to find its place, raises it."""
+
+LEAST_BYTES = 2**20
+"""Nothing is kept of smaller files: they are read in a moment."""
+
+AUDITED = 32
+"""Records of a file that are read on a start, and compared."""
+
+_SCHEMA = f"packplan.kept/{VERSION}"
+
+SETTLED_NS = 2 * 10**9
+"""A file that changed within this before it was read might change again without being seen to."""
+
+
+class KeptFacts:
+    """What is kept about a data file of one or more parts."""
+
+    def __init__(self, cache: Path | None, parts: Sequence[Path], *, kind: str) -> None:
+        """
+        Look at how the file stands, before anything reads it.
+
+        Args:
+            cache: Folder that facts are kept in; None keeps nothing.
+
+            parts: The file, or its parts.
+
+            kind: What it is read as.
+        """
+        self._started, self._parts = time.time_ns(), tuple(parts)
+        self._standing = [standing(part) for part in parts]
+        name = "\n".join([kind, *(str(part.resolve()) for part in parts)])
+        key = hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()[:32]
+        is_small = sum(one["size"] for one in self._standing) < LEAST_BYTES
+        self._manifest = None if cache is None or is_small else cache / f"{key}-records.json"
+
+    def load(self) -> tuple[Mapping[str, Any], dict[str, NDArray[Any]]] | None:
+        """Return the facts and the arrays that were kept; None where the file is another one."""
+        if self._manifest is None:
+            return None
+        try:
+            manifest = files.read_manifest(self._manifest, _SCHEMA)
+            if manifest is None or manifest["standing"] != self._standing:
+                return None
+            folder, entries = self._manifest.parent, manifest["arrays"]
+            return manifest["facts"], {name: files.read_array(folder, entry) for name, entry in entries.items()}
+        except CorruptArtefactError as error:
+            log.warning("%s: the data file is read again", error)
+            return None
+
+    def save(self, facts: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> bool:
+        """
+        Keep facts and arrays, where there is room, and the file is certain to be what was read;
+        return whether they are kept.
+        """
+        changed = max(max(one["mtime_ns"], one["ctime_ns"]) for one in self._standing)
+        if self._manifest is None or self._started - changed <= SETTLED_NS:
+            return False
+        if self._standing != [standing(part) for part in self._parts]:
+            return False
+        folder, stem = self._manifest.parent, self._manifest.stem
+        try:
+            with files.writing(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+            entries = {name: files.write_array(folder / f"{stem}-{name}.bin", held) for name, held in arrays.items()}
+            content = {"schema": _SCHEMA, "path": str(self._parts[0]), "standing": self._standing}
+            files.write_manifest(self._manifest, {**content, "facts": dict(facts), "arrays": entries})
+        except OutputError as error:
+            log.warning("%s: the next start reads %s again", error, self._parts[0])
+            return False
+        return True
+
+    @property
+    def where(self) -> str:
+        """Where facts are kept."""
+        return str(self._manifest)
+
+    def discard(self) -> None:
+        """Forget what is kept, since it is not what the file holds."""
+        if self._manifest is not None:
+            with files.writing(self._manifest):
+                self._manifest.unlink(missing_ok=True)
+
+
+def standing(path: Path) -> dict[str, int]:
+    """Return how a file stands on disk: any write, rename or change of its times changes this."""
+    stat = path.stat()
+    return {
+        "size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "ctime_ns": stat.st_ctime_ns, "inode": stat.st_ino,
+    }  # fmt: skip
+
+
+def audited(num_records: int) -> list[int]:
+    """Return the records that a start compares: spread over the file, the first and the last."""
+    count = min(AUDITED, num_records)
+    return sorted({place * (num_records - 1) // max(count - 1, 1) for place in range(count)})

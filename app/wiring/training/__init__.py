@@ -1,0 +1,52 @@
+"""
+The only place that constructs adapters that need ms-swift or torch; `app.wiring.stores` constructs
+the others.
+"""
+
+from __future__ import annotations
+
+from app.wiring.stores import read_config
+from app.wiring.training.policies import open_policy, open_workers
+from app.wiring.training.ranks import alone_in_output, joined_ranks, local_ranks
+from app.wiring.training.samples import open_measurer, open_samples
+from app.wiring.training.trainers import (
+    build_stream_trainer,
+    build_trainer,
+    keep_in_step,
+    open_arguments,
+    open_checkpoint,
+    open_comparison,
+    without_progress,
+)
+from app.wiring.training.verdicts import (
+    ask_before_measuring,
+    attention_of,
+    keep_verdict,
+    model_type_of,
+    require_isolation,
+    verdict_of,
+)
+
+__all__ = [
+    "alone_in_output",
+    "ask_before_measuring",
+    "attention_of",
+    "build_stream_trainer",
+    "build_trainer",
+    "joined_ranks",
+    "keep_in_step",
+    "keep_verdict",
+    "local_ranks",
+    "model_type_of",
+    "open_arguments",
+    "open_checkpoint",
+    "open_comparison",
+    "open_measurer",
+    "open_policy",
+    "open_samples",
+    "open_workers",
+    "read_config",
+    "require_isolation",
+    "verdict_of",
+    "without_progress",
+]

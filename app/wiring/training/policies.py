@@ -1,0 +1,135 @@
+"""The policy of a run of reinforcement learning, and the workers that hold it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from adapters.policy_loss import LOSSES
+from adapters.ranks.torch_group import OneRank, TorchGroup
+from adapters.samples.encoder import SwiftEncoder
+from adapters.sequence_loss import FusedLoss, PackedLoss, PaddedLoss
+from adapters.trainer.arguments import runs_on_cpu
+from adapters.trainer.model import open_model
+from adapters.workers.policy import PolicySettings, PolicyWorker
+from adapters.workers.ranks import RankWorkers
+from app.wiring.functions import named_function
+from app.wiring.stores import (
+    read_config,
+)
+from app.wiring.training.ranks import joined_ranks
+from app.wiring.training.samples import open_samples
+from app.wiring.training.verdicts import logged_attention
+from core.config import RunConfig
+from core.errors import ConfigError, Fault
+from core.ports import RankGroup, Workers
+from core.rl import REWARDS
+
+
+def open_policy(config: RunConfig, group: RankGroup, samples: SwiftEncoder) -> PolicyWorker:
+    """
+    Load the policy of a run of reinforcement learning, for one worker; ConfigError if the workers
+    cannot share rows.
+
+    Args:
+        config: The run.
+
+        group: The workers, as ranks.
+
+        samples: The prompts; their template encodes answers too.
+    """
+    if group.world_size % config.policy.context_parallel_size:
+        reason = (
+            f"is {config.policy.context_parallel_size}, which does not divide {group.world_size} workers: start a "
+            "multiple"
+        )
+        raise ConfigError.of("policy.context_parallel_size", reason)
+    grpo, trainer, policy = config.grpo, config.training.trainer, config.policy
+    cuda = torch.cuda.is_available() and not runs_on_cpu(trainer)
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    open_one = partial(
+        open_model, config.model, config.training, attention=logged_attention(config, group), device=device
+    )
+    model = open_one()
+    reference = None
+    if grpo.kl_coefficient:
+        reference = open_one().eval().requires_grad_(requires_grad=False)
+    return PolicyWorker(
+        model,
+        reference=reference,
+        tokenizer=samples.template.tokenizer,
+        reward=named_function(grpo.reward, REWARDS, key="grpo.reward"),
+        loss=_open_loss(config),
+        group=group,
+        settings=PolicySettings(
+            temperature=grpo.temperature,
+            max_new_tokens=grpo.max_new_tokens,
+            num_generations=grpo.num_generations_per_prompt,
+            learning_rate=float(trainer.get("learning_rate", 1e-6)),
+            weight_decay=float(trainer.get("weight_decay", 0.0)),
+            max_grad_norm=float(trainer.get("max_grad_norm", 1.0)),
+            context_parallel_size=policy.context_parallel_size,
+        ),
+    )
+
+
+def _open_loss(config: RunConfig) -> FusedLoss | PackedLoss | PaddedLoss:
+    """Return the loss that `grpo.loss` names; ConfigError if there is none."""
+    name, policy = config.grpo.loss, config.policy
+    if name in LOSSES:
+        return FusedLoss(LOSSES[name](config.grpo))
+    own = named_function(name, dict[str, Any](LOSSES), key="grpo.loss")
+    in_parts = policy.sequence_packing.enabled or policy.dynamic_batching.enabled
+    return PackedLoss(own) if in_parts else PaddedLoss(own)
+
+
+def build_ray_worker(path: str, overrides: Sequence[str]) -> PolicyWorker:
+    """Build one worker of a run in its own process, whose environment says which rank it is."""
+    config = read_config(path, overrides, rl=True)
+    trainer = config.training.trainer
+    group: RankGroup = OneRank()
+    if int(os.environ["WORLD_SIZE"]) > 1:
+        group = TorchGroup(use_cpu=runs_on_cpu(trainer), timeout_s=float(trainer.get("ddp_timeout", 1800)))
+    return open_policy(config, group, open_samples(config)["train"])
+
+
+@contextlib.contextmanager
+def open_workers(
+    config: RunConfig, path: str, samples: SwiftEncoder, *, overrides: Sequence[str] = (), ray_workers: int
+) -> Iterator[Workers]:
+    """
+    Start the workers of a run, and end them.
+
+    Args:
+        config: The run.
+
+        path: Of its YAML, which workers in other processes read themselves.
+
+        samples: Of `train`.
+
+        overrides: Of the command line, over the YAML.
+
+        ray_workers: Ray actors to start; 0: the ranks that torchrun's environment describes, or
+        this process.
+    """
+    if ray_workers:
+        if find_spec("ray") is None:
+            reason = "is not installed: install packplan with its extra rl, or start the workers with torchrun"
+            raise ConfigError("--ray-workers", (Fault("ray", reason),))
+        from adapters.workers.ray import RayWorkers  # an extra
+
+        gpus = 0.0 if runs_on_cpu(config.training.trainer) or not torch.cuda.is_available() else 1.0
+        ray = RayWorkers(partial(build_ray_worker, path, overrides), num_workers=ray_workers, gpus_each=gpus)
+        try:
+            yield ray
+        finally:
+            ray.close()
+        return
+    with joined_ranks(config.training.trainer) as group:
+        yield RankWorkers(open_policy(config, group, samples), group)

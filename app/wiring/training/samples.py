@@ -1,0 +1,76 @@
+"""A run's samples, and what measures them."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from adapters.samples.encoder import SampleSpec, SwiftEncoder
+from adapters.samples.measurer import POOL_START_S, SwiftMeasurer
+from adapters.samples.template import open_template, refuse_packing
+from app.wiring.inputs import records_cache
+from core.config import RunConfig
+from core.errors import agree, counted
+
+log = logging.getLogger(__name__)
+
+
+def open_samples(config: RunConfig, *, train_paths: tuple[str, ...] | None = None) -> dict[str, SwiftEncoder]:
+    """
+    Open the data of each split, `train` and perhaps `eval`, on one template.
+
+    Args:
+        config: The run.
+
+        train_paths: Data files of `train`, if not those of `custom.train_jsonl`.
+    """
+    packs = config.training.packing
+    template = open_template(config.model, config.template, packing_length=config.packing_length, packs=packs)
+    if packs:
+        refuse_packing(template)
+    opened: dict[str, SwiftEncoder] = {}
+    paths = {"train": train_paths or config.custom.train_jsonl, "eval": config.custom.val_jsonl}
+    for split, files in paths.items():
+        if not files:
+            continue
+        spec = SampleSpec(
+            config.model, config.template, config.custom, files, config.packing_length, records_cache(config)
+        )
+        opened[split] = SwiftEncoder(spec, template=template)
+        opened[split].require_images()
+        if os.environ.get("RANK", "0") == "0":
+            for one in opened[split].data_files():
+                log.info("%s: %s has records of the shape %s", split, one.file, one.shape)
+        with_tags = opened[split].records.num_with_media_tags
+        if with_tags and os.environ.get("RANK", "0") == "0":
+            log.warning(
+                "%s: %s of %s %s <video> or <audio> without such media, which stays text",
+                split,
+                f"{with_tags:,}",
+                counted(len(opened[split]), "record"),
+                agree(with_tags, "says", "say"),
+            )
+    return opened
+
+
+def open_measurer(
+    config: RunConfig, encoder: SwiftEncoder, *, measuring_ranks: int = 1, pool_start_s: float = POOL_START_S
+) -> SwiftMeasurer:
+    """
+    Return what measures the samples of a split; see `SwiftMeasurer`.
+
+    Args:
+        config: The run.
+
+        encoder: Gives the samples.
+
+        measuring_ranks: Ranks on this machine that measure at the same time, and share its cores.
+
+        pool_start_s: Seconds that a pool of workers takes to start.
+    """
+    return SwiftMeasurer(
+        encoder,
+        workers=config.training.packing_length_precompute_workers,
+        sharers=measuring_ranks,
+        pool_start_s=pool_start_s,
+    )

@@ -1,0 +1,254 @@
+"""
+What trains: the model that is ready for it, the settings, the trainer over a plan or a stream.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import numpy as np
+
+from adapters.samples.encoder import SwiftEncoder
+from adapters.samples.video import sees_videos_apart
+from adapters.trainer.arguments import TrainingArguments, shards_weights, training_arguments
+from adapters.trainer.checkpoints import Checkpoint, find_checkpoint, newest_checkpoint
+from adapters.trainer.dynamic_dataset import DynamicDataset
+from adapters.trainer.equality import PackComparison
+from adapters.trainer.model import hide_progress_bars, open_model
+from adapters.trainer.packed_dataset import PackedDataset
+from adapters.trainer.rehearsal import rehearsal_faults
+from adapters.trainer.rollouts import RecordStream, RolloutStream
+from adapters.trainer.static import PackTrainer
+from adapters.trainer.stream import StreamTrainer
+from adapters.trainer.vision import DummyImage
+from app.planning.split import PlannedSplit, resume_state_of
+from app.wiring.training.verdicts import ask_loaded, attention_of, logged_attention
+from core.batch import Accumulation
+from core.config import RunConfig
+from core.errors import ConfigError, counted
+from core.ports import RankGroup
+from core.rl import Reward, Sampling
+from core.samples import column
+from core.schedule import EpochSchedule, PackStats
+from core.stream import CarryOptions, Order
+from core.work import SampleWorks
+
+log = logging.getLogger(__name__)
+
+
+def without_progress(config: RunConfig) -> RunConfig:
+    """Return a run whose trainer shows no progress, and hide transformers' own in this process."""
+    hide_progress_bars()
+    trainer = {"disable_tqdm": True, **config.training.trainer}
+    return attrs.evolve(config, training=attrs.evolve(config.training, trainer=trainer))
+
+
+def open_checkpoint(config: RunConfig, group: RankGroup) -> Checkpoint | None:
+    """
+    Return the checkpoint that a run resumes from, None if it starts from the beginning; ConfigError
+    if it is none, or damaged. Every rank calls this.
+    """
+    training = config.training
+    if training.resume_from_checkpoint is None:
+        if group.rank == 0 and (newest := newest_checkpoint(training.output_dir)) is not None:
+            log.warning(
+                "%s is there, but this run starts from the beginning, and writes over the checkpoints that it meets: "
+                "training.resume_from_checkpoint: last goes on from the newest whole one",
+                newest,
+            )
+        return None
+    return Checkpoint.read(find_checkpoint(training.resume_from_checkpoint, training.output_dir, group=group))
+
+
+def open_arguments(config: RunConfig, batch_size: int, accumulation: Accumulation) -> TrainingArguments:
+    """
+    Build the trainer's arguments; ConfigError if ms-swift refuses them, or the trainer could not
+    use them later.
+
+    Args:
+        config: The run.
+
+        batch_size: Batch of a rank: packs, or samples if not packing.
+
+        accumulation: Batches of a rank in one optimizer step.
+    """
+    arguments = training_arguments(
+        config,
+        per_device_train_batch_size=batch_size,
+        gradient_accumulation_steps=accumulation.gradient_accumulation_steps,
+    )
+    if found := tuple(rehearsal_faults(arguments)):
+        raise ConfigError("the section training", found)
+    return arguments
+
+
+def _open_model(
+    config: RunConfig, arguments: TrainingArguments, samples: SwiftEncoder, group: RankGroup
+) -> tuple[Any, Any]:
+    """Load the model, and tell the template of it."""
+    template = samples.template
+    model: Any = open_model(
+        config.model,
+        config.training,
+        attention=logged_attention(config, group),
+        device=None if shards_weights(arguments) else arguments.device,
+    )
+    if config.training.packing:
+        ask_loaded(config, model, whole=not shards_weights(arguments), keep=group.rank == 0)
+    template.model = getattr(model, "get_base_model", lambda: model)()
+    # Where the text's weights are frozen, a batch without images would depend on nothing that is
+    # trained.
+    if samples.sees_images and (group.world_size > 1 or config.training.freeze_llm):
+        keep_in_step(model, template, arguments)
+    template.packing = template.padding_free = config.training.packing
+    return template, model
+
+
+def keep_in_step(model: Any, template: Any, arguments: TrainingArguments) -> None:
+    """
+    Let ranks that share a model's weights or gradients use all of its vision tower in every batch.
+
+    Args:
+        model: Ready to train.
+
+        template: Of the model.
+
+        arguments: Of the trainer.
+
+    Raises:
+        ConfigError: The model does not say how it sees, or no image reaches a part of its tower.
+    """
+    dummy = DummyImage.of(model, template)
+    if not shards_weights(arguments) and not arguments.ddp_find_unused_parameters:
+        unreached = dummy.unreached()
+        if unreached:
+            reason = (
+                f"is false, but no image reaches {counted(len(unreached), 'weight')} of the vision tower, as "
+                f"{unreached[0]}, whose gradients the ranks would wait for: set it to true, or training.freeze_vit"
+            )
+            raise ConfigError.of("training.ddp_find_unused_parameters", reason)
+    # Where ranks meet in each of its passes, one for images and one for videos, all take both.
+    dummy.ensure_seen(passes=1 + (shards_weights(arguments) and sees_videos_apart(template)))
+
+
+def build_trainer(
+    config: RunConfig,
+    arguments: TrainingArguments,
+    schedule: EpochSchedule,
+    *,
+    group: RankGroup,
+    samples: Mapping[str, SwiftEncoder],
+    planned: Mapping[str, PlannedSplit],
+    works: SampleWorks,
+) -> PackTrainer:
+    """
+    Load the model and build its trainer over the planned packs.
+
+    Args:
+        config: The run.
+
+        arguments: The trainer's settings.
+
+        schedule: What is trained when.
+
+        group: The ranks.
+
+        samples: Samples of `train`, and perhaps `eval`.
+
+        planned: Plan of each split.
+
+        works: What the samples of `train` cost.
+    """
+    template, model = _open_model(config, arguments, samples["train"], group)
+    grouped = {"train": config.training.packing, "eval": config.eval_packing}
+    data = {
+        split: PackedDataset(samples[split], plan.raw.packs, plan.table, grouped=grouped[split])
+        for split, plan in planned.items()
+    }
+    train = planned["train"]
+    return PackTrainer(
+        group=group,
+        schedule=schedule,
+        pack_stats=PackStats.of(
+            train.raw, column(train.table, "length").astype(np.int64), packed=config.training.packing, works=works
+        ),
+        attention=attention_of(config),
+        resume_state=lambda progress: attrs.evolve(resume_state_of(train, schedule, config), progress=progress),
+        reduction=config.training.loss_reduction,
+        model=model,
+        args=arguments,
+        template=template,
+        train_dataset=data["train"],
+        eval_dataset=data.get("eval"),
+    )
+
+
+def build_stream_trainer(
+    config: RunConfig,
+    arguments: TrainingArguments,
+    *,
+    group: RankGroup,
+    samples: Mapping[str, SwiftEncoder],
+    planned: PlannedSplit | None,
+    order: Order,
+    rollout: tuple[Reward, Sampling] | None,
+) -> StreamTrainer:
+    """
+    Load the model and build its trainer over a stream.
+
+    Args:
+        config: The run.
+
+        arguments: Of the trainer.
+
+        group: The ranks.
+
+        samples: Of `train` and perhaps `eval`.
+
+        planned: The evaluation's plan.
+
+        order: Of the samples of `train` in an epoch.
+
+        rollout: How prompts are answered and answers scored; None trains the data as they are.
+    """
+    training = config.training
+    template, model = _open_model(config, arguments, samples["train"], group)
+    stream = RecordStream(samples["train"], order)
+    if rollout is not None:
+        if shards_weights(arguments):
+            reason = "answers prompts on each rank alone, which weights sharded over ranks do not allow: remove it"
+            raise ConfigError.of("custom.rollout_reward", reason)
+        reward, sampling = rollout
+        stream = RolloutStream(
+            samples["train"], order, model=model, reward=reward, sampling=sampling, device=arguments.device
+        )
+    options = CarryOptions(
+        packing_length=config.packing_length,
+        packing_buffer=training.packing_buffer,
+        min_fill_ratio=training.packing_min_fill_ratio,
+        drop_last=training.packing_drop_last,
+        allow_single_long=training.packing_allow_single_long,
+    )
+    evaluated = None
+    if planned is not None:
+        evaluated = PackedDataset(samples["eval"], planned.raw.packs, planned.table, grouped=config.eval_packing)
+    return StreamTrainer(
+        packing_length=config.packing_length,
+        max_dropped_share=training.packing_max_dropped_share,
+        extra=stream.logs,
+        group=group,
+        reduction=training.loss_reduction,
+        model=model,
+        args=arguments,
+        template=template,
+        train_dataset=DynamicDataset(stream, options, rank=group.rank, world_size=group.world_size),
+        eval_dataset=evaluated,
+    )
+
+
+def open_comparison(trainer: PackTrainer, samples: SwiftEncoder) -> PackComparison:
+    """Return what compares packs with their samples alone, on a trainer that is ready to train."""
+    return PackComparison(trainer, samples.encode)

@@ -1,0 +1,97 @@
+"""What ends a run that has begun: its ranks, processes and numbers."""
+
+from __future__ import annotations
+
+import attrs
+
+from core.errors.base import UserError, VerificationError
+
+
+@attrs.define(eq=False)
+class RankGoneError(UserError):
+    """Another rank did not respond in time."""
+
+    reason: str
+
+    def _text(self) -> str:
+        return self.reason
+
+
+@attrs.define(eq=False)
+class RankZeroError(UserError):
+    """Rank 0 failed, died, or was too slow, while this rank waited for its plan."""
+
+    reason: str
+
+    def _text(self) -> str:
+        return self.reason
+
+
+@attrs.define(eq=False)
+class LostProcessError(UserError):
+    """A process that measures samples, or loads them for training, ended before its time."""
+
+    doing: str
+    """What it did: `loading data`."""
+
+    reason: str
+    remedy: str
+    """The keys that need less memory."""
+
+    def _text(self) -> str:
+        return (
+            f"{self.doing} failed: {self.reason}. Most often the machine, or its shared memory (/dev/shm), is full: "
+            f"{self.remedy}, or give the machine more memory"
+        )
+
+
+@attrs.define(eq=False)
+class NotFiniteError(UserError):
+    """A loss or a gradient is no finite number, or the weights are ruined."""
+
+    what: str
+    number: float
+
+    consequence: str = (
+        "the policy was not updated and not saved: lower training.learning_rate, and look at what grpo.reward and "
+        "grpo.loss give"
+    )
+
+    def _text(self) -> str:
+        return f"{self.what} is {self.number}, so {self.consequence}"
+
+
+@attrs.define(eq=False)
+class RanksDisagreeError(VerificationError):
+    """Ranks hold different values of what must be equal."""
+
+    what: str
+    values: tuple[str, ...]
+
+    def _text(self) -> str:
+        rows = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(self.values))
+        return f"ranks disagree on {self.what}: {rows}"
+
+
+@attrs.define(eq=False)
+class CoverageError(VerificationError):
+    """A rank consumed other packs than its share."""
+
+    what: str
+    """What was consumed: training's epoch, or an evaluation."""
+
+    missing: tuple[int, ...]
+    """Packs that were not consumed, or not often enough."""
+
+    surplus: tuple[int, ...]
+    """Packs that were consumed too often."""
+
+    def _text(self) -> str:
+        return (
+            f"{self.what} did not consume what was planned: packs missing {_first(self.missing)}, packs in excess "
+            f"{_first(self.surplus)}"
+        )
+
+
+def _first(items: tuple[int, ...]) -> str:
+    return ", ".join(map(str, items[:10])) + (", …" if len(items) > 10 else "") or "none"

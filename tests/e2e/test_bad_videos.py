@@ -1,0 +1,276 @@
+"""
+Videos that cannot be trained are named, in bounded time and memory; what a container says wrongly
+of one that can be moves no length.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import struct
+import time
+from fractions import Fraction
+from pathlib import Path
+
+import attrs
+import numpy as np
+import pytest
+from PIL import Image
+
+from adapters.samples.video import facts
+from app.demo.videos import MadeVideo
+from core.errors import RecordError
+from tests.e2e.test_videos import SAMPLING, asked, write
+
+pytestmark = pytest.mark.slow
+
+
+def patched(data: bytes, box: bytes, offset: int, kind: str, *values: float) -> bytes:
+    """
+    Return a file that says something else.
+
+    Args:
+        data: What it holds.
+
+        box: The name before the place, where it first stands.
+
+        offset: Bytes from the name's end to the place.
+
+        kind: How the values are written, as `struct` has it.
+
+        *values: What it is to say.
+    """
+    place, written = data.index(box) + len(box) + offset, struct.pack(kind, *values)
+    return data[:place] + written + data[place + len(written) :]
+
+
+def repeated(path: Path, size: tuple[int, int], number: int, rate: Fraction) -> Path:
+    """
+    Write a video of one grey frame, encoded once.
+
+    Args:
+        path: The file.
+
+        size: Width and height.
+
+        number: How often it comes.
+
+        rate: Frames a second.
+    """
+    import av
+
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mjpeg", rate=rate)
+        stream.width, stream.height = size
+        stream.pix_fmt = "yuvj420p"
+        frame = av.VideoFrame(*size, stream.pix_fmt)
+        for plane in frame.planes:
+            plane.update(bytes([120]) * plane.buffer_size)
+        frame.pts, frame.time_base = 0, 1 / rate
+        (encoded,) = [*stream.encode(frame), *stream.encode()]
+        data = bytes(encoded)
+        for place in range(number):
+            packet = av.Packet(data)
+            packet.stream, packet.time_base, packet.duration = stream, 1 / rate, 1
+            packet.pts = packet.dts = place
+            packet.is_keyframe = True
+            container.mux(packet)
+    return path
+
+
+def bad_videos(folder: Path) -> dict[str, str]:
+    """Write videos that cannot be trained; return their names -> what is said of them."""
+    whole = MadeVideo(num_frames=80, size=(96, 54)).write(folder / "whole.mp4").read_bytes()
+    (folder / "cut.mp4").write_bytes(whole[: len(whole) * 2 // 3])
+    mkv = MadeVideo("mkv", num_frames=80).write(folder / "whole.mkv").read_bytes()
+    (folder / "codec.mp4").write_bytes(whole.replace(b"avc1", b"zzz1"))
+    MadeVideo(num_frames=10, rate=Fraction(1, 4000)).write(folder / "hours.mp4")
+    MadeVideo("mkv", num_frames=10, rate=Fraction(1, 4000)).write(folder / "hours.mkv")
+    (folder / "cut.mkv").write_bytes(mkv[: len(mkv) * 2 // 3])
+    (folder / "empty.mp4").write_bytes(b"")
+    Image.new("RGB", (64, 48)).save(folder / "still.png")
+    (folder / "still.mp4").write_bytes((folder / "still.png").read_bytes())
+    Image.new("RGB", (64, 48)).save(folder / "moving.gif", save_all=True, append_images=[Image.new("RGB", (64, 48), 9)])
+    (folder / "playlist.mp4").write_text("#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nhttp://127.0.0.1:9/a.ts\n")
+    MadeVideo(num_frames=1).write(folder / "one.mp4")
+    MadeVideo(num_frames=300, rate=Fraction(1, 4)).write(folder / "long.mp4")
+    MadeVideo(num_frames=2, size=(1616, 8)).write(folder / "flat.mp4")
+    MadeVideo(num_frames=30, size=(640, 480)).write(folder / "large.mp4")
+    sound(folder / "sound.mp4")
+    # decord would take memory for each, and end the process.
+    (folder / "count.mp4").write_bytes(patched(whole, b"stts", 8, ">I", 4_000_000_000))
+    repeated(folder / "8k.avi", (7680, 4320), 4, Fraction(1))
+    repeated(folder / "10h.mkv", (32, 32), 36_000, Fraction(1))
+    (folder / "large").mkdir()
+    for number in range(2):
+        Image.new("1", (8200, 8200)).save(folder / "large" / f"{number}.png")
+    (folder / "none").mkdir()
+    os.mkfifo(folder / "pipe.mp4")
+    return {
+        "gone.mp4": "gone.mp4 does not exist",
+        "cut.mp4": "truncated",
+        "cut.mkv": "is truncated: it says 3.2 s",
+        "codec.mp4": "is of a codec that is not known here: encode it again, as H.264",
+        "hours.mp4": "has 40,000 s, but may have 600: cut it, or raise custom.max_video_s",
+        "hours.mkv": "has 40,000 s, but may have 600: cut it, or raise custom.max_video_s",
+        "empty.mp4": "cannot be read",
+        "still.mp4": "is a still image",
+        "moving.gif": "is a GIF",
+        "playlist.mp4": "playlist.mp4 cannot be read",
+        "one.mp4": "one.mp4 cannot be sampled: it has 1 frame, but needs 2",
+        "long.mp4": "may have 600: cut it, or raise custom.max_video_s",
+        "flat.mp4": "flat.mp4 cannot be sampled: frames of 1616 x 8: ",
+        "large.mp4": "lower template.fps_max_frames, shrink the video, or raise custom.max_video_bytes",
+        "sound.mp4": "has no video, but sound alone",
+        "count.mp4": "says that it has 4,000,000,000 frames",
+        "8k.avi": "of 7680 x 4320",
+        "10h.mkv": "has 36,000 s, but may have 600: cut it",
+        "large": "has 8,200 x 8,200, but may have 67,108,864 pixels",
+        "none": "is a folder without frames",
+        "pipe.mp4": "is a pipe or a device",
+    }
+
+
+def sound(path: Path) -> None:
+    """Write a file of sound alone."""
+    import av
+
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("aac", rate=16000)
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
+        frame.sample_rate = 16000
+        container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+
+
+def test_a_bad_video_is_named_by_its_record_and_nothing_takes_its_place(write_run, tmp_path):
+    """From its container as by a full encode, with the same words; the others are measured."""
+    from app.wiring import training
+
+    says = bad_videos(tmp_path)
+    data = write(tmp_path / "bad.jsonl", [asked(video) for video in [*says, "whole.mp4"]])
+    limits = {"max_video_s": 600, "max_video_bytes": 3_000_000}
+    config = training.read_config(write_run(custom={"train_jsonl": str(data), **limits}, template=SAMPLING))
+    samples = training.open_measurer(config, training.open_samples(config)["train"])
+
+    for in_full in (False, True):
+        *bad, good = samples.measure_many(range(len(says) + 1), in_full=in_full)
+        assert 1 == good.measurement.videos
+        for number, (outcome, said) in enumerate(zip(bad, says.values(), strict=True), start=1):
+            assert isinstance(outcome, RecordError)
+            assert f"bad.jsonl, line {number}: " in str(outcome)
+            assert said in str(outcome)
+            assert len(str(outcome)) < 600
+
+
+@pytest.mark.parametrize("container", ["mp4", "mkv"])
+def test_frames_beyond_the_bound_are_refused_by_their_size(monkeypatch, tmp_path, container):
+    """A frame of the bound itself is read."""
+    video = str(MadeVideo(container).write(tmp_path / f"a.{container}"))
+    monkeypatch.setattr(facts, "MAX_PIXELS", 64 * 48)
+    assert (64, 48) == attrs.astuple(facts.video_facts(video, max_seconds=600))[1:3]
+
+    monkeypatch.setattr(facts, "MAX_PIXELS", 64 * 48 - 1)
+
+    with pytest.raises(ValueError, match=r"has frames of 64 x 48, but may have 3,071 pixels: shrink it"):
+        facts.video_facts(video, max_seconds=600)
+
+
+def cost(videos: list[str], out: str) -> int:
+    """Write what asking each video takes: seconds of processor time, and megabytes of memory."""
+    import av  # noqa: F401  # what importing it takes is no video's
+
+    taken = []
+    for video in videos:
+        before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+        found = facts.video_facts(video, max_seconds=40_000)
+        spent, memory = time.process_time() - started, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        taken.append((found.width, found.num_frames, spent, memory / 1024))
+    Path(out).write_text(json.dumps(taken))
+    return 0
+
+
+def test_8k_and_10_hours_take_little_time_and_memory(server, tmp_path):
+    """One frame is decoded, and nothing loaded whole: of 8K, 50 MB are its pixels."""
+    large = [repeated(tmp_path / f"8k.{kind}", (7680, 4320), 40, Fraction(2)) for kind in ("mp4", "mkv")]
+    long = [repeated(tmp_path / f"10h.{kind}", (32, 32), 36_000, Fraction(1)) for kind in ("mp4", "mkv", "avi")]
+    assert all(path.stat().st_size > 7_000_000 for path in (*large, *long))
+
+    started = server.start(cost, [str(path) for path in (*large, *long)], str(tmp_path / "cost"), log=tmp_path / "log")
+    assert 0 == started.wait()
+
+    taken = json.loads((tmp_path / "cost").read_text())
+    assert [(7680, 40)] * 2 + [(32, 36_000)] * 3 == [tuple(one[:2]) for one in taken]
+    assert all(spent < 5 for _, _, spent, _ in taken)
+    assert all(memory < 200 for *_, memory in taken)
+
+
+def test_a_container_that_lies_gives_the_length_that_training_has(write_run, tmp_path):
+    """
+    Of its size, duration, rate or number of frames; and odd sides, and a transparent ground, are as
+    others.
+    """
+    from app.wiring import training
+
+    whole = {kind: MadeVideo(kind, num_frames=30).write(tmp_path / f"w.{kind}").read_bytes() for kind in ("mp4", "mkv")}
+    avi = MadeVideo("avi", "mpeg4", num_frames=30).write(tmp_path / "w.avi").read_bytes()
+    lies = {
+        "size.mp4": patched(whole["mp4"], b"avc1", 24, ">HH", 8000, 8000),
+        "duration.mp4": patched(whole["mp4"], b"mvhd", 16, ">I", 36_000_000),
+        "short.mp4": patched(whole["mp4"], b"mdhd", 16, ">I", 512),
+        "more.mp4": patched(whole["mp4"], b"stts", 8, ">I", 3000),
+        "fewer.mp4": patched(whole["mp4"], b"stts", 8, ">I", 10),
+        "more.avi": patched(avi, b"vids", 28, "<I", 3000),
+        "fewer.avi": patched(avi, b"vids", 28, "<I", 5),
+        "rate.avi": patched(avi, b"vids", 16, "<II", 1, 100_000),
+        "short.mkv": patched(whole["mkv"], b"\x44\x89\x88", 0, ">d", 100.0),
+    }
+    for name, data in lies.items():
+        (tmp_path / name).write_bytes(data)
+    MadeVideo("webm", "libvpx-vp9", size=(97, 53)).write(tmp_path / "odd.webm")
+    MadeVideo("webm", "libvpx-vp9", pixels="yuva420p").write(tmp_path / "clear.webm")
+    names = [*lies, "odd.webm", "clear.webm"]
+    data = write(tmp_path / "lies.jsonl", [asked(name) for name in names])
+    config = training.read_config(write_run(custom={"train_jsonl": str(data)}, template=SAMPLING))
+    samples = training.open_measurer(config, training.open_samples(config)["train"])
+
+    quick, full = (list(samples.measure_many(range(len(names)), in_full=way)) for way in (False, True))
+
+    assert quick == full
+    assert all(one.measurement.videos == 1 for one in quick)
+
+
+def test_damage_between_two_frames_is_found_by_decoding_all(write_run, tmp_path):
+    """
+    Before training by `verify --decode`, else by training: by the record, with what to do. Its
+    container is sound.
+    """
+    from app.wiring import training
+
+    whole = MadeVideo(num_frames=60, size=(160, 120)).write(tmp_path / "a.mp4").read_bytes()
+    middle = len(whole) // 2
+    (tmp_path / "bad.mp4").write_bytes(whole[:middle] + bytes(800) + whole[middle + 800 :])
+    (tmp_path / "turned.mp4").write_bytes(
+        MadeVideo(num_frames=60, size=(160, 120), turned=90).write(tmp_path / "b.mp4").read_bytes()
+    )
+    turned = (tmp_path / "turned.mp4").read_bytes()
+    (tmp_path / "turned.mp4").write_bytes(turned[:middle] + bytes(800) + turned[middle + 800 :])
+    data = write(tmp_path / "damaged.jsonl", [asked(name) for name in ("a.mp4", "b.mp4", "bad.mp4", "turned.mp4")])
+    config = training.read_config(
+        write_run(custom={"train_jsonl": str(data)}, template={**SAMPLING, "fps": 12, "max_length": 4096})
+    )
+    encoder = training.open_samples(config)["train"]
+    samples = training.open_measurer(config, encoder)
+    measured = list(samples.measure_many(range(4), in_full=False))
+    assert [1] * 4 == [one.measurement.videos for one in measured]
+    for index in (0, 1):
+        assert measured[index].images == samples.images(index, decode=True)
+
+    for index, name in ((2, "bad.mp4"), (3, "turned.mp4")):
+        for read in (lambda index: samples.images(index, decode=True), encoder.encode):
+            with pytest.raises(RecordError) as caught:
+                read(index)
+            assert f"damaged.jsonl, line {index + 1}: " in str(caught.value)
+            assert f"{name} cannot be decoded: " in str(caught.value)
+            assert "encode it again, or remove its record (packplan plan verify --decode finds" in str(caught.value)

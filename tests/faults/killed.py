@@ -1,0 +1,93 @@
+"""
+Runs of measuring and planning that are killed at any line: `killed.py START SEED FOLDER`.
+
+In a process of its own, since it forks hundreds of times: a fork takes as long as its process is
+large.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import attrs
+
+from adapters.stores.lengths import DiskLengthStore
+from tests.faults.runs import FLUSH_EVERY, POLICY, FileSource, Forked, artefacts_of, at_each_line, execute, write_data
+
+RUNS = 24
+
+LENGTHS = [random.Random(5).randint(1, 95) for _ in range(40)]  # noqa: S311  # lengths of a test
+
+OTHER = attrs.evolve(POLICY, packing_length=70)
+
+
+def num_lines_of(run: Callable[[], object]) -> int:
+    """Return the number of lines that a run executes, in a process of its own."""
+
+    def count(process: Forked) -> None:
+        at_each_line(lambda executed: setattr(process, "counter", executed))
+        run()
+
+    process = Forked(count)
+    assert 0 == process.wait()
+    return process.counter
+
+
+def run_and_kill(data: Path, folder: Path, line: int) -> bool:
+    """
+    Kill a run before it executes this line, and check what it left; return whether it was killed
+    before its end.
+    """
+
+    def run(process: Forked) -> None:
+        source = FileSource(data, before_each=lambda index: setattr(process, "counter", index))
+        at_each_line(lambda executed: os.kill(os.getpid(), signal.SIGKILL) if executed == line else None)
+        execute(source, folder)
+
+    process = Forked(run)
+    status = process.wait()
+    assert status in {0, -signal.SIGKILL}, status
+    source = FileSource(data)
+    stored = DiskLengthStore(folder).read(source.fingerprint(), len(source), source.data_digest)
+    assert LENGTHS[: len(stored.table)] == stored.table[:, 0].tolist()
+    assert len(stored.table) == len(stored.images)
+    if stored.probe is None:
+        assert process.counter - len(stored.table) <= FLUSH_EVERY
+    return status != 0
+
+
+def main(start: str, seed: int, folder: Path) -> None:
+    """Kill runs that start with nothing, or with another plan, at moments that the seed gives."""
+    os.fsync = lambda _: None  # the pages of a killed process are not lost
+    data, before = write_data(folder / "data.jsonl", LENGTHS), folder / "before"
+    execute(FileSource(data), folder / "whole")
+    whole = artefacts_of(folder / "whole")
+    before.mkdir()
+    if start == "another plan":
+        execute(FileSource(data), before, policy=OTHER)
+    shutil.copytree(before, folder / "counted")
+    num_lines = num_lines_of(lambda: execute(FileSource(data), folder / "counted"))
+    killed, rng = 0, random.Random(seed)  # noqa: S311  # moments of a test
+    for number in range(RUNS):
+        run = folder / str(number)
+        shutil.copytree(before, run)
+        # The first moments are spread evenly over the whole run.
+        for line in (int((number + rng.random()) * num_lines / RUNS) + 1, rng.randint(1, num_lines)):
+            killed += run_and_kill(data, run, line)
+        # Whoever goes back to the other plan must not find a mixture of both.
+        execute(FileSource(data), run, policy=OTHER)
+        execute(FileSource(data), run)
+        assert whole == artefacts_of(run), f"run {number}"
+    # A run that goes on has fewer lines to be killed at than the first one, so some are over
+    # before.
+    assert killed >= RUNS, killed
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))
