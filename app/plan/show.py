@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from typing import Any
 
 from rich.console import Console
@@ -65,7 +66,8 @@ def run(options: argparse.Namespace) -> None:
 
 def in_green(text: str) -> str:
     """Return a text in green, where a terminal shows colours; NO_COLOR wants none."""
-    console = Console()
+    # datasets replaces the environment where it maps rows in processes, and rich keeps the former.
+    console = Console(_environ=os.environ)
     return text if console.color_system is None or console.no_color else f"\x1b[32m{text}\x1b[39m"
 
 
