@@ -102,6 +102,8 @@ class PackingTrainer(Seq2SeqTrainer):
         self._step_loss: torch.Tensor | float = 0.0
         self._size_before: float | None = None
         self.saved: Path | None = None
+        # Of training; transformers makes another one for a resumed epoch.
+        self._loaders: list[PackLoader] = []
         self._eval_batches: dict[str, int] = {}
         try:
             super().__init__(eval_dataset=eval_dataset, **options)
@@ -181,7 +183,7 @@ class PackingTrainer(Seq2SeqTrainer):
             with failures_named(self), lost_processes_named("loading data", self._less_memory()):
                 return super().train(*arguments, **options)
         finally:
-            if isinstance(loader := self.callback_handler.train_dataloader, PackLoader):
+            for loader in self._loaders:
                 loader.close()
 
     def _less_memory(self) -> str:

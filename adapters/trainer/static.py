@@ -65,14 +65,15 @@ class PackTrainer(PackingTrainer):
 
     def get_train_dataloader(self, skip_batches: int = 0) -> PackLoader:  # noqa: ARG002  # the schedule skips by itself
         """Serve this rank's packs, in an order drawn again from seed and epoch."""
-        self._loader = PackLoader(
+        loader = PackLoader(
             self.train_dataset,
             device=self.accelerator.device,
             batch_sampler=TrainBatches(self.schedule, rank=self.group.rank),
             collate_fn=self.data_collator,
             **self._worker_options(),
         )
-        return self._loader
+        self._loaders.append(loader)
+        return loader
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[Any, ...]:
         """
@@ -120,9 +121,10 @@ class PackTrainer(PackingTrainer):
         """Add to a step's loss what the steps since the last one looked like."""
         if "loss" in logs and self._meter is not None:
             logs = {**logs, **self._meter.read(self.state.global_step)}
+            waited = sum(loader.waited for loader in self._loaders)
             if self._video_seconds:
-                logs |= {"video_seconds": self._video_seconds, "data_wait_seconds": self._loader.waited - self._waited}
-            self._video_seconds, self._waited = 0.0, self._loader.waited
+                logs |= {"video_seconds": self._video_seconds, "data_wait_seconds": waited - self._waited}
+            self._video_seconds, self._waited = 0.0, waited
         logs.pop("train_samples_per_second", None)  # counts packs
         super().log(logs, *arguments, **options)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import multiprocessing
 import re
 import shutil
 from collections import Counter
@@ -407,3 +408,13 @@ def test_two_runs_do_not_train_into_one_folder(write_run, tmp_path, capsys):
         assert 2 == sft.main([str(path)])
     assert "training.output_dir: is " in (said := capsys.readouterr().err)
     assert "which another run trains into" in said
+
+
+def test_the_processes_of_loaders_end_with_training(write_run, execute, few, tmp_path):
+    """Of a resumed epoch too: torch would wait 5 s for each that the garbage collector ends."""
+    keys = {**KEYS, "dataloader_num_workers": 2}
+    execute(write_run("qwen3", name="whole", training={**keys, "max_steps": 2}, **few("qwen3")))
+    again = {**keys, "save_strategy": "no", "resume_from_checkpoint": str(tmp_path / "whole" / "checkpoint-1")}
+    execute(write_run("qwen3", name="resumed", training={**again, "max_steps": 2}, **few("qwen3")))
+
+    assert [] == multiprocessing.active_children()
