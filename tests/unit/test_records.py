@@ -240,7 +240,7 @@ def test_an_image_that_is_none_is_refused_with_what_to_do(image, remedy):
     """As exports of other programs have them; a path of letters alone is one."""
     with pytest.raises(ValueError, match=remedy):
         to_messages(dense(images=[image]))
-    for path in ("a.png", "C://a.png", "/9j/a.jpg", "iVBORw0KGgo", "a/" * 2000 + "a"):
+    for path in ("a.png", "C://a.png", "/9j/a.jpg", f"/9j/{80 * 'a'}.jpg", "iVBORw0KGgo", "a/" * 2000 + "a"):
         assert [path] == to_messages(dense(images=[path]))["images"]
 
 
