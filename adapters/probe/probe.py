@@ -35,7 +35,7 @@ from core.equality import (
     Trial,
     trials,
 )
-from core.errors import ProbeError
+from core.errors import ProbeError, agree
 
 LENGTHS = (33, 3, LONGEST, 51)
 """Tokens of the samples that the probe packs: longer and shorter than windows and kernels."""
@@ -192,7 +192,8 @@ def _probed(config: Any, attn_impl: str, *, trust_remote_code: bool, on_cpu: boo
     why_not = measured.why_not(limit=EQUAL["float32"]) or ""
     carriers = next((one.carriers for _, one in ran if one.carriers != one.split), ())
     if carriers:
-        why_not += f"; {' and '.join(carriers)} carry it along the row, and do not run sample by sample"
+        verbs = agree(len(carriers), "carries", "carry"), agree(len(carriers), "does", "do")
+        why_not += f"; {' and '.join(carriers)} {verbs[0]} it along the row, and {verbs[1]} not run sample by sample"
     return attrs.evolve(
         _refused(config, best.trial.attention, place.native, why_not),
         split=best.split,

@@ -304,11 +304,11 @@ class SwiftMeasurer:
         kept_before = gc.get_freeze_count()
         gc.collect()
         gc.freeze()
-        with ctrl_c_kept():
-            pool = open_pool(self._workers, _open_worker, self, in_full)
-            waiting.append(pool.submit(_measure_in_worker, next(parts)))
+        pool = open_pool(self._workers, _open_worker, self, in_full)
         try:
             with lost_processes_named("measuring samples", _less_memory(self._workers)):
+                with ctrl_c_kept():
+                    waiting.append(pool.submit(_measure_in_worker, next(parts)))
                 for part in parts:
                     waiting.append(pool.submit(_measure_in_worker, part))
                     if len(waiting) > _AHEAD * self._workers:

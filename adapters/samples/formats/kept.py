@@ -68,8 +68,8 @@ class KeptFacts:
                 return None
             folder, entries = self._manifest.parent, manifest["arrays"]
             return manifest["facts"], {name: files.read_array(folder, entry) for name, entry in entries.items()}
-        except CorruptArtefactError as error:
-            log.warning("%s: the data file is read again", error)
+        except (CorruptArtefactError, OSError) as error:
+            log.warning("%s: %s is read again", error, self._parts[0])
             return None
 
     def save(self, facts: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> bool:
@@ -102,8 +102,10 @@ class KeptFacts:
     def discard(self) -> None:
         """Forget what is kept, since it is not what the file holds."""
         if self._manifest is not None:
-            with files.writing(self._manifest):
+            try:
                 self._manifest.unlink(missing_ok=True)
+            except OSError as error:
+                log.warning("%s: it is not what %s holds, and every start finds that again", error, self._parts[0])
 
 
 def standing(path: Path) -> dict[str, int]:

@@ -18,8 +18,8 @@ class MappedFile:
     The bytes of one file, by position.
 
     What is mapped counts as memory of the process, also where the system could take it back, and a
-    run in shuffled order maps all of its file in time. So it is let go again and again: the system
-    still holds it, and maps it again where it is asked for.
+    run in shuffled order maps all of its file in time. So it is released again and again: the
+    system still holds it, and maps it again where it is asked for.
     """
 
     def __init__(self, path: Path) -> None:
@@ -44,9 +44,9 @@ class MappedFile:
         Args:
             part: Its number.
 
-            num_bytes: So many.
+            num_bytes: Bytes that were read.
 
-            num_places: In so many places of the part.
+            num_places: Separate places of the part that they lie in.
 
             most: Bytes of all the part.
         """

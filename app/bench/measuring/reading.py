@@ -54,7 +54,7 @@ class ReadingCost:
 
 def measure_reading(folder: Path, num_rows: int, *, side: int) -> list[ReadingCost]:
     """
-    Write the same rows in each format, start on each twice, and fetch all rows in shuffled order.
+    Write the same rows in each format, start on each, and fetch all rows in shuffled order.
 
     Args:
         folder: Where files are written.

@@ -12,8 +12,9 @@ from filelock import FileLock, Timeout
 
 from adapters.files import writing
 from adapters.ranks.torch_group import OneRank, TorchGroup
+from adapters.trainer.arguments import runs_on_cpu
 from core.config import RunConfig
-from core.errors import ConfigError
+from core.errors import ConfigError, OutputError
 from core.ports import RankGroup
 
 
@@ -26,7 +27,7 @@ def joined_ranks(settings: Mapping[str, Any]) -> Iterator[RankGroup]:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield OneRank()
         return
-    group = TorchGroup(use_cpu=bool(settings.get("use_cpu")), timeout_s=float(settings.get("ddp_timeout", 1800)))
+    group = TorchGroup(use_cpu=runs_on_cpu(settings), timeout_s=float(settings.get("ddp_timeout", 1800)))
     yield group
     # Not after an error: the other ranks may wait for this one in a collective, and leaving would
     # wait for them.
@@ -45,15 +46,22 @@ def alone_in_output(config: RunConfig, group: RankGroup) -> Iterator[None]:
 
     Raises:
         ConfigError: Another run does so now, and both would write the same checkpoints.
+
+        OutputError: The folder cannot be written; ConfigError on the ranks beside the first.
     """
     folder = Path(config.training.output_dir)
     lock = FileLock(folder / "train.lock")
-    taken = False
+    taken, failure = False, None
     if group.rank == 0:
-        with writing(folder), contextlib.suppress(Timeout):
-            folder.mkdir(parents=True, exist_ok=True)
-            lock.acquire(timeout=0)
-            taken = True
+        try:
+            with writing(folder), contextlib.suppress(Timeout):
+                folder.mkdir(parents=True, exist_ok=True)
+                lock.acquire(timeout=0)
+                taken = True
+        except OutputError as error:  # raised once the others know
+            failure = error
+    if group.any(failure is not None):
+        raise failure or ConfigError.of("training.output_dir", f"is {folder}, which rank 0 cannot write")
     if group.any(group.rank == 0 and not taken):
         reason = f"is {folder}, which another run trains into: both would write its checkpoints; name another folder"
         raise ConfigError.of("training.output_dir", reason)
