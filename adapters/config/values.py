@@ -150,6 +150,9 @@ def _converter() -> cattrs.Converter:
         lambda value, kind: None if value is None else converter.structure(value, _without_none(kind)),
     )
     converter.register_structure_hook_func(lambda kind: _origin(kind) is Mapping, lambda value, _: value)
+    converter.register_structure_hook_factory(
+        lambda kind: _origin(kind) is dict, lambda kind: _pairs_hook(kind, converter)
+    )
     converter.register_structure_hook_factory(attrs.has, lambda cls: _section_hook(cls, converter))
     return converter
 
@@ -161,6 +164,18 @@ def _section_hook(cls: Any, converter: cattrs.Converter) -> Any:
     def structure(value: object, kind: Any) -> Any:
         if not isinstance(value, Mapping):
             _refuse(value, "a section of keys")
+        return plain(value, kind)
+
+    return structure
+
+
+def _pairs_hook(kind: Any, converter: cattrs.Converter) -> Any:
+    """Return what structures a dictionary, and refuses a list."""
+    plain: Any = converter.gen_structure_mapping(kind)
+
+    def structure(value: object, _: Any) -> Any:
+        if not isinstance(value, Mapping):
+            _refuse(value, "pairs, as {this: that}")
         return plain(value, kind)
 
     return structure

@@ -314,6 +314,7 @@ def test_one_yaml_builds_on_another(tmp_path: Path):
         ("- 1\n", "sections"),
         ("", "sections"),
         ("model: 3\n", "a section of keys"),
+        ("custom: {source_names: [a]}\n", "pairs, as"),
         ("!!python/object/apply:os.getcwd []\n", "no valid YAML"),
     ],
 )
