@@ -35,7 +35,7 @@ def measure_images(model: Any, *, native: str) -> Measured:
     error = None
     for images in _images_of(model):
         try:
-            return _compare(model, images, native)
+            return _compare(model, [_beside(model, image) for image in images], native)
         except (ValueError, RuntimeError) as found:  # its tower takes images of another shape
             error = found
     raise error or ValueError
@@ -84,7 +84,7 @@ def _by_grid(vision: Any, *, flat: bool) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(5)
     drawn = [torch.randn(grid[0] * grid[1] * grid[2], *shape, generator=generator) for grid in _GRIDS]
     return [
-        {"pixel_values": patches.requires_grad_(), "image_grid_thw": torch.tensor([grid])}
+        {"pixel_values": patches, "image_grid_thw": torch.tensor([grid])}
         for patches, grid in zip(drawn, _GRIDS, strict=True)
     ]
 
@@ -97,8 +97,7 @@ def _in_line(vision: Any) -> list[dict[str, torch.Tensor]]:
         torch.randn(1, vision.num_channels, side, rows * columns * side, generator=generator) for rows, columns in sizes
     ]
     return [
-        {"pixel_values": line.requires_grad_(), "target_sizes": torch.tensor([size])}
-        for line, size in zip(drawn, sizes, strict=True)
+        {"pixel_values": line, "target_sizes": torch.tensor([size])} for line, size in zip(drawn, sizes, strict=True)
     ]
 
 
@@ -108,7 +107,14 @@ def _squares(vision: Any) -> list[dict[str, torch.Tensor]]:
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     shape = (1, getattr(vision, "num_channels", 3), height, width)
     generator = torch.Generator().manual_seed(5)
-    return [{"pixel_values": torch.randn(shape, generator=generator).requires_grad_()} for _ in range(_IMAGES)]
+    return [{"pixel_values": torch.randn(shape, generator=generator)} for _ in range(_IMAGES)]
+
+
+def _beside(model: Any, image: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return an image where a model's weights are, its pixels as they are and with gradients."""
+    weight = next(model.parameters())
+    here = {key: part.to(weight.device) for key, part in image.items()}
+    return {**here, "pixel_values": here["pixel_values"].to(weight.dtype).requires_grad_()}
 
 
 def _features(model: Any, images: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:

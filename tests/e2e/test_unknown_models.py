@@ -126,7 +126,7 @@ def test_a_layer_that_carries_a_state_and_cannot_be_split_is_named(monkeypatch):
 
     assert not verdict.passes
     assert verdict.isolation > 0
-    assert "LlamaMLP carry it along the row, and do not run sample by sample" in verdict.reason
+    assert "LlamaMLP carries it along the row, and does not run sample by sample" in verdict.reason
 
 
 def test_a_copy_that_does_not_fit_the_memory_is_refused_before_it_is_built(monkeypatch):
