@@ -11,8 +11,10 @@ import multiprocessing
 import re
 import shutil
 from collections import Counter
+from functools import partial
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +24,7 @@ from safetensors.torch import load_file
 from adapters.ranks.torch_group import OneRank
 from app import sft
 from app.wiring import training
-from core.errors import ConfigError, PlanChangedError
+from core.errors import ConfigError, OutputError, PlanChangedError
 from core.schedule import ORDER_VERSION
 from tests.e2e import rank_main
 from tests.processes import finished
@@ -401,6 +403,22 @@ def test_a_checkpoint_that_is_written_over_is_whole(write_run, execute, few, cap
     assert resumed.schedule.start.step == 2
 
 
+def test_ranks_meet_where_rank_zero_cannot_write(write_run):
+    """It says why, and the others, which wait for it, that it is rank 0's."""
+    config = training.read_config(write_run("qwen2", training={"output_dir": "/dev/null/run"}))
+    met = []
+
+    def meet(rank, value):
+        met.append((rank, value))
+        return True
+
+    for rank, error, says in ((0, OutputError, "/dev/null/run cannot be written"), (1, ConfigError, "rank 0 cannot")):
+        group = SimpleNamespace(rank=rank, any=partial(meet, rank))
+        with pytest.raises(error, match=says), training.alone_in_output(config, group):
+            raise AssertionError
+    assert [(0, True), (1, False)] == met
+
+
 def test_two_runs_do_not_train_into_one_folder(write_run, tmp_path, capsys):
     """The second is refused by key, as long as the first trains."""
     path = write_run("qwen2", training=KEYS)
@@ -411,7 +429,7 @@ def test_two_runs_do_not_train_into_one_folder(write_run, tmp_path, capsys):
 
 
 def test_the_processes_of_loaders_end_with_training(write_run, execute, few, tmp_path):
-    """Of a resumed epoch too: torch would wait 5 s for each that the garbage collector ends."""
+    """Those of a resumed epoch too; torch waits 5 s for each that the garbage collector ends."""
     keys = {**KEYS, "dataloader_num_workers": 2}
     execute(write_run("qwen3", name="whole", training={**keys, "max_steps": 2}, **few("qwen3")))
     again = {**keys, "save_strategy": "no", "resume_from_checkpoint": str(tmp_path / "whole" / "checkpoint-1")}

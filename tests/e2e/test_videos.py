@@ -141,6 +141,24 @@ def test_keys_of_sampling_steer_lengths_and_encodes_alike(model, sampling, measu
     assert {f"template.{key}" for key in sampling} == {one.key for one in changed}
 
 
+def test_a_template_that_fails_on_a_stand_in_leaves_videos_to_full_encodes(measurer, monkeypatch, caplog):
+    """The same measurements, and the log says why they take longer."""
+    from adapters.samples.counting import quickly
+
+    samples = measurer("qwen3_vl", (("video_min_pixels", 3200),))
+    full = list(samples.measure_many(range(1, 6), in_full=True))
+
+    def fail(*_):
+        raise KeyError("planted")
+
+    monkeypatch.setattr(quickly, "prove_stand_in", fail)
+    assert samples._quick
+    monkeypatch.delitem(samples.__dict__, "_quick")  # what was proven before
+    caplog.set_level("INFO", "adapters")
+    assert full == list(samples.measure_many(range(1, 6), in_full=False))
+    assert "measured one by one: KeyError: 'planted'" in caplog.text
+
+
 def test_samples_with_videos_are_measured_together_and_each_container_read_once(measurer, monkeypatch):
     """
     One whose rate varies is decoded; what the texts of the others give is held against an encode

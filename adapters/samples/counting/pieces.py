@@ -293,17 +293,6 @@ def prove_stand_in(template: Template, counter: PieceCounter, medium: str) -> bo
 
         medium: `image` or `video`.
     """
-    try:
-        stands = _stands_in(template, counter, medium)
-    except Exception:  # noqa: BLE001  # whatever the template raises, samples are then encoded one by one
-        stands = False
-    if not stands:
-        counter.stand_ins.pop(medium, None)
-    return stands
-
-
-def _stands_in(template: Template, counter: PieceCounter, medium: str) -> bool:
-    """Let a counter know what stands for a medium; return whether that is the same each time."""
     found: Measurement | None
     samples = [{medium: 1}, {medium: 2}]
     if counter.stand_ins:
@@ -321,6 +310,7 @@ def _stands_in(template: Template, counter: PieceCounter, medium: str) -> bool:
                 counter.stand_ins[medium] = StandIn(tokens, patches, counter.said(pieces)[medium])
         (found,) = counter.measure([pieces])
         if found != encoded:
+            del counter.stand_ins[medium]
             return False
     return True
 
