@@ -52,6 +52,17 @@ def _untraced(config):
             controller.resume()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session):
+    """
+    Stop the coverage that pytest-cov starts before it knows that this process is a worker of
+    pytest-xdist: beneath the worker's own, it would trace on whenever that pauses.
+    """
+    plugin = session.config.pluginmanager.get_plugin("_cov")
+    if plugin and plugin.cov_controller and hasattr(session.config, "workerinput"):
+        plugin.cov_controller.pause()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session):
     """
