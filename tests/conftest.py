@@ -11,6 +11,7 @@ import gc
 import importlib
 import itertools
 import logging
+import multiprocessing
 import os
 import pkgutil
 import subprocess
@@ -20,7 +21,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import core
-from tests.processes import Server, server_context
+from tests.processes import Server, fork_server
 
 # No test reaches for a hub or a network.
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
@@ -75,7 +76,10 @@ def pytest_collection(session):
     gc.disable()
     try:
         with _untraced(session.config):
-            return (yield)
+            collected = yield
+            if any("server" in getattr(item, "fixturenames", ()) for item in getattr(session, "items", ())):
+                fork_server()
+            return collected
     finally:
         gc.freeze()
         gc.enable()
@@ -147,7 +151,7 @@ def demo(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def server(tmp_path_factory):
     """Return what starts processes with the stack imported; those left at the end are killed."""
-    started = Server(server_context(), tmp_path_factory.mktemp("processes"))
+    started = Server(multiprocessing.get_context("forkserver"), tmp_path_factory.mktemp("processes"))
     yield started
     started.kill()
 

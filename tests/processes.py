@@ -1,6 +1,6 @@
 """
-Processes for tests that start with the stack imported: each is forked by a server that imported it
-once.
+Processes for tests that start with the stack imported: each is forked by a server, which was forked
+by the process of the tests when that had imported it.
 
 Importing torch, transformers and ms-swift takes 8 s of processor time in a process of its own. A
 test that proves something about a fresh interpreter (a launcher, what an import loads) starts one;
@@ -9,15 +9,24 @@ every other asks the server.
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
+import importlib
+import logging
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import attrs
 
@@ -26,7 +35,10 @@ from tests.network import free_port
 
 DEADLINE_S = 240
 
-PRELOADED = ["tests.stack"]
+STACK = "tests.stack"
+"""Module that imports what takes 8 s."""
+
+_STANDARD_ERROR = 2
 
 
 def lives(pid: int) -> bool:
@@ -174,13 +186,53 @@ def finished(started: list[Started]) -> list[int]:
     return statuses
 
 
-def server_context() -> ForkServerContext:
+def fork_server() -> None:
     """
-    Return the context of a server that imports the stack when it is first asked for a process.
+    Import the stack, and fork the server of this process's children: one that started by itself
+    would import all of it again.
+
+    To be called before a test has run: what threads and connections those leave would be copied.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    return context
+    importlib.import_module(STACK)
+    resource_tracker.ensure_running()
+    with mock.patch("multiprocessing.util.spawnv_passfds", _forked):
+        forkserver.ensure_running()
+
+
+def _forked(_executable: object, _arguments: object, files: list[int]) -> int:
+    """
+    Fork the server instead of starting an interpreter; return its process id.
+
+    Args:
+        files: The socket that it listens to, and the pipe that ends when its clients have.
+    """
+    if pid := os.fork():
+        return pid
+    try:
+        for file in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
+            if file > _STANDARD_ERROR and file not in files:
+                with contextlib.suppress(OSError):  # the one that listed them
+                    os.close(file)
+        _forget_pytest()
+        state: Any = forkserver
+        state._forkserver.__init__()  # the parent holds the lock of what it was
+        listener, alive = files
+        state.main(listener, alive, [])
+    finally:
+        os._exit(0)
+
+
+def _forget_pytest() -> None:
+    """Undo what pytest has set for its own process: streams, hooks, warnings, signals, loggers."""
+    sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__
+    sys.excepthook, sys.unraisablehook = sys.__excepthook__, sys.__unraisablehook__
+    threading.excepthook = threading.__excepthook__
+    faulthandler.disable()
+    logging.getLogger().handlers.clear()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    warnings.resetwarnings()
+    for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+        warnings.simplefilter("ignore", category)
 
 
 def _call(
@@ -190,7 +242,6 @@ def _call(
     variables: dict[str, str],
     folder: str,
 ) -> None:
-    assert all(name in sys.modules for name in PRELOADED), "the server says nothing of an import that failed"
     end_with_parent()
     # Else workers of loaders would come from a server of their own, which imports the stack again.
     multiprocessing.set_start_method(None, force=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import multiprocessing
 import os
 import signal
 from collections import Counter
@@ -18,7 +19,6 @@ from app.training.works import work_of
 from app.wiring.stores import read_config
 from core.equality import Attention
 from core.errors import ConfigError, ContractError
-from tests.processes import server_context
 
 SDPA = Attention("sdpa", "it is asked for")
 
@@ -317,7 +317,7 @@ def test_several_processes_measure_the_same(demo, write_run, monkeypatch):
 
     monkeypatch.setattr(measurer.os, "cpu_count", lambda: 2)
     # Workers that are spawned import the stack, too; these come from the server, which has.
-    context = server_context()
+    context = multiprocessing.get_context("forkserver")
     monkeypatch.setattr(lifeline.multiprocessing, "get_context", lambda _: context)
     config = training.read_config(write_run())
     samples = training.open_measurer(config, training.open_samples(config)["train"], pool_start_s=0.0)
