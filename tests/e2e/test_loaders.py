@@ -64,21 +64,26 @@ def test_a_process_that_measures_and_is_killed_is_named_with_its_key(write_run, 
 
 
 @pytest.mark.parametrize(
-    ("said", "ours"),
+    ("said", "advice"),
     [
-        ("DataLoader worker (pid 7) is killed by signal: Killed. ", True),
-        ("DataLoader worker (pid(s) 7, 8) exited unexpectedly", True),
-        ("Too many open files. Communication with the workers is no longer possible.", True),
-        ("CUDA error: out of memory", False),
+        ("DataLoader worker (pid 7) is killed by signal: Killed. ", "give the machine more memory"),
+        ("DataLoader worker (pid(s) 7, 8) exited unexpectedly", "give the machine more memory"),
+        ("Too many open files. Communication with the workers is no longer possible.", "ulimit -n"),
+        ("DataLoader timed out after 600.0 seconds", "where its media are"),
+        ("CUDA error: out of memory", ""),
     ],
 )
-def test_only_what_torch_says_of_lost_workers_is_theirs(said, ours):
-    """Every other error of torch keeps its traceback."""
-    kind = LostProcessError if ours else RuntimeError
+def test_only_what_torch_says_of_lost_workers_is_theirs(said, advice):
+    """Each with what to do about it; every other error of torch keeps its traceback."""
+    kind = LostProcessError if advice else RuntimeError
     with pytest.raises(kind) as raised, lost_processes_named("loading data", "lower it"):
         raise RuntimeError(said)
 
+    assert kind is type(raised.value)
     assert said.strip().rstrip(".") in str(raised.value)
+    if advice:
+        assert advice in str(raised.value)
+        assert "lower it" in str(raised.value)
 
 
 def test_a_run_says_last_where_its_checkpoint_is_and_what_loads_it(write_run, capfd):
