@@ -211,14 +211,15 @@ def test_a_file_that_is_cut_off_gives_no_other_record(tmp_path, name):
         assert len(found) < len(RECORDS) or name == "a.arrow"
 
 
+@pytest.mark.parametrize(("num_rows", "line"), [(20_000, r"1\d,\d\d\d"), (2_000, r"1,\d\d\d")])
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst"])
-def test_an_archive_that_is_cut_off_says_after_which_line(tmp_path, name):
-    """Though all lines before are whole."""
-    rows = [{"t": hashlib.sha256(str(number).encode()).hexdigest()} for number in range(20_000)]
+def test_an_archive_that_is_cut_off_says_after_which_line(tmp_path, name, num_rows, line):
+    """Though all lines before are whole, and however small it is."""
+    rows = [{"t": hashlib.sha256(str(number).encode()).hexdigest()} for number in range(num_rows)]
     whole = FORMATS[name](rows)
     (tmp_path / name).write_bytes(whole[: len(whole) * 9 // 10])
 
-    with pytest.raises(DataSetError, match=r"line 1\d,\d\d\d: the archive ends here, before its end"):
+    with pytest.raises(DataSetError, match=rf"line {line}: the archive ends here, before its end"):
         opened(tmp_path / name)
 
 
