@@ -23,7 +23,7 @@ from adapters.trainer.static import PackTrainer
 from app import sft
 from app.plan import __main__ as plan
 
-pytestmark = [pytest.mark.slow, pytest.mark.covers]
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 
@@ -217,6 +217,7 @@ def test_a_sample_over_the_limit_where_the_template_raises(outcome):
     assert "7 of 7 samples are too long" in message
 
 
+@pytest.mark.covers
 @pytest.mark.parametrize(
     ("overlay", "says"),
     [
