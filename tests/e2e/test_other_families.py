@@ -146,7 +146,7 @@ def test_a_family_with_states_and_images_passes_the_check(write_run, sections, f
     rest["custom"] = {"train_jsonl": str(few_scenes)}
     path = write_run(FAMILIES["qwen3_5"][0], training={"num_train_epochs": 1}, **rest)
 
-    assert 0 == check.main([str(path), "--json", "--packs", "2"])
+    assert 0 == check.main([str(path), "--json", "--packs", "1"])
     report = json.loads(capsys.readouterr().out)
     assert "mixed" in {pack["kind"] for pack in report["packs"]}
     checks = {one["check"]: one for one in report["checks"]}

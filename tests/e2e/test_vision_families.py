@@ -34,6 +34,7 @@ from adapters.trainer.equality import PackComparison
 from adapters.trainer.packed_dataset import EncodedPack
 from adapters.trainer.vision import DummyImage
 from app import check, vision
+from app.demo import vision_data
 from app.demo.vision_data import IMAGES_OF, record, texts, write_scenes, write_sizes
 from app.demo.vision_models import NOT_BUILT, VISION_FAMILIES, write_vision_model
 from core.errors import ConfigError, RecordError
@@ -107,8 +108,17 @@ def vision_run(folder, tmp_path):
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory):
-    """Records of images of 45 sizes, and of one to four of them."""
+    """Records of images of 45 sizes, and of none to four of them."""
     return write_sizes(tmp_path_factory.mktemp("pictures"))
+
+
+@pytest.fixture(scope="module")
+def few_pictures(pictures):
+    """Records of images of five sizes, and of none to four of all."""
+    lines = pictures.read_text().splitlines(keepends=True)
+    path = pictures.with_name("few.jsonl")
+    path.write_text("".join([*lines[5:10], *lines[-4:]]))
+    return path
 
 
 def measurer(path) -> SwiftMeasurer:
@@ -120,14 +130,18 @@ def measurer(path) -> SwiftMeasurer:
 
 
 @pytest.mark.parametrize("family", [*NAMES, OMNI])
-def test_lengths_are_those_of_full_encodes(vision_run, pictures, caplog, family):
-    """Of 45 sizes and of several images: from headers where the processor can say it, and told."""
+def test_lengths_are_those_of_full_encodes(vision_run, pictures, few_pictures, caplog, family):
+    """
+    Of 45 sizes and of several images: from headers where the processor can say it, and told. Where
+    it cannot, few sizes show that each is encoded.
+    """
     caplog.set_level("INFO", "adapters")
     measuring._say_once.cache_clear()  # another test of this process may have heard it
-    samples = measurer(vision_run(family, custom={"train_jsonl": str(pictures)}))
+    data, sizes = (pictures, 45) if family in HEADERS else (few_pictures, 5)
+    samples = measurer(vision_run(family, custom={"train_jsonl": str(data)}))
     in_full = list(samples.measure_many(range(len(samples)), in_full=True))
 
-    assert [outcome.measurement.images for outcome in in_full] == [1] * 45 + [2, 3, 4, 0]
+    assert [outcome.measurement.images for outcome in in_full] == [1] * sizes + [2, 3, 4, 0]
     assert all(outcome.measurement.patches > 0 for outcome in in_full[:-1])
     encoder, encoded = samples._encoder, []
     plain = encoder.encode
@@ -137,7 +151,7 @@ def test_lengths_are_those_of_full_encodes(vision_run, pictures, caplog, family)
         assert set(encoded) <= {0, 48}, "those alone that are audited"
         assert f"lengths of images come from their headers, by {HEADERS[family]}" in caplog.text
     else:
-        assert set(range(48)) <= set(encoded)
+        assert set(range(sizes + 3)) <= set(encoded)
         assert "every sample with images is encoded in full" in caplog.text
         assert "does not say what an image of some size takes" in caplog.text
 
@@ -410,8 +424,9 @@ def test_what_was_not_shown_to_pack_is_refused_by_name(vision_run):
             wiring.open_samples(wiring.read_config(path))
 
 
-def test_the_command_shows_a_family_and_keeps_the_page(tmp_path, capsys):
+def test_the_command_shows_a_family_and_keeps_the_page(tmp_path, monkeypatch, capsys):
     """`app.check --vision` gives rows for programs, and writes its own section of a page alone."""
+    monkeypatch.setattr(vision_data, "write_scenes", lambda folder, **_: write_scenes(folder, count=4))
     page = tmp_path / "models.md"
     page.write_text("# Which models pack\n\n| llama |\n")
 
@@ -420,6 +435,7 @@ def test_the_command_shows_a_family_and_keeps_the_page(tmp_path, capsys):
     assert row["passes"]
     assert row["headers"]
     assert [49, 49] == row["sizes"]
+    assert [1, 4] == row["packed"]
     assert "varlen" == row["strategy"]
     assert row["equality"] < 1e-5
     written = page.read_text()
