@@ -10,6 +10,7 @@ from fractions import Fraction
 from functools import cache
 from pathlib import Path
 
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -80,10 +81,13 @@ def few(mixed) -> Path:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> tuple[list[MadeVideo], list[Path]]:
-    """Twenty videos over containers, codecs, rates, durations, sizes and turns, and their files."""
+    """
+    Twenty videos over containers, codecs, rates, durations to ten seconds, sizes and turns, and
+    their files.
+    """
     from app.bench.measuring.videos import write_videos
 
-    videos = made_videos(20)
+    videos = [attrs.evolve(video, num_frames=min(video.num_frames, 420)) for video in made_videos(20)]
     return videos, write_videos(tmp_path_factory.mktemp("made"), videos)
 
 
