@@ -41,7 +41,10 @@ class Written:
 
 
 def rank(folder: str) -> int:
-    """Run one rank of `work --measured` on short packs of a smaller model; write its times to a folder."""
+    """
+    Run one rank of `work --measured` on short packs of a smaller model; write its times to a
+    folder.
+    """
     with patch.multiple(ranks, PACKING_LENGTH=PACKING_LENGTH, SIZES=SIZES):
         ranks.run_rank(int(os.environ["RANK"]), folder, ranks.Task(1, 1, 0), Written(folder))
     return 0

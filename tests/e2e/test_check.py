@@ -58,7 +58,10 @@ def scenes(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs():
-    """Runs that are ready to train, by model, data and settings: tests that differ in what they plant share one."""
+    """
+    Runs that are ready to train, by model, data and settings: tests that differ in the fault that
+    they plant share one.
+    """
     return {}
 
 
@@ -74,8 +77,9 @@ def hooked():
 @pytest.fixture
 def compared(write_run, scenes, runs, monkeypatch):
     """
-    Return a function that compares the packs of a run, perhaps after planting a fault in its trainer: an attribute
-    that *monkeypatch* sets, or a hook that is kept by `hooked`. Another test compares the same run without it.
+    Return a function that compares the packs of a run, perhaps after planting a fault in its
+    trainer, which other tests take after this one: the fault is an attribute that *monkeypatch*
+    sets, or a hook that `hooked` keeps.
     """
     from app.check import compare
     from app.training.prepare import prepare
@@ -194,14 +198,16 @@ def test_a_cache_is_found(compared, model):
     """With it on, transformers builds no block-diagonal mask."""
     from swift.utils import HfConfigFactory
 
-    def cache(trainer, value):
-        HfConfigFactory.set_config_attr(trainer.model.config, "use_cache", value)
+    configs = []
 
-    trainers = []
+    def cache_on(trainer):
+        configs.append(trainer.model.config)
+        HfConfigFactory.set_config_attr(trainer.model.config, "use_cache", True)  # noqa: FBT003  # its signature
+
     try:
-        _, failed = compared(model, plant=lambda trainer: trainers.append(trainer) or cache(trainer, True))
+        _, failed = compared(model, plant=cache_on)
     finally:
-        cache(trainers[0], False)
+        HfConfigFactory.set_config_attr(configs[0], "use_cache", False)  # noqa: FBT003
 
     assert {"logits", "isolation"} <= failed
 
