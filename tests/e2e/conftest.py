@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from core.errors import PackplanError
 from tests.processes import Started
 
 Sections = dict[str, dict[str, Any]]
@@ -113,11 +115,25 @@ def fetched(monkeypatch) -> list[int]:
 def start_ranks(server):
     """
     Return a function that starts the ranks of `rank_main` on a YAML, an output folder and perhaps a
-    fault.
+    fault; they find the verdict on their model, as ranks do that start again.
     """
     from tests.e2e import rank_main
 
     def start(world_size: int, path: Path, out: Path, fault: str = "") -> list[Started]:
+        _keep_verdict(path)
         return server.ranks(world_size, rank_main.main, str(path), str(out), fault, folder=out)
 
     return start
+
+
+def _keep_verdict(path: Path) -> None:
+    """
+    Store the verdict on a run's model, which this process asks once for all tests; nothing is
+    stored where the run is refused.
+    """
+    from app.wiring import stores, training
+
+    with contextlib.suppress(PackplanError):
+        config = training.read_config(path)
+        if stores.needs_verdict(config, packed=config.training.packing):
+            training.keep_verdict(config, training.verdict_of(config))

@@ -199,8 +199,11 @@ def test_positions_that_go_on_or_lack_a_row_are_refused(monkeypatch, family):
     assert verdict.isolation is None or verdict.isolation > 0
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "internvl", "minicpmv4_6", "qwen2_5_omni_thinker"])
-def test_images_that_see_each_other_are_refused(monkeypatch, family):
+@pytest.mark.parametrize(
+    ("family", "attn_impl"),
+    [("qwen3_vl", "auto"), ("internvl", "varlen"), ("minicpmv4_6", "varlen"), ("qwen2_5_omni_thinker", "varlen")],
+)
+def test_images_that_see_each_other_are_refused(monkeypatch, family, attn_impl):
     """A leak in the tower, which rows of text alone would not show."""
     kind = type(build_small(default_config(family), attention="sdpa"))
     plain = kind.get_image_features
@@ -215,7 +218,7 @@ def test_images_that_see_each_other_are_refused(monkeypatch, family):
 
     monkeypatch.setattr(kind, "get_image_features", blurred)
 
-    verdict = probe_family(family)
+    verdict = probe_config(default_config(family), attn_impl=attn_impl)
 
     assert not verdict.passes
     assert verdict.isolation > 0
