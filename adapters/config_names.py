@@ -31,11 +31,11 @@ def configs_by_name() -> Iterator[None]:
     if transformers_logging.get_verbosity() <= logging.INFO:
         yield
         return
-    PreTrainedConfig.__repr__ = _name_of  # type: ignore[method-assign]
+    PreTrainedConfig.__repr__ = _name_of
     try:
         yield
     finally:
-        PreTrainedConfig.__repr__ = _WRITTEN_OUT  # type: ignore[method-assign]
+        PreTrainedConfig.__repr__ = _WRITTEN_OUT
 
 
 def _name_of(config: Any) -> str:

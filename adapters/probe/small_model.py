@@ -102,7 +102,7 @@ class SmallModels:
     """Small copies of one model, whose configuration and number of weights are found once."""
 
     config: Any
-    """Of transformers; of the user's own model."""
+    """Configuration of transformers, of the user's own model."""
 
     trust_remote_code: bool = False
     """Whether code beside the configuration may run."""

@@ -443,11 +443,22 @@ def test_a_verdict_is_kept_and_asked_again_when_what_it_depends_on_changes(verdi
         store.load(key)
 
 
+@pytest.fixture
+def execute():
+    """Return a function that trains in this process, and finds no verdict of other tests."""
+    from adapters.ranks.torch_group import OneRank
+    from app import sft
+    from app.wiring import training
+
+    return lambda path: sft.run(training.read_config(path), OneRank())
+
+
 def test_a_second_start_asks_nothing(write_run, execute, monkeypatch):
     """Neither the small copy nor the loaded model; another config.json does."""
     from app.wiring.training import verdicts
 
-    path = write_run("qwen3")
+    one_step = {"max_steps": 1}
+    path = write_run("qwen3", training=one_step)
     verdicts._probed.cache_clear()
     execute(path)
     stored = json.loads((path.parent / "run" / "static_packing" / "verdict.json").read_text())
@@ -459,7 +470,7 @@ def test_a_second_start_asks_nothing(write_run, execute, monkeypatch):
 
     assert [] == asked
     assert ["cpu, float32"] == stored["verdict"]["loaded_on"]
-    execute(write_run("qwen3", model={"attn_impl": "eager"}))
+    execute(write_run("qwen3", model={"attn_impl": "eager"}, training=one_step))
     assert ["small", "loaded"] == asked
 
 
