@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,7 +43,8 @@ def test_what_was_made_is_said_with_the_command_that_trains_on_it(tmp_path, caps
     assert f"{tmp_path / 'data'}: {wanted}, and their media" == data
     said, _, command = train.partition(": ")
     assert "train on them" == said
-    path, *overrides = shlex.split(command)[3:]
+    python, _, _, path, *overrides = shlex.split(command)
+    assert Path(sys.executable) == Path.cwd() / shutil.which(python)
     config = load_config(path, stored_keys(), overrides=overrides)
     for name in (f"{config.model.model}/config.json", *config.custom.train_jsonl, *config.custom.val_jsonl):
         assert tmp_path in Path(name).parents

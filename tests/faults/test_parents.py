@@ -117,8 +117,10 @@ def test_a_process_whose_parent_is_gone_already_ends_at_once(tmp_path):
 
 
 WATCHER = """
-import sys, time
+import resource, sys, time
 from adapters.lifeline import end_with_process
+resource.setrlimit(resource.RLIMIT_NOFILE, (2048, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+files = [open("/dev/null") for _ in range(1100)]
 end_with_process(int(sys.argv[1]))
 print("watching", flush=True)
 time.sleep(600)
@@ -126,7 +128,10 @@ time.sleep(600)
 
 
 def test_a_process_ends_with_one_that_is_not_its_parent():
-    """As Ray's actors end with their driver; at once if that is gone already."""
+    """
+    As Ray's actors end with their driver, also one of more than a thousand open files; at once if
+    that is gone already.
+    """
     watch = [sys.executable, "-c", WATCHER]
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as other:
         with subprocess.Popen([*watch, str(other.pid)], cwd=ROOT, stdout=subprocess.PIPE, text=True) as watcher:
