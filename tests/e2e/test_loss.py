@@ -275,7 +275,7 @@ def test_evaluation_is_the_token_mean_over_all_samples_once(prepared, model, wei
 
         weighed: Whether messages have weights.
 
-        by_keys: Whether runs of their own evaluate unpacked, by the YAML, or the trainer that packs.
+        by_keys: Whether runs of their own evaluate unpacked, or the trainer that packs.
     """
     run = prepared(model, val=True, weighed=weighed, training={"eval_packing": True})
     packed = run.trainer.evaluate()
