@@ -682,7 +682,8 @@ def test_what_users_write_is_text_on_the_page(store, said, tmp_path):
 
 def test_a_page_that_cannot_be_written_is_named(store, capfd, tmp_path):
     """Status 2."""
-    assert 2 == command.main(["report", str(store()), "-o", str(tmp_path / "none" / "plan.html")])
+    path = store(training={"packing": False})
+    assert 2 == command.main(["report", str(path), "-o", str(tmp_path / "none" / "plan.html")])
     assert "--output" in capfd.readouterr().err
 
 
