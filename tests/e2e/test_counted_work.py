@@ -84,7 +84,7 @@ def counted(model, config, num_tokens, grids, of="image") -> int:
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl"])
 def test_torch_counts_the_same_operations(demo, model_type):
     """
-    Exactly, in one forward pass: of one sample or a row of sixty, with images, videos and without.
+    Exactly, in one forward pass: of one sample or a longer row, with images, videos and without.
 
     Under eager attention, whose products torch's counter sees: it computes whole squares, where
     causal attention needs the pairs up to the diagonal.
@@ -118,7 +118,7 @@ def test_torch_counts_the_same_operations(demo, model_type):
 )
 def test_torch_counts_a_backward_pass_beside_frozen_parts(demo, frozen, passes):
     """
-    Within 2 % of a forward and a backward pass, of one sample and a row of sixty, with images and
+    Within 2 % of a forward and a backward pass, of one sample and a longer row, with images and
     without: what is frozen has no gradients of its weights, and passes those of others on. Pixels
     are given gradients too, as any layer's input is counted; in a large tower they take 0.2 %.
     """
@@ -158,8 +158,7 @@ layers under the delta rule, short convolutions, states.
 @pytest.mark.parametrize("family", [*TEXTS, "qwen2_vl", "qwen3_vl_moe", "qwen3_5"])
 def test_torch_counts_about_the_same_in_families_that_keys_describe(family):
     """
-    Within 2 % in a small copy, by the keys of its configuration alone, of a sample or a row of
-    sixty.
+    Within 2 % in a small copy, by the keys of its configuration alone, of a sample or a longer row.
     """
     from adapters.probe.families import default_config
     from adapters.probe.small_model import build_small, quiet
