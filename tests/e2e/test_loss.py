@@ -103,6 +103,44 @@ def check_steps(run, schedule, losses, gradients, reduction) -> None:
             assert all(not gradient.any() for gradient in found.values())
 
 
+def evaluated_so(run, size: int) -> tuple[dict[str, float], int]:
+    """
+    Evaluate a run's samples unpacked, in batches of so many, by the trainer that packs; return the
+    number of batches, too.
+    """
+    samples, table = run.samples["eval"], run.planned["eval"].table
+    alone = PackedDataset(samples, one_sample_packs(table[:, 0], packing_length=500).packs, table, grouped=False)
+    run.trainer.args.per_device_eval_batch_size = size
+    try:
+        return run.trainer.evaluate(alone), math.ceil(len(table) / size)
+    finally:
+        run.trainer.args.per_device_eval_batch_size = 1
+
+
+def check_evaluations(run, *evaluated: tuple[dict[str, float], int], weighed: bool) -> None:
+    """
+    Hold evaluations against the samples alone.
+
+    Args:
+        run: Its model has the weights that were evaluated.
+
+        *evaluated: What each evaluation gave, and its number of batches.
+
+        weighed: Whether messages have weights.
+    """
+    encode, planned = run.samples["eval"].encode, run.planned["eval"]
+    with torch.no_grad():
+        reference = torch.cat([token_losses(run.trainer.model, encode(index)) for index in range(len(planned.table))])
+    weights = torch.cat([token_weights(encode(index)) for index in range(len(planned.table))])
+    assert weighed == (len(set(weights.tolist())) > 1)
+    assert planned.raw.num_samples == planned.raw.planned_samples
+    mean = float((reference * weights).sum() / weights.sum())
+    for metrics, batches in evaluated:
+        assert batches == pytest.approx(metrics["eval_steps_per_second"] * metrics["eval_runtime"], rel=0.02)
+        assert mean == pytest.approx(metrics["eval_loss"], rel=FLOAT32)
+        assert len(reference) == metrics["eval_tokens"] == planned.table[:, 1].sum()
+
+
 @pytest.mark.parametrize(
     ("model", "tuner", "accumulation", "reduction"),
     [
@@ -112,13 +150,17 @@ def check_steps(run, schedule, losses, gradients, reduction) -> None:
         ("qwen3", "lora", 1, "token"),
     ],
 )
-def test_a_step_is_the_mean_over_its_samples(prepared, model, tuner, accumulation, reduction):
+def test_steps_and_evaluations_are_the_means_over_their_samples(prepared, model, tuner, accumulation, reduction):
     """
     Loss and gradients, each step of an epoch with a ragged last window and a sample without
-    supervised tokens.
+    supervised tokens; the token mean over all samples once, before any training, packed, padded, in
+    batches of three and of one.
     """
-    keys = {"tuner_type": tuner, "effective_batch_size": accumulation, "loss_reduction": reduction, **QUIET}
-    run = prepared(model, training=keys, template={"max_length": 420 if model == "qwen3_vl" else 400})
+    keys = {"tuner_type": tuner, "effective_batch_size": accumulation, "loss_reduction": reduction,
+            "eval_packing": True, "eval_strategy": "no", **QUIET}  # fmt: skip
+    run = prepared(model, val=True, training=keys, template={"max_length": 420 if model == "qwen3_vl" else 400})
+    packed = run.trainer.evaluate(), len(run.planned["eval"].raw.packs)
+    check_evaluations(run, packed, evaluated_so(run, 3), evaluated_so(run, 1), weighed=False)
     schedule, gradients = run.schedule, Gradients()
     run.trainer.add_callback(gradients)
     assert 1 == accumulation or schedule.batches_per_epoch % accumulation, "no ragged window to try"
@@ -251,57 +293,19 @@ def test_a_step_over_several_ranks_is_the_mean_over_all_of_them(  # noqa: PLR091
     check_steps(run, schedule, [entry["loss"] for entry in history if "loss" in entry], gradients, reduction)
 
 
-def evaluated_so(run, size: int) -> dict[str, float]:
-    """Evaluate a run's samples unpacked, in batches of so many, by the trainer that packs."""
-    samples, table = run.samples["eval"], run.planned["eval"].table
-    alone = PackedDataset(samples, one_sample_packs(table[:, 0], packing_length=400).packs, table, grouped=False)
-    run.trainer.args.per_device_eval_batch_size = size
-    return run.trainer.evaluate(alone)
-
-
-@pytest.mark.parametrize(
-    ("model", "weighed", "by_keys"),
-    [("qwen2_5_vl", False, False), ("qwen3_vl", False, False), ("qwen2", True, True), ("qwen3", False, False)],
-)
-def test_evaluation_is_the_token_mean_over_all_samples_once(prepared, model, weighed, by_keys):
+def test_evaluation_follows_the_settings(prepared):
     """
-    Packed, padded, in a batch of three, and by hand: one number, before any training; weighted
-    where messages have weights.
-
-    Args:
-        prepared: Builds a run.
-
-        model: The demo's.
-
-        weighed: Whether messages have weights.
-
-        by_keys: Whether runs of their own evaluate unpacked, or the trainer that packs.
+    Packed, padded, in a batch of three, and without packing, by runs of their own; weighted where
+    messages have weights.
     """
-    run = prepared(model, val=True, weighed=weighed, training={"eval_packing": True})
-    packed = run.trainer.evaluate()
-    encode, planned = run.samples["eval"].encode, run.planned["eval"]
-    with torch.no_grad():
-        reference = torch.cat([token_losses(run.trainer.model, encode(index)) for index in range(len(planned.table))])
-    weights = torch.cat([token_weights(encode(index)) for index in range(len(planned.table))])
-    assert weighed == (len(set(weights.tolist())) > 1)
-    if by_keys:
-        keys = {"eval_packing": False, "per_device_eval_batch_size": 3}
-        padded = prepared(model, val=True, weighed=weighed, training=keys).trainer.evaluate()
-        unpacked = prepared(model, val=True, weighed=weighed, training={"packing": False}).trainer.evaluate()
-    else:
-        padded, unpacked = evaluated_so(run, 3), evaluated_so(run, 1)
+    keys = ({"eval_packing": True}, {"eval_packing": False, "per_device_eval_batch_size": 3}, {"packing": False})
+    packed, padded, unpacked = (prepared("qwen2", val=True, weighed=True, training=key) for key in keys)
+    table = packed.planned["eval"].table
 
-    assert planned.raw.num_samples == planned.raw.planned_samples
-    samples = len(planned.table)
-    for metrics, steps in (
-        (packed, len(planned.raw.packs)),
-        (padded, math.ceil(samples / 3)),
-        (unpacked, samples),
-    ):
-        assert steps == pytest.approx(metrics["eval_steps_per_second"] * metrics["eval_runtime"], rel=0.02)
-        mean = float((reference * weights).sum() / weights.sum())
-        assert mean == pytest.approx(metrics["eval_loss"], rel=FLOAT32)
-        assert len(reference) == metrics["eval_tokens"] == planned.table[:, 1].sum()
+    check_evaluations(
+        packed, (packed.trainer.evaluate(), len(packed.planned["eval"].raw.packs)),
+        (padded.trainer.evaluate(), math.ceil(len(table) / 3)), (unpacked.trainer.evaluate(), len(table)), weighed=True,
+    )  # fmt: skip
 
 
 def test_a_sample_that_evaluation_leaves_out_is_found(prepared, monkeypatch):

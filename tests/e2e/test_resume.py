@@ -105,15 +105,15 @@ def test_a_resume_ends_bit_for_bit_as_one_run_does(  # noqa: PLR0917  # fixtures
     for stop in stops:
         step = per_epoch if stop == EPOCH_END else stop
         checkpoint = str(tmp_path / "whole" / f"checkpoint-{step}")
+        shutil.copytree(tmp_path / "whole" / "static_packing", tmp_path / f"from{step}" / "static_packing")
         again = {**keys, "resume_from_checkpoint": checkpoint, "save_strategy": "steps", "save_steps": last}
         resumed = execute(write_run(model, name=f"from{step}", training=again, **overlay))
 
         assert steps(whole.history) == steps(resumed.history)
         found = tmp_path / f"from{step}" / f"checkpoint-{last}"
         assert_equal(found, tmp_path / "whole" / found.name)
-        assert [("adapter_" if more else "") + "model.safetensors"] == [
-            path.name for path in found.glob("*.safetensors")
-        ]
+        kept = "adapter_model.safetensors" if more is LORA else "model.safetensors"
+        assert [kept] == [path.name for path in found.glob("*.safetensors")]
 
 
 def test_a_resumed_run_says_which_settings_are_its_checkpoints(trained, write_run, execute, caplog):
@@ -352,7 +352,9 @@ def test_a_finished_run_has_nothing_left(trained, write_run, execute, caplog):
     assert "nothing is left to train" in caplog.text
 
 
-def test_other_ranks_finish_the_epoch_with_what_it_has_left(start_ranks, write_run, tmp_path):
+def test_other_ranks_finish_the_epoch_with_what_it_has_left(  # noqa: PLR0917  # fixtures
+    start_ranks, write_run, execute, fetched, caplog, tmp_path
+):
     """
     Each pack that was not consumed is trained once, fillers aside; the next epoch is whole; steps
     are as announced.
@@ -363,12 +365,21 @@ def test_other_ranks_finish_the_epoch_with_what_it_has_left(start_ranks, write_r
     before = rank_main.seen(tmp_path / "first", 2)
     keys |= {"save_strategy": "no", "resume_from_checkpoint": str(tmp_path / "run" / "checkpoint-1")}
 
-    for now in (1, 3):
-        out, resumed = tmp_path / f"on{now}", {**keys, "effective_batch_size": 2 * now}
-        path = write_run("qwen3", name=f"again{now}", training=resumed, template={"max_length": 128})
-        assert [0] * now == finished(start_ranks(now, path, out))
-        check_rest(before, rank_main.seen(out, now))
-        assert f"the epoch began on 2 ranks and goes on with {now}" in (out / "rank0.log").read_text()
+    said, out = "the epoch began on 2 ranks and goes on with ", tmp_path / "on3"
+    paths = [
+        write_run("qwen3", name=f"again{now}", training={**keys, "effective_batch_size": 2 * now},
+                  template={"max_length": 128}) for now in (1, 3)
+    ]  # fmt: skip
+    three = start_ranks(3, paths[1], out)
+    with caplog.at_level(logging.INFO):
+        alone = execute(paths[0])
+    check_rest(before, [{"fetched": fetched, "steps": alone.num_steps, "planned_steps": alone.schedule.total_steps,
+                         "history": alone.history}])  # fmt: skip
+    assert f"{said}1" in caplog.text
+
+    assert [0, 0, 0] == finished(three)
+    check_rest(before, rank_main.seen(out, 3))
+    assert f"{said}3" in (out / "rank0.log").read_text()
 
 
 def check_rest(before, after):
