@@ -31,8 +31,19 @@ _PR_SET_PDEATHSIG = 1
 _OF_LAUNCHER = "TORCHELASTIC_RUN_ID"
 """Set by torchrun, and by what is built on it, in the ranks that it starts."""
 
-_LOST = ("DataLoader worker (pid", "Pin memory thread exited", "Too many open files")
-"""What torch's errors begin with where a loader's process ended, or can no longer be reached."""
+_FULL = "Most often the machine, or its shared memory (/dev/shm), is full: {keys}, or give the machine more memory"
+
+_LOST = {
+    "DataLoader worker (pid": _FULL,
+    "Pin memory thread exited": _FULL,
+    "Too many open files": "Let each process have more files open (ulimit -n), or {keys}",
+    "DataLoader timed out": "A sample takes longer to read and encode, or waits for a disk that does not answer: look "
+    "at where its media are, or {keys}",
+}
+"""
+What torch's errors begin with where a loader's process ended, or can no longer be reached, and what
+to do.
+"""
 
 
 def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
@@ -89,7 +100,9 @@ def end_with_process(pid: int) -> None:
 
 
 def _wait_and_end(other: int) -> None:
-    select.select([other], [], [])
+    ended = select.poll()  # `select.select` refuses a file whose number is beyond 1,023
+    ended.register(other, select.POLLIN)
+    ended.poll()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -133,7 +146,7 @@ def hide_broken_handover() -> None:
 
 
 @contextmanager
-def lost_processes_named(doing: str, remedy: str) -> Iterator[None]:
+def lost_processes_named(doing: str, keys: str) -> Iterator[None]:
     """
     Raise LostProcessError where a pool or torch finds that one of its processes is gone; torch
     raises wherever this one is at.
@@ -141,14 +154,17 @@ def lost_processes_named(doing: str, remedy: str) -> Iterator[None]:
     Args:
         doing: What these processes do.
 
-        remedy: The keys that need less memory.
+        keys: The keys to change, and how: `lower training.dataloader_num_workers`.
     """
     try:
         yield
     except RuntimeError as error:
-        if not isinstance(error, BrokenProcessPool) and not str(error).startswith(_LOST):
+        reason = str(error).strip().rstrip(".")
+        remedies = [remedy for beginning, remedy in _LOST.items() if reason.startswith(beginning)]
+        if not remedies and not isinstance(error, BrokenProcessPool):
             raise
-        raise LostProcessError(doing, str(error).strip().rstrip("."), remedy) from error
+        remedy = (remedies or [_FULL])[0].format(keys=keys)
+        raise LostProcessError(doing, reason, remedy) from error
 
 
 @contextmanager

@@ -56,14 +56,14 @@ def run(config: RunConfig, group: RankGroup) -> Result:
     Raises:
         PackplanError: Something the user can fix, or something stored that is damaged.
     """
-    from app.training.outcome import log_outcome
+    from app.training.outcome import interruption_logged, log_outcome
     from app.training.prepare import prepare
     from app.wiring import training
 
     training.require_isolation(config, packed=config.training.packing)
     prepared = prepare(config, group)
     checkpoint = prepared.checkpoint
-    with training.alone_in_output(config, group):
+    with training.alone_in_output(config, group), interruption_logged(prepared.trainer):
         prepared.trainer.train(resume_from_checkpoint=None if checkpoint is None else checkpoint.folder)
     result = _result(config, prepared)
     if not result.terminated:

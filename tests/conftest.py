@@ -1,11 +1,11 @@
 """
-Profiles of hypothesis, and what tests of every folder start from: the demo's data, and processes.
+Profiles of hypothesis, and what tests of every folder start from: the demo's data, runs of
+reinforcement learning, and processes.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import gc
 import importlib
@@ -18,6 +18,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import HealthCheck, settings
 
 import core
@@ -148,20 +149,35 @@ def demo(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture
+def write_rl(demo, tmp_path):
+    """Return a function that writes a run over the words to repeat."""
+
+    def write(name="rl", *, policy=None, grpo=None, max_length=128, **training):
+        path = tmp_path / f"{name}.yaml"
+        sections = {
+            "model": {"model": str(demo / "models" / "qwen2")},
+            "template": {"max_length": max_length},
+            "custom": {"train_jsonl": str(demo / "data" / "repeat.jsonl")},
+            "training": {"output_dir": str(tmp_path / name), "use_cpu": True, "learning_rate": 1e-2, **training},
+            "policy": policy or {},
+            "grpo": {
+                "num_steps": 2, "num_prompts_per_step": 4, "num_generations_per_prompt": 4, "max_new_tokens": 8,
+                "reward": "character_overlap", **(grpo or {}),
+            },
+        }  # fmt: skip
+        path.write_text(yaml.safe_dump(sections))
+        return path
+
+    return write
+
+
 @pytest.fixture(scope="session")
 def server(tmp_path_factory):
     """Return what starts processes with the stack imported; those left at the end are killed."""
     started = Server(multiprocessing.get_context("forkserver"), tmp_path_factory.mktemp("processes"))
     yield started
     started.kill()
-
-
-@pytest.fixture
-def ray_alone(tmp_path_factory):
-    """Wait until no other worker of pytest-xdist runs Ray: its servers find each other's ports."""
-    with (tmp_path_factory.getbasetemp().parent / "ray.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import importlib
+import json
 import logging
 import multiprocessing
 import os
@@ -29,6 +30,7 @@ from typing import Any
 from unittest import mock
 
 import attrs
+import psutil
 
 from adapters.lifeline import end_with_parent
 from tests.network import free_port
@@ -184,6 +186,56 @@ def finished(started: list[Started]) -> list[int]:
         if status:
             print(f"{each.log}, exit status {status}:\n{each.said[-3000:]}")
     return statuses
+
+
+def wait_for(holds: Callable[[], bool], why: str) -> None:
+    """Wait until something holds; fail with the reason if it does not."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not holds():
+        assert time.monotonic() < deadline, why
+        time.sleep(0.02)
+
+
+def each_ends(folder: Path, parent: int) -> None:
+    """
+    Kill a parent once it has started all of its processes, and see them end.
+
+    Args:
+        folder: Holds their numbers in `pids.json`, once all are started; see
+            `tests.faults.parents`.
+
+        parent: Number of the parent.
+    """
+    wait_for((folder / "pids.json").exists, "the parent has not started its processes")
+    pids = json.loads((folder / "pids.json").read_text())
+    assert pids
+    assert parent not in pids
+    assert all(map(lives, pids))
+    started = descendants(parent)
+
+    os.kill(parent, signal.SIGKILL)
+
+    try:
+        wait_for(lambda: not any(map(lives, pids)), "a process outlived its parent")
+    finally:
+        # Ray's servers go by themselves within a minute; until then another cluster may meet them.
+        end(started)
+
+
+def descendants(parent: int) -> list[psutil.Process]:
+    """Return what a process has started, and what that has; nothing if it is gone."""
+    try:
+        found: list[psutil.Process] = psutil.Process(parent).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+    return found
+
+
+def end(processes: list[psutil.Process]) -> None:
+    """Kill those that are left."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def fork_server() -> None:

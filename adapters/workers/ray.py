@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +24,9 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from adapters.lifeline import end_with_process
 from core.errors import PackplanError, WorkerError, counted
 from core.ports import Arrays
+
+LOST_S = 5.0
+"""Seconds in which a worker that another one misses is found to be dead."""
 
 START_S = 300.0
 """Seconds until all workers have to stand: they import torch and load the model."""
@@ -139,12 +144,43 @@ class RayWorkers:
             try:
                 results[rank_of[done]] = ray.get(done)
             except RayError as error:
+                done, failure = _first_cause(done, error, left)
                 self.close()
-                cause = getattr(error, "cause", None)
+                cause = getattr(failure, "cause", None)
                 if isinstance(cause, PackplanError):
                     raise cause from None
-                raise WorkerError(rank_of[done], method, _reason(error)) from None
+                raise WorkerError(rank_of[done], method, _reason(failure)) from None
         return results
+
+
+def _first_cause(done: Any, error: RayError, left: Sequence[Any]) -> tuple[Any, RayError]:
+    """
+    Return the call that failed first, and its error: a worker that loses another in a collective
+    may say so before Ray finds that one dead.
+
+    Args:
+        done: A call that failed.
+
+        error: Its error.
+
+        left: Calls that are not known to have ended.
+    """
+    deadline = time.monotonic() + LOST_S
+    waiting = list(left)
+    while _misses_another(error) and waiting and (left_s := deadline - time.monotonic()) > 0:
+        ready, waiting = ray.wait(waiting, num_returns=1, timeout=left_s)
+        for call in ready:
+            try:
+                ray.get(call)
+            except RayError as other:
+                if not _misses_another(other):
+                    return call, other
+    return done, error
+
+
+def _misses_another(error: RayError) -> bool:
+    """Return whether a collective failed, which is no worker's own fault."""
+    return isinstance(error, RayTaskError) and bool(re.search("gloo|nccl", _reason(error), re.IGNORECASE))
 
 
 def _reason(error: RayError) -> str:

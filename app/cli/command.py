@@ -9,6 +9,8 @@ import argparse
 import errno
 import logging
 import os
+import shlex
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -209,6 +211,20 @@ def program(name: str) -> str:
     module.
     """
     return f"packplan {name}" if Path(sys.argv[0]).stem == "packplan" else f"python -m app.{name}"
+
+
+def to_type(name: str) -> str:
+    """
+    Return what a user types for the command *name*: `program`, with this process's own interpreter
+    where `python` is another one, which lacks the libraries.
+    """
+    words = program(name)
+    python = shutil.which("python")
+    if words.startswith("packplan") or (python and Path(python) == Path(sys.executable)):
+        return words
+    executable = Path(sys.executable)
+    shown = os.path.relpath(executable) if executable.is_relative_to(Path.cwd()) else str(executable)
+    return words.replace("python", shlex.quote(shown), 1)
 
 
 def positive_number(text: str) -> int:

@@ -17,7 +17,7 @@ import yaml
 from adapters.files import saving, writing
 from adapters.progress import loading_libraries
 from app import sft
-from app.cli.command import program, run_command, run_program
+from app.cli.command import program, run_command, run_program, to_type
 from app.wiring import stores
 from core.errors import counted
 
@@ -84,7 +84,7 @@ def _num_lines(path: Path) -> int:
 def _training(folder: Path, config: Path) -> str:
     """Return the command that trains a YAML of the demo on what is in *folder*."""
     shown = os.path.relpath(config) if config.is_relative_to(Path.cwd()) else str(config)
-    words = [*program("sft").split(), shown]
+    words = [*shlex.split(to_type("sft")), shown]
     if folder != FOLDER:
         document = yaml.safe_load(config.read_text(encoding="utf-8"))
         for key in ("model.model", "custom.train_jsonl", "custom.val_jsonl", "training.output_dir"):

@@ -182,7 +182,9 @@ def inspect_plan(config: RunConfig, split: str, *, world_size: int | None) -> Pl
     try:
         verdict = stores.stored_verdict(config)
         if verdict is None and stores.needs_verdict(config, packed=stored.packed):
-            warnings.append(f"{split}: the model was not yet asked whether samples may share its packs: build does")
+            warnings.append(
+                f"{split}: no answer of the model is kept whether samples may share its packs: build asks it"
+            )
         if verdict is not None or config.model.attn_impl != AUTO:
             attention = stores.attention_by(config, verdict)
         if stored.packed:

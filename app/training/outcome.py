@@ -1,9 +1,14 @@
-"""What a run that has ended says last: what it did, where that is saved, and how to use it."""
+"""
+What a run says last, whether it has ended or Ctrl-C ends it: what it did, where that is saved, and
+how to use it.
+"""
 
 from __future__ import annotations
 
 import logging
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from core.config import RunConfig
@@ -13,6 +18,18 @@ if TYPE_CHECKING:
     from adapters.trainer.base import PackingTrainer
 
 log = logging.getLogger(__name__)
+
+
+@contextmanager
+def interruption_logged(trainer: PackingTrainer) -> Iterator[None]:
+    """Log where training was, and which checkpoint has how much of that, when Ctrl-C ends it."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        saved = "no checkpoint was saved" if trainer.saved is None else f"the last checkpoint is {trainer.saved}"
+        steps = trainer.state.global_step
+        log.warning("interrupted after %s; %s", counted(steps, "optimizer step"), saved)
+        raise
 
 
 def log_outcome(config: RunConfig, trainer: PackingTrainer) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from app.planning.log_lines import log_plan
 from app.planning.split import Planner
-from app.training.outcome import log_outcome
+from app.training.outcome import interruption_logged, log_outcome
 from app.training.schedule import batch_of, forced_batches
 from app.wiring.functions import named_function
 from app.wiring.gather import gather
@@ -64,7 +64,7 @@ def run(config: RunConfig, group: RankGroup) -> tuple[int, bool, list[dict[str, 
             counted(batch.accumulation.realised, "pack"),
             counted(group.world_size, "rank"),
         )
-    with alone_in_output(config, group):
+    with alone_in_output(config, group), interruption_logged(trainer):
         trainer.train()
     totals = trainer.totals()
     if group.rank == 0:

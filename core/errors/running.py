@@ -36,13 +36,10 @@ class LostProcessError(UserError):
 
     reason: str
     remedy: str
-    """The keys that need less memory."""
+    """What to do, as a sentence without its full stop."""
 
     def _text(self) -> str:
-        return (
-            f"{self.doing} failed: {self.reason}. Most often the machine, or its shared memory (/dev/shm), is full: "
-            f"{self.remedy}, or give the machine more memory"
-        )
+        return f"{self.doing} failed: {self.reason}. {self.remedy}"
 
 
 @attrs.define(eq=False)

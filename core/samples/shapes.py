@@ -124,7 +124,7 @@ def to_shape(record: Mapping[str, Any], *, columns: Mapping[str, str] | None = N
         return Shaped(DENSE, {**record, "objects": parsed(record["objects"], "'objects'")})
     if any(has(record, name) for name in RESPONSE_KEYS):
         return _of_columns(record)
-    for known, held in (("messages", "message"), ("objects", "object")):
+    for known, held in (("messages", "message"), ("objects", "object"), *((name, "text") for name in RESPONSE_KEYS)):
         if known in record:
             fail(f"has no {held} in {known!r}, so there is nothing to learn from it")
     return fail(f"is of no known shape: {_nearest(record)}")

@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 from adapters.samples import files
 from adapters.samples.files import file_faults, open_records
 from adapters.samples.formats import arrow_rows, kept, mapped, rewriting, spans
+from adapters.samples.formats.json_value import without_nulls
 from core.errors import DataSetError, OutputError, PackplanError, RecordError
 from core.samples import DIGEST_BYTES, to_messages
 
@@ -211,14 +212,15 @@ def test_a_file_that_is_cut_off_gives_no_other_record(tmp_path, name):
         assert len(found) < len(RECORDS) or name == "a.arrow"
 
 
+@pytest.mark.parametrize(("num_rows", "line"), [(20_000, r"1\d,\d\d\d"), (2_000, r"1,\d\d\d")])
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst"])
-def test_an_archive_that_is_cut_off_says_after_which_line(tmp_path, name):
-    """Though all lines before are whole."""
-    rows = [{"t": hashlib.sha256(str(number).encode()).hexdigest()} for number in range(20_000)]
+def test_an_archive_that_is_cut_off_says_after_which_line(tmp_path, name, num_rows, line):
+    """Though all lines before are whole, and however small it is."""
+    rows = [{"t": hashlib.sha256(str(number).encode()).hexdigest()} for number in range(num_rows)]
     whole = FORMATS[name](rows)
     (tmp_path / name).write_bytes(whole[: len(whole) * 9 // 10])
 
-    with pytest.raises(DataSetError, match=r"line 1\d,\d\d\d: the archive ends here, before its end"):
+    with pytest.raises(DataSetError, match=rf"line {line}: the archive ends here, before its end"):
         opened(tmp_path / name)
 
 
@@ -554,16 +556,39 @@ def test_no_room_for_a_copy_is_an_error_of_the_output(tmp_path, monkeypatch):
         opened(path)
 
 
-def bomb_of_one_text() -> bytes:
+def bomb_of_one_text(nested=lambda texts: texts) -> bytes:
     sink, numbers = io.BytesIO(), pa.array([0] * 4_000, pa.int32())
-    pq.write_table(pa.table({"text": pa.DictionaryArray.from_arrays(numbers, ["x" * 10_000])}), sink)
+    pq.write_table(pa.table({"text": nested(pa.DictionaryArray.from_arrays(numbers, ["x" * 10_000]))}), sink)
     return sink.getvalue()
+
+
+def in_lists(texts):
+    return pa.ListArray.from_arrays(pa.array(range(0, 4_001, 100), pa.int32()), texts)
+
+
+def in_structs(texts):
+    return pa.StructArray.from_arrays([texts], ["content"])
 
 
 def bomb_of_columns() -> bytes:
     sink = io.BytesIO()
     pq.write_table(pa.table({"text": pa.array(["x" * 100_000] * 400)}), sink)
     return sink.getvalue()
+
+
+def test_texts_of_a_dictionary_at_any_depth_are_read_as_they_are(tmp_path):
+    """Of lists, of structures, and of lists of both."""
+    texts = pa.array(["a", None, "b", "a"]).dictionary_encode()
+    columns = {
+        "lists": pa.ListArray.from_arrays(pa.array([0, 1, 1, 4], pa.int32()), texts),
+        "pairs": pa.FixedSizeListArray.from_arrays(pa.array(["c"] * 6).dictionary_encode(), 2),
+        "structs": in_structs(texts.slice(0, 3)),
+        "both": pa.ListArray.from_arrays(pa.array([0, 1, 1, 4], pa.int32()), in_structs(texts)),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+
+    rows = [without_nulls(row) for row in pa.table(columns).to_pylist()]
+    assert rows == list(opened(tmp_path / "a.parquet"))
 
 
 @pytest.mark.parametrize(
@@ -573,6 +598,8 @@ def bomb_of_columns() -> bytes:
         ("a.json.zst", lambda: zst(b"{}\n" * 20_000_000)),
         ("a.parquet", bomb_of_columns),
         ("a.parquet", bomb_of_one_text),
+        ("a.parquet", lambda: bomb_of_one_text(in_lists)),
+        ("a.parquet", lambda: bomb_of_one_text(in_structs)),
     ],
 )
 def test_an_archive_that_is_an_attack_ends_soon(tmp_path, name, data, monkeypatch):

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import os
+import json
 import time
+from pathlib import Path
 
+import attrs
 import pytest
 
 from core.errors import DataSetError, WorkerError
-from tests.processes import lives
+from tests.faults import parents
+from tests.processes import Started, descendants, each_ends, end, finished, lives, wait_for
 
 pytestmark = pytest.mark.slow
 
 DEADLINE_S = 240
+
+TIMES = {"generate_s", "logprob_s", "train_s"}
 
 
 def of_this_process():
@@ -24,19 +29,43 @@ def of_this_process():
     return RankWorkers(LightWorker(), OneRank())
 
 
-def of_ray():
-    """Return two actors."""
-    from adapters.workers.ray import RayWorkers
-    from tests.contracts.light_worker import LightWorker
+@attrs.frozen
+class Driver:
+    """A process that starts Ray on this machine, and two actors."""
 
-    return RayWorkers(LightWorker, num_workers=2)
+    process: Started
+    folder: Path
+
+    @property
+    def address(self) -> str:
+        """Where its Ray can be reached, once its actors stand."""
+        wait_for(lambda: (self.folder / "pids.json").exists() or not lives(self.process.pid), "Ray has not started")
+        assert lives(self.process.pid), self.process.said[-3000:]
+        return (self.folder / "address").read_text()
+
+
+@pytest.fixture(scope="module")
+def driver(server, tmp_path_factory):
+    """
+    Start a driver; the actors of tests meet on its servers, whose start takes 5 s of processor
+    time.
+    """
+    folder = tmp_path_factory.mktemp("driver")
+    process = server.start(parents.main, "actors", str(folder), log=folder / "log", env={"PYTHONPATH": Path.cwd()})
+    yield Driver(process, folder)
+    left = descendants(process.pid)
+    process.process.kill()
+    end(left)
 
 
 @pytest.fixture
-def ray_workers(monkeypatch, ray_alone):
-    """Two actors, which import from here."""
-    monkeypatch.setenv("PYTHONPATH", os.getcwd())  # noqa: PTH109  # as a shell would say it
-    workers = of_ray()
+def ray_workers(monkeypatch, driver):
+    """Two actors of this process, on the driver's servers."""
+    from adapters.workers.ray import RayWorkers
+    from tests.contracts.light_worker import LightWorker
+
+    monkeypatch.setenv("RAY_ADDRESS", driver.address)
+    workers = RayWorkers(LightWorker, num_workers=2)
     yield workers
     workers.close()
 
@@ -62,6 +91,32 @@ def test_one_process_is_a_worker():
     workers.close()
 
 
+def test_ranks_and_ray_give_the_same(server, driver, write_rl, tmp_path):
+    """The same rollouts, losses and figures from two ranks and from two actors."""
+    from app.__main__ import main as packplan
+    from app.rl import __main__ as rl
+
+    grpo, policy = (
+        {"num_steps": 1, "kl_coefficient": 0.01},
+        {"sequence_packing": {"enabled": True, "train_mb_tokens": 200}},
+    )
+    ranks = server.ranks(2, rl.main, [str(write_rl("ranks", policy=policy, grpo=grpo))], folder=tmp_path / "logs")
+    run = str(write_rl("ray", policy=policy, grpo=grpo))
+    env = {"RAY_ADDRESS": driver.address}
+    ray = server.start(packplan, ["rl", run, "--ray-workers", "2"], log=tmp_path / "ray.log", env=env)
+    assert [0, 0, 0] == finished([*ranks, ray])
+
+    ours, theirs = (
+        [json.loads(line) for line in (tmp_path / name / "rl.jsonl").read_text().splitlines()]
+        for name in ("ranks", "ray")
+    )
+    assert 1 == len(ours)
+    assert TIMES <= set(ours[0])
+    assert [{k: v for k, v in entry.items() if k not in TIMES} for entry in ours] == [
+        {k: v for k, v in entry.items() if k not in TIMES} for entry in theirs
+    ]
+
+
 def test_actors_are_ranks_of_one_group(ray_workers):
     """They add up over their group; what one raises ends them, with its reason."""
     each_fails_with_its_reason(ray_workers, [[1, 2], [30]])
@@ -81,3 +136,54 @@ def test_an_actor_that_dies_fails_the_call(ray_workers):
     while any(map(lives, pids)):
         assert time.monotonic() - started < DEADLINE_S
         time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("dies", "says"),
+    [
+        (True, "worker 2 failed in train: its process died"),
+        (False, "worker 1 failed in train: RuntimeError: gloo: reset by peer"),
+    ],
+)
+def test_a_worker_that_is_dead_is_named_before_those_that_miss_it(monkeypatch, dies, says):
+    """Though they say so first, before Ray has found it; where none is dead, the first of them."""
+    from ray.exceptions import RayActorError, RayTaskError
+
+    from adapters.workers import ray as workers
+
+    lost = RayTaskError("call", "", RuntimeError("gloo: reset by peer"))
+    ends = {1: lost, 0: lost} | ({2: RayActorError()} if dies else {})
+    monkeypatch.setattr(workers, "LOST_S", 0.1)
+    monkeypatch.setattr(workers, "ray", ScriptedRay(ends))
+    three = workers.RayWorkers.__new__(workers.RayWorkers)
+    three._actors, three.num_workers = [], 3
+
+    with pytest.raises(WorkerError, match=says):
+        three._collect("train", [0, 1, 2])
+
+
+class ScriptedRay:
+    """Calls that fail one after the other, in the order of a table; the others go on."""
+
+    def __init__(self, ends):
+        self._ends = ends
+
+    def wait(self, left, *, num_returns, timeout):
+        """Return the next that has failed, of one at a time, and the others."""
+        assert num_returns == 1
+        ready = [call for call in self._ends if call in left][:1]
+        if not ready:
+            time.sleep(timeout)
+        return ready, [call for call in left if call not in ready]
+
+    def get(self, call):
+        """Raise its error."""
+        raise self._ends[call]
+
+    def shutdown(self):
+        """Do nothing."""
+
+
+def test_actors_end_with_their_driver(driver):
+    """However that ends; the last test here, since Ray ends too."""
+    each_ends(driver.folder, driver.process.pid)

@@ -60,8 +60,9 @@ EXAMPLES = (
     errors.LostProcessError(
         "loading data",
         "DataLoader worker (pid 4711) is killed by signal: Killed",
-        "lower training.dataloader_num_workers (now 4; 0 loads in the training process) or "
-        "training.dataloader_prefetch_factor",
+        "Most often the machine, or its shared memory (/dev/shm), is full: lower "
+        "training.dataloader_num_workers (now 4; 0 loads in the training process) or "
+        "training.dataloader_prefetch_factor, or give the machine more memory",
     ),
     errors.NotFiniteError("loss", float("nan")),
     errors.WorkerError(2, "train", "its process ended"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,12 +23,12 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def test_the_same_seed_gives_the_same_bytes_and_another_does_not(demo, tmp_path):
-    """Data, tokenizers and weights."""
+    """Data, tokenizers and weights; other tests may have written files of their own beside them."""
     make(tmp_path / "again", seed=0, num_train=40, num_val=9)
     make(tmp_path / "other", seed=1, num_train=40, num_val=9)
 
     first, again, other = files(demo), files(tmp_path / "again"), files(tmp_path / "other")
-    assert first == {name: again[name] for name in first}
+    assert again == {name: first[name] for name in again}
     assert first["data/train.jsonl"] != other["data/train.jsonl"]
     assert first["models/qwen3_vl/model.safetensors"] != other["models/qwen3_vl/model.safetensors"]
 
@@ -41,7 +43,8 @@ def test_what_was_made_is_said_with_the_command_that_trains_on_it(tmp_path, caps
     assert f"{tmp_path / 'data'}: {wanted}, and their media" == data
     said, _, command = train.partition(": ")
     assert "train on them" == said
-    path, *overrides = shlex.split(command)[3:]
+    python, _, _, path, *overrides = shlex.split(command)
+    assert Path(sys.executable) == Path.cwd() / shutil.which(python)
     config = load_config(path, stored_keys(), overrides=overrides)
     for name in (f"{config.model.model}/config.json", *config.custom.train_jsonl, *config.custom.val_jsonl):
         assert tmp_path in Path(name).parents

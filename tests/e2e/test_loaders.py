@@ -14,6 +14,7 @@ import pytest
 from adapters.lifeline import lost_processes_named
 from adapters.samples import measurer
 from adapters.trainer.packed_dataset import PackedDataset
+from adapters.trainer.static import PackTrainer
 from app import sft
 from app.training.outcome import log_outcome
 from app.wiring import stores
@@ -64,21 +65,26 @@ def test_a_process_that_measures_and_is_killed_is_named_with_its_key(write_run, 
 
 
 @pytest.mark.parametrize(
-    ("said", "ours"),
+    ("said", "advice"),
     [
-        ("DataLoader worker (pid 7) is killed by signal: Killed. ", True),
-        ("DataLoader worker (pid(s) 7, 8) exited unexpectedly", True),
-        ("Too many open files. Communication with the workers is no longer possible.", True),
-        ("CUDA error: out of memory", False),
+        ("DataLoader worker (pid 7) is killed by signal: Killed. ", "give the machine more memory"),
+        ("DataLoader worker (pid(s) 7, 8) exited unexpectedly", "give the machine more memory"),
+        ("Too many open files. Communication with the workers is no longer possible.", "ulimit -n"),
+        ("DataLoader timed out after 600.0 seconds", "where its media are"),
+        ("CUDA error: out of memory", ""),
     ],
 )
-def test_only_what_torch_says_of_lost_workers_is_theirs(said, ours):
-    """Every other error of torch keeps its traceback."""
-    kind = LostProcessError if ours else RuntimeError
+def test_only_what_torch_says_of_lost_workers_is_theirs(said, advice):
+    """Each with what to do about it; every other error of torch keeps its traceback."""
+    kind = LostProcessError if advice else RuntimeError
     with pytest.raises(kind) as raised, lost_processes_named("loading data", "lower it"):
         raise RuntimeError(said)
 
+    assert kind is type(raised.value)
     assert said.strip().rstrip(".") in str(raised.value)
+    if advice:
+        assert advice in str(raised.value)
+        assert "lower it" in str(raised.value)
 
 
 def test_a_run_says_last_where_its_checkpoint_is_and_what_loads_it(write_run, capfd):
@@ -92,6 +98,27 @@ def test_a_run_says_last_where_its_checkpoint_is_and_what_loads_it(write_run, ca
     assert (Path(checkpoint) / "model.safetensors").is_file()
     kinds = ["--model_type", "qwen2", "--template", "qwen2_5"]
     assert ["swift", "infer", "--model", checkpoint, *kinds] == shlex.split(command)
+
+
+def test_ctrl_c_says_which_checkpoint_has_how_much(write_run, monkeypatch, capfd):
+    """The folder that goes on, and the step it was at; and the way to go on, last."""
+    path = write_run("qwen2", training={**TEXT, "save_strategy": "steps", "save_steps": 1, "max_steps": 3})
+    plain = PackTrainer.training_step
+
+    def interrupted(trainer, *args, **kwargs):
+        if trainer.state.global_step == 2:
+            raise KeyboardInterrupt
+        return plain(trainer, *args, **kwargs)
+
+    monkeypatch.setattr(PackTrainer, "training_step", interrupted)
+    assert 130 == sft.main([str(path)])
+
+    *_, said, last = capfd.readouterr().err.splitlines()
+    steps, _, checkpoint = said.partition("; the last checkpoint is ")
+    assert "packplan: warning: interrupted after 2 optimizer steps" == steps
+    assert (Path(checkpoint) / "model.safetensors").is_file()
+    assert checkpoint.endswith("checkpoint-2")
+    assert last.startswith("interrupted: ")
 
 
 @pytest.mark.parametrize(

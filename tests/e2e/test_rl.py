@@ -20,8 +20,6 @@ from tests.processes import finished
 
 pytestmark = pytest.mark.slow
 
-TIMES = {"generate_s", "logprob_s", "train_s"}
-
 PACKED = {
     "sequence_packing": {"enabled": True, "train_mb_tokens": 80, "logprob_mb_tokens": 120, "sequence_length_round": 1}
 }
@@ -31,29 +29,6 @@ MODES = {
     "dynamic": {"dynamic_batching": {"enabled": True, "train_mb_tokens": 128, "sequence_length_round": 8}},
     "plain": {"train_micro_batch_size": 3},
 }
-
-
-@pytest.fixture
-def write_rl(demo, tmp_path):
-    """Return a function that writes a run over the words to repeat."""
-
-    def write(name="rl", *, policy=None, grpo=None, max_length=128, **training):
-        path = tmp_path / f"{name}.yaml"
-        sections = {
-            "model": {"model": str(demo / "models" / "qwen2")},
-            "template": {"max_length": max_length},
-            "custom": {"train_jsonl": str(demo / "data" / "repeat.jsonl")},
-            "training": {"output_dir": str(tmp_path / name), "use_cpu": True, "learning_rate": 1e-2, **training},
-            "policy": policy or {},
-            "grpo": {
-                "num_steps": 2, "num_prompts_per_step": 4, "num_generations_per_prompt": 4, "max_new_tokens": 8,
-                "reward": "character_overlap", **(grpo or {}),
-            },
-        }  # fmt: skip
-        path.write_text(yaml.safe_dump(sections))
-        return path
-
-    return write
 
 
 @pytest.fixture
@@ -304,28 +279,6 @@ def test_a_step_of_several_updates_says_what_all_of_them_did(write_rl, tmp_path,
     assert trained["loss/ratio_min"].min() == entry["loss/ratio_min"] < 0.99
     assert trained["loss/ratio_max"].max() == entry["loss/ratio_max"] > 1.01
     assert trained["loss/ratio"].mean() == pytest.approx(entry["loss/ratio"])
-
-
-@pytest.mark.usefixtures("ray_alone")
-def test_ranks_and_ray_give_the_same(server, write_rl, tmp_path):
-    """The same rollouts, losses and figures from two ranks and from two actors."""
-    from app.rl import __main__ as rl
-
-    grpo, policy = (
-        {"num_steps": 1, "kl_coefficient": 0.01},
-        {"sequence_packing": {"enabled": True, "train_mb_tokens": 200}},
-    )
-    ranks = server.ranks(2, rl.main, [str(write_rl("ranks", policy=policy, grpo=grpo))], folder=tmp_path / "logs")
-    assert [0, 0] == finished(ranks)
-    ray = server.packplan("rl", write_rl("ray", policy=policy, grpo=grpo), "--ray-workers", 2)
-    assert 0 == ray.wait(), ray.said[-3000:]
-
-    ours, theirs = (logged(tmp_path / name) for name in ("ranks", "ray"))
-    assert 1 == len(ours)
-    assert TIMES <= set(ours[0])
-    assert [{k: v for k, v in entry.items() if k not in TIMES} for entry in ours] == [
-        {k: v for k, v in entry.items() if k not in TIMES} for entry in theirs
-    ]
 
 
 OWN_LOSSES = """

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 PATIENCE_S = 600
 
@@ -82,14 +83,25 @@ def elsewhere(folder: Path) -> list[int]:
     raise AssertionError("a sample without end has ended")
 
 
-def actors(_: Path) -> list[int]:
-    """Start Ray actors."""
-    from adapters.workers.ray import RayWorkers
-    from tests.contracts.light_worker import LightWorker
+def actors(folder: Path) -> list[int]:
+    """
+    Start Ray on this machine with two actors, and leave room for another driver's; write down where
+    that one finds it.
+    """
+    import ray
 
-    workers = RayWorkers(LightWorker, num_workers=2)
+    from adapters.workers.ray import RayWorkers
+
+    start = ray.init
+    with mock.patch("ray.init", lambda **options: start(**options | {"num_cpus": 2 * options["num_cpus"]})):
+        workers = RayWorkers(Idle, num_workers=2)
     KEPT.append(workers)
+    (folder / "address").write_text(ray.get_runtime_context().gcs_address)
     return workers.process_ids
+
+
+class Idle:
+    """A worker that does nothing."""
 
 
 KEPT: list[object] = []

@@ -185,7 +185,9 @@ def test_show_asks_for_the_verdict_of_the_model_as_it_is(store, said, tmp_path):
     shown = json.loads(said("show", path, "--json"))["splits"]["train"]
 
     assert shown["attention"] is shown["verdict"] is None
-    assert any("not yet asked whether samples may share its packs" in warning for warning in shown["warnings"])
+    assert any(
+        "no answer of the model is kept whether samples may share its packs" in warning for warning in shown["warnings"]
+    )
     assert any(
         "cannot be said" in w for w in json.loads(said("show", store(), "--json"))["splits"]["train"]["warnings"]
     )

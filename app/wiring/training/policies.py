@@ -19,6 +19,7 @@ from adapters.trainer.arguments import runs_on_cpu
 from adapters.trainer.model import open_model
 from adapters.workers.policy import PolicySettings, PolicyWorker
 from adapters.workers.ranks import RankWorkers
+from app.wiring.actors import build_in_actor
 from app.wiring.functions import named_function
 from app.wiring.stores import (
     read_config,
@@ -125,7 +126,7 @@ def open_workers(
         from adapters.workers.ray import RayWorkers  # an extra
 
         gpus = 0.0 if runs_on_cpu(config.training.trainer) or not torch.cuda.is_available() else 1.0
-        ray = RayWorkers(partial(build_ray_worker, path, overrides), num_workers=ray_workers, gpus_each=gpus)
+        ray = RayWorkers(partial(build_in_actor, path, overrides), num_workers=ray_workers, gpus_each=gpus)
         try:
             yield ray
         finally:
