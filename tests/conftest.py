@@ -5,7 +5,6 @@ reinforcement learning, and processes.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import importlib
@@ -40,18 +39,10 @@ TRACED_EXAMPLES = 10
 """Examples of a law that are traced: the others meet hardly a new line of core."""
 
 
-@contextlib.contextmanager
-def _untraced(config):
-    """Run the body without coverage, which doubles the time of whatever it traces."""
+def _coverage(config):
+    """Return what pauses and resumes coverage, or None."""
     plugin = config.pluginmanager.get_plugin("_cov")
-    controller = plugin and plugin.cov_controller
-    if controller:
-        controller.pause()
-    try:
-        yield
-    finally:
-        if controller:
-            controller.resume()
+    return plugin and plugin.cov_controller
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -60,9 +51,9 @@ def pytest_sessionstart(session):
     Stop the coverage that pytest-cov starts before it knows that this process is a worker of
     pytest-xdist: beneath the worker's own, it would trace on whenever that pauses.
     """
-    plugin = session.config.pluginmanager.get_plugin("_cov")
-    if plugin and plugin.cov_controller and hasattr(session.config, "workerinput"):
-        plugin.cov_controller.pause()
+    controller = _coverage(session.config)
+    if controller and hasattr(session.config, "workerinput"):
+        controller.pause()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -71,16 +62,16 @@ def pytest_collection(session):
     Trace the modules of core as they are imported, and not the libraries that tests import, whose
     million objects are no garbage either.
     """
-    if session.config.pluginmanager.has_plugin("_cov"):
+    if controller := _coverage(session.config):
         for module in pkgutil.walk_packages(core.__path__, "core."):
             importlib.import_module(module.name)
+        controller.pause()
     gc.disable()
     try:
-        with _untraced(session.config):
-            collected = yield
-            if any("server" in getattr(item, "fixturenames", ()) for item in getattr(session, "items", ())):
-                fork_server()
-            return collected
+        collected = yield
+        if any("server" in getattr(item, "fixturenames", ()) for item in getattr(session, "items", ())):
+            fork_server()
+        return collected
     finally:
         gc.freeze()
         gc.enable()
@@ -92,18 +83,24 @@ def pytest_runtest_protocol(item):
     Trace core where its laws are stated: in tests of other things, and what they set up, that adds
     no line.
     """
-    is_elsewhere = item.path.parent.name not in {"laws", "unit"}
-    if item.get_closest_marker("untraced") or (is_elsewhere and not item.get_closest_marker("covers")):
-        with _untraced(item.config):
-            return (yield)
-    return (yield)
+    controller, is_elsewhere = _coverage(item.config), item.path.parent.name not in {"laws", "unit"}
+    if (
+        not controller
+        or item.get_closest_marker("untraced")
+        or (is_elsewhere and not item.get_closest_marker("covers"))
+    ):
+        return (yield)
+    controller.resume()
+    try:
+        return (yield)
+    finally:
+        controller.pause()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
     """Trace core in the first examples of a law alone."""
-    plugin = item.config.pluginmanager.get_plugin("_cov")
-    controller, law = plugin and plugin.cov_controller, getattr(item.obj, "hypothesis", None)
+    controller, law = _coverage(item.config), getattr(item.obj, "hypothesis", None)
     if law is None or not controller or not controller.started:
         return (yield)
     plain, number = law.inner_test, itertools.count()

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 from hypothesis import strategies as st
 
 from core.packs import Packs
 from core.plan import RawPlan, build_raw_plan
 
-capacities = st.integers(1, 200)
+capacities, packing_lengths = st.integers(1, 200), st.integers(2, 120)
+
+
+@lru_cache(maxsize=1000)
+def _integers(most: int, min_size: int, max_size: int) -> st.SearchStrategy[list[int]]:
+    """
+    Lists of numbers from 1. A strategy takes longer to build and to validate than to draw from, so
+    it is built once.
+    """
+    return st.lists(st.integers(1, most), min_size=min_size, max_size=max_size)
 
 
 @st.composite
@@ -18,9 +29,10 @@ def packable(draw: st.DrawFn, *, min_size: int = 0, max_size: int = 60) -> tuple
     frequent.
     """
     capacity = draw(capacities)
-    few = st.sampled_from(draw(st.lists(st.integers(1, capacity), min_size=1, max_size=4)))
-    any_length = st.integers(1, capacity)
-    return draw(st.lists(few | any_length, min_size=min_size, max_size=max_size)), capacity
+    few = draw(_integers(capacity, 1, 4))
+    # Up to the capacity a length of its own, beyond it one of the few: one draw for each sample.
+    drawn = draw(_integers(2 * capacity, min_size, max_size))
+    return [number if number <= capacity else few[number % len(few)] for number in drawn], capacity
 
 
 @st.composite
@@ -38,11 +50,15 @@ def packable_arrays(draw: st.DrawFn) -> tuple[list[int], int]:
 @st.composite
 def raw_lengths(draw: st.DrawFn, *, min_size: int = 1, max_size: int = 50) -> tuple[list[int], int]:
     """Lengths of a data set, long ones and ones of exactly the packing length among them."""
-    packing_length = draw(st.integers(2, 120))
-    lengths = (
-        st.integers(1, packing_length - 1) | st.integers(packing_length, 3 * packing_length) | st.just(packing_length)
-    )
-    return draw(st.lists(lengths, min_size=min_size, max_size=max_size)), packing_length
+    packing_length = draw(packing_lengths)
+    # A third is shorter, a third up to 3 times as long, and a third exactly of the packing length.
+    drawn = draw(_integers(6 * packing_length, min_size, max_size))
+    return [_raw_length(number - 1, packing_length) for number in drawn], packing_length
+
+
+def _raw_length(number: int, packing_length: int) -> int:
+    kind, rest = divmod(number, 2 * packing_length)
+    return (1 + rest % (packing_length - 1), packing_length + 1 + rest, packing_length)[kind]
 
 
 @st.composite

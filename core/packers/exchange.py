@@ -158,9 +158,11 @@ class Exchange:
         tokens, works = self.tokens[singles], self.works[singles]
         parts = _Parts(self.labels[singles], tokens, works, singles, singles)
         low, high = self._chosen(parts, np.zeros(self.num, dtype=bool), level=level)
+        if not low.size:
+            return False
         self._moved(parts, low, high)
         self.labels[singles[low]], self.labels[singles[high]] = parts.packs[high], parts.packs[low]
-        return bool(low.size)
+        return True
 
     def _exchange_parts(self, order: IntArray, parts: _Parts, touched: NDArray[np.bool_], *, level: bool) -> bool:
         """
@@ -176,12 +178,14 @@ class Exchange:
             level: Whether to level work, or to make packs fit.
         """
         low, high = self._chosen(parts, touched, level=level)
+        if not low.size:
+            return False
         self._moved(parts, low, high)
         for moved, to in ((low, parts.packs[high]), (high, parts.packs[low])):
             sizes = (parts.stop - parts.first)[moved]
             self.labels[order[count_up(sizes, starts=parts.first[moved])]] = np.repeat(to, sizes)
             touched[to] = True
-        return bool(low.size)
+        return True
 
     def _moved(self, parts: _Parts, low: IntArray, high: IntArray) -> None:
         """Count what packs hold once parts *low* and *high* have changed places."""
@@ -198,6 +202,8 @@ class Exchange:
         tokens, or more.
         """
         low, high = self._candidates(parts, touched, level=level)
+        if not low.size:
+            return low, high
         to, of = parts.packs[low], parts.packs[high]
         more = parts.tokens[high] - parts.tokens[low]
         if level:
@@ -210,7 +216,9 @@ class Exchange:
             left += np.maximum(self.loads[of] - more - self.capacity, 0)
             gain = over[to] + over[of] - left
             useful = gain > 0
-        helps = np.flatnonzero(useful & (to != of))
+        (helps,) = (useful & (to != of)).nonzero()
+        if not helps.size:  # as in most rounds over few packs
+            return low[:0], high[:0]
         helps = helps[np.argsort(-gain[helps], kind="stable")]
         to, of, number = to[helps], of[helps], np.arange(helps.size)
         # The first exchange that names a pack is the one that helps it most.
@@ -222,11 +230,13 @@ class Exchange:
 
     def _candidates(self, parts: _Parts, touched: NDArray[np.bool_], *, level: bool) -> tuple[IntArray, IntArray]:
         """Return pairs of parts of which one is of a pack that has to change, and none touched."""
-        scale, places = (int(number) for number in self._stream.random_raw(2))
+        drawn: list[int] = self._stream.random_raw(2).tolist()
+        scale, places = drawn
         away = 1 + places % min(2 ** (scale % (_PLACES + 1)), max(1, parts.tokens.size - 1))
         unsettled = (self._unsettled(level=level) & ~touched)[parts.packs]
-        low = np.flatnonzero(unsettled[:-away] | unsettled[away:])
-        low = low[~(touched[parts.packs[low]] | touched[parts.packs[low + away]])]
+        (low,) = (unsettled[:-away] | unsettled[away:]).nonzero()
+        if touched.any():
+            low = low[~(touched[parts.packs[low]] | touched[parts.packs[low + away]])]
         return low, low + away
 
     def _drawn_parts(self) -> tuple[IntArray, _Parts]:

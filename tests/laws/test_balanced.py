@@ -73,17 +73,16 @@ def test_random_steps_of_balanced_packs_are_even(capacity, eight, many, above):
         assert floor <= reached + 1e-9 < floor + above < before
 
 
-@given(packable(min_size=1), st.data(), st.integers(1, 2**16))
-def test_the_unit_of_work_changes_nothing(case, data, factor):
-    """FLOPs or seconds: packs are the same; so they are for lists and arrays."""
+@given(packable(min_size=1), st.data(), st.integers(1, 2**16), st.sampled_from([np.int64, np.float64]))
+def test_the_unit_of_work_changes_nothing(case, data, factor, dtype):
+    """FLOPs or seconds, in lists or arrays, whole or not: packs are the same."""
     lengths, capacity = case
     works = data.draw(st.lists(st.integers(0, 1000), min_size=len(lengths), max_size=len(lengths)))
     options = {"capacity": capacity, "algorithm": "balanced"}
 
     packs = pack(lengths, works=works, **options)
 
-    assert packs == pack(lengths, works=np.array(works) * factor, **options)
-    assert packs == pack(np.array(lengths), works=np.array(works, dtype=np.float64), **options)
+    assert packs == pack(np.array(lengths), works=np.array(works, dtype=dtype) * factor, **options)
 
 
 def test_groups_are_packed_by_themselves_and_alike():

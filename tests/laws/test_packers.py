@@ -110,6 +110,7 @@ def test_runs_pack_as_single_samples_do(algorithm, case):
 
 
 @pytest.mark.parametrize("algorithm", ["best_fit_decreasing", "first_fit_decreasing", "modified_first_fit_decreasing"])
+@pytest.mark.untraced
 def test_runs_pack_as_single_samples_do_on_larger_data(algorithm):
     """Some hundred samples of few and of many lengths."""
     rng = np.random.default_rng(3)

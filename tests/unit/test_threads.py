@@ -5,6 +5,7 @@ loaded.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -49,11 +50,18 @@ def test_what_the_user_says_stays(monkeypatch):
 
 @pytest.mark.slow
 def test_openmp_hears_of_it():
-    """Commands load torch after they have said so."""
-    script = "from app.cli.command import run_command; run_command(lambda: __import__('torch'), verbose=False)"
+    """
+    Commands load torch after they have said so. What reads the environment is its OpenMP: one that
+    was loaded before has read it.
+    """
+    (torch,) = importlib.util.find_spec("torch").submodule_search_locations
+    openmp = [*Path(torch).glob("lib/libgomp*"), *Path(torch).with_name("torch.libs").glob("libgomp*")]
+    load = f"__import__('ctypes').CDLL({str(openmp[0])!r})" if openmp else "__import__('torch')"
+    script = f"from app.cli.command import run_command; run_command(lambda: {load}, verbose=False)"
     run = subprocess.run(
-        [sys.executable, "-c", script], env={**os.environ, "OMP_DISPLAY_ENV": "TRUE"}, capture_output=True, text=True,
-        check=True, cwd=ROOT,
+        [sys.executable, "-c", script], env={**os.environ, "OMP_DISPLAY_ENV": "VERBOSE"}, capture_output=True,
+        text=True, check=True, cwd=ROOT,
     )  # fmt: skip
 
     assert "OMP_WAIT_POLICY = 'PASSIVE'" in run.stderr
+    assert "GOMP_SPINCOUNT = '0'" in run.stderr, "passive is also what it says of itself when nobody has said anything"
