@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from tests.processes import Started
+from tests.stored import asked
 
 Sections = dict[str, dict[str, Any]]
 
@@ -113,11 +114,11 @@ def fetched(monkeypatch) -> list[int]:
 def start_ranks(server):
     """
     Return a function that starts the ranks of `rank_main` on a YAML, an output folder and perhaps a
-    fault.
+    fault; the model was asked before whether it may pack.
     """
     from tests.e2e import rank_main
 
     def start(world_size: int, path: Path, out: Path, fault: str = "") -> list[Started]:
-        return server.ranks(world_size, rank_main.main, str(path), str(out), fault, folder=out)
+        return server.ranks(world_size, rank_main.main, str(asked(path)), str(out), fault, folder=out)
 
     return start
