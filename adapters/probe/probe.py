@@ -13,12 +13,12 @@ from adapters import torchvision_shim  # noqa: F401  # before transformers  # is
 import attrs
 import torch
 
-from adapters.attention import MASKED_NAME, NAME, ROWS_NAME, attend_as, takes_grids
+from adapters.attention import MASKED_NAME, NAME, ROWS_NAME, attend_as, project_patches, takes_grids
 from adapters.families import trained_config
 from adapters.probe.images import measure_images, sees
 from adapters.probe.rows import Alone, ProbeRow, measure_alone, measure_packed
 from adapters.probe.shrink import FIRST_ID, LONGEST, VOCABULARY, shrink
-from adapters.probe.small_model import build_small, quiet
+from adapters.probe.small_model import SmallModels, quiet
 from adapters.probe.states import split_found_states
 from adapters.probe.unknown import Trials, named, shrink_by_trial, unknown_places
 from core.equality import (
@@ -152,7 +152,7 @@ class _Place:
 
 
 def _probed(config: Any, attn_impl: str, *, trust_remote_code: bool, on_cpu: bool) -> PackingVerdict:
-    build_one = partial(build_small, config, trust_remote_code=trust_remote_code)
+    build_one = SmallModels(config, trust_remote_code=trust_remote_code).build
     try:
         shorter, left = _settled(config, build_one)
     except ProbeError as error:
@@ -285,16 +285,22 @@ def _tried(place: _Place, trial: Trial) -> _Outcome:
             model, measured = measure(found) if found else (model, measured)
             split = found
     outcome = _Outcome(trial, measured, split, found, passed=measured.passes(place.precision))
-    return _with_images(place, outcome) if outcome.passed and sees(model.config) else outcome
+    return _with_images(model, place, outcome) if outcome.passed and sees(model.config) else outcome
 
 
-def _with_images(place: _Place, outcome: _Outcome) -> _Outcome:
+def _with_images(model: Any, place: _Place, outcome: _Outcome) -> _Outcome:
     """
     Return what a trial gives with images too. A tower that sees all images of a row in one pass has
     to be asked; another one sees each by itself.
+
+    Args:
+        model: As the trial has it, whose rows of text passed.
+
+        place: Where it is computed.
+
+        outcome: Of the rows of text.
     """
-    model = place.build(place.native)
-    apply_trial(model, outcome.trial, outcome.split)
+    project_patches(model)  # as in the model that trains
     try:
         images = measure_images(model, native=place.native)
     except Exception as error:  # noqa: BLE001  # whatever the code of a family raises

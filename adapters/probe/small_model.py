@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -13,6 +13,7 @@ from typing import Any
 
 from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
 
+import attrs
 import psutil
 import torch
 import transformers
@@ -20,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.utils import logging as transformers_logging
 
+from adapters.config_names import configs_by_name
 from adapters.probe.shrink import shrink
 from adapters.probe.unknown import Trials, with_trials
 from core.config import ModelConfig
@@ -35,17 +37,23 @@ Two copies of a model at a time, their gradients packed and alone, and a differe
 
 _CGROUP = Path("/sys/fs/cgroup")
 
+_SEED = 3
+"""Decides the weights."""
+
 _PLAIN_STD = 0.05
 """Weights below are initialised for a wide model; in a narrow one, all scores would be alike."""
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep what libraries say of missing kernels and unusual sizes to themselves, inside."""
+    """
+    Keep what libraries say of missing kernels and unusual sizes to themselves, inside, and write no
+    configuration out.
+    """
     before = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity(transformers_logging.CRITICAL)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), configs_by_name():
             warnings.simplefilter("ignore")
             yield
     finally:
@@ -55,7 +63,8 @@ def quiet() -> Iterator[None]:
 def open_model_config(model: ModelConfig) -> Any:
     """Return transformers' configuration of a model's folder; ConfigError if it refuses it."""
     try:
-        return AutoConfig.from_pretrained(model.model, trust_remote_code=model.trust_remote_code)
+        with configs_by_name():
+            return AutoConfig.from_pretrained(model.model, trust_remote_code=model.trust_remote_code)
     except Exception as error:
         reason = " ".join(f"{error}".split())[:300]
         raise ConfigError.of(
@@ -68,7 +77,6 @@ def build_small(
     *,
     attention: str,
     trust_remote_code: bool = False,
-    seed: int = 3,
     trials: Trials = MappingProxyType({}),
 ) -> Any:
     """
@@ -81,25 +89,65 @@ def build_small(
 
         trust_remote_code: Whether code beside the configuration may run.
 
-        seed: Decides the weights.
-
         trials: Numbers to put in place of what `shrink` left.
 
     Raises:
         ProbeError: It cannot be built, or not small.
     """
-    failures = []
-    for times in (1, 2):
-        try:
+    return SmallModels(config, trust_remote_code=trust_remote_code).build(attention=attention, trials=trials)
+
+
+@attrs.define(eq=False)
+class SmallModels:
+    """Small copies of one model, whose configuration and number of weights are found once."""
+
+    config: Any
+    """Configuration of transformers, of the user's own model."""
+
+    trust_remote_code: bool = False
+    """Whether code beside the configuration may run."""
+
+    _outlines: dict[Any, tuple[Any, int]] = attrs.field(factory=dict, init=False)
+    """How often shrunk, and with which trials -> the configuration, and how many weights it has."""
+
+    def build(self, *, attention: str, trials: Trials = MappingProxyType({})) -> Any:
+        """Build a copy; see `build_small`."""
+        failures = []
+        for times in (1, 2):
+            try:
+                return self._built(attention, trials, times)
+            except ProbeError:
+                raise
+            except Exception as error:  # noqa: BLE001  # whatever the code of a family raises
+                failures.append(" ".join(f"{type(error).__name__}: {error}".split()))
+        raise ProbeError(self.config.model_type, f"no small copy of it can be built ({failures[0][:300]})")
+
+    def _built(self, attention: str, trials: Trials, times: int) -> Any:
+        """
+        Build a copy in one way.
+
+        Args:
+            attention: The attention of transformers.
+
+            trials: Numbers to put in place.
+
+            times: How often the configuration is shrunk.
+        """
+        key = (times, tuple(trials.items()))
+        build_one = partial(_small, self.config, attention=attention, trust_remote_code=self.trust_remote_code)
+        if key not in self._outlines:
             # transformers' from_dict would also write the configuration out, for a line of its log.
-            small = type(config)(**with_trials(shrink(config.to_dict(), times=times), trials))
-            model = partial(_small, config, small, attention=attention, trust_remote_code=trust_remote_code)
-            return _build(model, seed=seed)
-        except ProbeError:
-            raise
-        except Exception as error:  # noqa: BLE001  # whatever the code of a family raises
-            failures.append(" ".join(f"{type(error).__name__}: {error}".split()))
-    raise ProbeError(config.model_type, f"no small copy of it can be built ({failures[0][:300]})")
+            small = type(self.config)(**with_trials(shrink(self.config.to_dict(), times=times), trials))
+            with torch.device("meta"):
+                outline = build_one(small)
+            self._outlines[key] = small, sum(one.numel() for one in outline.parameters())
+        small, weights = self._outlines[key]
+        _require_room(small.model_type, weights)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(_SEED)
+            model = build_one(small).float().eval()
+            enliven(model)
+        return model
 
 
 def _small(config: Any, small: Any, *, attention: str, trust_remote_code: bool) -> Any:
@@ -137,25 +185,19 @@ def free_memory() -> int:
     return max(0, min(free, int(limit) - int(used) + cached))
 
 
-def _build(small: Callable[[], Any], *, seed: int) -> Any:
-    with torch.device("meta"):
-        outline = small()
-    weights = sum(one.numel() for one in outline.parameters())
+def _require_room(model_type: str, weights: int) -> None:
+    """
+    Refuse a small copy that has too many weights, or takes more memory than is free; ProbeError.
+    """
     if weights > _MOST_WEIGHTS:
-        reason = f"its small copy has {weights:,} weights, more than {_MOST_WEIGHTS:,}"
-        raise ProbeError(outline.config.model_type, reason)
+        raise ProbeError(model_type, f"its small copy has {weights:,} weights, more than {_MOST_WEIGHTS:,}")
     needed, free = weights * _BYTES_PER_WEIGHT, free_memory()
     if needed > free:
         reason = (
             f"its small copy of {weights:,} weights takes about {needed / 1e6:,.0f} MB to ask, and {free / 1e6:,.0f} "
             "MB are free: free memory"
         )
-        raise ProbeError(outline.config.model_type, reason)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = small().float().eval()
-        enliven(model)
-    return model
+        raise ProbeError(model_type, reason)
 
 
 def enliven(model: torch.nn.Module) -> None:

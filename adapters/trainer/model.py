@@ -17,6 +17,7 @@ from swift.utils import HfConfigFactory
 from transformers.utils import logging as transformers_logging
 
 from adapters.attention import attend_as, project_patches
+from adapters.config_names import configs_by_name
 from adapters.samples.template import swift_model_type
 from adapters.trainer.tuners import prepare_tuner, quantisation_of
 from core.config import ModelConfig, TrainingConfig
@@ -46,14 +47,15 @@ def open_model(
     dtype = None if model.torch_dtype is None else getattr(torch, model.torch_dtype)
     quantisation = quantisation_of(model, on_cpu=device is None or device.type == "cpu")
     try:
-        opened, _ = get_model_processor(
-            model.model,
-            model_type=model_type,
-            attn_impl=attention.native if attention.name in (VARLEN, MASKED, SHARED_ROWS) else attention.name,
-            torch_dtype=dtype,
-            device_map=None if device is None else str(device),
-            quantization_config=quantisation,
-        )
+        with configs_by_name():
+            opened, _ = get_model_processor(
+                model.model,
+                model_type=model_type,
+                attn_impl=attention.native if attention.name in (VARLEN, MASKED, SHARED_ROWS) else attention.name,
+                torch_dtype=dtype,
+                device_map=None if device is None else str(device),
+                quantization_config=quantisation,
+            )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConfigError.of("model.model", f"{model.model} cannot be loaded by ms-swift: {error}") from error
     project_patches(opened)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
+from core.equality import PackingVerdict
+from core.errors import PackplanError
 from tests.processes import Started
-from tests.stored import asked
 
 Sections = dict[str, dict[str, Any]]
 
@@ -69,12 +71,23 @@ def write_run(demo: Path, text_jsonl: Path, tmp_path: Path) -> Callable[..., Pat
 
 @pytest.fixture
 def execute() -> Callable[[Path], Any]:
-    """Return a function that plans and trains in this process, and returns the result."""
+    """
+    Return a function that plans and trains in this process, and returns the result; it finds the
+    verdict on its model, as a run does that starts again.
+    """
     from adapters.ranks.torch_group import OneRank
     from app import sft
-    from app.wiring import training
+    from app.wiring import stores, training
 
-    return lambda path: sft.run(training.read_config(path), OneRank())
+    def run(path: Path) -> Any:
+        _recall(path)
+        config = training.read_config(path)
+        result = sft.run(config, OneRank())
+        if (verdict := stores.stored_verdict(config)) is not None:
+            _ASKED[stores.verdict_key(config).digest] = verdict
+        return result
+
+    return run
 
 
 @pytest.fixture
@@ -114,11 +127,31 @@ def fetched(monkeypatch) -> list[int]:
 def start_ranks(server):
     """
     Return a function that starts the ranks of `rank_main` on a YAML, an output folder and perhaps a
-    fault; the model was asked before whether it may pack.
+    fault; they find the verdict on their model, as ranks do that start again.
     """
     from tests.e2e import rank_main
 
     def start(world_size: int, path: Path, out: Path, fault: str = "") -> list[Started]:
-        return server.ranks(world_size, rank_main.main, str(asked(path)), str(out), fault, folder=out)
+        _recall(path)
+        return server.ranks(world_size, rank_main.main, str(path), str(out), fault, folder=out)
 
     return start
+
+
+_ASKED: dict[str, PackingVerdict] = {}
+"""Verdicts on the models that this process has trained, by the digest of what they depend on."""
+
+
+def _recall(path: Path) -> None:
+    """
+    Store the verdict on a run's model, which is asked once for all tests; nothing is stored where
+    the run is refused.
+    """
+    from app.wiring import stores, training
+
+    with contextlib.suppress(PackplanError):
+        config = training.read_config(path)
+        needed = stores.needs_verdict(config, packed=config.training.packing)
+        if needed and stores.stored_verdict(config) is None:
+            known = _ASKED.get(stores.verdict_key(config).digest)
+            training.keep_verdict(config, known or training.verdict_of(config))

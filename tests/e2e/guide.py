@@ -8,6 +8,7 @@ where it is imported.
 
 from __future__ import annotations
 
+import importlib
 import json
 import multiprocessing
 import os
@@ -24,6 +25,10 @@ with loading_libraries():
 
     import torch
     from transformers import Trainer, TrainerCallback
+
+    for _name in ("torch._dynamo", "transformers.models.qwen2.modeling_qwen2", "transformers.data.data_collator",
+                  "core.align", "core.batch", "core.plan", "core.schedule"):  # fmt: skip
+        importlib.import_module(_name)  # what the page imports, once for all its processes
 
 
 class Weights(TrainerCallback):

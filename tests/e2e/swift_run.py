@@ -9,6 +9,18 @@ import json
 from pathlib import Path
 
 
+def several(asked: list[tuple[str, list[str], str]]) -> int:
+    """
+    Call functions of this module, one after the other.
+
+    Args:
+        asked: Name of a function, and what it is called with: the words of a command, and a path.
+    """
+    for name, words, out in asked:
+        assert not globals()[name](words, out)
+    return 0
+
+
 def settings(words: list[str], out: str) -> int:
     """Write what ms-swift resolves from the words of a command, training arguments and all."""
     from swift.arguments import SftArguments

@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import logging
 import os
+import runpy
 import struct
-import subprocess
 import sys
 import zlib
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from adapters.trainer.static import PackTrainer
 from app import sft
 from app.plan import __main__ as plan
 
-pytestmark = [pytest.mark.slow, pytest.mark.covers]
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 
@@ -62,6 +63,19 @@ def outcome(write_run, tmp_path, capfd, monkeypatch):
     return run
 
 
+@pytest.fixture(scope="module")
+def _opened_once():
+    """Let runs that fail before they train share a template, and what is proven of it."""
+    from adapters.samples import measurer
+    from app.wiring.training import samples
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in ((samples, "open_template"), (measurer, "prove_lengths")):
+            patch.setattr(module, name, cache(getattr(module, name)))
+        yield
+
+
+@pytest.mark.usefixtures("_opened_once")
 @pytest.mark.parametrize(
     ("record", "says"),
     [
@@ -203,6 +217,7 @@ def test_a_sample_over_the_limit_where_the_template_raises(outcome):
     assert "7 of 7 samples are too long" in message
 
 
+@pytest.mark.covers
 @pytest.mark.parametrize(
     ("overlay", "says"),
     [
@@ -279,17 +294,23 @@ def test_a_model_that_brings_code_is_refused_unless_trusted(outcome, demo, tmp_p
     assert "model.trust_remote_code: true" in message
 
 
-def test_the_command_line_trains_and_says_what_it_did(write_run):
+def run_module(*words: str) -> None:
+    """Do what `python -m` does with these words."""
+    sys.argv = [*words]
+    sys.modules.pop(words[0], None)
+    runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+
+
+def test_the_command_line_trains_and_says_what_it_did(server, write_run, tmp_path):
     """`python -m app.sft`, with the defaults of ms-swift for workers and checkpointing."""
     path = write_run("qwen3", training={"max_steps": 1, "gradient_checkpointing": True, "dataloader_num_workers": 1})
-    run = subprocess.run(
-        [sys.executable, "-m", "app.sft", str(path)], capture_output=True, text=True, check=False, cwd=ROOT
-    )
 
-    assert 0 == run.returncode, run.stderr
+    run = server.start(run_module, "app.sft", str(path), log=tmp_path / "log")
+
+    assert 0 == run.wait(), run.said
     for said in ("packplan: train: raw_plan checksum", "packplan: optimizer steps:", "1 in total"):
-        assert said in run.stderr
-    assert "Traceback" not in run.stderr
+        assert said in run.said
+    assert "Traceback" not in run.said
 
 
 def test_a_fault_of_ours_keeps_its_traceback(write_run, monkeypatch):

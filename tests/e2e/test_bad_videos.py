@@ -11,6 +11,7 @@ import resource
 import struct
 import time
 from fractions import Fraction
+from functools import cache
 from pathlib import Path
 
 import attrs
@@ -45,6 +46,22 @@ def patched(data: bytes, box: bytes, offset: int, kind: str, *values: float) -> 
     return data[:place] + written + data[place + len(written) :]
 
 
+@cache
+def grey_frame(size: tuple[int, int]) -> bytes:
+    """Return a grey frame of this width and height, encoded once for all videos of it."""
+    import av
+
+    codec = av.CodecContext.create("mjpeg", "w")
+    codec.width, codec.height = size
+    codec.pix_fmt, codec.time_base = "yuvj420p", Fraction(1)
+    frame = av.VideoFrame(*size, codec.pix_fmt)
+    for plane in frame.planes:
+        plane.update(bytes([120]) * plane.buffer_size)
+    frame.pts, frame.time_base = 0, Fraction(1)
+    (encoded,) = [*codec.encode(frame), *codec.encode()]
+    return bytes(encoded)
+
+
 def repeated(path: Path, size: tuple[int, int], number: int, rate: Fraction) -> Path:
     """
     Write a video of one grey frame, encoded once.
@@ -60,16 +77,11 @@ def repeated(path: Path, size: tuple[int, int], number: int, rate: Fraction) -> 
     """
     import av
 
+    data = grey_frame(size)
     with av.open(str(path), "w") as container:
         stream = container.add_stream("mjpeg", rate=rate)
         stream.width, stream.height = size
         stream.pix_fmt = "yuvj420p"
-        frame = av.VideoFrame(*size, stream.pix_fmt)
-        for plane in frame.planes:
-            plane.update(bytes([120]) * plane.buffer_size)
-        frame.pts, frame.time_base = 0, 1 / rate
-        (encoded,) = [*stream.encode(frame), *stream.encode()]
-        data = bytes(encoded)
         for place in range(number):
             packet = av.Packet(data)
             packet.stream, packet.time_base, packet.duration = stream, 1 / rate, 1
@@ -101,10 +113,10 @@ def bad_videos(folder: Path) -> dict[str, str]:
     # decord would take memory for each, and end the process.
     (folder / "count.mp4").write_bytes(patched(whole, b"stts", 8, ">I", 4_000_000_000))
     repeated(folder / "8k.avi", (7680, 4320), 4, Fraction(1))
-    repeated(folder / "10h.mkv", (32, 32), 36_000, Fraction(1))
+    repeated(folder / "10h.mkv", (32, 32), 3600, Fraction(1, 10))
     (folder / "large").mkdir()
-    for number in range(2):
-        Image.new("1", (8200, 8200)).save(folder / "large" / f"{number}.png")
+    Image.new("1", (8200, 8200)).save(folder / "large" / "0.png")
+    (folder / "large" / "1.png").hardlink_to(folder / "large" / "0.png")
     (folder / "none").mkdir()
     os.mkfifo(folder / "pipe.mp4")
     return {

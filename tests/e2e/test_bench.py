@@ -178,7 +178,7 @@ def test_measuring_is_measured_on_made_data(server, tmp_path):
     One document: every kind both ways; a photograph's header far cheaper than its pixels; memory
     and warm start bounded.
     """
-    wanted = ["--workers", "1", "--samples", "34", "--text-rows", "96", "--json"]
+    wanted = ["--workers", "1", "--samples", "10", "--text-rows", "96", "--json"]
     files = {"log": tmp_path / "log", "out": tmp_path / "out"}
     run = server.start(bench_small.lengths, *wanted, **files, env={"TMPDIR": tmp_path})
     assert 0 == run.wait(), run.said[-3000:]
@@ -218,9 +218,9 @@ def test_training_is_measured_in_every_way(server):
     ratio near 1.
     """
     document, scaling, overhead = (
-        json.loads(server.packplan("bench", "train", "--samples", 7, "--json", *words.split()).printed)
-        for words in ("--kinds images --packs 400 --repeat 2", "--kinds text --packs 300 600 --repeat 1 --scaling",
-                      "--packs 400 --repeat 2 --overhead")
+        json.loads(server.packplan("bench", "train", "--samples", 5, "--json", *words.split()).printed)
+        for words in ("--kinds images --packs 300 --repeat 2", "--kinds text --packs 300 600 --repeat 1 --scaling",
+                      "--packs 300 --repeat 2 --overhead")
     )  # fmt: skip
 
     assert 1 == document["threads"]
@@ -450,6 +450,7 @@ def test_two_ranks_take_the_steps_of_both_orders(server, tmp_path, monkeypatch, 
     """
     task = bench_ranks.Task(num_steps=1, num_rounds=1, seed=0)
     monkeypatch.setattr(bench_ranks, "PACKING_LENGTH", bench_small.PACKING_LENGTH)
+    monkeypatch.setattr(bench_ranks, "SIZES", bench_small.SIZES)
     started = server.ranks(2, bench_small.rank, str(tmp_path), folder=tmp_path)
     mix = bench_ranks.drawn_mix(1, seed=0)
     plain, by_work = bench_ranks.orders(mix)

@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from PIL import Image, ImageDraw
 
 from adapters.attention import layout as varlen_layout
@@ -55,11 +56,30 @@ def scenes(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def runs():
+    """
+    Runs that are ready to train, by model, data and settings: tests that differ in the fault that
+    they plant share one.
+    """
+    return {}
+
+
 @pytest.fixture
-def compared(write_run, scenes):
+def hooked():
+    """Return a function that keeps the handle of a hook until the test ends."""
+    handles = []
+    yield handles.append
+    for handle in handles:
+        handle.remove()
+
+
+@pytest.fixture
+def compared(write_run, scenes, runs, monkeypatch):
     """
     Return a function that compares the packs of a run, perhaps after planting a fault in its
-    trainer.
+    trainer, which other tests take after this one: the fault is an attribute that *monkeypatch*
+    sets, or a hook that `hooked` keeps.
     """
     from app.check import compare
     from app.training.prepare import prepare
@@ -67,11 +87,15 @@ def compared(write_run, scenes):
 
     def run(of: str, data: str = "", plant=None, num_packs=2, **overlay):
         data = data or ("all.jsonl" if of.endswith("vl") else "text.jsonl")
-        path = write_run(
-            of, **{"custom": {"train_jsonl": str(scenes / data)}, "template": {"max_length": 256}, **overlay}
-        )
-        config = wiring.read_config(path)
-        prepared = prepare(config, OneRank())
+        key = json.dumps([of, data, overlay], sort_keys=True)
+        if key not in runs:
+            overlay.setdefault("training", {})["output_dir"] = str(scenes / f"run{len(runs)}")
+            path = write_run(
+                of, **{"custom": {"train_jsonl": str(scenes / data)}, "template": {"max_length": 256}, **overlay}
+            )
+            config = wiring.read_config(path)
+            runs[key] = config, prepare(config, OneRank())
+        config, prepared = runs[key]
         if plant is not None:
             plant(prepared.trainer)
         report = compare(config, prepared, num_packs=num_packs)
@@ -84,11 +108,13 @@ def compared(write_run, scenes):
 @pytest.mark.parametrize("model", MODELS)
 def test_every_shipped_model_passes(compared, model, attn_impl):
     """
-    On packs of every kind; whole numbers are equal, and the probe moves no other sample at all.
+    On packs of every kind; whole numbers are equal, and the probe moves no other sample at all. A
+    run that names no attention takes ours.
     """
-    report, failed = compared(model, model={"attn_impl": attn_impl})
+    report, failed = compared(model, **({} if attn_impl == "varlen" else {"model": {"attn_impl": attn_impl}}))
 
     assert set() == failed
+    assert attn_impl == report.attn_impl
     kinds = {kind for _, kind, _ in report.packs}
     assert ("mixed" if model.endswith("vl") else "text") in kinds
     worst = {verdict.check: verdict.worst.value for verdict in report.verdicts}
@@ -115,7 +141,7 @@ def test_weights_of_messages_are_compared(compared, monkeypatch, reduction):
     plain = loader.loss_weights
     monkeypatch.setattr(loader, "loss_weights", lambda *labels, **how: plain(*labels, **(how | {"scale": None})))
 
-    assert {"step loss", "gradients"} <= compared("qwen2_5_vl", "weighed.jsonl", training=training, name="lost")[1]
+    assert {"step loss", "gradients"} <= compared("qwen2_5_vl", "weighed.jsonl", training=training)[1]
 
 
 @pytest.mark.parametrize("model", ["qwen2", "qwen3"])
@@ -141,7 +167,8 @@ def test_flex_attention_passes_for_text(compared, model):
 )
 def test_adapters_reductions_and_mixed_precision_pass(compared, model, training):
     """The limits follow the precision; dropout is no difference."""
-    report, failed = compared(model, training=training)
+    with patch.dict(AcceleratorState._shared_state):  # all trainers of a process have the precision of the last one
+        report, failed = compared(model, training=training)
 
     assert set() == failed
     assert ("bfloat16" if training.get("bf16") else "float32") == report.precision
@@ -171,10 +198,16 @@ def test_a_cache_is_found(compared, model):
     """With it on, transformers builds no block-diagonal mask."""
     from swift.utils import HfConfigFactory
 
-    def cache_on(trainer):
-        HfConfigFactory.set_config_attr(trainer.model.config, "use_cache", True)  # noqa: FBT003
+    configs = []
 
-    _, failed = compared(model, plant=cache_on)
+    def cache_on(trainer):
+        configs.append(trainer.model.config)
+        HfConfigFactory.set_config_attr(trainer.model.config, "use_cache", True)  # noqa: FBT003  # its signature
+
+    try:
+        _, failed = compared(model, plant=cache_on)
+    finally:
+        HfConfigFactory.set_config_attr(configs[0], "use_cache", False)  # noqa: FBT003
 
     assert {"logits", "isolation"} <= failed
 
@@ -226,11 +259,11 @@ def swap_images(batch):
         ("qwen3_vl", swap_images, {"logits"}),
     ],
 )
-def test_a_tampered_batch_is_found(compared, model, tamper, expected):
+def test_a_tampered_batch_is_found(compared, monkeypatch, model, tamper, expected):
     """Positions that do not restart, a label across a boundary, a swapped image."""
 
     def plant(trainer):
-        trainer.data_collator = Tampered(trainer, tamper)
+        monkeypatch.setattr(trainer, "data_collator", Tampered(trainer, tamper))
 
     report, failed = compared(model, plant=plant)
 
@@ -241,14 +274,14 @@ def test_a_tampered_batch_is_found(compared, model, tamper, expected):
 
 
 @pytest.mark.parametrize("model", ["qwen2_5_vl", "qwen3_vl"])
-def test_images_that_see_each_other_are_found(compared, model):
+def test_images_that_see_each_other_are_found(compared, hooked, model):
     """A leak in the vision tower, which changed tokens alone would not show."""
 
     def blur(_, __, seen):
         seen.pooler_output = seen.pooler_output + seen.pooler_output.mean(0, keepdim=True)
         return seen
 
-    _, failed = compared(model, plant=lambda trainer: trainer.model.model.visual.register_forward_hook(blur))
+    _, failed = compared(model, plant=lambda trainer: hooked(trainer.model.model.visual.register_forward_hook(blur)))
 
     assert {"isolation", "logits"} <= failed
 
@@ -306,16 +339,17 @@ def test_a_block_computed_twice_is_found(compared, monkeypatch):
     assert {"logits", "isolation", "gradients"} <= failed
 
 
-def test_samples_known_by_heart_are_equal_too(compared):
+def test_samples_known_by_heart_are_equal_too(compared, hooked, monkeypatch):
     """A loss of 0 is nothing to divide by."""
 
     def learn(trainer):
         seen = []
-        trainer.args.use_logits_to_keep = False
-        trainer.model.get_input_embeddings().register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-        trainer.model.lm_head.register_forward_hook(
+        monkeypatch.setattr(trainer.args, "use_logits_to_keep", False)
+        embeddings, head = trainer.model.get_input_embeddings(), trainer.model.lm_head
+        hooked(embeddings.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0])))
+        hooked(head.register_forward_hook(
             lambda _, __, logits: logits + 1e3 * torch.nn.functional.one_hot(seen.pop().roll(-1, -1), logits.shape[-1])
-        )
+        ))  # fmt: skip
 
     report, failed = compared("qwen2", plant=learn)
 
@@ -323,7 +357,7 @@ def test_samples_known_by_heart_are_equal_too(compared):
     assert 0 == next(v for v in report.verdicts if v.check == "sample loss").worst.value
 
 
-def test_losses_of_large_logits_are_equal_up_to_the_rounding_of_those(compared):
+def test_losses_of_large_logits_are_equal_up_to_the_rounding_of_those(compared, hooked):
     """
     A loss does not change with what all logits have in common, but its rounding, here of one in a
     million, does.
@@ -333,18 +367,14 @@ def test_losses_of_large_logits_are_equal_up_to_the_rounding_of_those(compared):
     def shift(_, __, logits):
         return logits + 1e3 * (1 + 1e-6 * torch.randn(logits.shape, generator=drawn))
 
-    _, failed = compared("qwen2", plant=lambda trainer: trainer.model.lm_head.register_forward_hook(shift))
+    _, failed = compared("qwen2", plant=lambda trainer: hooked(trainer.model.lm_head.register_forward_hook(shift)))
 
     assert not failed & {"sample loss", "step loss"}
 
 
-def test_a_loss_that_is_averaged_over_samples_is_found(compared):
+def test_a_loss_that_is_averaged_over_samples_is_found(compared, monkeypatch):
     """Another reduction than the one that is stated: logits are right, the gradients are not."""
-
-    def plant(trainer):
-        trainer.reduction = "sample"
-
-    _, failed = compared("qwen2", plant=plant)
+    _, failed = compared("qwen2", plant=lambda trainer: monkeypatch.setattr(trainer, "reduction", "sample"))
 
     assert {"step loss", "gradients"} == failed
 

@@ -54,17 +54,37 @@ ALLOWED = {
 """Settings that may differ from ms-swift's, and why."""
 
 
-@pytest.fixture
-def command(demo, tmp_path):
+LOSSES = {
+    "examples/train/tuners/lora/train.sh": "qwen2",
+    "examples/train/full/train.sh": "qwen3",
+    "examples/train/tuners/dora/train.sh": "qwen2",
+    "examples/train/multimodal/ocr.sh": "qwen2_5_vl",
+}
+"""Example whose losses are compared -> model."""
+
+SETTINGS = [
+    ("examples/train/tuners/lora/train.sh", "qwen2", ""),
+    ("examples/train/full/train.sh", "qwen3", "--split_dataset_ratio 0.2"),
+    ("examples/train/multimodal/ocr.sh", "qwen2_5_vl", "--vit_lr 1e-5"),
+]
+"""Examples whose settings are compared, their models, and what is said beside."""
+
+SAVED = "examples/train/tuners/lora/train.sh"
+"""Example whose arguments are saved."""
+
+
+@pytest.fixture(scope="module")
+def command(demo, tmp_path_factory):
     """
     Return a function that gives an example's words behind `swift sft`, for a tiny model and few
     records.
     """
+    folder = tmp_path_factory.mktemp("command")
 
     def words(example: str, *, of: str, more: str = "") -> list[str]:
         script = COMMANDS[example].replace("\\\n", " ").partition("swift sft")[2]
         given = shlex.split(script)
-        values = {"--model": str(demo / "models" / of), "--dataset": str(records(demo, tmp_path, of))}
+        values = {"--model": str(demo / "models" / of), "--dataset": str(records(demo, folder, of))}
         kept: list[str] = []
         skipped = {"--model", "--dataset", "--train_type", "--torch_dtype", "--max_length", "--model_author",
                    "--model_name", "--output_dir", "--dataloader_num_workers"}  # fmt: skip
@@ -81,14 +101,14 @@ def command(demo, tmp_path):
         kept += [word for name, value in values.items() for word in (name, value)]
         types = ["--model_type", "qwen2_5_vl" if of.endswith("vl") else of,
                  "--template", "qwen2_5" if of == "qwen2" else of]  # fmt: skip
-        return [*kept, *types, *shlex.split(PLAIN), "--output_dir", str(tmp_path / "swift"), *shlex.split(more)]
+        return [*kept, *types, *shlex.split(PLAIN), "--output_dir", str(folder / "swift"), *shlex.split(more)]
 
     return words
 
 
 def records(demo: Path, folder: Path, of: str) -> Path:
     """Write records for a model, and return their file."""
-    path = folder / "records.jsonl"
+    path = folder / f"{of}.jsonl"
     images = sorted((demo / "data" / "images").glob("train_*"), key=lambda image: image.stat().st_size)[:3]
     with path.open("w") as file:
         for number in range(NUM_RECORDS):
@@ -99,6 +119,29 @@ def records(demo: Path, folder: Path, of: str) -> Path:
                 record["images"] = [str(images[number % len(images)])]
             file.write(json.dumps(record) + "\n")
     return path
+
+
+@pytest.fixture(scope="module")
+def of_swift(server, command, tmp_path_factory):
+    """
+    Ask ms-swift, in one process, for all that is compared with it; return a function that waits for
+    it to end, and gives the file of an answer.
+    """
+    folder = tmp_path_factory.mktemp("of_swift")
+    one = ["--max_steps", "1", "--use_cpu", "true", "--check_model", "false", "--save_strategy", "no"]
+    asked = [("settings", example, command(example, of=of, more=more)) for example, of, more in SETTINGS]
+    asked += [("losses", example, [*command(example, of=of), *one]) for example, of in LOSSES.items()]
+    asked.append(("save", SAVED, command(SAVED, of="qwen2")))
+    outs = {(name, example): folder / str(number) for number, (name, example, _) in enumerate(asked)}
+    questions = [(name, words, str(outs[name, example])) for name, example, words in asked]
+    started = server.start(swift_run.several, questions, log=folder / "swift.log",
+                           env={"MODELSCOPE_CACHE": folder / "cache"})  # fmt: skip
+
+    def answer(name: str, example: str) -> Path:
+        assert [0] == finished([started])
+        return outs[name, example]
+
+    return answer
 
 
 def converted(words: list[str], folder: Path) -> Path:
@@ -114,30 +157,19 @@ def as_plain(value):
     return json.loads(json.dumps(value, default=lambda other: getattr(other, "value", str(other))))
 
 
-@pytest.mark.parametrize(
-    ("example", "of", "more"),
-    [
-        ("examples/train/tuners/lora/train.sh", "qwen2", ""),
-        ("examples/train/full/train.sh", "qwen3", "--split_dataset_ratio 0.2"),
-        ("examples/train/multimodal/ocr.sh", "qwen2_5_vl", "--vit_lr 1e-5"),
-    ],
-)
+@pytest.mark.parametrize(("example", "of", "more"), SETTINGS)
 def test_settings_are_those_that_ms_swift_resolves(  # noqa: PLR0917  # fixtures
-    server, tmp_path, command, example, of, more
+    of_swift, tmp_path, command, example, of, more
 ):
     """
     From the same command line, every training argument and what is frozen: but for those that have
     a reason.
     """
     words = command(example, of=of, more=more)
-    out = tmp_path / "settings.json"
-    asked = server.start(swift_run.settings, words, str(out), log=tmp_path / "swift.log")
-
     config = stores.read_config(converted(words, tmp_path), ["training.packing=false"])
     batch = batch_of(config, world_size=1)
     ours = wiring.open_arguments(config, batch.size, batch.accumulation)
-    assert [0] == finished([asked])
-    theirs = json.loads(out.read_text())
+    theirs = json.loads(of_swift("settings", example).read_text())
 
     differing = {
         name: (as_plain(getattr(ours, name, None)), value)
@@ -156,23 +188,10 @@ def test_settings_are_those_that_ms_swift_resolves(  # noqa: PLR0917  # fixtures
     assert names >= set(theirs["training"]) - {"logging_dir"}
 
 
-@pytest.mark.parametrize(
-    ("example", "of"),
-    [
-        ("examples/train/tuners/lora/train.sh", "qwen2"),
-        ("examples/train/full/train.sh", "qwen3"),
-        ("examples/train/tuners/dora/train.sh", "qwen2"),
-        ("examples/train/multimodal/ocr.sh", "qwen2_5_vl"),
-    ],
-)
-def test_the_first_step_and_every_sample_have_ms_swift_s_loss(server, tmp_path, command, example, of):
+@pytest.mark.parametrize("example", LOSSES)
+def test_the_first_step_and_every_sample_have_ms_swift_s_loss(of_swift, tmp_path, command, example):
     """Packing off, the first step's, within 1e-5; in packs, each sample's."""
-    words = command(example, of=of)
-    one = ["--max_steps", "1", "--use_cpu", "true", "--check_model", "false", "--save_strategy", "no"]
-    out = tmp_path / "losses.json"
-    asked = server.start(swift_run.losses, [*words, *one], str(out), log=tmp_path / "swift.log",
-                         env={"MODELSCOPE_CACHE": tmp_path / "cache"})  # fmt: skip
-    path = converted(words, tmp_path)
+    path = converted(command(example, of=LOSSES[example]), tmp_path)
     quick = ["training.max_steps=1", "training.logging_steps=1", "training.save_strategy=no"]
 
     unpacked = stores.read_config(path, [*quick, "training.packing=false", f"training.output_dir={tmp_path / 'off'}"])
@@ -184,8 +203,7 @@ def test_the_first_step_and_every_sample_have_ms_swift_s_loss(server, tmp_path, 
     trainer = prepare(packed, OneRank()).trainer
     ours = losses_in_packs(trainer)
 
-    assert [0] == finished([asked])
-    theirs = json.loads(out.read_text())
+    theirs = json.loads(of_swift("losses", example).read_text())
     assert abs(theirs["step"] - step) < 1e-5
     assert NUM_RECORDS == len(theirs["alone"]) == len(ours)
     assert max(abs(loss - ours[key]) for key, loss in theirs["alone"].items()) < 1e-5
@@ -379,13 +397,11 @@ def test_the_way_back_is_a_command_that_ms_swift_takes(server, tmp_path, capsys,
     assert abs(json.loads(out.read_text())["step"] - step) < 1e-5
 
 
-def test_an_old_run_s_args_json_converts(server, tmp_path, command):
+def test_an_old_run_s_args_json_converts(of_swift, command):
     """What ms-swift saved of its arguments gives the run that the command itself gives."""
-    words = command("examples/train/tuners/lora/train.sh", of="qwen2")
-    saved = tmp_path / "saved"
-    assert [0] == finished([server.start(swift_run.save, words, str(saved), log=tmp_path / "swift.log")])
+    words = command(SAVED, of="qwen2")
 
-    from_args = convert_source([str(saved)]).conversion.document
+    from_args = convert_source([str(of_swift("save", SAVED))]).conversion.document
     from_command = convert_source(["swift", "sft", *words]).conversion.document
 
     same = ("learning_rate", "tuner_type", "gradient_accumulation_steps", "packing", "fp16", "bf16")

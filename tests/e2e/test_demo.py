@@ -23,12 +23,12 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def test_the_same_seed_gives_the_same_bytes_and_another_does_not(demo, tmp_path):
-    """Data, tokenizers and weights."""
+    """Data, tokenizers and weights; other tests may have written files of their own beside them."""
     make(tmp_path / "again", seed=0, num_train=40, num_val=9)
     make(tmp_path / "other", seed=1, num_train=40, num_val=9)
 
     first, again, other = files(demo), files(tmp_path / "again"), files(tmp_path / "other")
-    assert first == {name: again[name] for name in first}
+    assert again == {name: first[name] for name in again}
     assert first["data/train.jsonl"] != other["data/train.jsonl"]
     assert first["models/qwen3_vl/model.safetensors"] != other["models/qwen3_vl/model.safetensors"]
 

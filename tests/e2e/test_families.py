@@ -50,7 +50,12 @@ layers that run sample by sample.
 
 @pytest.fixture
 def sections(demo, text_jsonl, tmp_path):
-    """Return a function that writes a small model of a family, and gives its run's sections."""
+    """
+    Return a function that writes a small model of a family, and gives the sections of a run of it
+    on a pack of samples.
+    """
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join(text_jsonl.read_text().splitlines(keepends=True)[:4]))
 
     def of(family):
         folder, like = tmp_path / family, demo / "models" / "qwen2"
@@ -72,7 +77,7 @@ def sections(demo, text_jsonl, tmp_path):
         return {
             "model": {"model": str(folder), **({"model_type": model_type} if model_type else {})},
             "template": {"max_length": limit, "system": None, **({"template": template} if template else {})},
-            "custom": {"train_jsonl": str(text_jsonl)},
+            "custom": {"train_jsonl": str(few)},
         }
 
     return of

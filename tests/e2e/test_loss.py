@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from adapters.ranks.torch_group import OneRank
+from adapters.trainer.packed_dataset import PackedDataset
 from core.errors import CoverageError
+from core.plan import one_sample_packs
 from core.samples import to_messages
 from tests.e2e.alone import Gradients, silence, step_alone, token_losses, token_weights
 from tests.nearness import FLOAT32, apart
@@ -222,9 +224,12 @@ def test_a_step_without_a_supervised_token_changes_nothing(write_run, execute, t
     assert all(tensor.isfinite().all() for tensor in weights.values())
 
 
-@pytest.mark.parametrize(("world_size", "accumulation", "weighed"), [(2, 4, False), (3, 1, False), (2, 2, True)])
+@pytest.mark.parametrize(
+    ("of", "world_size", "accumulation", "reduction", "weighed"),
+    [("qwen2_5_vl", 2, 4, "token", False), ("qwen2", 3, 1, "sqrt", True)],
+)
 def test_a_step_over_several_ranks_is_the_mean_over_all_of_them(  # noqa: PLR0917  # fixtures
-    start_ranks, write_run, data, prepared, tmp_path, world_size, accumulation, weighed
+    start_ranks, write_run, data, prepared, tmp_path, of, world_size, accumulation, reduction, weighed
 ):
     """
     Loss and gradients equal those of one process that sees each sample alone, also where packs
@@ -232,7 +237,6 @@ def test_a_step_over_several_ranks_is_the_mean_over_all_of_them(  # noqa: PLR091
     """
     import attrs
 
-    of, reduction = ("qwen2_5_vl", "sqrt") if accumulation == 4 else ("qwen2", "token")
     keys = {"effective_batch_size": world_size * accumulation, "loss_reduction": reduction, **QUIET}
     overlay = {"template": {"max_length": 400}, "training": keys}
     out = tmp_path / "out"
@@ -247,13 +251,31 @@ def test_a_step_over_several_ranks_is_the_mean_over_all_of_them(  # noqa: PLR091
     check_steps(run, schedule, [entry["loss"] for entry in history if "loss" in entry], gradients, reduction)
 
 
+def evaluated_so(run, size: int) -> dict[str, float]:
+    """Evaluate a run's samples unpacked, in batches of so many, by the trainer that packs."""
+    samples, table = run.samples["eval"], run.planned["eval"].table
+    alone = PackedDataset(samples, one_sample_packs(table[:, 0], packing_length=400).packs, table, grouped=False)
+    run.trainer.args.per_device_eval_batch_size = size
+    return run.trainer.evaluate(alone)
+
+
 @pytest.mark.parametrize(
-    ("model", "weighed"), [("qwen2_5_vl", False), ("qwen3_vl", False), ("qwen2", True), ("qwen3", False)]
+    ("model", "weighed", "by_keys"),
+    [("qwen2_5_vl", False, False), ("qwen3_vl", False, False), ("qwen2", True, True), ("qwen3", False, False)],
 )
-def test_evaluation_is_the_token_mean_over_all_samples_once(prepared, model, weighed):
+def test_evaluation_is_the_token_mean_over_all_samples_once(prepared, model, weighed, by_keys):
     """
     Packed, padded, in a batch of three, and by hand: one number, before any training; weighted
     where messages have weights.
+
+    Args:
+        prepared: Builds a run.
+
+        model: The demo's.
+
+        weighed: Whether messages have weights.
+
+        by_keys: Whether runs of their own evaluate unpacked, or the trainer that packs.
     """
     run = prepared(model, val=True, weighed=weighed, training={"eval_packing": True})
     packed = run.trainer.evaluate()
@@ -262,17 +284,19 @@ def test_evaluation_is_the_token_mean_over_all_samples_once(prepared, model, wei
         reference = torch.cat([token_losses(run.trainer.model, encode(index)) for index in range(len(planned.table))])
     weights = torch.cat([token_weights(encode(index)) for index in range(len(planned.table))])
     assert weighed == (len(set(weights.tolist())) > 1)
-    padded = prepared(
-        model, val=True, weighed=weighed, training={"eval_packing": False, "per_device_eval_batch_size": 3}
-    )
-    unpacked = prepared(model, val=True, weighed=weighed, training={"packing": False})
+    if by_keys:
+        keys = {"eval_packing": False, "per_device_eval_batch_size": 3}
+        padded = prepared(model, val=True, weighed=weighed, training=keys).trainer.evaluate()
+        unpacked = prepared(model, val=True, weighed=weighed, training={"packing": False}).trainer.evaluate()
+    else:
+        padded, unpacked = evaluated_so(run, 3), evaluated_so(run, 1)
 
     assert planned.raw.num_samples == planned.raw.planned_samples
     samples = len(planned.table)
     for metrics, steps in (
         (packed, len(planned.raw.packs)),
-        (padded.trainer.evaluate(), math.ceil(samples / 3)),
-        (unpacked.trainer.evaluate(), samples),
+        (padded, math.ceil(samples / 3)),
+        (unpacked, samples),
     ):
         assert steps == pytest.approx(metrics["eval_steps_per_second"] * metrics["eval_runtime"], rel=0.02)
         mean = float((reference * weights).sum() / weights.sum())

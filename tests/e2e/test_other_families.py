@@ -120,7 +120,8 @@ def test_another_family_trains_resumes_and_evaluates_packed_as_padded(write_run,
     assert (["Qwen3NextGatedDeltaNet"] if family == "qwen3_next" else []) == verdict["split"]
     assert "varlen" == verdict["strategy"]
 
-    again = {**KEYS, "resume_from_checkpoint": str(tmp_path / "whole" / "checkpoint-2")}
+    measured = {"packing_lengths_from": str(tmp_path / "whole")}
+    again = {**KEYS, **measured, "resume_from_checkpoint": str(tmp_path / "whole" / "checkpoint-2")}
     resumed = execute(write_run("qwen2", name="resumed", training=again, **rest))
     assert losses == [entry["loss"] for entry in resumed.history if "loss" in entry]
     last = f"checkpoint-{whole.num_steps}"
@@ -130,22 +131,25 @@ def test_another_family_trains_resumes_and_evaluates_packed_as_padded(write_run,
 
     evaluated = []
     for name, keys in (("packed", {}), ("padded", {"packing": False, "per_device_eval_batch_size": 3})):
-        path = write_run("qwen2", name=name, training=keys, **rest)
+        path = write_run("qwen2", name=name, training=keys | measured, **rest)
         evaluated.append(prepare(training.read_config(path), OneRank()).trainer.evaluate())
     assert evaluated[0]["eval_tokens"] == evaluated[1]["eval_tokens"]
     assert evaluated[0]["eval_loss"] == pytest.approx(evaluated[1]["eval_loss"], rel=1e-6)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_another_family_passes_the_check(write_run, sections, capsys, family):
+def test_a_family_with_states_and_images_passes_the_check(write_run, sections, few_scenes, capsys):
     """
-    Positions, labels, logits, losses, gradients and isolation, the whole way of training; with
-    images too, which ms-swift refuses without kernels for a GPU.
+    Positions, labels, logits, losses, gradients and isolation, the whole way of training, which
+    ms-swift refuses without kernels for a GPU.
     """
-    path = write_run(FAMILIES[family][0], training={"num_train_epochs": 1}, **sections(family))
+    rest = sections("qwen3_5")
+    rest["custom"] = {"train_jsonl": str(few_scenes)}
+    path = write_run(FAMILIES["qwen3_5"][0], training={"num_train_epochs": 1}, **rest)
 
-    assert 0 == check.main([str(path), "--json", "--packs", "2"])
-    checks = {one["check"]: one for one in json.loads(capsys.readouterr().out)["checks"]}
+    assert 0 == check.main([str(path), "--json", "--packs", "1"])
+    report = json.loads(capsys.readouterr().out)
+    assert "mixed" in {pack["kind"] for pack in report["packs"]}
+    checks = {one["check"]: one for one in report["checks"]}
     assert all(one["passed"] for one in checks.values())
     assert checks["isolation"]["worst"] == checks["positions"]["worst"] == 0
 

@@ -65,10 +65,13 @@ def samples(write_run, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("limit", [None, 60])
+@pytest.mark.parametrize("limit", [None, 700])
 @pytest.mark.parametrize("of", ["qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl"])
-def test_texts_measure_as_full_encodes_do(of, limit, samples, tmp_path):
+def test_texts_measure_as_full_encodes_do(of, limit, samples, tmp_path, monkeypatch):
     """Whatever the turns, the marks in them and where images stand, also truncated."""
+    from adapters.samples.counting.quickly import QuickMeasurer
+
+    monkeypatch.setattr(QuickMeasurer, "_audits", lambda *_: False)  # every one is compared here
     rng = random.Random(of)  # noqa: S311
     most = 3 if of.endswith("vl") else 0
     for number in range(most):
@@ -83,12 +86,14 @@ def test_texts_measure_as_full_encodes_do(of, limit, samples, tmp_path):
     assert in_full == quick
     lengths = [one.measurement for one in quick if isinstance(one, Measured)]
     assert len(lengths) > 40
-    assert bool(limit) == any(one.cut for one in lengths)
+    cut = sum(one.cut for one in lengths)
+    print("CUT", of, limit, cut)
+    assert 5 < cut < 25 if limit else not cut
 
 
 def test_few_samples_are_encoded(samples):
     """Whatever their number: a few that prove the way, the first of each kind, one in hundreds."""
-    measured = samples("qwen2", [record(random.Random(0))] * 600)  # noqa: S311
+    measured = samples("qwen2", [record(random.Random(6))] * 600)  # noqa: S311
     calls, encode = [], measured._encoder.template.encode
     measured._encoder.template.encode = lambda *args, **options: calls.append(args) or encode(*args, **options)
 

@@ -199,8 +199,11 @@ def test_positions_that_go_on_or_lack_a_row_are_refused(monkeypatch, family):
     assert verdict.isolation is None or verdict.isolation > 0
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "internvl", "minicpmv4_6", "qwen2_5_omni_thinker"])
-def test_images_that_see_each_other_are_refused(monkeypatch, family):
+@pytest.mark.parametrize(
+    ("family", "attn_impl"),
+    [("qwen3_vl", "auto"), ("internvl", "varlen"), ("minicpmv4_6", "varlen"), ("qwen2_5_omni_thinker", "varlen")],
+)
+def test_images_that_see_each_other_are_refused(monkeypatch, family, attn_impl):
     """A leak in the tower, which rows of text alone would not show."""
     kind = type(build_small(default_config(family), attention="sdpa"))
     plain = kind.get_image_features
@@ -215,7 +218,7 @@ def test_images_that_see_each_other_are_refused(monkeypatch, family):
 
     monkeypatch.setattr(kind, "get_image_features", blurred)
 
-    verdict = probe_family(family)
+    verdict = probe_config(default_config(family), attn_impl=attn_impl)
 
     assert not verdict.passes
     assert verdict.isolation > 0
@@ -440,11 +443,22 @@ def test_a_verdict_is_kept_and_asked_again_when_what_it_depends_on_changes(verdi
         store.load(key)
 
 
+@pytest.fixture
+def execute():
+    """Return a function that trains in this process, and finds no verdict of other tests."""
+    from adapters.ranks.torch_group import OneRank
+    from app import sft
+    from app.wiring import training
+
+    return lambda path: sft.run(training.read_config(path), OneRank())
+
+
 def test_a_second_start_asks_nothing(write_run, execute, monkeypatch):
     """Neither the small copy nor the loaded model; another config.json does."""
     from app.wiring.training import verdicts
 
-    path = write_run("qwen3")
+    one_step = {"max_steps": 1}
+    path = write_run("qwen3", training=one_step)
     verdicts._probed.cache_clear()
     execute(path)
     stored = json.loads((path.parent / "run" / "static_packing" / "verdict.json").read_text())
@@ -456,7 +470,7 @@ def test_a_second_start_asks_nothing(write_run, execute, monkeypatch):
 
     assert [] == asked
     assert ["cpu, float32"] == stored["verdict"]["loaded_on"]
-    execute(write_run("qwen3", model={"attn_impl": "eager"}))
+    execute(write_run("qwen3", model={"attn_impl": "eager"}, training=one_step))
     assert ["small", "loaded"] == asked
 
 

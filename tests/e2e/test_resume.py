@@ -61,6 +61,10 @@ KEYS = {
 
 EPOCH_END = -1
 
+SHORT = {"weight_decay": 0.1, "lr_scheduler_type": "constant", "learning_rate": "5e-3", "logging_steps": 1,
+         "report_to": "none", "gradient_checkpointing": False, "dataloader_num_workers": 0}  # fmt: skip
+"""What the run of `trained` says beside `KEYS`."""
+
 LORA = {"tuner_type": "lora", "lora_dropout": 0.2}
 
 
@@ -77,22 +81,23 @@ def few(few_scenes):
 
 
 @pytest.mark.parametrize(
-    ("model", "stops", "workers", "more"),
+    ("model", "stops", "saved", "workers", "more"),
     [
-        ("qwen2", [1, 5], 0, LORA),
-        ("qwen3", [2, EPOCH_END], 2, {}),
-        ("qwen2_5_vl", [EPOCH_END], 0, LORA),
-        ("qwen3_vl", [1], 2, {}),
+        ("qwen2", [1, 5], {}, 0, LORA),
+        ("qwen3", [EPOCH_END], {"save_strategy": "epoch"}, 2, {}),
+        ("qwen2_5_vl", [EPOCH_END], {"save_strategy": "epoch"}, 0, LORA),
+        ("qwen3_vl", [2], {"save_steps": 2}, 2, {}),
     ],
 )
 def test_a_resume_ends_bit_for_bit_as_one_run_does(  # noqa: PLR0917  # fixtures
-    write_run, execute, few, tmp_path, model, stops, workers, more
-):  # fixtures
+    write_run, execute, few, tmp_path, model, stops, saved, workers, more
+):
     """
-    From the middle of an epoch and from its end: the same losses, telemetry and final weights.
+    From the middle of an epoch and from its end: the same losses, telemetry and final weights. A
+    checkpoint of adapters holds no whole weights.
     """
     overlay = few(model)
-    keys = {**KEYS, **more, "dataloader_num_workers": workers}
+    keys = {**KEYS, **saved, **more, "dataloader_num_workers": workers}
     whole = execute(write_run(model, name="whole", training=keys, **overlay))
     last, per_epoch = whole.num_steps, whole.schedule.steps_per_epoch
     assert per_epoch > 2
@@ -100,25 +105,29 @@ def test_a_resume_ends_bit_for_bit_as_one_run_does(  # noqa: PLR0917  # fixtures
     for stop in stops:
         step = per_epoch if stop == EPOCH_END else stop
         checkpoint = str(tmp_path / "whole" / f"checkpoint-{step}")
-        again = {**keys, "resume_from_checkpoint": checkpoint, "save_strategy": "epoch"}
+        again = {**keys, "resume_from_checkpoint": checkpoint, "save_strategy": "steps", "save_steps": last}
         resumed = execute(write_run(model, name=f"from{step}", training=again, **overlay))
 
         assert steps(whole.history) == steps(resumed.history)
-        assert_equal(tmp_path / f"from{step}" / f"checkpoint-{last}", tmp_path / "whole" / f"checkpoint-{last}")
+        found = tmp_path / f"from{step}" / f"checkpoint-{last}"
+        assert_equal(found, tmp_path / "whole" / found.name)
+        assert [("adapter_" if more else "") + "model.safetensors"] == [
+            path.name for path in found.glob("*.safetensors")
+        ]
 
 
-def test_a_resumed_run_says_which_settings_are_its_checkpoints(write_run, execute, few, tmp_path, caplog):
+def test_a_resumed_run_says_which_settings_are_its_checkpoints(trained, write_run, execute, caplog):
     """
     Its optimizer brings learning rate and the like along, whatever the YAML says now: both numbers
     are in the log.
     """
-    keys = {**KEYS, "weight_decay": 0.1, "lr_scheduler_type": "constant"}
-    execute(write_run("qwen2", name="first", training={**keys, "max_steps": 1}, **few("qwen2")))
-    resumed = {**keys, "resume_from_checkpoint": str(tmp_path / "first" / "checkpoint-1"), "max_steps": 2}
+    sections, folder, _ = trained
+    keys = {**KEYS, **SHORT, "save_strategy": "no", "max_steps": 2}
+    resumed = {**keys, "resume_from_checkpoint": str(folder / "checkpoint-1")}
 
     def warned(name, **changes):
         caplog.clear()
-        result = execute(write_run("qwen2", name=name, training={**resumed, **changes}, **few("qwen2")))
+        result = execute(write_run("qwen2", name=name, training={**resumed, **changes}, **sections))
         lines = [record.getMessage() for record in caplog.records if record.name == "adapters.trainer.base"]
         return lines, result.history
 
@@ -130,60 +139,54 @@ def test_a_resumed_run_says_which_settings_are_its_checkpoints(write_run, execut
     assert 0.005 == next(entry["learning_rate"] for entry in reversed(history) if "loss" in entry)
 
 
-def test_what_is_skipped_is_not_loaded(write_run, execute, few, fetched, tmp_path):
+def test_what_is_skipped_is_not_loaded(trained, write_run, execute, fetched):
     """Only the packs that are left are fetched, each once."""
-    first = execute(write_run("qwen3", name="first", training={**KEYS, "max_steps": 2}, **few("qwen3")))
-    fetched.clear()
+    sections, folder, first = trained
 
-    keys = {**KEYS, "save_strategy": "no", "resume_from_checkpoint": str(tmp_path / "first" / "checkpoint-2")}
-    execute(write_run("qwen3", training=keys, **few("qwen3")))
+    keys = {**KEYS, "save_strategy": "no", "resume_from_checkpoint": str(folder / "checkpoint-2")}
+    execute(write_run(training=keys, **sections))
 
+    assert len(first.schedule.order(0)) > 2 * 2
     left = [*first.schedule.order(0)[2 * 2 :].tolist(), *first.schedule.order(1).tolist()]
     assert left == fetched
 
 
-def test_a_checkpoint_names_its_attention_and_the_model_in_it_does_not(  # fixtures
-    write_run, execute, few, tmp_path, caplog
-):
+def test_a_checkpoint_names_its_attention_and_the_model_in_it_does_not(trained, write_run, execute, caplog):
     """It resumes under another one, which is logged; plain transformers loads the model."""
     from transformers import AutoModelForCausalLM
 
-    execute(write_run("qwen2", name="first", training={**KEYS, "max_steps": 1}, **few("qwen2")))
-    checkpoint = tmp_path / "first" / "checkpoint-1"
+    sections, folder, _ = trained
+    checkpoint = folder / "checkpoint-1"
 
     state = json.loads((checkpoint / "trainer_state.json").read_text())
     assert {"attn_impl": "varlen"} == state["stateful_callbacks"]["packplan_attention"]
     assert not re.search("varlen|packplan", (checkpoint / "config.json").read_text())
     assert "sdpa" == AutoModelForCausalLM.from_pretrained(checkpoint).config._attn_implementation
 
-    keys = {**KEYS, "max_steps": 2, "resume_from_checkpoint": str(checkpoint)}
+    keys = {**KEYS, "save_strategy": "no", "max_steps": 2, "resume_from_checkpoint": str(checkpoint)}
+    sections = {**sections, "model": {**sections["model"], "attn_impl": "sdpa"}}
     with caplog.at_level(logging.INFO):
-        resumed = execute(write_run("qwen2", name="second", model={"attn_impl": "sdpa"}, training=keys, **few("qwen2")))
+        resumed = execute(write_run(training=keys, **sections))
     assert 2 == resumed.num_steps
     assert "trained by the attention varlen; the run goes on by sdpa" in caplog.text
     assert "attention: sdpa: model.attn_impl names it" in caplog.text
 
 
-def test_adapters_alone_are_saved(write_run, execute, tmp_path):
-    """LoRA: a checkpoint holds no whole weights."""
-    execute(write_run("qwen3", training={**KEYS, "tuner_type": "lora", "max_steps": 1}))
-
-    assert (tmp_path / "run" / "checkpoint-1" / "adapter_model.safetensors").is_file()
-    assert not (tmp_path / "run" / "checkpoint-1" / "model.safetensors").exists()
-
-
-def test_a_plan_that_changed_is_refused_with_both_checksums(write_run, execute, tmp_path):
+def test_a_plan_that_changed_is_refused_with_both_checksums(trained, write_run, execute, tmp_path):
     """And so are other data, another seed and another version of the order; nothing is trained."""
-    first = execute(write_run("qwen3", name="first", training={**KEYS, "max_steps": 1}))
-    keys = {**KEYS, "resume_from_checkpoint": str(tmp_path / "first" / "checkpoint-1")}
+    sections, folder, first = trained
+    checkpoint = tmp_path / "checkpoint-1"
+    shutil.copytree(folder / "checkpoint-1", checkpoint)
+    keys = {**KEYS, "resume_from_checkpoint": str(checkpoint)}
 
+    other = {**sections, "template": {**sections["template"], "max_length": 200}}
     with pytest.raises(PlanChangedError, match=f"plan: stored '{first.planned['train'].raw_checksum}', now '"):
-        execute(write_run("qwen3", name="second", training=keys, template={"max_length": 200}))
+        execute(write_run(training=keys, **other))
     with pytest.raises(PlanChangedError, match="seed: stored 42, now 7"):
-        execute(write_run("qwen3", name="second", training={**keys, "data_seed": 7}))
+        execute(write_run(training={**keys, "data_seed": 7}, **sections))
     with pytest.raises(ConfigError, match="would train packs of the epoch again"):
-        execute(write_run("qwen3", name="second", training={**keys, "ignore_data_skip": True}))
-    path = tmp_path / "first" / "checkpoint-1" / "trainer_state.json"
+        execute(write_run(training={**keys, "ignore_data_skip": True}, **sections))
+    path = checkpoint / "trainer_state.json"
     state = json.loads(path.read_text())
     assert ORDER_VERSION == state["stateful_callbacks"]["packplan"]["order_version"]
     state["stateful_callbacks"]["packplan"]["order_version"] = ORDER_VERSION + 1
@@ -191,7 +194,7 @@ def test_a_plan_that_changed_is_refused_with_both_checksums(write_run, execute, 
     with pytest.raises(
         PlanChangedError, match=f"order_version: stored {ORDER_VERSION + 1}, now {ORDER_VERSION}\n.*install"
     ):
-        execute(write_run("qwen3", name="second", training=keys))
+        execute(write_run(training=keys, **sections))
 
 
 def tear(folder: Path, part: str) -> None:
@@ -233,26 +236,26 @@ def tear(folder: Path, part: str) -> None:
     ],
 )
 def test_a_torn_or_foreign_checkpoint_is_no_checkpoint(  # noqa: PLR0917  # fixtures
-    trained, write_run, execute, caplog, part, reason
+    trained, write_run, execute, tmp_path, part, reason
 ):
     """`last` passes over it; named, it is refused with the reason."""
-    logging.getLogger("app").propagate = True
-    sections, folder = trained
-    shutil.copytree(folder / "checkpoint-2", folder / "checkpoint-3", dirs_exist_ok=True)
-    tear(folder / "checkpoint-3", part)
-    keys = {**KEYS, "max_steps": 2, "output_dir": str(folder)}
+    sections, folder, _ = trained
+    whole, torn = tmp_path / "run" / "checkpoint-2", tmp_path / "run" / "checkpoint-3"
+    for copy in (whole, torn):
+        shutil.copytree(folder / "checkpoint-2", copy)
+    tear(torn, part)
 
     with pytest.raises(ConfigError, match=reason):
-        execute(write_run(training={**keys, "resume_from_checkpoint": str(folder / "checkpoint-3")}, **sections))
-    resumed = execute(write_run(training={**keys, "resume_from_checkpoint": "last"}, **sections))
+        execute(write_run(training={**KEYS, "resume_from_checkpoint": str(torn)}, **sections))
+    last = training.read_config(write_run(training={**KEYS, "resume_from_checkpoint": "last"}, **sections))
+    found = training.open_checkpoint(last, OneRank())
 
-    assert 2 == resumed.schedule.start.step
-    assert "nothing is left to train" in caplog.text
+    assert (str(whole), 2) == (found.folder, found.resume_state.progress.step)
 
 
 @pytest.fixture(scope="module")
 def trained(demo, tmp_path_factory):
-    """The sections of a short run, and its folder with two checkpoints."""
+    """The sections of a short run of `qwen2`, its folder with two checkpoints, and its result."""
     folder = tmp_path_factory.mktemp("trained")
     messages = [{"role": "user", "content": "say"}, {"role": "assistant", "content": "blue circle " * 7}]
     (folder / "text.jsonl").write_text(f"{json.dumps({'messages': messages})}\n" * 16)
@@ -261,29 +264,28 @@ def trained(demo, tmp_path_factory):
         "template": {"max_length": 128, "system": "You look at scenes."},
         "custom": {"train_jsonl": str(folder / "text.jsonl")},
     }
-    keys = {**KEYS, "output_dir": str(folder / "run"), "learning_rate": "5e-3", "max_steps": 2, "logging_steps": 1,
-            "report_to": "none", "gradient_checkpointing": False, "dataloader_num_workers": 0}  # fmt: skip
+    keys = {**KEYS, **SHORT, "output_dir": str(folder / "run"), "max_steps": 2}
     (folder / "run.yaml").write_text(yaml.safe_dump({**sections, "training": keys}))
-    sft.run(training.read_config(folder / "run.yaml"), OneRank())
-    return sections, folder / "run"
+    result = sft.run(training.read_config(folder / "run.yaml"), OneRank())
+    return sections, folder / "run", result
 
 
-def test_a_checkpoint_without_digests_is_taken_by_its_sizes(trained, write_run, execute, caplog):
+def test_a_checkpoint_without_digests_is_taken_by_its_sizes(trained, write_run, tmp_path, caplog):
     """As earlier versions wrote them; the log says so."""
     logging.getLogger("adapters").propagate = True
-    sections, folder = trained
-    old = folder / "checkpoint-4"
+    sections, folder, _ = trained
+    old = tmp_path / "checkpoint-2"
     shutil.copytree(folder / "checkpoint-2", old)
     (old / "packplan_digests_0.json").unlink()
     state = json.loads((old / "trainer_state.json").read_text())
     del state["stateful_callbacks"]["packplan_files"]["packplan_digests_0.json"]
     (old / "trainer_state.json").write_text(json.dumps(state))
 
-    resumed = execute(write_run(training={**KEYS, "max_steps": 2, "resume_from_checkpoint": str(old)}, **sections))
+    config = training.read_config(write_run(training={**KEYS, "resume_from_checkpoint": str(old)}, **sections))
+    found = training.open_checkpoint(config, OneRank())
 
-    assert 2 == resumed.schedule.start.step
-    assert "checkpoint-4 has no digests" in caplog.text
-    shutil.rmtree(old)
+    assert (str(old), 2) == (found.folder, found.resume_state.progress.step)
+    assert "checkpoint-2 has no digests" in caplog.text
 
 
 def test_weights_alone_are_nothing_to_resume_from(write_run, execute, tmp_path):
@@ -320,7 +322,7 @@ def test_where_what_is_left_fills_no_batch_the_next_epoch_goes_on(write_run, exe
 
 def test_the_settings_of_the_resumed_run_count(trained, write_run, execute, tmp_path):
     """How often it logs and saves, not how often the run before did; another tuner is refused."""
-    sections, folder = trained
+    sections, folder, _ = trained
     keys = {
         **KEYS,
         "resume_from_checkpoint": str(folder / "checkpoint-2"),
@@ -337,14 +339,17 @@ def test_the_settings_of_the_resumed_run_count(trained, write_run, execute, tmp_
         execute(write_run(training={**keys, "tuner_type": "lora"}, **sections))
 
 
-def test_a_finished_run_has_nothing_left(write_run, execute, tmp_path):
+def test_a_finished_run_has_nothing_left(trained, write_run, execute, caplog):
     """Resuming it trains no step, and changes nothing."""
-    whole = execute(write_run("qwen3", training={**KEYS, "max_steps": 2}))
+    logging.getLogger("app").propagate = True
+    sections, folder, whole = trained
+    keys = {**KEYS, **SHORT, "output_dir": str(folder), "max_steps": 2, "resume_from_checkpoint": "last"}
 
-    again = execute(write_run("qwen3", training={**KEYS, "max_steps": 2, "resume_from_checkpoint": "last"}))
+    again = execute(write_run(training=keys, **sections))
 
     assert whole.num_steps == again.num_steps == again.schedule.start.step == 2
     assert steps(whole.history) == steps(again.history)
+    assert "nothing is left to train" in caplog.text
 
 
 def test_other_ranks_finish_the_epoch_with_what_it_has_left(start_ranks, write_run, tmp_path):
@@ -389,15 +394,16 @@ def check_rest(before, after):
     assert [covered[-1]] * 2 == covered[-2:]
 
 
-def test_a_checkpoint_that_is_written_over_is_whole(write_run, execute, few, caplog):
+def test_a_checkpoint_that_is_written_over_is_whole(trained, write_run, execute, tmp_path, caplog):
     """A second run into the same folder says that it starts anew; what it saves is resumed from."""
-    keys = {**KEYS, "save_steps": 1, "max_steps": 2}
-    for _ in range(2):
-        execute(write_run("qwen2", name="same", training=keys, **few("qwen2")))
+    sections, folder, _ = trained
+    shutil.copytree(folder, tmp_path / "same")
+    keys = {**KEYS, "max_steps": 2}
+    execute(write_run(name="same", training=keys, **sections))
     assert "this run starts from the beginning, and writes over the checkpoints that it meets" in caplog.text
 
     again = {**keys, "resume_from_checkpoint": "last", "max_steps": 3}
-    resumed = execute(write_run("qwen2", name="same", training=again, **few("qwen2")))
+    resumed = execute(write_run(name="same", training=again, **sections))
 
     assert "is passed over" not in caplog.text
     assert resumed.schedule.start.step == 2
@@ -428,11 +434,12 @@ def test_two_runs_do_not_train_into_one_folder(write_run, tmp_path, capsys):
     assert "which another run trains into" in said
 
 
-def test_the_processes_of_loaders_end_with_training(write_run, execute, few, tmp_path):
+def test_the_processes_of_loaders_end_with_training(trained, write_run, execute):
     """Those of a resumed epoch too; torch waits 5 s for each that the garbage collector ends."""
-    keys = {**KEYS, "dataloader_num_workers": 2}
-    execute(write_run("qwen3", name="whole", training={**keys, "max_steps": 2}, **few("qwen3")))
-    again = {**keys, "save_strategy": "no", "resume_from_checkpoint": str(tmp_path / "whole" / "checkpoint-1")}
-    execute(write_run("qwen3", name="resumed", training={**again, "max_steps": 2}, **few("qwen3")))
+    sections, folder, _ = trained
+    keys = {**KEYS, "dataloader_num_workers": 2, "save_strategy": "no", "max_steps": 2}
+    execute(write_run(name="whole", training=keys, **sections))
+    again = {**keys, "resume_from_checkpoint": str(folder / "checkpoint-1")}
+    execute(write_run(name="resumed", training=again, **sections))
 
     assert [] == multiprocessing.active_children()

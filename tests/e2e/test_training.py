@@ -9,13 +9,18 @@ import multiprocessing
 import os
 import signal
 from collections import Counter
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from adapters.ranks.torch_group import OneRank
+from app.planning.split import Planner
+from app.training.schedule import batch_of, schedule_of
 from app.training.works import work_of
+from app.wiring.gather import gather
 from app.wiring.stores import read_config
 from core.equality import Attention
 from core.errors import ConfigError, ContractError
@@ -27,6 +32,13 @@ pytestmark = pytest.mark.slow
 
 def losses(result) -> list[float]:
     return [entry["loss"] for entry in result.history if "loss" in entry]
+
+
+def first_lines(path: Path, number: int) -> Path:
+    """Write so many records of a file into another one beside it, and return that."""
+    first = path.with_name(f"{path.stem}{number}.jsonl")
+    first.write_text("".join(path.read_text().splitlines(keepends=True)[:number]))
+    return first
 
 
 def test_a_run_trains_every_pack_once_an_epoch_and_counts_its_steps(  # noqa: PLR0917  # fixtures
@@ -77,9 +89,10 @@ def test_a_run_trains_every_pack_once_an_epoch_and_counts_its_steps(  # noqa: PL
     assert result.planned["train"].raw_checksum == again.planned["train"].raw_checksum
     assert losses(result) == losses(again)
     assert fetched[: 2 * num_packs] == fetched[2 * num_packs :]
-    fetched.clear()
-    execute(write_run(training={"seed": 7, "effective_batch_size": 3, "packing_drop_last": False}, **overlay))
-    assert epochs[0] != fetched
+    other = read_config(write_run(training={**keys, "seed": 7}, **overlay))
+    batch, aligned = batch_of(other, world_size=1), result.planned["train"].aligned
+    schedule = schedule_of(other, batch, aligned, result.schedule.works)
+    assert epochs[0] == result.schedule.order(0).tolist() != schedule.order(0).tolist()
 
 
 @pytest.mark.parametrize(
@@ -121,32 +134,20 @@ def test_tokens_per_second_leave_out_the_time_of_evaluating(write_run, execute, 
     monkeypatch.setattr(static.time, "perf_counter", tick)
     monkeypatch.setattr(static.PackTrainer, "evaluation_loop", slow)
     keys = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 4, "logging_steps": 2}
-    result = execute(write_run("qwen3", custom={"val_jsonl": str(text_jsonl)}, training=keys))
+    val = first_lines(text_jsonl, 2)
+    result = execute(write_run("qwen3", custom={"val_jsonl": str(val)}, training=keys))
 
     rates = [entry["tokens_per_second"] for entry in result.history if "loss" in entry]
     assert 2 < len(result.history)
     assert all(rate > 1000 for rate in rates)
 
 
-def test_fractional_epochs_and_max_steps_end_where_announced(write_run, execute):
-    """1.5 epochs round up; max_steps overrides."""
-    result = execute(write_run("qwen2", training={"num_train_epochs": 1.5, "effective_batch_size": 2}))
-    assert result.num_steps == math.ceil(1.5 * result.schedule.steps_per_epoch)
+def test_fractional_epochs_end_where_announced(write_run, execute):
+    """1.5 epochs round up; a text model learns without images and multimodal positions."""
+    keys = {"num_train_epochs": 1.5, "effective_batch_size": 2, "packing_drop_last": False}
+    result = execute(write_run("qwen2", training=keys))
 
-    assert 2 == execute(write_run("qwen2", training={"max_steps": 2, "effective_batch_size": 2})).num_steps
-
-
-@pytest.mark.parametrize("model", ["qwen2", "qwen3"])
-def test_text_models_train_the_same_way(write_run, execute, text_jsonl, model):
-    """No image, no multimodal positions."""
-    path = write_run(
-        model, custom={"train_jsonl": str(text_jsonl)}, template={"max_length": 256},
-        training={"num_train_epochs": 2, "packing_drop_last": False},
-    )  # fmt: skip
-
-    result = execute(path)
-
-    assert result.num_steps == result.schedule.total_steps
+    assert result.num_steps == math.ceil(1.5 * result.schedule.steps_per_epoch) == result.schedule.total_steps
     assert losses(result)[-1] < losses(result)[0]
 
 
@@ -173,8 +174,8 @@ def test_the_best_model_is_loaded_whole(model, write_run, execute, few_scenes, t
             "load_best_model_at_end": True, "metric_for_best_model": "eval_loss",
             "greater_is_better": True}  # fmt: skip
 
-    data = str(few_scenes if model.endswith("vl") else text_jsonl)
-    custom = {"train_jsonl": data, "val_jsonl": data}
+    data = few_scenes if model.endswith("vl") else text_jsonl
+    custom = {"train_jsonl": str(data), "val_jsonl": str(first_lines(data, 2))}
 
     execute(write_run(model, custom=custom, training=keys, template={"max_length": 200}))
 
@@ -192,8 +193,9 @@ def test_sigterm_saves_a_checkpoint_that_the_next_run_goes_on_from(write_run, ex
     """
     from adapters.trainer.static import PackTrainer
 
-    keys = {"max_steps": 4, "effective_batch_size": 2}
+    keys = {"num_train_epochs": 2, "max_steps": 4, "effective_batch_size": 2}
     whole = execute(write_run("qwen3", name="whole", training=keys))
+    assert losses(whole)[-1] < losses(whole)[0]
     before = signal.getsignal(signal.SIGTERM)
     step = PackTrainer.training_step
 
@@ -223,16 +225,11 @@ def test_resuming_from_nothing_is_refused(write_run, execute):
     ("freeze", "parts"), [("freeze_vit", ("model.visual",)), ("freeze_llm", ("model.language_model", "lm_head"))]
 )
 def test_only_what_is_asked_for_is_frozen(write_run, freeze, parts):
-    """Nothing by default; the named part, and not the rest, when asked."""
+    """The named part, and not the rest."""
     from adapters.trainer.model import open_model
     from app.wiring import training
 
     cpu = torch.device("cpu")
-    config = training.read_config(write_run())
-    assert all(
-        p.requires_grad for p in open_model(config.model, config.training, attention=SDPA, device=cpu).parameters()
-    )
-
     config = training.read_config(write_run(training={freeze: True}))
     frozen = {
         n
@@ -244,16 +241,23 @@ def test_only_what_is_asked_for_is_frozen(write_run, freeze, parts):
 
 
 def test_a_frozen_part_gets_no_adapter(write_run):
-    """LoRA on the language model alone; a module that is not there is a fault of the setting."""
+    """
+    Without a freeze all is trained; LoRA may be on the language model alone; a module that is not
+    there is a fault of the setting.
+    """
     from adapters.trainer.model import open_model
     from app.wiring import training
 
-    def trained(**keys) -> set[str]:
-        config = training.read_config(write_run(training={"tuner_type": "lora", **keys}))
+    def opened(**keys) -> dict[str, bool]:
+        config = training.read_config(write_run(training=keys))
         model = open_model(config.model, config.training, attention=SDPA, device=torch.device("cpu"))
-        return {name for name, p in model.named_parameters() if p.requires_grad}
+        return {name: p.requires_grad for name, p in model.named_parameters()}
+
+    def trained(**keys) -> set[str]:
+        return {name for name, trains in opened(tuner_type="lora", **keys).items() if trains}
 
     assert any("visual" in name for name in trained())
+    assert all(opened(tuner_type="full").values())
     some = trained(freeze_vit=True, freeze_aligner=True)
     assert some
     assert all("lora_" in name and "language_model" in name for name in some)
@@ -304,9 +308,10 @@ def test_cut_samples_are_counted_apart_from_those_that_fit(write_run, execute, c
     assert 0 < cut.sum() < len(table)
     assert {50} == set(table[cut, 0].tolist())
     assert f"{cut.sum()} samples are truncated to 50 tokens" in caplog.text
-    whole = execute(write_run("qwen2", name="whole", training=once, template={"max_length": 50}))
-    assert (whole.planned["train"].table[:, 0] > 50).tolist() == cut.tolist()
-    assert 0 == whole.planned["train"].table[:, 4].sum()
+    whole = read_config(write_run("qwen2", name="whole", template={"max_length": 50}))
+    lengths = Planner.of(whole, OneRank()).plan(gather(whole).splits["train"]).table
+    assert (lengths[:, 0] > 50).tolist() == cut.tolist()
+    assert 0 == lengths[:, 4].sum()
 
 
 def test_several_processes_measure_the_same(demo, write_run, monkeypatch):
@@ -333,7 +338,6 @@ def test_channels_are_collated_with_their_packs(write_run, tmp_path):
     """
     A channel on each record reaches the batch; a loss per channel is refused, since packs mix them.
     """
-    from adapters.ranks.torch_group import OneRank
     from app.training.prepare import prepare
     from app.wiring import training
 
@@ -366,14 +370,11 @@ def test_channels_are_collated_with_their_packs(write_run, tmp_path):
 def test_held_out_loss_falls_below_half(write_run, execute, demo):
     """The demo's task can be learned: by Qwen3-VL here; `make demo` shows Qwen2.5-VL."""
     data = demo / "data"
-    path = write_run(
-        "qwen3_vl",
-        custom={"train_jsonl": [str(data / "train.jsonl"), str(data / "messages.jsonl")],
-         "val_jsonl": str(data / "val.jsonl")},
-        training={"num_train_epochs": 1, "effective_batch_size": 1, "learning_rate": "1e-2", "eval_on_start": True,
-                  "warmup_steps": 3, "adam_beta2": 0.98},
-        template={"max_length": 512},
-    )  # fmt: skip
+    trained = [data / "train.jsonl", first_lines(data / "messages.jsonl", 4)]
+    custom = {"train_jsonl": [*map(str, trained)], "val_jsonl": str(first_lines(data / "val.jsonl", 4))}
+    keys = {"num_train_epochs": 1, "effective_batch_size": 1, "learning_rate": "1e-2", "eval_on_start": True,
+            "warmup_steps": 3, "adam_beta2": 0.98}  # fmt: skip
+    path = write_run("qwen3_vl", custom=custom, training=keys, template={"max_length": 512})
 
     result = execute(path)
 

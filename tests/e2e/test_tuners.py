@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from adapters.ranks.torch_group import OneRank
 from adapters.trainer.model import open_model
 from app import check, sft
 from app.training.prepare import prepare
@@ -66,7 +65,9 @@ def scenes(demo, tmp_path_factory) -> Path:
 def test_a_tuner_trains_saves_resumes_and_passes_the_check(  # noqa: PLR0917  # fixtures
     write_run, execute, scenes, tmp_path, monkeypatch, name
 ):
-    """The resumed run's weights are those of one run; packed samples are equal to samples alone."""
+    """
+    The resumed run's weights are those of one run; in it, packed samples are equal to samples alone.
+    """
     model, keys, trained = TUNERS[name]
     several = {**keys, "max_steps": 2, "save_strategy": "steps", "save_steps": 1, "learning_rate": "1e-2",
                "packing_drop_last": False}  # fmt: skip
@@ -77,15 +78,15 @@ def test_a_tuner_trains_saves_resumes_and_passes_the_check(  # noqa: PLR0917  # 
     prepared = []
 
     def noted(*arguments, **options):
-        prepared.append(wiring.build_trainer(*arguments, **options))
+        prepared.append(prepare(*arguments, **options))
         return prepared[-1]
 
-    monkeypatch.setattr("app.training.prepare.build_trainer", noted)
+    monkeypatch.setattr("app.training.prepare.prepare", noted)
     execute(whole)
-    again = {**several, "resume_from_checkpoint": str(tmp_path / "whole" / "checkpoint-1")}
+    again = {**several, "resume_from_checkpoint": str(tmp_path / "whole" / "checkpoint-1"), "save_steps": 2}
     execute(write_run(model, name="resumed", training=again, **small))
 
-    names = {name for name, parameter in prepared[0].model.named_parameters() if parameter.requires_grad}
+    names = {name for name, parameter in prepared[0].trainer.model.named_parameters() if parameter.requires_grad}
     assert any(trained in name for name in names)
     expected, found = (weights(tmp_path / run / "checkpoint-2") for run in ("whole", "resumed"))
     assert expected.keys() == found.keys()
@@ -93,8 +94,7 @@ def test_a_tuner_trains_saves_resumes_and_passes_the_check(  # noqa: PLR0917  # 
     before = weights(tmp_path / "whole" / "checkpoint-1")
     moved = {key for key in expected if not torch.equal(expected[key], before[key])}
     assert moved
-    config = stores.read_config(whole)
-    report = check.compare(config, prepare(config, OneRank()), num_packs=1)
+    report = check.compare(stores.read_config(whole), prepared[1], num_packs=1)
     assert report.passed, [verdict for verdict in report.verdicts if not verdict.passed]
 
 

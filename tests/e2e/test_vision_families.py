@@ -30,9 +30,11 @@ from adapters.ranks.torch_group import OneRank
 from adapters.samples import measurer as measuring
 from adapters.samples.measurer import SwiftMeasurer
 from adapters.samples.template import templates_that_pack
+from adapters.trainer.equality import PackComparison
 from adapters.trainer.packed_dataset import EncodedPack
 from adapters.trainer.vision import DummyImage
 from app import check, vision
+from app.demo import vision_data
 from app.demo.vision_data import IMAGES_OF, record, texts, write_scenes, write_sizes
 from app.demo.vision_models import NOT_BUILT, VISION_FAMILIES, write_vision_model
 from core.errors import ConfigError, RecordError
@@ -73,6 +75,7 @@ def folder(tmp_path_factory):
     """Records with no, one and three images, and a model of each family."""
     folder = tmp_path_factory.mktemp("vision")
     scenes = write_scenes(folder, count=8)
+    (folder / "few.jsonl").write_text("".join(scenes.read_text().splitlines(keepends=True)[:4]))
     for name in [*NAMES, "qwen2_5_omni"]:
         write_vision_model(folder / name, name, texts(scenes), seed=0)
     return folder
@@ -105,8 +108,17 @@ def vision_run(folder, tmp_path):
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory):
-    """Records of images of 45 sizes, and of one to four of them."""
+    """Records of images of 45 sizes, and of none to four of them."""
     return write_sizes(tmp_path_factory.mktemp("pictures"))
+
+
+@pytest.fixture(scope="module")
+def few_pictures(pictures):
+    """Records of images of five sizes, and of none to four of all."""
+    lines = pictures.read_text().splitlines(keepends=True)
+    path = pictures.with_name("few.jsonl")
+    path.write_text("".join([*lines[5:10], *lines[-4:]]))
+    return path
 
 
 def measurer(path) -> SwiftMeasurer:
@@ -118,14 +130,18 @@ def measurer(path) -> SwiftMeasurer:
 
 
 @pytest.mark.parametrize("family", [*NAMES, OMNI])
-def test_lengths_are_those_of_full_encodes(vision_run, pictures, caplog, family):
-    """Of 45 sizes and of several images: from headers where the processor can say it, and told."""
+def test_lengths_are_those_of_full_encodes(vision_run, pictures, few_pictures, caplog, family):
+    """
+    Of 45 sizes and of several images: from headers where the processor can say it, and told. Where
+    it cannot, few sizes show that each is encoded.
+    """
     caplog.set_level("INFO", "adapters")
     measuring._say_once.cache_clear()  # another test of this process may have heard it
-    samples = measurer(vision_run(family, custom={"train_jsonl": str(pictures)}))
+    data, sizes = (pictures, 45) if family in HEADERS else (few_pictures, 5)
+    samples = measurer(vision_run(family, custom={"train_jsonl": str(data)}))
     in_full = list(samples.measure_many(range(len(samples)), in_full=True))
 
-    assert [outcome.measurement.images for outcome in in_full] == [1] * 45 + [2, 3, 4, 0]
+    assert [outcome.measurement.images for outcome in in_full] == [1] * sizes + [2, 3, 4, 0]
     assert all(outcome.measurement.patches > 0 for outcome in in_full[:-1])
     encoder, encoded = samples._encoder, []
     plain = encoder.encode
@@ -135,7 +151,7 @@ def test_lengths_are_those_of_full_encodes(vision_run, pictures, caplog, family)
         assert set(encoded) <= {0, 48}, "those alone that are audited"
         assert f"lengths of images come from their headers, by {HEADERS[family]}" in caplog.text
     else:
-        assert set(range(48)) <= set(encoded)
+        assert set(range(sizes + 3)) <= set(encoded)
         assert "every sample with images is encoded in full" in caplog.text
         assert "does not say what an image of some size takes" in caplog.text
 
@@ -205,7 +221,7 @@ def loss_and_unused(prepared, index: int) -> tuple[float, set[str]]:
 
 
 @pytest.mark.parametrize("family", CHECKED)
-def test_a_family_is_shown_to_pack(vision_run, family):
+def test_a_family_is_shown_to_pack(vision_run, folder, monkeypatch, family):
     """
     On a pack of samples with 0, 1 and 3 images: all is equal; a swapped image is found, and images
     that see each other. With the dummy image, a batch without images uses every weight, and no
@@ -215,16 +231,18 @@ def test_a_family_is_shown_to_pack(vision_run, family):
     from app.training.prepare import prepare
     from app.wiring import training as wiring
 
-    config = wiring.read_config(vision_run(family))
+    few = {"train_jsonl": str(folder / "few.jsonl")}
+    config = wiring.read_config(vision_run(family, custom=few, template={"max_length": 1024}))
     prepared = prepare(config, OneRank())
     trainer = prepared.trainer
 
     def failed() -> set[str]:
         report = compare(config, prepared, num_packs=1)
-        assert "mixed" == report.packs[0][1]
+        assert ((0, "mixed", 4),) == report.packs
         return {verdict.check for verdict in report.verdicts if not verdict.passed}
 
     assert set() == failed()
+    monkeypatch.setattr(PackComparison, "without_gradients", "logits show it")
     plain = trainer.data_collator
     swap(trainer)
     assert {"logits", "sample loss"} <= failed()
@@ -243,7 +261,11 @@ def test_a_family_is_shown_to_pack(vision_run, family):
 @pytest.mark.parametrize("family", ["internvl", OMNI])
 def test_ranks_of_which_one_has_no_images_end_together(server, vision_run, tmp_path, family):
     """On two ranks, in packs of one: in some steps one has text alone, one images."""
+    from app.wiring import training as wiring
+
     path = vision_run(family, template={"max_length": 60}, training={"max_steps": 4, "effective_batch_size": 2})
+    config = wiring.read_config(path)
+    wiring.keep_verdict(config, wiring.verdict_of(config))  # which neither rank asks for again
 
     assert [0, 0] == finished(server.ranks(2, rank_main.main, str(path), str(tmp_path), folder=tmp_path))
     ranks = rank_main.seen(tmp_path, 2)
@@ -305,12 +327,14 @@ def test_a_family_learns_resumes_and_evaluates_packed_as_padded(vision_run, exec
 
     steps = STEPS[family]
     keys = {**KEYS, "max_steps": steps, "save_steps": steps - 1}
-    whole = execute(vision_run(family, "whole", training=keys))
+    custom = {"val_jsonl": str(folder / "few.jsonl")}
+    whole = execute(vision_run(family, "whole", custom=custom, training=keys))
     losses = [entry["loss"] for entry in whole.history if "loss" in entry]
     assert losses[-1] < losses[0] / 2
 
-    again = {**keys, "resume_from_checkpoint": str(tmp_path / "whole" / f"checkpoint-{steps - 1}")}
-    resumed = execute(vision_run(family, "resumed", training=again))
+    measured = {"packing_lengths_from": str(tmp_path / "whole")}
+    again = {**keys, **measured, "resume_from_checkpoint": str(tmp_path / "whole" / f"checkpoint-{steps - 1}")}
+    resumed = execute(vision_run(family, "resumed", custom=custom, training=again))
     assert losses == [entry["loss"] for entry in resumed.history if "loss" in entry]
     left, right = (
         load_file(tmp_path / run / f"checkpoint-{steps}" / "model.safetensors") for run in ("whole", "resumed")
@@ -318,9 +342,9 @@ def test_a_family_learns_resumes_and_evaluates_packed_as_padded(vision_run, exec
     assert left.keys() == right.keys()
     assert all(torch.equal(left[name], right[name]) for name in left)
 
-    custom, evaluated = {"val_jsonl": str(folder / "scenes.jsonl")}, []
+    evaluated = []
     for name, keys in (("packed", {}), ("padded", {"packing": False, "per_device_eval_batch_size": 3})):
-        path = vision_run(family, name, custom=custom, training=keys)
+        path = vision_run(family, name, custom=custom, training=keys | measured)
         evaluated.append(prepare(wiring.read_config(path), OneRank()).trainer.evaluate())
     assert evaluated[0]["eval_tokens"] == evaluated[1]["eval_tokens"]
     assert evaluated[0]["eval_loss"] == pytest.approx(evaluated[1]["eval_loss"], rel=1e-6)
@@ -400,8 +424,9 @@ def test_what_was_not_shown_to_pack_is_refused_by_name(vision_run):
             wiring.open_samples(wiring.read_config(path))
 
 
-def test_the_command_shows_a_family_and_keeps_the_page(tmp_path, capsys):
+def test_the_command_shows_a_family_and_keeps_the_page(tmp_path, monkeypatch, capsys):
     """`app.check --vision` gives rows for programs, and writes its own section of a page alone."""
+    monkeypatch.setattr(vision_data, "write_scenes", lambda folder, **_: write_scenes(folder, count=4))
     page = tmp_path / "models.md"
     page.write_text("# Which models pack\n\n| llama |\n")
 
@@ -410,6 +435,7 @@ def test_the_command_shows_a_family_and_keeps_the_page(tmp_path, capsys):
     assert row["passes"]
     assert row["headers"]
     assert [49, 49] == row["sizes"]
+    assert [1, 4] == row["packed"]
     assert "varlen" == row["strategy"]
     assert row["equality"] < 1e-5
     written = page.read_text()

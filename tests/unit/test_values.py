@@ -251,10 +251,11 @@ def test_varlen_by_name_is_refused_where_it_does_not_run(verdict, context_parall
 
 @pytest.mark.parametrize("number", [0.25, float("inf")])
 def test_a_verdict_survives_json(number):
-    """Numbers that are none too."""
+    """Numbers that are none too; people read them."""
     one = verdict(None, split=("Mixer", "Other"), measured=Measured(number, 1e-7), not_exercised=("vision",))
 
     assert one == PackingVerdict.from_dict(json.loads(json.dumps(one.to_dict(), allow_nan=False)))
+    assert f"(isolation {number} (must be 0), equality 1e-07); not asked: vision" in str(one)
 
 
 def test_a_verdict_without_numbers_survives_json():

@@ -22,6 +22,7 @@ from transformers import TrainerCallback
 
 from adapters.ranks.torch_group import OneRank
 from adapters.samples.encoder import SwiftEncoder
+from adapters.stores.verdicts import DiskVerdictStore
 from app.bench.process import Turns
 from app.bench.training.data import write_model_of, write_records
 from app.bench.training.like_lengths import LikeLengths
@@ -31,6 +32,8 @@ from app.planning.deadline import Deadline
 from app.planning.split import Planner
 from app.training.prepare import Prepared, prepare
 from app.wiring.gather import gather
+from app.wiring.stores import verdict_key
+from app.wiring.training import keep_verdict, verdict_of
 from core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
 from core.plan import RawPlan
 from core.samples import Table
@@ -127,6 +130,7 @@ def _training(setting: Setting, folder: Path, case: Case) -> Callable[[Turns], d
     """
     way = WAYS[case.way]
     config = run_config(setting, folder, case.kind, case.budget, attn_impl=way.attn_impl, epochs=setting.repeat + 1)
+    _ask_once(config, folder / "verdicts" / way.attn_impl)
     if way.rows != "packs":
         config = _unpacked(config, one_by_one=way.rows == "alone")
     prepared, encoded = encoded_run(config)
@@ -135,6 +139,23 @@ def _training(setting: Setting, folder: Path, case: Case) -> Callable[[Turns], d
         fields = attrs.asdict(prepared.schedule, recurse=False, filter=lambda field, _: field.init)
         prepared.trainer.schedule = LikeLengths(**fields, lengths=lengths)
     return lambda turns: _epochs(prepared, encoded, way, turns, on_gpu=setting.device == "cuda")
+
+
+def _ask_once(config: RunConfig, folder: Path) -> None:
+    """
+    Ask the model whether it may pack, unless another case has; keep the answer for those to come.
+
+    Args:
+        config: The run, which reads the answer beside its plans.
+
+        folder: Where the answer under the run's attention is kept, for data and packs of all kinds.
+    """
+    kept, key = DiskVerdictStore(folder), verdict_key(config)
+    verdict = kept.load(key)
+    if verdict is None:
+        verdict = verdict_of(config)
+        kept.save(key, verdict)
+    keep_verdict(config, verdict)
 
 
 def _unpacked(config: RunConfig, *, one_by_one: bool) -> RunConfig:

@@ -1,0 +1,75 @@
+"""What a model is opened by is not written out for lines of a log that nobody reads."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
+from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
+
+import pytest
+import torch
+from transformers import LlamaConfig, PreTrainedConfig
+from transformers.utils import logging as transformers_logging
+
+from adapters.config_names import configs_by_name
+from adapters.probe import open_model_config, probe_config
+from adapters.samples.template import open_template
+from adapters.trainer.model import open_model
+from core.config import ModelConfig, TemplateConfig, TrainingConfig
+from core.equality import Attention
+
+
+def test_a_configuration_is_its_name_inside_alone():
+    """Outside it is written out as ever: before, after, and where the body fails."""
+    config, message = LlamaConfig(num_hidden_layers=7), "planted"
+    whole = repr(config)
+    assert '"num_hidden_layers": 7' in whole
+
+    with pytest.raises(ValueError, match=message), configs_by_name():
+        assert "LlamaConfig" == f"{config}"
+        raise ValueError(message)
+
+    assert whole == repr(config)
+
+
+def test_where_transformers_logs_what_it_opens_it_is_written_out():
+    """Whoever asks for those lines has them."""
+    config, before = LlamaConfig(), transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_info()
+    try:
+        with configs_by_name():
+            assert "{" in repr(config)
+    finally:
+        transformers_logging.set_verbosity(before)
+
+
+def test_threads_that_are_inside_at_a_time_leave_it_as_it_was():
+    """Whichever leaves last."""
+    config, inside = LlamaConfig(), Barrier(2)
+
+    def enter(_):
+        with configs_by_name():
+            inside.wait(60)
+        inside.wait(60)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(enter, range(2)))
+
+    assert "{" in repr(config)
+
+
+def test_no_configuration_is_written_out_while_a_model_is_asked_and_opened(demo, monkeypatch):
+    """Neither the whole one nor its parts: by the probe, the template, and with the weights."""
+    plain, written = PreTrainedConfig.to_json_string, []
+    monkeypatch.setattr(PreTrainedConfig, "to_json_string", lambda *a, **o: written.append(a) or plain(*a, **o))
+    model = ModelConfig(model=str(demo / "models" / "qwen2_5_vl"))
+    cpu = torch.device("cpu")
+
+    assert probe_config(open_model_config(model), attn_impl="varlen").passes
+    open_template(model, TemplateConfig(max_length=64), packing_length=64)
+    open_model(model, TrainingConfig(output_dir="none"), attention=Attention("sdpa", ""), device=cpu)
+
+    assert [] == written
+    assert "{" in repr(open_model_config(model))
+    assert written
