@@ -20,11 +20,11 @@ def test_balanced_steps_give_the_loss_and_the_gradients_of_the_plain_order(start
     packs.
     """
     keys = {"effective_batch_size": 8, "learning_rate": 0.0, "packing_max_dropped_share": 1, "max_grad_norm": 0,
-            "max_steps": 2}  # fmt: skip
+            "max_steps": 2, "output_dir": str(tmp_path / "run")}  # fmt: skip
     found = {}
     for balance in ("none", "auto", "microbatch"):
         out = tmp_path / f"out-{balance}"
-        path = write_run("qwen2", name=balance, training={**keys, "packing_balance": balance})
+        path = write_run("qwen2", training={**keys, "packing_balance": balance})
         assert [0, 0] == finished(start_ranks(2, path, out, "gradients"))
         found[balance] = rank_main.seen(out, 2), torch.load(out / "gradients0.pt")
 

@@ -26,6 +26,7 @@ from app.bench.turns import take_turns
 from app.bench.work import ranks as bench_ranks
 from app.bench.work.mixes import made_mix
 from core.bounds import lower_bound
+from core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
 from core.errors import DataSetError
 from core.packers import ALGORITHMS, pack
 from core.packs import Packs
@@ -248,6 +249,31 @@ def test_training_is_measured_in_every_way(server):
     assert "varlen" == overhead["attention"]
     assert 2 == len(overhead["ratios"])
     assert 0.5 < overhead["ratio"] < 2
+
+
+def test_a_model_is_asked_once_whether_it_may_pack(demo, monkeypatch, tmp_path):
+    """
+    Not by each way, kind and length of packs, which have folders of their own: each reads the
+    answer there.
+    """
+    from app.bench.training import cost
+    from app.wiring.stores import stored_verdict
+
+    plain, asked = cost.verdict_of, []
+    monkeypatch.setattr(cost, "verdict_of", lambda config: asked.append(config) or plain(config))
+    model = ModelConfig(model=str(demo / "models" / "qwen2"), attn_impl="varlen")
+    runs = [
+        RunConfig(
+            model=model, template=TemplateConfig(max_length=length), custom=CustomConfig(train_jsonl=("none.jsonl",)),
+            training=TrainingConfig(output_dir=str(tmp_path / str(length)), trainer={"use_cpu": True}),
+        )
+        for length in (300, 600)
+    ]  # fmt: skip
+    for run in runs:
+        cost._ask_once(run, tmp_path / "verdicts")
+
+    assert runs[:1] == asked
+    assert [plain(runs[0])] * 2 == [stored_verdict(run) for run in runs]
 
 
 def test_workloads_take_turns(tmp_path):

@@ -66,7 +66,7 @@ def test_a_tuner_trains_saves_resumes_and_passes_the_check(  # noqa: PLR0917  # 
     write_run, execute, scenes, tmp_path, monkeypatch, name
 ):
     """
-    The resumed run's weights are those of one run; in it, packed samples are equal to samples alone.
+    The resumed run has the weights of one run; in it, packed samples are equal to samples alone.
     """
     model, keys, trained = TUNERS[name]
     several = {**keys, "max_steps": 2, "save_strategy": "steps", "save_steps": 1, "learning_rate": "1e-2",

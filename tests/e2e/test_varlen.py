@@ -5,7 +5,9 @@ transformers' sdpa.
 
 from __future__ import annotations
 
+import copy
 import json
+from functools import cache
 from itertools import accumulate, pairwise
 
 import pytest
@@ -45,13 +47,24 @@ EQUAL = 1e-6
 EQUAL_IN_FLOAT64 = 1e-12
 
 
+@pytest.fixture(scope="module")
+def loaded(demo):
+    """Return a function that loads a tiny model, once for all tests, which take copies."""
+
+    @cache
+    def load(name: str):
+        kind = AutoModelForImageTextToText if name.endswith("vl") else AutoModelForCausalLM
+        return kind.from_pretrained(demo / "models" / name, dtype=torch.float32)
+
+    return load
+
+
 @pytest.fixture
-def opened(demo):
+def opened(loaded):
     """Return a function that opens a tiny model, to attend by varlen."""
 
     def open_one(name: str, *, checkpointing: str = "", lora: bool = False):
-        kind = AutoModelForImageTextToText if name.endswith("vl") else AutoModelForCausalLM
-        model = kind.from_pretrained(demo / "models" / name, dtype=torch.float32)
+        model = copy.deepcopy(loaded(name))
         attention.attend_by_varlen(model)
         model.config.get_text_config().use_cache = False
         if lora:

@@ -668,7 +668,12 @@ def test_a_report_of_a_plan_without_packing_has_what_there_is(store, said, tmp_p
 
 def test_what_users_write_is_text_on_the_page(store, said, tmp_path):
     """A system prompt of markup is shown, not obeyed."""
-    said("report", store(template={"system": "<script>alert(1)</script>"}), "-o", tmp_path / "plan.html")
+    said(
+        "report",
+        store(template={"system": "<script>alert(1)</script>"}, training={"packing": False}),
+        "-o",
+        tmp_path / "plan.html",
+    )
 
     text = (tmp_path / "plan.html").read_text()
     assert "<script>" not in text
@@ -677,7 +682,8 @@ def test_what_users_write_is_text_on_the_page(store, said, tmp_path):
 
 def test_a_page_that_cannot_be_written_is_named(store, capfd, tmp_path):
     """Status 2."""
-    assert 2 == command.main(["report", str(store()), "-o", str(tmp_path / "none" / "plan.html")])
+    path = store(training={"packing": False})
+    assert 2 == command.main(["report", str(path), "-o", str(tmp_path / "none" / "plan.html")])
     assert "--output" in capfd.readouterr().err
 
 
@@ -686,7 +692,7 @@ def test_a_page_replaces_nothing_but_a_page(store, capfd, tmp_path):
     """No configuration, no device, no folder; where a link points, the page is written."""
     (tmp_path / "keep.yaml").write_text("mine")
     (tmp_path / "folder.html").mkdir()
-    path = str(store())
+    path = str(store(training={"packing": False}))
     for name in ("keep.yaml", "-", "folder.html"):
         assert 2 == command.main(["report", path, "-o", str(tmp_path / name)])
         assert "has to be a file that ends in .html" in capfd.readouterr().err
