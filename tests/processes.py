@@ -284,7 +284,8 @@ def _forget_pytest() -> None:
     threading.excepthook = threading.__excepthook__
     faulthandler.disable()
     logging.getLogger().handlers.clear()
-    for handler in [reference() for reference in logging._handlerList]:
+    known: Any = logging  # its type does not tell of what it keeps
+    for handler in [reference() for reference in known._handlerList]:
         if type(handler) is logging.StreamHandler:  # made while pytest had its own in place
             handler.setStream(sys.stderr)
     signal.signal(signal.SIGINT, signal.default_int_handler)
