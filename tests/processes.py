@@ -261,11 +261,14 @@ def _forked(_executable: object, _arguments: object, files: list[int]) -> int:
     if pid := os.fork():
         return pid
     try:
-        for file in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
-            if file > _STANDARD_ERROR and file not in files:
-                with contextlib.suppress(OSError):  # the one that listed them
-                    os.close(file)
         _forget_pytest()
+        # Not closed: what still writes to one would write to whatever is opened next, as a socket.
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for file in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
+            if file > _STANDARD_ERROR and file not in {*files, nothing}:
+                with contextlib.suppress(OSError):  # the one that listed them
+                    os.fstat(file)
+                    os.dup2(nothing, file)
         state: Any = forkserver
         state._forkserver.__init__()  # the parent holds the lock of what it was
         listener, alive = files
@@ -281,6 +284,10 @@ def _forget_pytest() -> None:
     threading.excepthook = threading.__excepthook__
     faulthandler.disable()
     logging.getLogger().handlers.clear()
+    known: Any = logging  # its type does not tell of what it keeps
+    for handler in [reference() for reference in known._handlerList]:
+        if type(handler) is logging.StreamHandler:  # made while pytest had its own in place
+            handler.setStream(sys.stderr)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     warnings.resetwarnings()
     for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):

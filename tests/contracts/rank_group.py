@@ -7,12 +7,20 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from adapters.ranks.torch_group import TorchGroup
+
+
+CHUNK_BYTES = 1 << 16
+"""Bytes that travel at a time here; of the real number, arrays of two and more take a second."""
 
 
 def main(scene: str, out: str) -> None:
     import numpy as np
 
-    from adapters.ranks import torch_group
+    from adapters.ranks import heartbeat, torch_group
     from core.errors import PackplanError, PlanTooShortError
 
     def note(**said: object) -> None:
@@ -32,16 +40,18 @@ def main(scene: str, out: str) -> None:
         return {
             "a": np.arange(6, dtype=np.int32).reshape(2, 3),
             "empty": np.zeros(0, dtype=np.int64),
-            "large": np.arange(torch_group.CHUNK_BYTES // 4 + 3),
+            "large": np.arange(CHUNK_BYTES // 4 + 3),
         }
 
-    if scene == "silent":
-        torch_group.SILENT_S = 6.0
+    torch_group.CHUNK_BYTES = CHUNK_BYTES
+    if scene in {"silent", "slow"}:
+        torch_group.SILENT_S, torch_group._POLL_S, heartbeat.BEAT_S = 1.5, 0.1, 0.2
     group = torch_group.TorchGroup(use_cpu=True, timeout_s=60)
     if scene == "lonely" and group.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
-        arrays = group.from_rank_zero(build, timeout_s=3 if scene == "slow" else 60, limit_s=7200)
+        _wait_until_told(group, scene)
+        arrays = group.from_rank_zero(build, timeout_s=0.5 if scene == "slow" else 60, limit_s=7200)
         shown = {
             name: [array.ravel()[:9].tolist(), int(array.sum()), str(array.dtype), array.shape]
             for name, array in arrays.items()
@@ -60,3 +70,16 @@ def main(scene: str, out: str) -> None:
     except PackplanError as error:
         note(error=f"{type(error).__name__}: {error}")
     os._exit(0)
+
+
+def _wait_until_told(group: TorchGroup, scene: str) -> None:
+    """
+    Where waiting is what is seen, begin it once rank 0 has said what it does: then the deadline
+    need not leave time for that.
+    """
+    from adapters.ranks.heartbeat import BEAT
+
+    while scene == "slow" and group.rank == 1:
+        if group._ear.check([BEAT]) and json.loads(group._ear.get(BEAT))[1]:
+            return
+        time.sleep(0.01)

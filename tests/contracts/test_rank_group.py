@@ -54,12 +54,10 @@ def agent():
 
 def test_arrays_values_and_flags_reach_every_rank(play):
     """Arrays have any integer type and shape, empty ones too, and larger than travels at once."""
-    from adapters.ranks import torch_group
-
     first, second = play("builds")
 
     assert {**first, "at": 0} == {**second, "at": 0}
-    size = torch_group.CHUNK_BYTES // 4 + 3
+    size = rank_group.CHUNK_BYTES // 4 + 3
     assert {
         "a": [[0, 1, 2, 3, 4, 5], 15, "int32", [2, 3]],
         "empty": [[], 0, "int64", [0]],

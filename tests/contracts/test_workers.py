@@ -12,6 +12,7 @@ import pytest
 from core.errors import DataSetError, WorkerError
 from tests.faults import parents
 from tests.processes import Started, descendants, each_ends, end, finished, lives, wait_for
+from tests.stored import asked
 
 pytestmark = pytest.mark.slow
 
@@ -100,8 +101,10 @@ def test_ranks_and_ray_give_the_same(server, driver, write_rl, tmp_path):
         {"num_steps": 1, "kl_coefficient": 0.01},
         {"sequence_packing": {"enabled": True, "train_mb_tokens": 200}},
     )
-    ranks = server.ranks(2, rl.main, [str(write_rl("ranks", policy=policy, grpo=grpo))], folder=tmp_path / "logs")
-    run = str(write_rl("ray", policy=policy, grpo=grpo))
+    ranks = server.ranks(
+        2, rl.main, [str(asked(write_rl("ranks", policy=policy, grpo=grpo), rl=True))], folder=tmp_path / "logs"
+    )
+    run = str(asked(write_rl("ray", policy=policy, grpo=grpo), rl=True))
     env = {"RAY_ADDRESS": driver.address}
     ray = server.start(packplan, ["rl", run, "--ray-workers", "2"], log=tmp_path / "ray.log", env=env)
     assert [0, 0, 0] == finished([*ranks, ray])

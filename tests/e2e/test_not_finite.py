@@ -14,6 +14,7 @@ import torch
 from core.errors import NotFiniteError
 from tests.e2e import rank_main
 from tests.processes import finished
+from tests.stored import asked
 
 pytestmark = pytest.mark.slow
 
@@ -142,7 +143,7 @@ def test_all_ranks_end_together(server, write_run, text_jsonl, tmp_path):
         "qwen2", custom={"train_jsonl": str(text_jsonl)}, template={"max_length": 128},
         training={**KEYS, "effective_batch_size": 2, "packing_drop_last": False},
     )  # fmt: skip
-    ranks = server.ranks(2, rank_main.main, str(path), str(tmp_path), "infinite", folder=tmp_path)
+    ranks = server.ranks(2, rank_main.main, str(asked(path)), str(tmp_path), "infinite", folder=tmp_path)
 
     assert [2, 2] == finished(ranks)
     for number, rank in enumerate(ranks):

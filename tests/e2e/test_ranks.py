@@ -8,10 +8,9 @@ from __future__ import annotations
 import math
 import os
 import signal
-import subprocess
 import sys
 from itertools import chain
-from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -21,7 +20,7 @@ from app.wiring import stores
 from app.wiring.gather import gather
 from tests.e2e import rank_main
 from tests.network import free_port
-from tests.processes import DEADLINE_S, finished
+from tests.processes import finished
 
 pytestmark = pytest.mark.slow
 
@@ -135,22 +134,37 @@ def measured(history: list[dict]) -> list[float]:
     return [entry[key] for entry in history for key in ("loss", "eval_loss") if key in entry]
 
 
-def test_torchrun_starts_two_ranks(write_run, tmp_path):
-    """The launcher that users use, dropping the remainder."""
+def torchrun(*words: str) -> None:
+    """
+    Run torchrun's program, whose ranks are forked from this process instead of importing the stack
+    again.
+    """
+    from torch.distributed import run
+    from torch.distributed.launcher.api import elastic_launch
+
+    with mock.patch.object(run, "elastic_launch", lambda config, **_: elastic_launch(config, as_script)):
+        run.main(["--start-method", "fork", *words])
+
+
+def as_script(_unbuffered: str, _script: str, *words: str) -> None:
+    """Run a rank on the words that torchrun hands to an interpreter."""
+    if status := rank_main.main(*words):
+        sys.exit(status)
+
+
+def test_torchrun_starts_two_ranks(server, write_run, tmp_path):
+    """The launcher that users use, its store beside its ranks; dropping the remainder."""
     path = write_run("qwen2", training={**KEYS, "dataloader_drop_last": True})
-    launcher = Path(sys.executable).with_name("torchrun")
-    run = subprocess.run(
-        [launcher, "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port()),
-         rank_main.__file__, path, tmp_path],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())},
-        capture_output=True, text=True, timeout=DEADLINE_S, check=False,
+    launcher = server.start(
+        torchrun, "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port()),
+        rank_main.__file__, str(path), str(tmp_path), log=tmp_path / "log",
     )  # fmt: skip
 
-    assert 0 == run.returncode, run.stderr[-4000:]
+    assert [0] == finished([launcher])
     ranks = rank_main.seen(tmp_path, 2)
     check_run(ranks, epochs=2, accumulation=2)
     assert ranks[0]["num_aligned"] == ranks[0]["num_raw"] // 2 * 2
-    assert "packplan: optimizer steps:" in run.stderr
+    assert "packplan: optimizer steps:" in launcher.said
 
 
 def test_a_failure_of_rank_zero_reaches_the_others_with_its_reason(start_ranks, write_run, tmp_path):
@@ -168,10 +182,11 @@ def test_a_failure_of_rank_zero_reaches_the_others_with_its_reason(start_ranks, 
     assert "Traceback" not in waiting
 
 
-def test_a_folder_that_rank_zero_cannot_write_is_told_to_all(start_ranks, write_run, tmp_path):
+def test_a_folder_that_rank_zero_cannot_write_is_told_to_all(server, write_run, tmp_path):
     """The user's fault on every rank, with the key."""
     out = tmp_path / "out"
-    statuses = finished(start_ranks(2, write_run("qwen2", training={"output_dir": "/dev/null/run"}), out))
+    path = write_run("qwen2", training={"output_dir": "/dev/null/run"})
+    statuses = finished(server.ranks(2, rank_main.main, str(path), str(out), folder=out))
 
     assert [2, 2] == statuses
     for rank in range(2):

@@ -17,6 +17,7 @@ from core.errors import WholeBatchLossError
 from tests.nearness import FLOAT32, apart, norm
 from tests.network import free_port
 from tests.processes import finished
+from tests.stored import asked
 
 pytestmark = pytest.mark.slow
 
@@ -127,9 +128,9 @@ def test_ranks_together_give_what_one_gives(write_phases, demo, server, tmp_path
         "sequence_packing": {**PACKED["sequence_packing"], "sequence_length_round": 4},
         "context_parallel_size": 2,
     }
-    cases = {"shared": str(write_phases("shared", shared))}
+    cases = {"shared": str(asked(write_phases("shared", shared), rl=True))}
     if world_size == 2:
-        cases |= {mode: str(write_phases(mode, policy)) for mode, policy in MODES.items()}
+        cases |= {mode: str(asked(write_phases(mode, policy), rl=True)) for mode, policy in MODES.items()}
     cases = {name: (path, free_port()) for name, path in cases.items()}
     ranks = server.ranks(world_size, rl_rank.main, cases, str(tmp_path), folder=tmp_path)
 

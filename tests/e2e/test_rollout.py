@@ -18,6 +18,7 @@ import yaml
 
 from core.errors import ConfigError, DataSetError
 from tests.processes import finished
+from tests.stored import asked
 
 pytestmark = pytest.mark.slow
 
@@ -378,7 +379,7 @@ def test_two_ranks_with_unequal_data_end_together(server, write_rollout, tmp_pat
     run_yaml = write_rollout({"train_jsonl": str(path)}, max_steps=25, use_cpu=True)
     from app import sft
 
-    assert [0, 0] == finished(server.ranks(2, sft.main, [str(run_yaml)], folder=tmp_path / "logs"))
+    assert [0, 0] == finished(server.ranks(2, sft.main, [str(asked(run_yaml))], folder=tmp_path / "logs"))
     lines = [json.loads(line) for line in (tmp_path / "run" / "logging.jsonl").read_text().splitlines()]
     assert 25 == sum("loss" in line for line in lines)
     ends = [line for line in lines if "epoch_samples" in line]
