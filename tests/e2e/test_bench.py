@@ -20,6 +20,7 @@ from app.bench.distributions import DISTRIBUTIONS, trace
 from app.bench.measure import Measured, NotMeasured, measure
 from app.bench.measuring import reading
 from app.bench.peers import PEERS
+from app.bench.process import OwnProcess
 from app.bench.training.like_lengths import LikeLengths
 from app.bench.training.ways import DEFAULT_WAYS, WAYS, Ratio, Row, compared, scaling_table, ways_table
 from app.bench.turns import take_turns
@@ -112,6 +113,23 @@ def test_a_planner_over_the_limit_is_ended_with_what_it_started(tmp_path):
     assert NotMeasured("over 3 s") == outcome
     for pid in (tmp_path / "pids").read_text().split():
         assert has_ended(pid)
+
+
+@pytest.mark.slow
+def test_what_a_process_prints_is_not_printed(capfd):
+    """Neither stream of its libraries is this command's; what it answers comes."""
+
+    def work(_):
+        os.write(1, b"of a library")
+        os.write(2, b"a warning of it")
+        return {"answer": 3}
+
+    process = OwnProcess(work)
+    try:
+        assert {"answer": 3} == process.next_message(60)
+    finally:
+        process.end()
+    assert ("", "") == capfd.readouterr()
 
 
 @pytest.mark.slow

@@ -77,6 +77,17 @@ def rope(kind, **more):
     return {"rope_type": kind, "rope_theta": 10000.0, **more}
 
 
+def test_rotary_parameters_of_each_kind_of_layer_shrink_as_they_do_alone():
+    """None is left out: its factors may follow the row."""
+    longrope = rope("longrope", long_factor=[1.0] * 48)
+    kinds = {"full_attention": rope("dynamic", factor=2.0), "sliding_attention": longrope}
+
+    def small(rope_parameters):
+        return shrink({"model_type": "any", "rope_parameters": rope_parameters})["rope_parameters"]
+
+    assert {kind: small(alone) for kind, alone in kinds.items()} == small(kinds)
+
+
 @pytest.mark.parametrize(
     "config",
     [
@@ -369,8 +380,9 @@ def loaded(family, *, attention="varlen", precision="bfloat16"):
 
 @pytest.mark.parametrize("precision", ["float16", "bfloat16", "float32"])
 def test_the_loaded_model_is_asked_and_left_as_it_was(precision):
-    """In its own precision."""
+    """In its own precision, without dropout, which is no difference between samples."""
     model = loaded("llama", precision=precision)
+    model.model.norm = torch.nn.Sequential(model.model.norm, torch.nn.Dropout(0.5))
     name = model.config._attn_implementation
 
     measured = probe_loaded(model, native="sdpa")
@@ -554,3 +566,19 @@ def test_every_architecture_of_text_that_transformers_knows_is_listed():
     assert {"llama", "qwen3_5", "mamba", "gpt2"} <= set(names)
     assert not {"bert", "roberta", "bart", "t5"} & set(names)
     assert AutoConfig.for_model("llama").model_type in names
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_flash_attention_by_name_is_asked_of_where_its_package_is(write_run, monkeypatch, installed):
+    """Elsewhere plans are built for it without an answer: training asks, on its own machine."""
+    from app.wiring.training import read_config, verdicts
+
+    asked = []
+    monkeypatch.setattr(verdicts, "runs_on_cpu", lambda _: False)
+    monkeypatch.setattr(verdicts, "find_spec", lambda _: object() if installed else None)
+    monkeypatch.setattr(verdicts, "require_isolation", lambda *_, **__: asked.append("isolation"))
+    monkeypatch.setattr(verdicts, "verdict_of", lambda _: asked.append("verdict"))
+
+    verdicts.ask_before_measuring(read_config(write_run(model={"attn_impl": "flash_attention_2"})))
+
+    assert (["isolation", "verdict"] if installed else []) == asked

@@ -81,6 +81,16 @@ def folder(tmp_path_factory):
     return folder
 
 
+def test_the_weights_of_a_model_follow_from_its_seed_alone(folder, tmp_path):
+    """Whatever was drawn before."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        write_vision_model(tmp_path / "again", "internvl", texts(folder / "scenes.jsonl"), seed=0)
+
+    first, again = ((path / "model.safetensors").read_bytes() for path in (folder / "internvl", tmp_path / "again"))
+    assert first == again
+
+
 @pytest.fixture
 def vision_run(folder, tmp_path):
     """Return a function that writes the YAML of a run of a family."""

@@ -9,6 +9,7 @@ import json
 import pytest
 import yaml
 
+from adapters.samples.files import rebased
 from app.wiring.mixes import materialise
 from core.errors import ConfigError, DataSetError
 from core.stream import quotas
@@ -77,6 +78,13 @@ def test_what_is_wrong_with_a_mix_is_said(write_mix, tmp_path, sources, more, sa
         materialise(write_mix(*sources, **more), tmp_path / "mix.jsonl", seed=0, epoch=0)
 
     assert not (tmp_path / "mix.jsonl").exists()
+
+
+def test_what_names_no_media_is_written_as_it_is(tmp_path):
+    """Of any shape: what is wrong with a record is said where it is read."""
+    record = {"messages": ["none", {"content": ["text", None, {"type": "text", "text": "more"}]}]}
+
+    assert record == rebased(record, tmp_path / "a", tmp_path / "b")
 
 
 def test_a_source_is_never_overwritten(write_mix, tmp_path):

@@ -52,6 +52,15 @@ def test_every_field_that_decides_packs_enters_the_fingerprint(name, value):
     assert POLICY.fingerprint("e") != POLICY.fingerprint("d")
 
 
+def test_two_models_of_work_have_two_plans():
+    """Unset, it is the estimate that the algorithm weighs by."""
+    one, other = (attrs.evolve(WEIGHED, work=WorkModel(per_position=5, per_pair=pair)) for pair in (3, 4))
+    estimate = attrs.evolve(WEIGHED, work=WorkModel.estimated({}).trained())
+
+    assert one.fingerprint("d") != other.fingerprint("d")
+    assert estimate.fingerprint("d") == WEIGHED.fingerprint("d")
+
+
 @pytest.mark.parametrize(("name", "value"), ACCEPTANCE.items())
 def test_what_only_refuses_plans_stays_out_of_the_fingerprint(name, value):
     """A stored plan is used again; neither are there other packs."""
