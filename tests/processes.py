@@ -21,9 +21,11 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Mapping
-from multiprocessing import forkserver, resource_tracker
+from functools import partial
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -247,20 +249,23 @@ def fork_server() -> None:
     """
     importlib.import_module(STACK)
     resource_tracker.ensure_running()
-    with mock.patch("multiprocessing.util.spawnv_passfds", _forked):
+    with mock.patch("multiprocessing.util.spawnv_passfds", partial(_forked, start=util.spawnv_passfds)):
         forkserver.ensure_running()
 
 
-def _forked(_executable: object, _arguments: object, files: list[int]) -> int:
+def _forked(_executable: object, _arguments: object, files: list[int], *, start: Callable[..., int]) -> int:
     """
     Fork the server instead of starting an interpreter; return its process id.
 
     Args:
         files: The socket that it listens to, and the pipe that ends when its clients have.
+
+        start: Starts interpreters, for processes that come from the server and spawn others.
     """
     if pid := os.fork():
         return pid
     try:
+        util.spawnv_passfds = start
         _forget_pytest()
         # Not closed: what still writes to one would write to whatever is opened next, as a socket.
         nothing = os.open(os.devnull, os.O_RDWR)
@@ -273,6 +278,9 @@ def _forked(_executable: object, _arguments: object, files: list[int]) -> int:
         state._forkserver.__init__()  # the parent holds the lock of what it was
         listener, alive = files
         state.main(listener, alive, [])
+    except Exception:
+        traceback.print_exc()
+        raise
     finally:
         os._exit(0)
 

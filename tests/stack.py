@@ -49,8 +49,6 @@ for module in (
     importlib.import_module(module)
 for name in ("Qwen2VLVideoProcessor", "Qwen3VLVideoProcessor"):
     video_processor_class_from_name(name)
-# The first model that a process opens compiles seven hundred patterns, those of all models.
-get_checkpoint_conversion_mapping("qwen2")
 PIL.Image.init()
 # Compiles 700 expressions, once in a process that loads or saves a model.
 get_checkpoint_conversion_mapping("qwen2")

@@ -11,7 +11,15 @@ import numpy as np
 import yaml
 
 from app.planning.split import Alignment
-from app.wiring.stores import open_stores, open_verdicts, read_config, split_folder, verdict_key
+from app.wiring.stores import (
+    needs_verdict,
+    open_stores,
+    open_verdicts,
+    read_config,
+    split_folder,
+    stored_verdict,
+    verdict_key,
+)
 from core.config import RunConfig
 from core.equality import PackingVerdict
 from core.fingerprint import Fingerprint, configured_inputs
@@ -108,11 +116,10 @@ def _store(
 
 def asked(path: Path, *, rl: bool = False) -> Path:
     """
-    Keep what a run's model answers whether it may pack, as an earlier start has, and return the
-    YAML.
+    Store the verdict on a run's model, as an earlier start has, and return the YAML.
 
-    Each process of a run that finds no answer asks the model itself, which takes half of the time
-    that a tiny run does.
+    Each process of a run that finds none asks the model itself, which takes half of the time that a
+    tiny run does.
 
     Args:
         path: The run's YAML.
@@ -122,5 +129,18 @@ def asked(path: Path, *, rl: bool = False) -> Path:
     from app.wiring import training
 
     config = training.read_config(str(path), rl=rl)
-    training.keep_verdict(config, training.verdict_of(config))
+    packed = config.training.packing or config.policy.sequence_packing.enabled
+    if needs_verdict(config, packed=packed) and stored_verdict(config) is None:
+        training.keep_verdict(config, _VERDICTS.get(verdict_key(config).digest) or training.verdict_of(config))
     return path
+
+
+def remember_verdict(config: RunConfig) -> None:
+    """Let `asked` store the verdict of a run that has ended for others of the same model, too."""
+    verdict = stored_verdict(config)
+    if verdict is not None:
+        _VERDICTS[verdict_key(config).digest] = verdict
+
+
+_VERDICTS: dict[str, PackingVerdict] = {}
+"""Verdicts on the models that this process has trained, by the digest of what they depend on."""

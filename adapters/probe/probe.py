@@ -294,11 +294,11 @@ def _with_images(model: Any, place: _Place, outcome: _Outcome) -> _Outcome:
     to be asked; another one sees each by itself.
 
     Args:
-        model: As the trial has it, whose rows of text passed.
+        model: The small copy as the trial has it, whose rows of text passed.
 
-        place: Where it is computed.
+        place: Where the copy is computed.
 
-        outcome: Of the rows of text.
+        outcome: What the rows of text gave.
     """
     project_patches(model)  # as in the model that trains
     try:

@@ -183,7 +183,7 @@ def inspect_plan(config: RunConfig, split: str, *, world_size: int | None) -> Pl
         verdict = stores.stored_verdict(config)
         if verdict is None and stores.needs_verdict(config, packed=stored.packed):
             warnings.append(
-                f"{split}: no answer of the model is kept whether samples may share its packs: build asks it"
+                f"{split}: no stored verdict says whether samples may share the model's packs: build asks the model"
             )
         if verdict is not None or config.model.attn_impl != AUTO:
             attention = stores.attention_by(config, verdict)

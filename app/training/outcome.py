@@ -22,13 +22,15 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def interruption_logged(trainer: PackingTrainer) -> Iterator[None]:
-    """Log where training was, and which checkpoint has how much of that, when Ctrl-C ends it."""
+    """
+    Log on rank 0 how many steps training did, and its last checkpoint, when Ctrl-C ends it.
+    """
     try:
         yield
     except KeyboardInterrupt:
         saved = "no checkpoint was saved" if trainer.saved is None else f"the last checkpoint is {trainer.saved}"
-        steps = trainer.state.global_step
-        log.warning("interrupted after %s; %s", counted(steps, "optimizer step"), saved)
+        if trainer.group.rank == 0:  # Ctrl-C reaches all ranks, which would say the same
+            log.warning("interrupted after %s; %s", counted(trainer.state.global_step, "optimizer step"), saved)
         raise
 
 

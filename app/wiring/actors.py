@@ -13,9 +13,9 @@ def build_in_actor(path: str, overrides: Sequence[str]) -> Any:
     Build a worker of a run; see `app.wiring.training.policies.build_ray_worker`.
 
     Args:
-        path: Of the run's YAML.
+        path: The run's YAML.
 
-        overrides: Of the command line, over the YAML.
+        overrides: What the command line sets over the YAML.
     """
     with loading_libraries():
         from app.wiring.training.policies import build_ray_worker

@@ -230,8 +230,7 @@ class Exchange:
 
     def _candidates(self, parts: _Parts, touched: NDArray[np.bool_], *, level: bool) -> tuple[IntArray, IntArray]:
         """Return pairs of parts of which one is of a pack that has to change, and none touched."""
-        drawn: list[int] = self._stream.random_raw(2).tolist()
-        scale, places = drawn
+        scale, places = self._stream.random_raw(2).tolist()
         away = 1 + places % min(2 ** (scale % (_PLACES + 1)), max(1, parts.tokens.size - 1))
         unsettled = (self._unsettled(level=level) & ~touched)[parts.packs]
         (low,) = (unsettled[:-away] | unsettled[away:]).nonzero()

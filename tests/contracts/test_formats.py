@@ -570,6 +570,11 @@ def in_structs(texts):
     return pa.StructArray.from_arrays([texts], ["content"])
 
 
+def in_maps(texts):
+    keys = pa.array([str(number) for number in range(len(texts))])
+    return pa.MapArray.from_arrays(pa.array([0, len(texts)], pa.int32()), keys, texts)
+
+
 def bomb_of_columns() -> bytes:
     sink = io.BytesIO()
     pq.write_table(pa.table({"text": pa.array(["x" * 100_000] * 400)}), sink)
@@ -577,13 +582,14 @@ def bomb_of_columns() -> bytes:
 
 
 def test_texts_of_a_dictionary_at_any_depth_are_read_as_they_are(tmp_path):
-    """Of lists, of structures, and of lists of both."""
+    """Of lists, of structures, of maps, and of lists of structures."""
     texts = pa.array(["a", None, "b", "a"]).dictionary_encode()
     columns = {
         "lists": pa.ListArray.from_arrays(pa.array([0, 1, 1, 4], pa.int32()), texts),
         "pairs": pa.FixedSizeListArray.from_arrays(pa.array(["c"] * 6).dictionary_encode(), 2),
         "structs": in_structs(texts.slice(0, 3)),
         "both": pa.ListArray.from_arrays(pa.array([0, 1, 1, 4], pa.int32()), in_structs(texts)),
+        "maps": pa.concat_arrays([in_maps(texts)] * 3),
     }
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
 
@@ -600,6 +606,7 @@ def test_texts_of_a_dictionary_at_any_depth_are_read_as_they_are(tmp_path):
         ("a.parquet", bomb_of_one_text),
         ("a.parquet", lambda: bomb_of_one_text(in_lists)),
         ("a.parquet", lambda: bomb_of_one_text(in_structs)),
+        ("a.parquet", lambda: bomb_of_one_text(in_maps)),
     ],
 )
 def test_an_archive_that_is_an_attack_ends_soon(tmp_path, name, data, monkeypatch):

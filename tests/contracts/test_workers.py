@@ -46,17 +46,27 @@ class Driver:
 
 
 @pytest.fixture(scope="module")
-def driver(server, tmp_path_factory):
+def drivers():
+    """Keep the drivers that tests start, and end them."""
+    started: list[Driver] = []
+    yield started
+    for one in started:
+        left = descendants(one.process.pid)
+        one.process.process.kill()
+        end(left)
+
+
+@pytest.fixture
+def driver(server, drivers, tmp_path_factory):
     """
-    Start a driver; the actors of tests meet on its servers, whose start takes 5 s of processor
-    time.
+    Return a driver that lives; the actors of tests meet on its servers, whose start takes 5 s of
+    processor time, so the next test takes the same one.
     """
-    folder = tmp_path_factory.mktemp("driver")
-    process = server.start(parents.main, "actors", str(folder), log=folder / "log", env={"PYTHONPATH": Path.cwd()})
-    yield Driver(process, folder)
-    left = descendants(process.pid)
-    process.process.kill()
-    end(left)
+    if not drivers or not lives(drivers[-1].process.pid):
+        folder = tmp_path_factory.mktemp("driver")
+        process = server.start(parents.main, "actors", str(folder), log=folder / "log", env={"PYTHONPATH": Path.cwd()})
+        drivers.append(Driver(process, folder))
+    return drivers[-1]
 
 
 @pytest.fixture
@@ -188,5 +198,5 @@ class ScriptedRay:
 
 
 def test_actors_end_with_their_driver(driver):
-    """However that ends; the last test here, since Ray ends too."""
+    """However that ends; the last test here, since another one would have to start Ray again."""
     each_ends(driver.folder, driver.process.pid)

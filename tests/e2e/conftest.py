@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from core.equality import PackingVerdict
 from core.errors import PackplanError
 from tests.processes import Started
+from tests.stored import asked, remember_verdict
 
 Sections = dict[str, dict[str, Any]]
 
@@ -77,14 +78,13 @@ def execute() -> Callable[[Path], Any]:
     """
     from adapters.ranks.torch_group import OneRank
     from app import sft
-    from app.wiring import stores, training
+    from app.wiring import training
 
     def run(path: Path) -> Any:
         _recall(path)
         config = training.read_config(path)
         result = sft.run(config, OneRank())
-        if (verdict := stores.stored_verdict(config)) is not None:
-            _ASKED[stores.verdict_key(config).digest] = verdict
+        remember_verdict(config)
         return result
 
     return run
@@ -123,6 +123,19 @@ def fetched(monkeypatch) -> list[int]:
     return positions
 
 
+@pytest.fixture(scope="module")
+def _opened_template() -> Callable[..., Any]:
+    from app.wiring.training import samples
+
+    return cache(samples.open_template)
+
+
+@pytest.fixture
+def one_template(_opened_template: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let runs of one model and template share it: those of a file's tests that ask for this."""
+    monkeypatch.setattr("app.wiring.training.samples.open_template", _opened_template)
+
+
 @pytest.fixture
 def start_ranks(server):
     """
@@ -138,20 +151,7 @@ def start_ranks(server):
     return start
 
 
-_ASKED: dict[str, PackingVerdict] = {}
-"""Verdicts on the models that this process has trained, by the digest of what they depend on."""
-
-
 def _recall(path: Path) -> None:
-    """
-    Store the verdict on a run's model, which is asked once for all tests; nothing is stored where
-    the run is refused.
-    """
-    from app.wiring import stores, training
-
+    """Store the verdict on a run's model; nothing is stored where the run is refused."""
     with contextlib.suppress(PackplanError):
-        config = training.read_config(path)
-        needed = stores.needs_verdict(config, packed=config.training.packing)
-        if needed and stores.stored_verdict(config) is None:
-            known = _ASKED.get(stores.verdict_key(config).digest)
-            training.keep_verdict(config, known or training.verdict_of(config))
+        asked(path)

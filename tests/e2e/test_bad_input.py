@@ -64,18 +64,19 @@ def outcome(write_run, tmp_path, capfd, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def _opened_once():
-    """Let runs that fail before they train share a template, and what is proven of it."""
+def _proven():
     from adapters.samples import measurer
-    from app.wiring.training import samples
 
-    with pytest.MonkeyPatch.context() as patch:
-        for module, name in ((samples, "open_template"), (measurer, "prove_lengths")):
-            patch.setattr(module, name, cache(getattr(module, name)))
-        yield
+    return cache(measurer.prove_lengths)
 
 
-@pytest.mark.usefixtures("_opened_once")
+@pytest.fixture
+def _proven_once(one_template, _proven, monkeypatch):
+    """Let runs that fail before they train share a template, and what is proven of it."""
+    monkeypatch.setattr("adapters.samples.measurer.prove_lengths", _proven)
+
+
+@pytest.mark.usefixtures("_proven_once")
 @pytest.mark.parametrize(
     ("record", "says"),
     [

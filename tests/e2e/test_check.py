@@ -89,10 +89,9 @@ def compared(write_run, scenes, runs, monkeypatch):
         data = data or ("all.jsonl" if of.endswith("vl") else "text.jsonl")
         key = json.dumps([of, data, overlay], sort_keys=True)
         if key not in runs:
-            overlay.setdefault("training", {})["output_dir"] = str(scenes / f"run{len(runs)}")
-            path = write_run(
-                of, **{"custom": {"train_jsonl": str(scenes / data)}, "template": {"max_length": 256}, **overlay}
-            )
+            sections = {"custom": {"train_jsonl": str(scenes / data)}, "template": {"max_length": 256}, **overlay}
+            sections["training"] = {**overlay.get("training", {}), "output_dir": str(scenes / f"run{len(runs)}")}
+            path = write_run(of, **sections)
             config = wiring.read_config(path)
             runs[key] = config, prepare(config, OneRank())
         config, prepared = runs[key]

@@ -87,7 +87,6 @@ def test_texts_measure_as_full_encodes_do(of, limit, samples, tmp_path, monkeypa
     lengths = [one.measurement for one in quick if isinstance(one, Measured)]
     assert len(lengths) > 40
     cut = sum(one.cut for one in lengths)
-    print("CUT", of, limit, cut)
     assert 5 < cut < 25 if limit else not cut
 
 

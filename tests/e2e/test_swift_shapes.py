@@ -161,27 +161,11 @@ def write(folder: Path, name: str, held) -> None:
         (folder / name.replace("*", "1")).write_bytes(held)
 
 
-@pytest.fixture(scope="module")
-def opened_once():
-    """Return what opens the template of the first run, and gives that to each later one."""
-    from app.wiring.training import samples
-
-    templates, plain = [], samples.open_template
-
-    def opened(*arguments, **options):
-        if not templates:
-            templates.append(plain(*arguments, **options))
-        return templates[0]
-
-    return opened
-
-
 @pytest.fixture
-def encoder(write_run, opened_once, tmp_path, monkeypatch):
+def encoder(write_run, one_template, tmp_path, monkeypatch):
     """Return a function that opens data files as a run does, in a folder that has two images."""
     from app.wiring import training
 
-    monkeypatch.setattr("app.wiring.training.samples.open_template", opened_once)
     (tmp_path / "red.png").write_bytes(RED)
     (tmp_path / "blue.png").write_bytes(BLUE)
     monkeypatch.chdir(tmp_path)

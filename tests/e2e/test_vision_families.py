@@ -40,6 +40,7 @@ from app.demo.vision_models import NOT_BUILT, VISION_FAMILIES, write_vision_mode
 from core.errors import ConfigError, RecordError
 from tests.e2e import rank_main, sharded_main
 from tests.processes import finished, train_under_torchrun
+from tests.stored import asked
 
 pytestmark = [
     pytest.mark.slow,
@@ -271,13 +272,9 @@ def test_a_family_is_shown_to_pack(vision_run, folder, monkeypatch, family):
 @pytest.mark.parametrize("family", ["internvl", OMNI])
 def test_ranks_of_which_one_has_no_images_end_together(server, vision_run, tmp_path, family):
     """On two ranks, in packs of one: in some steps one has text alone, one images."""
-    from app.wiring import training as wiring
-
     path = vision_run(family, template={"max_length": 60}, training={"max_steps": 4, "effective_batch_size": 2})
-    config = wiring.read_config(path)
-    wiring.keep_verdict(config, wiring.verdict_of(config))  # which neither rank asks for again
 
-    assert [0, 0] == finished(server.ranks(2, rank_main.main, str(path), str(tmp_path), folder=tmp_path))
+    assert [0, 0] == finished(server.ranks(2, rank_main.main, str(asked(path)), str(tmp_path), folder=tmp_path))
     ranks = rank_main.seen(tmp_path, 2)
     images = [[IMAGES_OF[ranks[0]["raw_packs"][pack][0] % 4] for pack in rank["fetched"]] for rank in ranks]
     assert any((first > 0) != (second > 0) for first, second in zip(*images, strict=True))

@@ -186,7 +186,7 @@ def test_show_asks_for_the_verdict_of_the_model_as_it_is(store, said, tmp_path):
 
     assert shown["attention"] is shown["verdict"] is None
     assert any(
-        "no answer of the model is kept whether samples may share its packs" in warning for warning in shown["warnings"]
+        "no stored verdict says whether samples may share the model's packs" in warning for warning in shown["warnings"]
     )
     assert any(
         "cannot be said" in w for w in json.loads(said("show", store(), "--json"))["splits"]["train"]["warnings"]

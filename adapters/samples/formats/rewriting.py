@@ -314,17 +314,20 @@ def _plain(kind: Any) -> Any:
     """
     import pyarrow as pa
 
+    def plain(field: Any) -> Any:
+        return field.with_type(_plain(field.type))
+
     if pa.types.is_dictionary(kind):
         return kind.value_type
     if pa.types.is_struct(kind):
-        return pa.struct([field.with_type(_plain(field.type)) for field in kind])
-    if pa.types.is_large_list(kind):
-        return pa.large_list(kind.value_field.with_type(_plain(kind.value_type)))
+        return pa.struct([plain(field) for field in kind])
+    if pa.types.is_map(kind):
+        return pa.map_(plain(kind.key_field), plain(kind.item_field))
     if pa.types.is_fixed_size_list(kind):
-        return pa.list_(kind.value_field.with_type(_plain(kind.value_type)), kind.list_size)
-    if pa.types.is_list(kind):
-        return pa.list_(kind.value_field.with_type(_plain(kind.value_type)))
-    return kind
+        return pa.list_(plain(kind.value_field), kind.list_size)
+    if pa.types.is_large_list(kind):
+        return pa.large_list(plain(kind.value_field))
+    return pa.list_(plain(kind.value_field)) if pa.types.is_list(kind) else kind
 
 
 def _unshared(column: Any) -> int:
@@ -342,6 +345,9 @@ def _unshared(column: Any) -> int:
         return pc.sum(lengths.take(column.indices)).as_py() or 0
     if pa.types.is_struct(column.type):
         return sum(map(_unshared, column.flatten()))
+    if pa.types.is_map(column.type):
+        first, end = column.offsets[0].as_py(), column.offsets[-1].as_py()
+        return sum(_unshared(part.slice(first, end - first)) for part in (column.keys, column.items))
     is_list = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
     return _unshared(column.flatten()) if is_list or pa.types.is_fixed_size_list(column.type) else 0
 
