@@ -106,6 +106,27 @@ def _wait_and_end(other: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def end_by_parent_alone() -> None:
+    """
+    Have SIGTERM end this process only where its parent sends it, as torch does to a loader's worker
+    that does not end. Launchers send it to all processes of a run, while the one that trains needs
+    its workers until it has saved a checkpoint.
+
+    To be called before this process starts threads. Only Linux tells who sent a signal; elsewhere
+    this does nothing.
+    """
+    if sys.platform != "linux":
+        return
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=_end_when_told, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_when_told(parent: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(0)
+
+
 def open_pool(workers: int, prepare: Callable[..., None], *arguments: Any) -> ProcessPoolExecutor:
     """
     Return a pool of processes that end with this one; call it within `ctrl_c_kept`, and hand it the

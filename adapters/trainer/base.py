@@ -76,7 +76,8 @@ class PackingTrainer(Seq2SeqTrainer):
     ms-swift's trainer over packs.
 
     Attributes:
-        saved: Folder of the last checkpoint that this run saved; None if there is none.
+        saved: Folder of the last checkpoint that this run saved, or goes on from; None if there is
+            none.
     """
 
     def __init__(
@@ -179,6 +180,8 @@ class PackingTrainer(Seq2SeqTrainer):
 
             LostProcessError: A loader's process ended before.
         """
+        if resumed := options.get("resume_from_checkpoint"):
+            self.saved = Path(resumed)
         try:
             with failures_named(self), lost_processes_named("loading data", self._less_memory()):
                 return super().train(*arguments, **options)

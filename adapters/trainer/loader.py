@@ -17,7 +17,7 @@ from swift.dataloader import DataLoaderShard
 from swift.template import Template
 from swift.utils import seed_worker
 
-from adapters.lifeline import end_with_parent, hide_broken_handover
+from adapters.lifeline import end_by_parent_alone, end_with_parent, hide_broken_handover
 from adapters.samples.encoder import IGNORED_LABEL, VIDEO_SECONDS
 from adapters.trainer.dynamic_dataset import Ended, StreamCounts, StreamedPack
 from adapters.trainer.packed_dataset import EncodedPack, Sample
@@ -192,8 +192,8 @@ def loss_weights(
 
 def open_worker(number: int, *, num_workers: int, rank: int) -> None:
     """
-    Prepare a loader's worker process: it ends with the rank, without a traceback, and draws its own
-    numbers.
+    Prepare a loader's worker process: it ends with the rank, not before, and without a traceback;
+    it draws its own numbers.
 
     Args:
         number: Of the worker, from 0.
@@ -203,6 +203,7 @@ def open_worker(number: int, *, num_workers: int, rank: int) -> None:
         rank: That the worker loads for.
     """
     end_with_parent()
+    end_by_parent_alone()
     hide_broken_handover()
     seed_worker(number, num_workers=num_workers, rank=rank)
 

@@ -165,9 +165,10 @@ def _first_cause(done: Any, error: RayError, left: Sequence[Any]) -> tuple[Any, 
 
         left: Calls that are not known to have ended.
     """
-    deadline = time.monotonic() + LOST_S
-    waiting = list(left)
-    while _misses_another(error) and waiting and (left_s := deadline - time.monotonic()) > 0:
+    if not _misses_another(error):
+        return done, error
+    deadline, waiting = time.monotonic() + LOST_S, list(left)
+    while waiting and (left_s := deadline - time.monotonic()) > 0:
         ready, waiting = ray.wait(waiting, num_returns=1, timeout=left_s)
         for call in ready:
             try:
@@ -180,7 +181,9 @@ def _first_cause(done: Any, error: RayError, left: Sequence[Any]) -> tuple[Any, 
 
 def _misses_another(error: RayError) -> bool:
     """Return whether a collective failed, which is no worker's own fault."""
-    return isinstance(error, RayTaskError) and bool(re.search("gloo|nccl", _reason(error), re.IGNORECASE))
+    if not isinstance(error, RayTaskError) or isinstance(error.cause, PackplanError):
+        return False
+    return re.search(r"\b(gloo|nccl)", _reason(error), re.IGNORECASE) is not None
 
 
 def _reason(error: RayError) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import shlex
 import signal
 from pathlib import Path
@@ -19,6 +20,7 @@ from app import sft
 from app.training.outcome import log_outcome
 from app.wiring import stores
 from core.errors import LostProcessError
+from tests.processes import wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -100,6 +102,25 @@ def test_a_run_says_last_where_its_checkpoint_is_and_what_loads_it(write_run, ca
     assert ["swift", "infer", "--model", checkpoint, *kinds] == shlex.split(command)
 
 
+def train_in_a_group(path: str) -> int:
+    """Train in a process group of its own, as a launcher's ranks do."""
+    os.setpgrp()
+    return sft.main([path])
+
+
+def test_sigterm_to_all_processes_of_a_run_saves_a_checkpoint(server, write_run, tmp_path):
+    """As launchers send it: workers that load data go on until the running step is saved."""
+    keys = {"packing_drop_last": False, "max_steps": 2_000, "dataloader_num_workers": 2}
+    run = server.start(train_in_a_group, str(write_run("qwen2", training=keys)), log=tmp_path / "log")
+    wait_for((tmp_path / "run" / "logging.jsonl").is_file, "no step was logged")
+    os.killpg(run.pid, signal.SIGTERM)
+
+    assert 0 == run.wait(), run.said
+    (step,) = re.findall(r"SIGTERM: saved a checkpoint at step (\d+) of 2000", run.said)
+    assert (tmp_path / "run" / f"checkpoint-{step}" / "model.safetensors").is_file()
+    assert "Traceback" not in run.said
+
+
 def test_ctrl_c_says_which_checkpoint_has_how_much(write_run, monkeypatch, capfd):
     """The folder that goes on, and the step it was at; and the way to go on, last."""
     path = write_run("qwen2", training={**TEXT, "save_strategy": "steps", "save_steps": 1, "max_steps": 3})
@@ -119,6 +140,10 @@ def test_ctrl_c_says_which_checkpoint_has_how_much(write_run, monkeypatch, capfd
     assert (Path(checkpoint) / "model.safetensors").is_file()
     assert checkpoint.endswith("checkpoint-2")
     assert last.startswith("interrupted: ")
+
+    keys = {**TEXT, "save_strategy": "no", "max_steps": 3, "resume_from_checkpoint": "last"}
+    assert 130 == sft.main([str(write_run("qwen2", training=keys))])
+    assert said == capfd.readouterr().err.splitlines()[-2]
 
 
 @pytest.mark.parametrize(
