@@ -8,6 +8,8 @@ app.demo make` only makes; with `--videos`, also what `app/demo_videos.yaml` tra
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import os
 import shlex
 from pathlib import Path
@@ -95,10 +97,16 @@ def _training(folder: Path, config: Path) -> str:
 
 
 def _moved(value: str | list[str], folder: Path) -> str:
-    """Return a path, or paths, of the demo's YAML as they are in *folder*, for the command line."""
-    if isinstance(value, list):
-        return f"[{', '.join(_moved(path, folder) for path in value)}]"
-    return str(folder / Path(value).relative_to(FOLDER))
+    """
+    Return a path, or paths, of the demo's YAML as they are in *folder*, as YAML; quoted only where
+    a name needs it.
+    """
+    paths = [str(folder / Path(path).relative_to(FOLDER)) for path in ([value] if isinstance(value, str) else value)]
+    plain, meant = (paths[0], paths[0]) if isinstance(value, str) else (f"[{', '.join(paths)}]", paths)
+    with contextlib.suppress(yaml.YAMLError):
+        if yaml.safe_load(plain) == meant:
+            return plain
+    return json.dumps(meant, ensure_ascii=False)
 
 
 def train() -> None:

@@ -44,11 +44,10 @@ def describe(planned: PlannedSplit, policy: PlanPolicy) -> Iterator[tuple[int, s
     held = "padded batches; each counts as a pack of its own below"
     if policy.packing:
         long = " (a long pack counts as full)" if raw.single_long else ""
-        counts = f", {counted(len(raw.dropped_packs), 'dropped one')} counted" if raw.dropped_packs else ""
+        dropped, of_all = (f", {len(raw.dropped_packs):,} more dropped", " in all") if raw.dropped_packs else ("", "")
         held = (
-            f"{counted(len(raw.packs), 'pack')}, fill {raw.fill:.4f}{long}, no plan has fewer than "
-            f"{counted(raw.lower_bound, 'pack')}{counts} "
-            f"({BOUNDS[raw.bound_kind]})"
+            f"{counted(len(raw.packs), 'pack')}, fill {raw.fill:.4f}{long}{dropped}, no plan has fewer than "
+            f"{counted(raw.lower_bound, 'pack')}{of_all} ({BOUNDS[raw.bound_kind]})"
         )
     yield (
         info,

@@ -33,8 +33,10 @@ def test_the_same_seed_gives_the_same_bytes_and_another_does_not(demo, tmp_path)
     assert first["models/qwen3_vl/model.safetensors"] != other["models/qwen3_vl/model.safetensors"]
 
 
-def test_what_was_made_is_said_with_the_command_that_trains_on_it(tmp_path, capsys):
-    """Folders, models, files and their records; the command names what is there."""
+@pytest.mark.parametrize("name", ["plain", "my demo's, [b] #c"])
+def test_what_was_made_is_said_with_the_command_that_trains_on_it(tmp_path, capsys, name):
+    """Folders, models, files and their records; the command names what is there, as YAML."""
+    tmp_path /= name
     assert 0 == main(["make", "--folder", str(tmp_path), "--train", "4", "--val", "1"])
     models, data, train = capsys.readouterr().out.splitlines()
 
@@ -46,9 +48,9 @@ def test_what_was_made_is_said_with_the_command_that_trains_on_it(tmp_path, caps
     python, _, _, path, *overrides = shlex.split(command)
     assert Path(sys.executable) == Path.cwd() / shutil.which(python)
     config = load_config(path, stored_keys(), overrides=overrides)
-    for name in (f"{config.model.model}/config.json", *config.custom.train_jsonl, *config.custom.val_jsonl):
-        assert tmp_path in Path(name).parents
-        assert Path(name).is_file()
+    for held in (f"{config.model.model}/config.json", *config.custom.train_jsonl, *config.custom.val_jsonl):
+        assert tmp_path in Path(held).parents
+        assert Path(held).is_file()
     assert str(tmp_path / "run") == config.training.output_dir
 
 
