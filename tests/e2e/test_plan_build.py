@@ -17,7 +17,6 @@ from adapters.samples.encoder import SwiftEncoder
 from adapters.samples.measurer import SwiftMeasurer
 from app.plan import __main__ as plan
 from tests.processes import finished
-from tests.stored import asked
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +39,7 @@ def test_ranks_measure_the_same_bytes_together_as_one_process_alone(server, writ
     val = {"val_jsonl": str(demo / "data" / "val.jsonl")}
     alone, together = write_run(name="alone", custom=val), write_run(name="together", custom=val)
     assert 0 == plan.main(["build", str(alone), "--world-size", "4"])
-    ranks = server.ranks(2, plan.main, ["build", str(asked(together)), "--world-size", "4"], folder=tmp_path / "logs")
+    ranks = server.ranks(2, plan.main, ["build", str(together), "--world-size", "4"], folder=tmp_path / "logs")
 
     assert [0, 0] == finished(ranks)
     found = artefacts_of(tmp_path / "together")
