@@ -582,7 +582,7 @@ def bomb_of_columns() -> bytes:
 
 
 def test_texts_of_a_dictionary_at_any_depth_are_read_as_they_are(tmp_path):
-    """Of lists, of structures, of maps, and of lists of structures."""
+    """Texts stand in lists, structures and maps, and in lists of structures."""
     texts = pa.array(["a", None, "b", "a"]).dictionary_encode()
     columns = {
         "lists": pa.ListArray.from_arrays(pa.array([0, 1, 1, 4], pa.int32()), texts),

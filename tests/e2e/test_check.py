@@ -206,7 +206,8 @@ def test_a_cache_is_found(compared, model):
     try:
         _, failed = compared(model, plant=cache_on)
     finally:
-        HfConfigFactory.set_config_attr(configs[0], "use_cache", False)  # noqa: FBT003
+        for config in configs:
+            HfConfigFactory.set_config_attr(config, "use_cache", False)  # noqa: FBT003
 
     assert {"logits", "isolation"} <= failed
 

@@ -81,7 +81,7 @@ def test_what_is_wrong_with_a_mix_is_said(write_mix, tmp_path, sources, more, sa
 
 
 def test_what_names_no_media_is_written_as_it_is(tmp_path):
-    """Of any shape: what is wrong with a record is said where it is read."""
+    """Parts of messages may have any shape: what is wrong with one is said where it is read."""
     record = {"messages": ["none", {"content": ["text", None, {"type": "text", "text": "more"}]}]}
 
     assert record == rebased(record, tmp_path / "a", tmp_path / "b")
