@@ -1,1 +1,6 @@
 """Everything outside: one thing a file."""
+
+if __name__ == "adapters":  # imported by its own name, from a checkout
+    from packplan.checkout import use_installed_name
+
+    use_installed_name(__name__)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
+from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
 
 import attrs
 import torch
@@ -21,7 +21,7 @@ import torch.nn.functional as F  # noqa: N812  # its usual name
 from torch.nn.attention.bias import causal_lower_right
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from core.context_parallel import PackedLayout
+from packplan.core.context_parallel import PackedLayout
 
 ATTENTION = "packplan_context_parallel"
 """

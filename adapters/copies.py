@@ -8,8 +8,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from adapters import files
-from adapters.progress import progress
+from packplan.adapters import files
+from packplan.adapters.progress import progress
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from core.errors import CorruptArtefactError, OutputError, counted
+from packplan.core.errors import CorruptArtefactError, OutputError, counted
 
 _DIGEST = "manifest_sha256"
 

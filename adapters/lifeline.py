@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
-from core.errors import LostProcessError
+from packplan.core.errors import LostProcessError
 
 _PR_SET_PDEATHSIG = 1
 

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from core.context_parallel import PackedLayout, cu_seqlens
-from core.errors import BatchError
-from core.shard import Mode, ShardBatch, Sharding
+from packplan.core.context_parallel import PackedLayout, cu_seqlens
+from packplan.core.errors import BatchError
+from packplan.core.shard import Mode, ShardBatch, Sharding
 
 Field = Tensor | list[Any]
 

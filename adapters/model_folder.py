@@ -9,9 +9,9 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from adapters.hub_caches import download_command, is_id
-from core.config import ModelConfig
-from core.errors import ConfigError, Fault
+from packplan.adapters.hub_caches import download_command, is_id
+from packplan.core.config import ModelConfig
+from packplan.core.errors import ConfigError, Fault
 
 
 def config_model_type(model: ModelConfig) -> str:

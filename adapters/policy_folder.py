@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from adapters.files import writing
-from core.errors import ConfigError
+from packplan.adapters.files import writing
+from packplan.core.errors import ConfigError
 
 _LOG, _POLICY = "rl.jsonl", "policy"
 

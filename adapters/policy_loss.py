@@ -9,8 +9,8 @@ from typing import Any, Literal
 import attrs
 import torch
 
-from adapters.sequence_loss import TokenLoss
-from core.config import GrpoConfig
+from packplan.adapters.sequence_loss import TokenLoss
+from packplan.core.config import GrpoConfig
 
 
 def _from_zero(_: Any, attribute: attrs.Attribute[float], value: float) -> None:

@@ -22,8 +22,8 @@ import attrs
 import torch
 from torch.autograd.function import once_differentiable
 
-from core.context_parallel import PackedLayout
-from core.errors import WholeBatchLossError
+from packplan.core.context_parallel import PackedLayout
+from packplan.core.errors import WholeBatchLossError
 
 NO_TARGET = -1
 

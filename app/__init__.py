@@ -21,7 +21,21 @@ def _line_for_ctrl_c(kind: type[BaseException], error: BaseException, trace: Tra
         sys.__excepthook__(kind, error, trace)
 
 
+def main() -> int:
+    """Run `packplan COMMAND ...`; return its exit status."""
+    answer_ctrl_c()
+    from packplan.app.__main__ import main as command
+    from packplan.app.cli.command import run_program
+
+    return run_program(command)
+
+
 # What `python -m` calls itself until it has found the module; whoever imports this package keeps
 # their own answer.
 if sys.argv[:1] == ["-m"]:
     answer_ctrl_c()
+
+if __name__ == "app":  # imported by its own name, from a checkout
+    from packplan.checkout import use_installed_name
+
+    use_installed_name(__name__)

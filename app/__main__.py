@@ -1,5 +1,5 @@
 """
-Plan packs, and train from them: `packplan COMMAND ...`, or `python -m app.COMMAND ...`.
+Plan packs, and train from them: `packplan COMMAND ...`.
 
 `packplan COMMAND --help` says more. Exit status: 0; 1 a fault in Packplan; 2 a fault in what it was
 given; 3 something failed its verification; 130 Ctrl-C.
@@ -12,17 +12,17 @@ import sys
 from importlib import import_module
 from types import MappingProxyType
 
-from app.cli.command import run_program
+from packplan.app.cli.command import run_program
 
 COMMANDS = MappingProxyType(
     {
-        "sft": ("app.sft", "fine-tune a model from a static pack plan, or from a stream"),
-        "plan": ("app.plan.__main__", "measure, plan, and look at plans, before training"),
-        "check": ("app.check", "show that packed training is the same training, on your own model"),
-        "convert": ("app.convert", "make a run of a command, a script or a YAML of ms-swift"),
-        "rl": ("app.rl.__main__", "train on the model's own answers, in sharded microbatches"),
-        "bench": ("app.bench.__main__", "measure what this project claims"),
-        "demo": ("app.demo.__main__", "make tiny models and a data set, and train on them"),
+        "sft": ("packplan.app.sft", "fine-tune a model from a static pack plan, or from a stream"),
+        "plan": ("packplan.app.plan.__main__", "measure, plan, and look at plans, before training"),
+        "check": ("packplan.app.check", "show that packed training is the same training, on your own model"),
+        "convert": ("packplan.app.convert", "make a run of a command, a script or a YAML of ms-swift"),
+        "rl": ("packplan.app.rl.__main__", "train on the model's own answers, in sharded microbatches"),
+        "bench": ("packplan.app.bench.__main__", "measure what this project claims"),
+        "demo": ("packplan.app.demo.__main__", "make tiny models and a data set, and train on them"),
     }
 )
 """Command -> its module, which is imported when it is called, and what it does."""

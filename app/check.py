@@ -1,5 +1,5 @@
 """
-Show that packed training is the same training, on your own model and data: `python -m app.check
+Show that packed training is the same training, on your own model and data: `packplan check
 run.yaml`.
 
 Takes packs from the run's own plan and compares them, through the run's model, template and
@@ -25,28 +25,27 @@ import attrs
 from rich.console import Console
 from rich.table import Table
 
-from adapters.progress import loading_libraries, progress
-from app.cli.command import (
+from packplan.adapters.progress import loading_libraries, progress
+from packplan.app.cli.command import (
     add_config_arguments,
     add_logging_options,
     parse_arguments,
     positive_number,
-    program,
     run_command,
     run_program,
 )
-from app.families import list_families
-from app.vision import list_vision
-from app.wiring import stores
-from core.config import RunConfig
-from core.equality import CHECKS, Finding, Verdict, choose_packs, judge, kind
-from core.errors import ConfigError, UnequalError, counted
-from core.samples import num_media
+from packplan.app.families import list_families
+from packplan.app.vision import list_vision
+from packplan.app.wiring import stores
+from packplan.core.config import RunConfig
+from packplan.core.equality import CHECKS, Finding, Verdict, choose_packs, judge, kind
+from packplan.core.errors import ConfigError, UnequalError, counted
+from packplan.core.samples import num_media
 
 if TYPE_CHECKING:
-    from app.training.prepare import Prepared
+    from packplan.app.training.prepare import Prepared
 
-log = logging.getLogger("app.check")
+log = logging.getLogger("packplan.app.check")
 
 
 @attrs.frozen
@@ -85,8 +84,8 @@ def check(config: RunConfig, *, num_packs: int) -> Report:
     Raises:
         PackplanError: Something the user can fix, or something stored that is damaged.
     """
-    from app.training.prepare import prepare
-    from app.wiring import training
+    from packplan.app.training.prepare import prepare
+    from packplan.app.wiring import training
 
     if not config.training.packing:
         raise ConfigError.of("training.packing", "is false: nothing is packed, so there is nothing to compare")
@@ -109,7 +108,7 @@ def compare(config: RunConfig, prepared: Prepared, *, num_packs: int) -> Report:
 
         num_packs: Packs of the plan to compare.
     """
-    from app.wiring import training
+    from packplan.app.wiring import training
 
     train, samples = prepared.planned["train"], prepared.samples["train"]
     chosen = choose_packs(train.raw.packs, train.table, count=num_packs)
@@ -209,7 +208,7 @@ def as_json(report: Report) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
     parser = argparse.ArgumentParser(
-        prog=program("check"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="packplan check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_config_arguments(parser, required=False)
     parser.add_argument(
@@ -242,12 +241,12 @@ def main(arguments: list[str] | None = None) -> int:
             list_vision(options.vision, as_json=options.json, output=options.output)
             return
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise ConfigError.of("", "app.check compares on one process: start it without torchrun")
+            raise ConfigError.of("", "packplan check compares on one process: start it without torchrun")
         config = stores.read_config(options.config, options.overrides)
         stores.require_inputs(config, trains=True)
 
         with loading_libraries():
-            from app.wiring import training
+            from packplan.app.wiring import training
 
         if options.quiet:
             config = training.without_progress(config)

@@ -1,5 +1,5 @@
 """
-Make a run of a command of ms-swift: `python -m app.convert train.sh`, or `... -- swift sft --model
+Make a run of a command of ms-swift: `packplan convert train.sh`, or `... -- swift sft --model
 ...`.
 
 Takes a command line, a shell script, a YAML or JSON for `swift sft`, or the args.json of an old run
@@ -16,15 +16,15 @@ from pathlib import Path
 
 import attrs
 
-from app.cli.command import add_logging_options, program, run_command, run_program
-from app.wiring.conversion import Converted, convert_back, convert_source, require_run, run_text, write_run
-from core.errors import ConfigError, Fault
+from packplan.app.cli.command import add_logging_options, run_command, run_program
+from packplan.app.wiring.conversion import Converted, convert_back, convert_source, require_run, run_text, write_run
+from packplan.core.errors import ConfigError, Fault
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
     parser = argparse.ArgumentParser(
-        prog=program("convert"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="packplan convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "source",

@@ -12,12 +12,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from adapters.progress import progress
-from app.vision import section_of
-from core.equality import STRATEGIES, PackingVerdict
+from packplan.adapters.progress import progress
+from packplan.app.vision import section_of
+from packplan.core.equality import STRATEGIES, PackingVerdict
 
 _ABOUT = """Asked of a small model of each family that transformers knows, as its default configuration
-has it: `python -m app.check --families --output docs/models.md` wrote this page on {date}, with
+has it: `packplan check --families --output docs/models.md` wrote this page on {date}, with
 {versions}. {passing} of {all} pass. A run asks its own model in the same way before it measures
 anything; other configurations of a family may come out otherwise."""
 
@@ -41,7 +41,7 @@ def list_families(names: Sequence[str], *, as_json: bool, output: Path | None) -
 
         output: Markdown page to write, too.
     """
-    from app.wiring import families, stores
+    from packplan.app.wiring import families, stores
 
     verdicts = list(progress(families.verdicts(names), desc="asking", unit=" families"))
     if output is not None:

@@ -24,9 +24,9 @@ from typing import Any
 
 import attrs
 
-from adapters.config.trainer_keys import as_table
-from adapters.conversion.table import as_table as table_of_arguments
-from core.config import PathText
+from packplan.adapters.config.trainer_keys import as_table
+from packplan.adapters.conversion.table import as_table as table_of_arguments
+from packplan.core.config import PathText
 
 _MARKED = re.compile(r"(<!-- keys of ([\w.]+) -->).*?(<!-- end of keys -->)", re.DOTALL)
 
@@ -75,14 +75,14 @@ def rewritten(page: str) -> str:
 
 def trainer_table() -> str:
     """Return the table of the keys that the training arguments of the installed ms-swift take."""
-    from adapters.trainer.keys import installed_keys
+    from packplan.adapters.trainer.keys import installed_keys
 
     return as_table(installed_keys())
 
 
 def arguments_table() -> str:
     """Return the table of the arguments of `swift sft`, as the installed ms-swift has them."""
-    from adapters.conversion.installed import installed_arguments
+    from packplan.adapters.conversion.installed import installed_arguments
 
     return table_of_arguments(installed_arguments())
 

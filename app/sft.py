@@ -1,5 +1,5 @@
 """
-Fine-tune a model from a static pack plan: `python -m app.sft run.yaml`.
+Fine-tune a model from a static pack plan: `packplan sft run.yaml`.
 
 Under torchrun, rank 0 measures and plans, the other ranks wait for it; then all train.
 """
@@ -13,26 +13,25 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from adapters.progress import loading_libraries
-from app.cli.command import (
+from packplan.adapters.progress import loading_libraries
+from packplan.app.cli.command import (
     add_config_arguments,
     add_logging_options,
     parse_arguments,
-    program,
     run_command,
     run_program,
 )
-from app.planning.split import PlannedSplit
-from app.wiring import stores
-from core.config import RunConfig
-from core.ports import RankGroup
-from core.schedule import EpochSchedule
+from packplan.app.planning.split import PlannedSplit
+from packplan.app.wiring import stores
+from packplan.core.config import RunConfig
+from packplan.core.ports import RankGroup
+from packplan.core.schedule import EpochSchedule
 
 if TYPE_CHECKING:
-    from app.training.prepare import Prepared
+    from packplan.app.training.prepare import Prepared
 
 # Not by __name__, which is __main__ when this module is the command.
-log = logging.getLogger("app.sft")
+log = logging.getLogger("packplan.app.sft")
 
 
 @attrs.frozen
@@ -56,9 +55,9 @@ def run(config: RunConfig, group: RankGroup) -> Result:
     Raises:
         PackplanError: Something the user can fix, or something stored that is damaged.
     """
-    from app.training.outcome import interruption_logged, log_outcome
-    from app.training.prepare import prepare
-    from app.wiring import training
+    from packplan.app.training.outcome import interruption_logged, log_outcome
+    from packplan.app.training.prepare import prepare
+    from packplan.app.wiring import training
 
     training.require_isolation(config, packed=config.training.packing)
     prepared = prepare(config, group)
@@ -89,7 +88,7 @@ def _result(config: RunConfig, prepared: Prepared) -> Result:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
-    parser = argparse.ArgumentParser(prog=program("sft"), description=__doc__)
+    parser = argparse.ArgumentParser(prog="packplan sft", description=__doc__)
     add_config_arguments(parser)
     add_logging_options(parser)
     options = parse_arguments(parser, arguments)
@@ -99,8 +98,8 @@ def main(arguments: list[str] | None = None) -> int:
         stores.require_inputs(config, trains=True)
 
         with loading_libraries():
-            from app.training import stream
-            from app.wiring import training
+            from packplan.app.training import stream
+            from packplan.app.wiring import training
 
         if options.quiet:
             config = training.without_progress(config)

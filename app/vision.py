@@ -20,15 +20,15 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from adapters.progress import progress
-from core.errors import ConfigError, PackplanError
+from packplan.adapters.progress import progress
+from packplan.core.errors import ConfigError, PackplanError
 
 log = logging.getLogger(__name__)
 
 HEADING = "## Models that see"
 
 _ABOUT = """Tiny models with random weights, each with the processor of its family, went the whole way:
-`python -m app.check --vision --output docs/models.md` wrote this section on {date}, with {versions}.
+`packplan check --vision --output docs/models.md` wrote this section on {date}, with {versions}.
 **Lengths** come from images' headers, or each sample with images is encoded in full. **Sizes**:
 images, of so many sizes, and samples with none, two, three and four of them, whose measurements
 were those of full encodes. **Packed**: samples with 0, 1 and 3 images in packs, whose positions, labels,
@@ -37,7 +37,7 @@ changed; **equality** is the largest relative difference of logits, losses and g
 
 _ABOUT_OTHERS = """ms-swift declares that {declared} templates collate packed samples; these {number} of them are not
 in the table above. Where a model brings its own code, a run of yours asks it (`model.trust_remote_code: true`): its
-small copy first, then the model that is loaded, and `app.check` compares them on your data. What the probe cannot
+small copy first, then the model that is loaded, and `packplan check` compares them on your data. What the probe cannot
 prove may not pack: it is refused before anything is measured, with the reason. InternVL's chat form is refused so: its
 released code computes no row without pixels; its hf form (`internvl_hf`, first row) packs."""
 
@@ -85,8 +85,8 @@ def list_vision(names: Sequence[str], *, as_json: bool, output: Path | None) -> 
 
         output: Markdown page whose section is written, too.
     """
-    from app.demo.vision_models import VISION_FAMILIES
-    from app.wiring import families, stores
+    from packplan.app.demo.vision_models import VISION_FAMILIES
+    from packplan.app.wiring import families, stores
 
     if unknown := sorted(set(names) - set(VISION_FAMILIES)):
         raise ConfigError.of("--vision", f"names {', '.join(unknown)}: tiny models are of {', '.join(VISION_FAMILIES)}")
@@ -112,8 +112,8 @@ def _lacks(name: str, needs: tuple[str, str] | None) -> bool:
 
 
 def _rows(names: Sequence[str], folder: Path) -> Iterator[VisionRow]:
-    from app.demo.vision_data import texts, write_scenes, write_sizes
-    from app.demo.vision_models import VISION_FAMILIES, write_vision_model
+    from packplan.app.demo.vision_data import texts, write_scenes, write_sizes
+    from packplan.app.demo.vision_models import VISION_FAMILIES, write_vision_model
 
     scenes, sizes = write_scenes(folder / "scenes", count=16), write_sizes(folder / "sizes")
     for name in names:
@@ -147,8 +147,8 @@ def _row(name: str, template: str, sections: dict[str, Any], scenes: Path, sizes
 
         sizes: File of records of images of many sizes.
     """
-    from app.check import check
-    from app.wiring import stores, training
+    from packplan.app.check import check
+    from packplan.app.wiring import stores, training
 
     def config(data: Path) -> Any:
         path = data.with_name(f"{name}.yaml")
@@ -209,8 +209,8 @@ def _wrapped(text: str) -> str:
 
 def _others(rows: Sequence[VisionRow]) -> dict[str, str]:
     """Return the other templates that ms-swift declares to pack, and why each has no row."""
-    from app.demo.vision_models import NOT_BUILT
-    from app.wiring import families
+    from packplan.app.demo.vision_models import NOT_BUILT
+    from packplan.app.wiring import families
 
     names = set(families.templates_that_pack()) - {row.template for row in rows}
     return {name: NOT_BUILT.get(name, "not asked, or a package that it needs was missing") for name in sorted(names)}

@@ -1,3 +1,8 @@
 """
 Decisions about packs: pure functions and frozen values, free of disk, clock, chance, log and torch.
 """
+
+if __name__ == "core":  # imported by its own name, from a checkout
+    from packplan.checkout import use_installed_name
+
+    use_installed_name(__name__)

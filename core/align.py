@@ -5,10 +5,10 @@ from __future__ import annotations
 import attrs
 import numpy as np
 
-from core.errors import PlanTooShortError
-from core.lengths import IntArray, positive
-from core.packs import Packs, concatenate
-from core.plan import RawPlan
+from packplan.core.errors import PlanTooShortError
+from packplan.core.lengths import IntArray, positive
+from packplan.core.packs import Packs, concatenate
+from packplan.core.plan import RawPlan
 
 
 @attrs.frozen
@@ -66,7 +66,7 @@ def align_plan(raw_plan: RawPlan, *, world_size: int, dataloader_drop_last: bool
     Raises:
         PlanTooShortError: No pack, or dropping would leave no batch.
 
-    >>> from core.plan import build_raw_plan
+    >>> from packplan.core.plan import build_raw_plan
     >>> plan = build_raw_plan([5, 5, 5], packing_length=5)
     >>> align_plan(plan, world_size=2, dataloader_drop_last=False).packs.tolist()
     [[0], [1], [2], [0]]

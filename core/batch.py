@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import attrs
 
-from core.errors import BatchSizeError
-from core.lengths import positive
+from packplan.core.errors import BatchSizeError
+from packplan.core.lengths import positive
 
 
 @attrs.frozen

@@ -6,12 +6,12 @@ from math import inf
 
 import attrs
 
-from core.any_fit import fit_decreasing
-from core.lengths import Lengths, lengths_up_to, positive
-from core.patterns.certificate import BoundKind, certify, reduced
-from core.patterns.effort import Effort
-from core.patterns.quick_bounds import quick_bound
-from core.runs import Runs
+from packplan.core.any_fit import fit_decreasing
+from packplan.core.lengths import Lengths, lengths_up_to, positive
+from packplan.core.patterns.certificate import BoundKind, certify, reduced
+from packplan.core.patterns.effort import Effort
+from packplan.core.patterns.quick_bounds import quick_bound
+from packplan.core.runs import Runs
 
 
 @attrs.frozen

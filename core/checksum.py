@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from core.packs import Packs
+from packplan.core.packs import Packs
 
 _FORMAT = b"packplan packs 1\n"
 

@@ -15,8 +15,8 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from core.lengths import IntArray, Lengths, as_lengths, positive
-from core.packs import count_up
+from packplan.core.lengths import IntArray, Lengths, as_lengths, positive
+from packplan.core.packs import count_up
 
 
 def padded_length(length: int, *, cp_size: int, tp_size: int = 1) -> int:

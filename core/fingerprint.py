@@ -15,8 +15,8 @@ from collections.abc import Mapping
 
 import attrs
 
-from core.config import CustomConfig, TemplateConfig
-from core.errors import Difference
+from packplan.core.config import CustomConfig, TemplateConfig
+from packplan.core.errors import Difference
 
 _ABSENT = "(absent)"
 

@@ -10,7 +10,7 @@ from numbers import Integral
 import numpy as np
 from numpy.typing import NDArray
 
-from core.errors import InvalidLengthError
+from packplan.core.errors import InvalidLengthError
 
 Lengths = Sequence[int] | NDArray[np.integer]
 """

@@ -9,9 +9,9 @@ from math import exp, lgamma, sqrt
 import attrs
 import numpy as np
 
-from core.bounds import lower_bound
-from core.lengths import IntArray, Lengths, as_lengths, positive
-from core.packs import Packs
+from packplan.core.bounds import lower_bound
+from packplan.core.lengths import IntArray, Lengths, as_lengths, positive
+from packplan.core.packs import Packs
 
 
 @attrs.frozen

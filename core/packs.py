@@ -16,7 +16,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from core.lengths import IntArray
+from packplan.core.lengths import IntArray
 
 
 def _frozen_array(values: Any) -> IntArray:

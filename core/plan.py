@@ -12,14 +12,14 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from core.bounds import find_bound
-from core.errors import DroppedTokensError, EmptyPlanError, SampleTooLongError, counted
-from core.lengths import IntArray, Lengths, as_lengths, share
-from core.packers import pack
-from core.packs import Packs, by_first_index, concatenate
-from core.patterns.certificate import BoundKind
-from core.policy import PlanPolicy
-from core.work import checked_works
+from packplan.core.bounds import find_bound
+from packplan.core.errors import DroppedTokensError, EmptyPlanError, SampleTooLongError, counted
+from packplan.core.lengths import IntArray, Lengths, as_lengths, share
+from packplan.core.packers import pack
+from packplan.core.packs import Packs, by_first_index, concatenate
+from packplan.core.patterns.certificate import BoundKind
+from packplan.core.policy import PlanPolicy
+from packplan.core.work import checked_works
 
 BOUND_EFFORT = 120_000
 BOUND_EFFORT_OF_A_SAMPLE = 0.3

@@ -9,11 +9,11 @@ from decimal import Decimal
 
 import attrs
 
-from core.config import RunConfig
-from core.fingerprint import Fingerprint, Value
-from core.lengths import IntArray, positive, share
-from core.packers import algorithm_named, checked_seed
-from core.work import SampleWorks, WorkModel
+from packplan.core.config import RunConfig
+from packplan.core.fingerprint import Fingerprint, Value
+from packplan.core.lengths import IntArray, positive, share
+from packplan.core.packers import algorithm_named, checked_seed
+from packplan.core.work import SampleWorks, WorkModel
 
 
 def _packing_length(value: int) -> int:

@@ -10,12 +10,22 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from core.align import AlignedPlan
-from core.errors import CorruptArtefactError, Difference
-from core.fingerprint import Fingerprint
-from core.lengths import IntArray
-from core.plan import RawPlan
-from core.samples import BadRecord, DataFile, ImageFacts, ImageTable, Measurement, Outcome, Place, Table, column
+from packplan.core.align import AlignedPlan
+from packplan.core.errors import CorruptArtefactError, Difference
+from packplan.core.fingerprint import Fingerprint
+from packplan.core.lengths import IntArray
+from packplan.core.plan import RawPlan
+from packplan.core.samples import (
+    BadRecord,
+    DataFile,
+    ImageFacts,
+    ImageTable,
+    Measurement,
+    Outcome,
+    Place,
+    Table,
+    column,
+)
 
 Arrays = Mapping[str, NDArray[Any]]
 

@@ -12,8 +12,8 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from core.lengths import IntArray
-from core.packs import BLOCK, Packs, count_up
+from packplan.core.lengths import IntArray
+from packplan.core.packs import BLOCK, Packs, count_up
 
 
 @attrs.frozen

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from core.lengths import IntArray
+from packplan.core.lengths import IntArray
 
 
 def shuffled(num: int, *, seed: int | Sequence[int]) -> IntArray:

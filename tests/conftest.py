@@ -20,7 +20,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, settings
 
-import core
+import packplan.core
 from tests.processes import Server, fork_server
 
 # No test reaches for a hub or a network.
@@ -63,7 +63,7 @@ def pytest_collection(session):
     million objects are no garbage either.
     """
     if controller := _coverage(session.config):
-        for module in pkgutil.walk_packages(core.__path__, "core."):
+        for module in pkgutil.walk_packages(packplan.core.__path__, "packplan.core."):
             importlib.import_module(module.name)
         controller.pause()
     gc.disable()
@@ -123,23 +123,22 @@ def pytest_runtest_call(item):
 @pytest.fixture(autouse=True)
 def _loggers():
     """
-    Give the project's loggers back as they were: a command sets them up for its whole process.
+    Give the project's logger back as it was: a command sets it up for its whole process.
     """
-    loggers = [logging.getLogger(name) for name in ("app", "adapters")]
-    before = [(list(logger.handlers), logger.level, logger.propagate) for logger in loggers]
-    for logger in loggers:  # a fixture of a whole module may have run a command before this one
-        logger.handlers, logger.propagate = [], True
-        logger.setLevel(logging.NOTSET)
+    logger = logging.getLogger("packplan")
+    handlers, level, propagate = list(logger.handlers), logger.level, logger.propagate
+    # A fixture of a whole module may have run a command before this one.
+    logger.handlers, logger.propagate = [], True
+    logger.setLevel(logging.NOTSET)
     yield
-    for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
-        logger.handlers, logger.propagate = handlers, propagate
-        logger.setLevel(level)
+    logger.handlers, logger.propagate = handlers, propagate
+    logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory) -> Path:
     """A folder with `data/` and `models/`, made once."""
-    from app.demo.__main__ import make
+    from packplan.app.demo.__main__ import make
 
     folder = tmp_path_factory.mktemp("demo")
     make(folder, seed=0, num_train=40, num_val=9)

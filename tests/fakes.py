@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from core.align import AlignedPlan
-from core.errors import CorruptArtefactError, Difference, RecordError, StaleLengthsError
-from core.fingerprint import Fingerprint
-from core.plan import RawPlan
-from core.ports import Arrays, Origin, ReportProgress, Stored, StoredLengths, StoredPlan
-from core.samples import (
+from packplan.core.align import AlignedPlan
+from packplan.core.errors import CorruptArtefactError, Difference, RecordError, StaleLengthsError
+from packplan.core.fingerprint import Fingerprint
+from packplan.core.plan import RawPlan
+from packplan.core.ports import Arrays, Origin, ReportProgress, Stored, StoredLengths, StoredPlan
+from packplan.core.samples import (
     COLUMNS,
     IMAGE_COLUMNS,
     BadRecord,

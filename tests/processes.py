@@ -34,7 +34,7 @@ from unittest import mock
 import attrs
 import psutil
 
-from adapters.lifeline import end_with_parent
+from packplan.adapters.lifeline import end_with_parent
 from tests.network import free_port
 
 DEADLINE_S = 240
@@ -327,7 +327,7 @@ def _call(
 
 
 def _packplan(*words: str) -> int:
-    from app.__main__ import main
+    from packplan.app.__main__ import main
 
     sys.argv = ["packplan", *words]
     return main(list(words))

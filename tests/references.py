@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from core.lengths import IntArray
+from packplan.core.lengths import IntArray
 
 Lengths = Sequence[int] | IntArray
 

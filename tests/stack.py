@@ -11,7 +11,7 @@ import importlib
 # Looking at a million objects again and again that live as long as the process costs 1.3 s of 8.
 gc.disable()
 
-from adapters import torchvision_shim  # noqa: E402, F401  # before transformers  # isort: skip
+from packplan.adapters import torchvision_shim  # noqa: E402, F401  # before transformers  # isort: skip
 
 import PIL.Image  # noqa: E402
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping  # noqa: E402
@@ -19,19 +19,19 @@ from transformers.models.auto.video_processing_auto import video_processor_class
 
 # What the commands and the libraries import when they first need it.
 for module in (
-    "adapters.ranks.torch_group",
-    "adapters.samples.measurer",
-    "adapters.trainer.arguments",
-    "adapters.trainer.dynamic_dataset",
-    "adapters.trainer.equality",
-    "adapters.trainer.static",
-    "adapters.trainer.stream",
-    "adapters.workers.policy",
-    "adapters.workers.ray",
-    "app.planning.log_lines",
-    "app.sft",
-    "app.training.prepare",
-    "app.training.schedule",
+    "packplan.adapters.ranks.torch_group",
+    "packplan.adapters.samples.measurer",
+    "packplan.adapters.trainer.arguments",
+    "packplan.adapters.trainer.dynamic_dataset",
+    "packplan.adapters.trainer.equality",
+    "packplan.adapters.trainer.static",
+    "packplan.adapters.trainer.stream",
+    "packplan.adapters.workers.policy",
+    "packplan.adapters.workers.ray",
+    "packplan.app.planning.log_lines",
+    "packplan.app.sft",
+    "packplan.app.training.prepare",
+    "packplan.app.training.schedule",
     "swift.dataset",
     "swift.loss_scale",
     "swift.pipelines.train.tuner",

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import yaml
 
-from app.planning.split import Alignment
-from app.wiring.stores import (
+from packplan.app.planning.split import Alignment
+from packplan.app.wiring.stores import (
     needs_verdict,
     open_stores,
     open_verdicts,
@@ -20,12 +20,12 @@ from app.wiring.stores import (
     stored_verdict,
     verdict_key,
 )
-from core.config import RunConfig
-from core.equality import PackingVerdict
-from core.fingerprint import Fingerprint, configured_inputs
-from core.plan import build_raw_plan
-from core.policy import PlanPolicy
-from core.samples import COLUMNS, IMAGE_COLUMNS, DataFile
+from packplan.core.config import RunConfig
+from packplan.core.equality import PackingVerdict
+from packplan.core.fingerprint import Fingerprint, configured_inputs
+from packplan.core.plan import build_raw_plan
+from packplan.core.policy import PlanPolicy
+from packplan.core.samples import COLUMNS, IMAGE_COLUMNS, DataFile
 
 LENGTHS = [60, 20, 50, 30, 40, 40, 80, 7, 33, 12, 51, 29] * 5
 
@@ -126,7 +126,7 @@ def asked(path: Path, *, rl: bool = False) -> Path:
 
         rl: Whether it is one of reinforcement learning.
     """
-    from app.wiring import training
+    from packplan.app.wiring import training
 
     config = training.read_config(str(path), rl=rl)
     packed = config.training.packing or config.policy.sequence_packing.enabled

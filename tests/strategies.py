@@ -7,8 +7,8 @@ from functools import lru_cache
 import numpy as np
 from hypothesis import strategies as st
 
-from core.packs import Packs
-from core.plan import RawPlan, build_raw_plan
+from packplan.core.packs import Packs
+from packplan.core.plan import RawPlan, build_raw_plan
 
 capacities, packing_lengths = st.integers(1, 200), st.integers(2, 120)
 

@@ -13,18 +13,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
+from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
 
 import torch
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from adapters.attention.rows import follow_rows
-from adapters.attention.states import split_states
-from adapters.attention.varlen import attend, attend_to_patches, row_mask, sample_mask, told_row_mask
-from adapters.attention.vision import project_patches
-from adapters.families import trained_part
-from core.equality import MASKED, NATIVE, VARLEN, Attention
+from packplan.adapters.attention.rows import follow_rows
+from packplan.adapters.attention.states import split_states
+from packplan.adapters.attention.varlen import attend, attend_to_patches, row_mask, sample_mask, told_row_mask
+from packplan.adapters.attention.vision import project_patches
+from packplan.adapters.families import trained_part
+from packplan.core.equality import MASKED, NATIVE, VARLEN, Attention
 
 __all__ = [
     "MASKED_NAME",

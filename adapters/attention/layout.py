@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import cached_property
 from itertools import pairwise
 
-from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
+from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
 
 import attrs
 import torch

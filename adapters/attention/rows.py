@@ -17,12 +17,12 @@ from functools import cached_property, wraps
 from itertools import pairwise
 from typing import Any
 
-from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
+from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
 
 import attrs
 import torch
 
-from core.errors import PackplanError
+from packplan.core.errors import PackplanError
 
 
 @attrs.frozen(eq=False)

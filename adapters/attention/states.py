@@ -9,11 +9,11 @@ from collections.abc import Callable, Collection, Mapping
 from functools import wraps
 from typing import Any
 
-from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
+from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
 
 import torch
 
-from adapters.attention.rows import Row, computing, row_of_layers
+from packplan.adapters.attention.rows import Row, computing, row_of_layers
 
 _BOUNDARIES = ("cu_seq", "max_length", "max_seq", "seq_idx")
 """How names begin of what tells fast kernels of a whole row where its samples begin."""

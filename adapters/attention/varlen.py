@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any
 
-from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
+from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name
@@ -24,8 +24,8 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import and_masks, causal_mask_function, chunked_overlay, sdpa_mask
 
-from adapters.attention.layout import Layout, MaskFunction, read_layout
-from adapters.attention.rows import Row, packed_row, row_of_layers
+from packplan.adapters.attention.layout import Layout, MaskFunction, read_layout
+from packplan.adapters.attention.rows import Row, packed_row, row_of_layers
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from adapters.versions import installed_version
-from core.errors import Fault
+from packplan.adapters.versions import installed_version
+from packplan.core.errors import Fault
 
 _DRIVERS = ("/dev/nvidiactl", "/dev/nvmap", "/dev/kfd", "/dev/dxg")
 """Files of the drivers of GPUs that torch computes on, one of which is there where a GPU is."""

@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 import yaml
 
-from core.errors import ConfigError, Fault
+from packplan.core.errors import ConfigError, Fault
 
 COMMAND_LINE = "the command line"
 

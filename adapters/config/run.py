@@ -9,12 +9,12 @@ from typing import Any
 
 import attrs
 
-from adapters.config.layers import Override, expanded, read_document, read_overrides, without_null
-from adapters.config.trainer_keys import TrainerKey
-from adapters.config.values import known_keys, structured
-from core.config import REFUSED_TRAINING_KEYS, RunConfig, TrainingConfig, faults, rl_faults, unknown_key
-from core.errors import ConfigError, Fault
-from core.stream import Mix
+from packplan.adapters.config.layers import Override, expanded, read_document, read_overrides, without_null
+from packplan.adapters.config.trainer_keys import TrainerKey
+from packplan.adapters.config.values import known_keys, structured
+from packplan.core.config import REFUSED_TRAINING_KEYS, RunConfig, TrainingConfig, faults, rl_faults, unknown_key
+from packplan.core.errors import ConfigError, Fault
+from packplan.core.stream import Mix
 
 SECTIONS = ("model", "template", "custom", "training")
 
@@ -175,7 +175,7 @@ def _sections(document: Mapping[str, Any], *, rl: bool) -> tuple[dict[str, dict[
             found.append(Fault(name, f"is {value!r}, but has to be a section of keys"))
         sections[name] = dict(value) if isinstance(value, dict) else {}
         if name in RL_SECTIONS and name in document and not rl:
-            reason = "is of reinforcement learning (python -m app.rl), which this command is not: remove the section"
+            reason = "is of reinforcement learning (packplan rl), which this command is not: remove the section"
             found.append(Fault(name, reason))
     return sections, found
 

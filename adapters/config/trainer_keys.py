@@ -18,9 +18,9 @@ from typing import Any
 import attrs
 import cattrs
 
-from adapters.config.values import HUGE
-from adapters.versions import installed_version
-from core.errors import Fault
+from packplan.adapters.config.values import HUGE
+from packplan.adapters.versions import installed_version
+from packplan.core.errors import Fault
 
 TABLE = Path(__file__).with_name("trainer_keys.json")
 

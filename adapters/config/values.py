@@ -16,9 +16,9 @@ import cattrs
 from cattrs.errors import ClassValidationError, ForbiddenExtraKeysError, IterableValidationError
 from cattrs.gen import make_dict_structure_fn
 
-from adapters.config.layers import expanded
-from core.config import PathText
-from core.errors import Fault
+from packplan.adapters.config.layers import expanded
+from packplan.core.config import PathText
+from packplan.core.errors import Fault
 
 T = typing.TypeVar("T")
 

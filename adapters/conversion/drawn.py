@@ -14,13 +14,13 @@ import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from adapters import files
-from adapters.copies import held
-from adapters.progress import BRIEF_S, progress
-from adapters.samples.files import rebased
-from core.errors import counted
-from core.ports import Records
-from core.samples import Draw
+from packplan.adapters import files
+from packplan.adapters.copies import held
+from packplan.adapters.progress import BRIEF_S, progress
+from packplan.adapters.samples.files import rebased
+from packplan.core.errors import counted
+from packplan.core.ports import Records
+from packplan.core.samples import Draw
 
 log = logging.getLogger(__name__)
 

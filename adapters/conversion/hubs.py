@@ -10,19 +10,19 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
+from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
 
 from swift.dataset import DATASET_MAPPING
 from swift.dataset.dataset_syntax import DatasetSyntax
 from swift.dataset.loader import DatasetLoader, init_self_cognition_preprocessor
 from swift.utils import safe_snapshot_download
 
-from adapters import files
-from adapters.copies import held
-from adapters.hub_caches import prefers_hugging_face
-from adapters.samples.files import as_json
-from core.errors import ConfigError, counted
-from core.samples import DataEntry
+from packplan.adapters import files
+from packplan.adapters.copies import held
+from packplan.adapters.hub_caches import prefers_hugging_face
+from packplan.adapters.samples.files import as_json
+from packplan.core.errors import ConfigError, counted
+from packplan.core.samples import DataEntry
 
 log = logging.getLogger(__name__)
 

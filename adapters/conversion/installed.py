@@ -13,17 +13,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
+from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
 
 import swift
 from swift.arguments import SftArguments
 from swift.model import MODEL_MAPPING, get_matched_model_meta, get_model_info_meta
 from swift.template import TEMPLATE_MAPPING, get_template_meta
 
-from adapters.model_folder import config_architecture
-from core.config import ModelConfig
-from core.conversion import Argument, ModelFacts
-from core.errors import ConfigError, Fault
+from packplan.adapters.model_folder import config_architecture
+from packplan.core.config import ModelConfig
+from packplan.core.conversion import Argument, ModelFacts
+from packplan.core.errors import ConfigError, Fault
 
 _TYPES = {type(None): "null", bool: "bool", int: "int", float: "float", str: "str", list: "list", dict: "dict"}
 

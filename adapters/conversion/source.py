@@ -12,8 +12,8 @@ from typing import Any
 
 import attrs
 
-from adapters.config.layers import read_document
-from core.conversion import (
+from packplan.adapters.config.layers import read_document
+from packplan.core.conversion import (
     Argument,
     Command,
     Given,
@@ -25,7 +25,7 @@ from core.conversion import (
     read_script,
     read_words,
 )
-from core.errors import ConfigError, Fault
+from packplan.core.errors import ConfigError, Fault
 
 ARGS = "args.json"
 

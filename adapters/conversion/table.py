@@ -14,7 +14,7 @@ from pathlib import Path
 import attrs
 import cattrs
 
-from core.conversion import Argument
+from packplan.core.conversion import Argument
 
 TABLE = Path(__file__).with_name("swift_arguments.json")
 

@@ -9,8 +9,8 @@ the other. `loaded` asks the model that is about to train.
 
 from __future__ import annotations
 
-from adapters.probe.loaded import limit_of, place_of, probe_loaded
-from adapters.probe.probe import probe_config
-from adapters.probe.small_model import open_model_config
+from packplan.adapters.probe.loaded import limit_of, place_of, probe_loaded
+from packplan.adapters.probe.probe import probe_config
+from packplan.adapters.probe.small_model import open_model_config
 
 __all__ = ["limit_of", "open_model_config", "place_of", "probe_config", "probe_loaded"]

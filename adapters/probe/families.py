@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
+from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
 
 import attrs
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -15,10 +15,10 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
-from adapters.families import completed
-from adapters.probe.probe import probe_config
-from adapters.probe.small_model import quiet
-from core.equality import AUTO, PackingVerdict
+from packplan.adapters.families import completed
+from packplan.adapters.probe.probe import probe_config
+from packplan.adapters.probe.small_model import quiet
+from packplan.core.equality import AUTO, PackingVerdict
 
 
 def family_names() -> list[str]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
+from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
 
 import torch
 
-from adapters.attention import native_attention
-from core.equality import Measured
+from packplan.adapters.attention import native_attention
+from packplan.core.equality import Measured
 
 _GRIDS = ((1, 12, 20), (1, 4, 4), (1, 16, 12))
 """Patches of images, by frames, rows and columns: larger and smaller than a tower's windows."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
+from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
 
 import torch
 
-from adapters.attention import native_attention
-from adapters.families import trained_config
-from adapters.probe.rows import ProbeRow, measure_alone, measure_packed
-from core.equality import Measured, Precision, loaded_limit
+from packplan.adapters.attention import native_attention
+from packplan.adapters.families import trained_config
+from packplan.adapters.probe.rows import ProbeRow, measure_alone, measure_packed
+from packplan.core.equality import Measured, Precision, loaded_limit
 
 LENGTHS = (17, 3, 29)
 

@@ -8,20 +8,20 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
+from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
 
 import attrs
 import torch
 
-from adapters.attention import MASKED_NAME, NAME, ROWS_NAME, attend_as, project_patches, takes_grids
-from adapters.families import trained_config
-from adapters.probe.images import measure_images, sees
-from adapters.probe.rows import Alone, ProbeRow, measure_alone, measure_packed
-from adapters.probe.shrink import FIRST_ID, LONGEST, VOCABULARY, shrink
-from adapters.probe.small_model import SmallModels, quiet
-from adapters.probe.states import split_found_states
-from adapters.probe.unknown import Trials, named, shrink_by_trial, unknown_places
-from core.equality import (
+from packplan.adapters.attention import MASKED_NAME, NAME, ROWS_NAME, attend_as, project_patches, takes_grids
+from packplan.adapters.families import trained_config
+from packplan.adapters.probe.images import measure_images, sees
+from packplan.adapters.probe.rows import Alone, ProbeRow, measure_alone, measure_packed
+from packplan.adapters.probe.shrink import FIRST_ID, LONGEST, VOCABULARY, shrink
+from packplan.adapters.probe.small_model import SmallModels, quiet
+from packplan.adapters.probe.states import split_found_states
+from packplan.adapters.probe.unknown import Trials, named, shrink_by_trial, unknown_places
+from packplan.core.equality import (
     AUTO,
     EQUAL,
     FLEX,
@@ -35,7 +35,7 @@ from core.equality import (
     Trial,
     trials,
 )
-from core.errors import ProbeError, agree
+from packplan.core.errors import ProbeError, agree
 
 LENGTHS = (33, 3, LONGEST, 51)
 """Tokens of the samples that the probe packs: longer and shorter than windows and kernels."""

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from typing import Any
 
-from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
+from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
 
 import attrs
 import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name
 
-from core.equality import Measured, loss_difference
+from packplan.core.equality import Measured, loss_difference
 
 Gradients = dict[str, torch.Tensor]
 

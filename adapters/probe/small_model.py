@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
+from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
 
 import attrs
 import psutil
@@ -21,11 +21,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.utils import logging as transformers_logging
 
-from adapters.config_names import configs_by_name
-from adapters.probe.shrink import shrink
-from adapters.probe.unknown import Trials, with_trials
-from core.config import ModelConfig
-from core.errors import ConfigError, ProbeError
+from packplan.adapters.config_names import configs_by_name
+from packplan.adapters.probe.shrink import shrink
+from packplan.adapters.probe.unknown import Trials, with_trials
+from packplan.core.config import ModelConfig
+from packplan.core.errors import ConfigError, ProbeError
 
 _MOST_WEIGHTS = 20_000_000
 """More would take minutes to ask."""

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
+from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
 
 import torch
 
-from adapters.attention import split_states
-from adapters.probe.rows import ProbeRow
+from packplan.adapters.attention import split_states
+from packplan.adapters.probe.rows import ProbeRow
 
 _MOVED = 1e-5
 """What a sample's output moves by, relative to the largest, when it does not only round."""

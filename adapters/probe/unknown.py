@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from adapters.probe.shrink import LONGEST, is_known
+from packplan.adapters.probe.shrink import LONGEST, is_known
 
 Place = tuple[str | int, ...]
 """Keys, and positions in lists, that lead to a value."""

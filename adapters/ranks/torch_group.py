@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from adapters.ranks.heartbeat import BEAT, DIED, Heartbeat
-from core.errors import PackplanError, RankGoneError, RankZeroError, counted
-from core.ports import Arrays, ReportProgress
+from packplan.adapters.ranks.heartbeat import BEAT, DIED, Heartbeat
+from packplan.core.errors import PackplanError, RankGoneError, RankZeroError, counted
+from packplan.core.ports import Arrays, ReportProgress
 
 log = logging.getLogger(__name__)
 

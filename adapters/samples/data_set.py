@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from adapters.progress import BRIEF_S, progress
-from adapters.samples.formats.spans import Named
-from core.samples import DIGEST_BYTES, Place
+from packplan.adapters.progress import BRIEF_S, progress
+from packplan.adapters.samples.formats.spans import Named
+from packplan.core.samples import DIGEST_BYTES, Place
 
 _NOTHING = hashlib.sha256()
 

@@ -10,17 +10,17 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
+from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
 
 import attrs
 from swift.template import Template
 
-from adapters.samples.files import open_records, sources_of
-from adapters.samples.image_headers import read_size
-from adapters.samples.media import IMAGES, VIDEOS, ImageTokens, drop_partial, patch_size_of
-from adapters.samples.template import open_template
-from adapters.samples.urls import MediaCache
-from adapters.samples.video import (
+from packplan.adapters.samples.files import open_records, sources_of
+from packplan.adapters.samples.image_headers import read_size
+from packplan.adapters.samples.media import IMAGES, VIDEOS, ImageTokens, drop_partial, patch_size_of
+from packplan.adapters.samples.template import open_template
+from packplan.adapters.samples.urls import MediaCache
+from packplan.adapters.samples.video import (
     FRAMES_OF_LAYER,
     Sampling,
     VideoFacts,
@@ -32,9 +32,9 @@ from adapters.samples.video import (
     video_facts,
     why_no_reader,
 )
-from core.config import CustomConfig, ModelConfig, TemplateConfig
-from core.errors import ContractError, RecordError, counted
-from core.samples import (
+from packplan.core.config import CustomConfig, ModelConfig, TemplateConfig
+from packplan.core.errors import ContractError, RecordError, counted
+from packplan.core.samples import (
     CALL,
     MIXABLE,
     RESPONSE,

@@ -17,12 +17,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from adapters.samples.data_set import FileRecords, RecordFile
-from adapters.samples.formats.arrow_rows import ArrowFile, is_arrow_folder, parts_of_folder
-from adapters.samples.formats.csv_rows import CsvFile, TsvFile
-from adapters.samples.formats.json_array import ArrayFile
-from adapters.samples.formats.jsonl import LinesFile
-from adapters.samples.formats.rewriting import (
+from packplan.adapters.samples.data_set import FileRecords, RecordFile
+from packplan.adapters.samples.formats.arrow_rows import ArrowFile, is_arrow_folder, parts_of_folder
+from packplan.adapters.samples.formats.csv_rows import CsvFile, TsvFile
+from packplan.adapters.samples.formats.json_array import ArrayFile
+from packplan.adapters.samples.formats.jsonl import LinesFile
+from packplan.adapters.samples.formats.rewriting import (
     DIGESTS,
     GZIP,
     ROWS,
@@ -35,10 +35,10 @@ from adapters.samples.formats.rewriting import (
     text_fault,
     unpack,
 )
-from adapters.samples.formats.spans import Named, SpanFile
-from core.errors import DataSetError
-from core.ports import Records
-from core.samples import IMAGE_KEYS, VIDEO_KEYS, inline_image
+from packplan.adapters.samples.formats.spans import Named, SpanFile
+from packplan.core.errors import DataSetError
+from packplan.core.ports import Records
+from packplan.core.samples import IMAGE_KEYS, VIDEO_KEYS, inline_image
 
 _PACKED = {".gz", ".zst", ".zstd"}
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from PIL import Image, UnidentifiedImageError
 
-from core.errors import counted
-from core.samples import HEAD_BYTES, ImageFacts
-from core.samples import Image as Held
+from packplan.core.errors import counted
+from packplan.core.samples import HEAD_BYTES, ImageFacts
+from packplan.core.samples import Image as Held
 
 
 def read_size(image: Held, *, decode: bool = False) -> tuple[int, int]:

@@ -14,14 +14,14 @@ import math
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
+from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
 
 import attrs
 from PIL import Image
 from qwen_vl_utils.vision_process import smart_resize
 from swift.template import Template
 
-from adapters.samples.media import DUMMY_SIZE, IMAGES, encode_image, patch_size_of
+from packplan.adapters.samples.media import DUMMY_SIZE, IMAGES, encode_image, patch_size_of
 
 PROOF_SIZES = ((28, 28), (9, 150), (37, 411), (571, 24), (500, 333), (640, 480), (1100, 90))
 """Widths and heights of the images that a way is compared with encodings of."""

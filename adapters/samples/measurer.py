@@ -13,7 +13,7 @@ from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
+from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
 
 import attrs
 import numpy as np
@@ -21,19 +21,19 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
-from adapters.lifeline import ctrl_c_kept, end_with_parent, lost_processes_named, open_pool
-from adapters.samples.counting.pieces import prove_pieces
-from adapters.samples.counting.quickly import Batch, QuickMeasurer
-from adapters.samples.encoder import SwiftEncoder
-from adapters.samples.files import copy_faults
-from adapters.samples.image_headers import image_facts
-from adapters.samples.image_lengths import ImageLengths, prove_lengths
-from adapters.samples.template import swift_types
-from adapters.samples.video import reads_videos
-from adapters.versions import installed_version
-from core.errors import RecordError
-from core.fingerprint import Fingerprint, Value, configured_inputs
-from core.samples import DataFile, Image, ImageFacts, Measured, Measurement, Outcome
+from packplan.adapters.lifeline import ctrl_c_kept, end_with_parent, lost_processes_named, open_pool
+from packplan.adapters.samples.counting.pieces import prove_pieces
+from packplan.adapters.samples.counting.quickly import Batch, QuickMeasurer
+from packplan.adapters.samples.encoder import SwiftEncoder
+from packplan.adapters.samples.files import copy_faults
+from packplan.adapters.samples.image_headers import image_facts
+from packplan.adapters.samples.image_lengths import ImageLengths, prove_lengths
+from packplan.adapters.samples.template import swift_types
+from packplan.adapters.samples.video import reads_videos
+from packplan.adapters.versions import installed_version
+from packplan.core.errors import RecordError
+from packplan.core.fingerprint import Fingerprint, Value, configured_inputs
+from packplan.core.samples import DataFile, Image, ImageFacts, Measured, Measurement, Outcome
 
 log = logging.getLogger(__name__)
 

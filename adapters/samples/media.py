@@ -13,15 +13,15 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
+from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
 
 import attrs
 import torch
 from PIL import Image
 from swift.template import Template
 
-from adapters.families import trained_config
-from core.errors import ConfigError, counted
+from packplan.adapters.families import trained_config
+from packplan.core.errors import ConfigError, counted
 
 Encoded = Mapping[str, Any]
 

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
+from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
 
 import torch
 from swift import get_model_processor, get_template
@@ -16,12 +16,12 @@ from swift.loss_scale import ALL_BASE_STRATEGY, loss_scale_map
 from swift.model import MODEL_MAPPING, get_matched_model_meta
 from swift.template import TEMPLATE_MAPPING, Template
 
-from adapters.config_names import configs_by_name
-from adapters.families import embeds_itself, is_shown, settled_types
-from adapters.model_folder import config_architecture, model_sizes
-from adapters.samples.video import prepare_videos
-from core.config import ModelConfig, TemplateConfig
-from core.errors import ConfigError, Fault
+from packplan.adapters.config_names import configs_by_name
+from packplan.adapters.families import embeds_itself, is_shown, settled_types
+from packplan.adapters.model_folder import config_architecture, model_sizes
+from packplan.adapters.samples.video import prepare_videos
+from packplan.core.config import ModelConfig, TemplateConfig
+from packplan.core.errors import ConfigError, Fault
 
 _MEDIA = ("vision", "audio")
 """Parts of models that only a loader of their own opens."""

@@ -26,10 +26,10 @@ from typing import Any
 import attrs
 from filelock import FileLock
 
-from adapters import files
-from adapters.progress import BRIEF_S, progress
-from adapters.samples.image_headers import read_size
-from core.errors import CorruptArtefactError, counted
+from packplan.adapters import files
+from packplan.adapters.progress import BRIEF_S, progress
+from packplan.adapters.samples.image_headers import read_size
+from packplan.core.errors import CorruptArtefactError, counted
 
 _SCHEMA = "packplan.medium/1"
 

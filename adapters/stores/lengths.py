@@ -21,11 +21,11 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from adapters import files
-from core.errors import ConfigError, CorruptArtefactError, StaleLengthsError
-from core.fingerprint import Fingerprint
-from core.ports import Origin, Stored, StoredLengths
-from core.samples import COLUMNS, IMAGE_COLUMNS, BadRecord, DataFile, ImageTable, Table
+from packplan.adapters import files
+from packplan.core.errors import ConfigError, CorruptArtefactError, StaleLengthsError
+from packplan.core.fingerprint import Fingerprint
+from packplan.core.ports import Origin, Stored, StoredLengths
+from packplan.core.samples import COLUMNS, IMAGE_COLUMNS, BadRecord, DataFile, ImageTable, Table
 
 log = logging.getLogger(__name__)
 

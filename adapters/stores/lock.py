@@ -13,10 +13,10 @@ from tempfile import TemporaryFile
 
 from filelock import BaseFileLock, FileLock, Timeout
 
-from adapters import files
-from adapters.progress import BRIEF_S, progress
-from core.errors import LockedError
-from core.ports import ReportProgress
+from packplan.adapters import files
+from packplan.adapters.progress import BRIEF_S, progress
+from packplan.core.errors import LockedError
+from packplan.core.ports import ReportProgress
 
 log = logging.getLogger(__name__)
 

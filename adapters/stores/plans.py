@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from adapters import files
-from core.align import AlignedPlan, align_plan
-from core.checksum import plan_checksum
-from core.errors import CorruptArtefactError, PlanTooShortError
-from core.fingerprint import Fingerprint
-from core.plan import RawPlan, plan_from_arrays, plan_to_arrays
-from core.ports import StoredPlan
+from packplan.adapters import files
+from packplan.core.align import AlignedPlan, align_plan
+from packplan.core.checksum import plan_checksum
+from packplan.core.errors import CorruptArtefactError, PlanTooShortError
+from packplan.core.fingerprint import Fingerprint
+from packplan.core.plan import RawPlan, plan_from_arrays, plan_to_arrays
+from packplan.core.ports import StoredPlan
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class DiskPlanStore:
             return self._inspect()
         except CorruptArtefactError as error:
             file = self._manifest if Path(error.path).name.startswith("raw_plan") else error.path
-            remedy = f"delete {file}, and python -m app.plan build makes it again; the lengths stay"
+            remedy = f"delete {file}, and packplan plan build makes it again; the lengths stay"
             raise CorruptArtefactError(error.path, error.reason, remedy) from None
 
     def _inspect(self) -> StoredPlan | None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from adapters import files
-from core.equality import PackingVerdict
-from core.errors import CorruptArtefactError
-from core.fingerprint import Fingerprint
+from packplan.adapters import files
+from packplan.core.equality import PackingVerdict
+from packplan.core.errors import CorruptArtefactError
+from packplan.core.fingerprint import Fingerprint
 
 log = logging.getLogger(__name__)
 

@@ -9,15 +9,15 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
+from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
 
 import torch
 from swift.trainers import Seq2SeqTrainingArguments
 from transformers.integrations import is_deepspeed_zero3_enabled
 
-from adapters.config.devices import device_faults
-from core.config import RunConfig
-from core.errors import ConfigError
+from packplan.adapters.config.devices import device_faults
+from packplan.core.config import RunConfig
+from packplan.core.errors import ConfigError
 
 TrainingArguments: typing.TypeAlias = Seq2SeqTrainingArguments
 

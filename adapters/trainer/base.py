@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
+from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name
@@ -30,12 +30,12 @@ from swift.trainers.patcher import PrinterCallbackNew, ProgressCallbackNew
 from transformers import TrainerControl
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 
-from adapters.files import saving
-from adapters.lifeline import lost_processes_named
-from adapters.progress import progress
-from adapters.samples.encoder import IGNORED_LABEL, VIDEO_SECONDS
-from adapters.trainer.callbacks import SaveOnSigterm, SkipDuplicateFinalEval
-from adapters.trainer.loader import (
+from packplan.adapters.files import saving
+from packplan.adapters.lifeline import lost_processes_named
+from packplan.adapters.progress import progress
+from packplan.adapters.samples.encoder import IGNORED_LABEL, VIDEO_SECONDS
+from packplan.adapters.trainer.callbacks import SaveOnSigterm, SkipDuplicateFinalEval
+from packplan.adapters.trainer.loader import (
     LENGTHS,
     NORMALISER,
     PACK_INDICES,
@@ -45,12 +45,12 @@ from adapters.trainer.loader import (
     Reduction,
     open_worker,
 )
-from adapters.trainer.packed_dataset import PackedDataset
-from adapters.trainer.rehearsal import failures_named
-from adapters.weight_size import is_ruined, mean_size
-from core.equality import Precision
-from core.errors import ConfigError, CoverageError, NotFiniteError
-from core.ports import RankGroup
+from packplan.adapters.trainer.packed_dataset import PackedDataset
+from packplan.adapters.trainer.rehearsal import failures_named
+from packplan.adapters.weight_size import is_ruined, mean_size
+from packplan.core.equality import Precision
+from packplan.core.errors import ConfigError, CoverageError, NotFiniteError
+from packplan.core.ports import RankGroup
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from core.ports import RankGroup
+from packplan.core.ports import RankGroup
 
 
 class SkipDuplicateFinalEval(TrainerCallback):

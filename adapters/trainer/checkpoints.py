@@ -17,10 +17,10 @@ import attrs
 import cattrs
 from cattrs.errors import BaseValidationError
 
-from adapters.progress import BRIEF_S, progress
-from core.errors import ConfigError
-from core.ports import RankGroup
-from core.schedule import ResumeState
+from packplan.adapters.progress import BRIEF_S, progress
+from packplan.core.errors import ConfigError
+from packplan.core.ports import RankGroup
+from packplan.core.schedule import ResumeState
 
 log = logging.getLogger(__name__)
 

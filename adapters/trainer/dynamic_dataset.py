@@ -13,10 +13,10 @@ from typing import Protocol
 import attrs
 from torch.utils.data import IterableDataset, get_worker_info
 
-from adapters.trainer.packed_dataset import EncodedPack, Sample
-from core.errors import PackplanError
-from core.packs import Packs
-from core.stream import Carry, CarryOptions, Emitted, advance, finish
+from packplan.adapters.trainer.packed_dataset import EncodedPack, Sample
+from packplan.core.errors import PackplanError
+from packplan.core.packs import Packs
+from packplan.core.stream import Carry, CarryOptions, Emitted, advance, finish
 
 log = logging.getLogger(__name__)
 

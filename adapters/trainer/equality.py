@@ -18,17 +18,17 @@ import attrs
 import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name
 
-from adapters.attention import native_attention
-from adapters.families import trained_config
-from adapters.samples.encoder import IGNORED_LABEL
-from adapters.samples.media import IMAGES, VIDEOS
-from adapters.trainer.base import model_inputs
-from adapters.trainer.loader import NORMALISER
-from adapters.trainer.packed_dataset import EncodedPack
-from adapters.trainer.static import PackTrainer
-from adapters.trainer.vision import model_media, rope_of, takes
-from core.equality import Finding, loss_difference
-from core.errors import PackplanError
+from packplan.adapters.attention import native_attention
+from packplan.adapters.families import trained_config
+from packplan.adapters.samples.encoder import IGNORED_LABEL
+from packplan.adapters.samples.media import IMAGES, VIDEOS
+from packplan.adapters.trainer.base import model_inputs
+from packplan.adapters.trainer.loader import NORMALISER
+from packplan.adapters.trainer.packed_dataset import EncodedPack
+from packplan.adapters.trainer.static import PackTrainer
+from packplan.adapters.trainer.vision import model_media, rope_of, takes
+from packplan.core.equality import Finding, loss_difference
+from packplan.core.errors import PackplanError
 
 _ROWS = ("text", "temporal", "height", "width")
 

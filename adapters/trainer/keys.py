@@ -11,13 +11,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from typing import Any
 
-from adapters.trainer.arguments import TrainingArguments  # before swift, which it makes importable  # isort: skip
+from packplan.adapters.trainer.arguments import TrainingArguments  # before swift, which it makes importable  # isort: skip
 
 from swift.callbacks.mapping import callbacks_map
 from swift.optimizers import optimizers_map
 from transformers.integrations import INTEGRATION_TO_CALLBACK
 
-from adapters.config.trainer_keys import WORDS, TrainerKey
+from packplan.adapters.config.trainer_keys import WORDS, TrainerKey
 
 _TYPES = {type(None): "null", bool: "bool", int: "int", float: "float", str: "str", list: "list", dict: "dict"}
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
-from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
+from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
 
 import attrs
 import torch
@@ -17,13 +17,13 @@ from swift.dataloader import DataLoaderShard
 from swift.template import Template
 from swift.utils import seed_worker
 
-from adapters.lifeline import end_by_parent_alone, end_with_parent, hide_broken_handover
-from adapters.samples.encoder import IGNORED_LABEL, VIDEO_SECONDS
-from adapters.trainer.dynamic_dataset import Ended, StreamCounts, StreamedPack
-from adapters.trainer.packed_dataset import EncodedPack, Sample
-from adapters.trainer.vision import complete
-from core.errors import PackplanError
-from core.schedule import EpochSchedule
+from packplan.adapters.lifeline import end_by_parent_alone, end_with_parent, hide_broken_handover
+from packplan.adapters.samples.encoder import IGNORED_LABEL, VIDEO_SECONDS
+from packplan.adapters.trainer.dynamic_dataset import Ended, StreamCounts, StreamedPack
+from packplan.adapters.trainer.packed_dataset import EncodedPack, Sample
+from packplan.adapters.trainer.vision import complete
+from packplan.core.errors import PackplanError
+from packplan.core.schedule import EpochSchedule
 
 Batch = dict[str, Any]
 

@@ -9,20 +9,20 @@ import sys
 import typing
 from typing import Any
 
-from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
+from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
 
 import torch
 from swift import get_model_processor
 from swift.utils import HfConfigFactory
 from transformers.utils import logging as transformers_logging
 
-from adapters.attention import attend_as, project_patches
-from adapters.config_names import configs_by_name
-from adapters.samples.template import swift_model_type
-from adapters.trainer.tuners import prepare_tuner, quantisation_of
-from core.config import ModelConfig, TrainingConfig
-from core.equality import MASKED, SHARED_ROWS, VARLEN, Attention
-from core.errors import ConfigError
+from packplan.adapters.attention import attend_as, project_patches
+from packplan.adapters.config_names import configs_by_name
+from packplan.adapters.samples.template import swift_model_type
+from packplan.adapters.trainer.tuners import prepare_tuner, quantisation_of
+from packplan.core.config import ModelConfig, TrainingConfig
+from packplan.core.equality import MASKED, SHARED_ROWS, VARLEN, Attention
+from packplan.core.errors import ConfigError
 
 
 def open_model(

@@ -7,9 +7,9 @@ from typing import Any, Protocol
 import attrs
 from torch.utils.data import Dataset
 
-from core.errors import PackplanError
-from core.packs import Packs
-from core.samples import Table
+from packplan.core.errors import PackplanError
+from packplan.core.packs import Packs
+from packplan.core.samples import Table
 
 Sample = dict[str, Any]
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
+from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
 
 import torch
 from accelerate.utils import DynamoBackend
@@ -20,7 +20,7 @@ from swift.callbacks.lisa import LISACallback
 from transformers import Trainer, get_scheduler
 from transformers.integrations import get_reporting_integration_callbacks
 
-from core.errors import ConfigError, Fault, counted
+from packplan.core.errors import ConfigError, Fault, counted
 
 
 def rehearsal_faults(arguments: Any) -> Iterator[Fault]:

@@ -10,16 +10,16 @@ import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
+from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
 
 import torch
 
-from adapters.samples.encoder import SwiftEncoder
-from adapters.trainer.packed_dataset import Sample
-from adapters.trainer.vision import model_media
-from core.errors import ConfigError
-from core.rl import Reward, Sampling
-from core.stream import Order
+from packplan.adapters.samples.encoder import SwiftEncoder
+from packplan.adapters.trainer.packed_dataset import Sample
+from packplan.adapters.trainer.vision import model_media
+from packplan.core.errors import ConfigError
+from packplan.core.rl import Reward, Sampling
+from packplan.core.stream import Order
 
 
 class RecordStream:

@@ -15,17 +15,17 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
+from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
 
 import torch
 from transformers import Trainer
 
-from adapters.samples.encoder import VIDEO_SECONDS
-from adapters.trainer.base import PackingTrainer, require_packs
-from adapters.trainer.checkpoints import files_to_state, remove_digests, to_state, write_digests
-from adapters.trainer.loader import PACK_INDICES, PackLoader, TrainBatches
-from core.equality import Attention
-from core.schedule import EpochSchedule, EpochStats, PackStats, Progress, ResumeState
+from packplan.adapters.samples.encoder import VIDEO_SECONDS
+from packplan.adapters.trainer.base import PackingTrainer, require_packs
+from packplan.adapters.trainer.checkpoints import files_to_state, remove_digests, to_state, write_digests
+from packplan.adapters.trainer.loader import PACK_INDICES, PackLoader, TrainBatches
+from packplan.core.equality import Attention
+from packplan.core.schedule import EpochSchedule, EpochStats, PackStats, Progress, ResumeState
 
 log = logging.getLogger(__name__)
 

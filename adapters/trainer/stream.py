@@ -14,17 +14,17 @@ from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
 from typing import Any
 
-from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
+from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
 
 import attrs
 import torch
 from transformers import Trainer
 
-from adapters.trainer.base import PackingTrainer
-from adapters.trainer.dynamic_dataset import StreamCounts
-from adapters.trainer.loader import LENGTHS, PackLoader
-from core.errors import agree, counted
-from core.stream import LESS_DROPPED
+from packplan.adapters.trainer.base import PackingTrainer
+from packplan.adapters.trainer.dynamic_dataset import StreamCounts
+from packplan.adapters.trainer.loader import LENGTHS, PackLoader
+from packplan.core.errors import agree, counted
+from packplan.core.stream import LESS_DROPPED
 
 log = logging.getLogger(__name__)
 

@@ -11,17 +11,17 @@ from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
-from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
+from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
 
 import torch
 from swift.arguments.base_args.quant_args import QuantizeArguments
 from swift.arguments.tuner_args import TunerArguments
 from swift.model import get_model_info_meta
 
-from adapters.families import hears_or_speaks, trained_part
-from adapters.samples.template import swift_model_type
-from core.config import ModelConfig, TrainingConfig
-from core.errors import ConfigError
+from packplan.adapters.families import hears_or_speaks, trained_part
+from packplan.adapters.samples.template import swift_model_type
+from packplan.core.config import ModelConfig, TrainingConfig
+from packplan.core.errors import ConfigError
 
 _OF_TUNERS = (
     "tuner_type", "target_regex", "lora_rank", "lora_alpha", "lora_dropout", "lorap_lr_ratio", "use_rslora",

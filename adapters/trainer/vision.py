@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
+from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
 
 import attrs
 import torch
@@ -24,9 +24,9 @@ from swift.utils import get_packed_seq_params
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from adapters.families import trained_config
-from adapters.samples.media import DUMMY_SIZE, IMAGES, VIDEOS, encode_image
-from core.errors import ConfigError
+from packplan.adapters.families import trained_config
+from packplan.adapters.samples.media import DUMMY_SIZE, IMAGES, VIDEOS, encode_image
+from packplan.core.errors import ConfigError
 
 _TYPES = "mm_token_type_ids"
 

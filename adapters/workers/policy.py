@@ -16,7 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
+from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
 
 import attrs
 import numpy as np
@@ -24,15 +24,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from adapters.context_parallel import context_parallel, gather_row
-from adapters.files import saving
-from adapters.microbatches import WEIGHTS, Microbatch, ShardedData
-from adapters.sequence_loss import FusedLoss, PackedLoss, PaddedLoss, combined, token_log_probabilities
-from adapters.weight_size import is_ruined, mean_size
-from core.context_parallel import PackedLayout
-from core.errors import ConfigError, NotFiniteError
-from core.ports import Arrays, RankGroup
-from core.rl import Reward
+from packplan.adapters.context_parallel import context_parallel, gather_row
+from packplan.adapters.files import saving
+from packplan.adapters.microbatches import WEIGHTS, Microbatch, ShardedData
+from packplan.adapters.sequence_loss import FusedLoss, PackedLoss, PaddedLoss, combined, token_log_probabilities
+from packplan.adapters.weight_size import is_ruined, mean_size
+from packplan.core.context_parallel import PackedLayout
+from packplan.core.errors import ConfigError, NotFiniteError
+from packplan.core.ports import Arrays, RankGroup
+from packplan.core.rl import Reward
 
 
 @attrs.frozen

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from core.errors import PackplanError, RankGoneError, WorkerError
-from core.ports import Arrays, RankGroup
+from packplan.core.errors import PackplanError, RankGoneError, WorkerError
+from packplan.core.ports import Arrays, RankGroup
 
 
 class RankWorkers:

@@ -21,9 +21,9 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from adapters.lifeline import end_with_process
-from core.errors import PackplanError, WorkerError, counted
-from core.ports import Arrays
+from packplan.adapters.lifeline import end_with_process
+from packplan.core.errors import PackplanError, WorkerError, counted
+from packplan.core.ports import Arrays
 
 LOST_S = 5.0
 """Seconds in which a worker that another one misses is found to be dead."""

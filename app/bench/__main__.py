@@ -8,11 +8,11 @@ from __future__ import annotations
 import argparse
 import sys
 
-from app.bench import inspection, lengths, loss, planner, shard, stream
-from app.bench.measuring import records
-from app.bench.training import command as training
-from app.bench.work import command as work
-from app.cli.command import program, run_command, run_program
+from packplan.app.bench import inspection, lengths, loss, planner, shard, stream
+from packplan.app.bench.measuring import records
+from packplan.app.bench.training import command as training
+from packplan.app.bench.work import command as work
+from packplan.app.cli.command import run_command, run_program
 
 BENCHMARKS = {
     "planner": (planner, "packing algorithms"),
@@ -29,7 +29,7 @@ BENCHMARKS = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
-    parser = argparse.ArgumentParser(prog=program("bench"), description=__doc__)
+    parser = argparse.ArgumentParser(prog="packplan bench", description=__doc__)
     benchmarks = parser.add_subparsers(required=True, metavar="benchmark")
     for name, (module, summary) in BENCHMARKS.items():
         module.add_arguments(benchmarks.add_parser(name, help=summary, description=module.__doc__))

@@ -18,7 +18,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from core.lengths import IntArray
+from packplan.core.lengths import IntArray
 
 TRACES = Path(__file__).parent / "traces.npz"
 

@@ -24,17 +24,17 @@ from typing import TypeVar
 import attrs
 import numpy as np
 
-from adapters.progress import progress
-from app.bench.distributions import DISTRIBUTIONS, Distribution
-from app.bench.table import aligned
-from app.cli.command import positive_number
-from app.wiring.stores import open_stores, read_config
-from core.align import align_plan
-from core.fingerprint import Fingerprint, configured_inputs
-from core.lengths import IntArray
-from core.plan import build_raw_plan
-from core.policy import PlanPolicy
-from core.samples import COLUMNS, IMAGE_COLUMNS
+from packplan.adapters.progress import progress
+from packplan.app.bench.distributions import DISTRIBUTIONS, Distribution
+from packplan.app.bench.table import aligned
+from packplan.app.cli.command import positive_number
+from packplan.app.wiring.stores import open_stores, read_config
+from packplan.core.align import align_plan
+from packplan.core.fingerprint import Fingerprint, configured_inputs
+from packplan.core.lengths import IntArray
+from packplan.core.plan import build_raw_plan
+from packplan.core.policy import PlanPolicy
+from packplan.core.samples import COLUMNS, IMAGE_COLUMNS
 
 RANKS = 8
 
@@ -110,7 +110,10 @@ def _measured(distribution: Distribution, folder: Path, options: argparse.Namesp
     rows = []
     for name, words in commands.items():
         call = partial(
-            subprocess.run, [sys.executable, "-m", "app.plan", *map(str, words)], check=True, capture_output=True
+            subprocess.run,
+            [sys.executable, "-m", "packplan.app.plan", *map(str, words)],
+            check=True,
+            capture_output=True,
         )
         seconds, ended = _timed(call, options.repeat)
         size = page.stat().st_size if name == "report" else len(ended.stdout)

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from app.bench.table import aligned
-from core.errors import DataSetError
+from packplan.app.bench.table import aligned
+from packplan.core.errors import DataSetError
 
 WARM_UP = 32
 """Samples before the clock starts: as many as are measured at once."""
 
 if TYPE_CHECKING:
-    from app.bench.measuring.text import TextCost
+    from packplan.app.bench.measuring.text import TextCost
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,13 +62,13 @@ def run(options: argparse.Namespace) -> None:
         message = f"{name} has to be more than the {WARM_UP} that warm up"
         raise DataSetError(message)
     # Ten seconds to load, for this benchmark alone.
-    from app.bench.measuring.text import measure_text
+    from packplan.app.bench.measuring.text import measure_text
 
     text = measure_text(options.text_rows, options.model)
     if options.text_alone:
         print(json.dumps(_as_document(text), indent=1) if options.json else _as_line(text))
         return
-    from app.bench.measuring.cost import STORED, measure_costs
+    from packplan.app.bench.measuring.cost import STORED, measure_costs
 
     costs = measure_costs(options.workers, options.samples)
     if options.json:
@@ -101,7 +101,7 @@ def _run_videos(number: int, *, as_json: bool) -> None:
 
         as_json: Print one document.
     """
-    from app.bench.measuring.videos import MODELS, measure_video_costs
+    from packplan.app.bench.measuring.videos import MODELS, measure_video_costs
 
     if number < 1:
         message = "--videos has to be at least 1"

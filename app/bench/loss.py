@@ -15,8 +15,8 @@ import platform
 
 import attrs
 
-from app.bench.table import aligned
-from app.cli.command import positive_number
+from packplan.app.bench.table import aligned
+from packplan.app.cli.command import positive_number
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Measure, then print."""
     # Seconds to load, for this benchmark alone.
-    from app.bench.loss_cost import measure_loss
+    from packplan.app.bench.loss_cost import measure_loss
 
     rows = [
         measure_loss(size, num_sequences=options.sequences, length=options.length, repeat=options.repeat)

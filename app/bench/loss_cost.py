@@ -11,9 +11,9 @@ from typing import Any
 import attrs
 import torch
 
-from adapters.policy_loss import ClippedPolicyLoss
-from adapters.sequence_loss import FusedLoss, PackedLoss, normalisers
-from core.context_parallel import PackedLayout
+from packplan.adapters.policy_loss import ClippedPolicyLoss
+from packplan.adapters.sequence_loss import FusedLoss, PackedLoss, normalisers
+from packplan.core.context_parallel import PackedLayout
 
 Loss = Callable[[torch.Tensor], tuple[torch.Tensor, Mapping[str, Any]]]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import attrs
 
-from app.bench.process import OwnProcess
+from packplan.app.bench.process import OwnProcess
 
 ENOUGH_S = 10.0
 """A call is not repeated once its runs took so long together."""

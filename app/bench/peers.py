@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from core.lengths import IntArray
+from packplan.core.lengths import IntArray
 
 MAX_TOKENS = 4_000_000_000
 """A peer that packs tokens, not lengths, is not asked for more: one byte each, twice."""
@@ -40,7 +40,7 @@ class Peer:
 
     def load(self) -> None:
         """Import the package."""
-        import_module("adapters.torchvision_shim")  # before transformers and swift
+        import_module("packplan.adapters.torchvision_shim")  # before transformers and swift
         import_module(self.module)
 
 

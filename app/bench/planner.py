@@ -22,15 +22,15 @@ import attrs
 import numpy as np
 import scipy
 
-from adapters.progress import progress
-from app.bench.distributions import DISTRIBUTIONS, Distribution
-from app.bench.measure import Measured, NotMeasured, measure
-from app.bench.peers import PEERS
-from app.bench.table import aligned
-from core.bounds import lower_bound
-from core.errors import DataSetError
-from core.lengths import IntArray
-from core.packers import ALGORITHMS, pack
+from packplan.adapters.progress import progress
+from packplan.app.bench.distributions import DISTRIBUTIONS, Distribution
+from packplan.app.bench.measure import Measured, NotMeasured, measure
+from packplan.app.bench.peers import PEERS
+from packplan.app.bench.table import aligned
+from packplan.core.bounds import lower_bound
+from packplan.core.errors import DataSetError
+from packplan.core.lengths import IntArray
+from packplan.core.packers import ALGORITHMS, pack
 
 WARM_UP = 500
 """Samples packed before the clock starts, so that what is loaded late is loaded."""

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from adapters.lifeline import end_with_parent
+from packplan.adapters.lifeline import end_with_parent
 
 STDOUT, STDERR = 1, 2
 

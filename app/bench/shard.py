@@ -21,12 +21,12 @@ from typing import get_args
 import attrs
 import numpy as np
 
-from app.bench.distributions import DISTRIBUTIONS
-from app.bench.table import aligned
-from app.cli.command import positive_number
-from core.lengths import IntArray
-from core.shard import Sharding, batch_metrics, pooled, shard_dynamic, shard_packed, shard_plain
-from core.work import Meeting, WorkModel
+from packplan.app.bench.distributions import DISTRIBUTIONS
+from packplan.app.bench.table import aligned
+from packplan.app.cli.command import positive_number
+from packplan.core.lengths import IntArray
+from packplan.core.shard import Sharding, batch_metrics, pooled, shard_dynamic, shard_packed, shard_plain
+from packplan.core.work import Meeting, WorkModel
 
 MODEL = WorkModel(per_position=14 * 10**9, per_pair=4 * 28 * 3584).trained()
 """A text model of 7B."""

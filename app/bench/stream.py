@@ -16,12 +16,12 @@ import time
 
 import numpy as np
 
-from app.bench.distributions import DISTRIBUTIONS
-from app.bench.table import aligned
-from app.cli.command import positive_number
-from core.lengths import IntArray
-from core.packers import pack
-from core.stream import Carry, CarryOptions, advance, finish
+from packplan.app.bench.distributions import DISTRIBUTIONS
+from packplan.app.bench.table import aligned
+from packplan.app.cli.command import positive_number
+from packplan.core.lengths import IntArray
+from packplan.core.packers import pack
+from packplan.core.stream import Carry, CarryOptions, advance, finish
 
 CHUNK = 4096
 """Lengths that come at a time."""

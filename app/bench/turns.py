@@ -12,9 +12,9 @@ from typing import Any
 
 import attrs
 
-from app.bench.measure import peak_bytes, reset_peak
-from app.bench.process import WAITING, Message, OwnProcess, Turns
-from core.errors import DataSetError
+from packplan.app.bench.measure import peak_bytes, reset_peak
+from packplan.app.bench.process import WAITING, Message, OwnProcess, Turns
+from packplan.core.errors import DataSetError
 
 Workload = Callable[[], Callable[[Turns], Any]]
 """

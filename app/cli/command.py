@@ -15,11 +15,11 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import MappingProxyType
 from typing import TextIO
 
-from adapters import progress
-from adapters.lifeline import end_with_launcher
-from core.errors import OutputError, PackplanError, VerificationError
+from packplan.adapters.lifeline import end_with_launcher
+from packplan.core.errors import OutputError, PackplanError, VerificationError
 
 KEPT = (
     "what was measured, planned and saved is kept; run again to go on (training: with "
@@ -37,6 +37,9 @@ grow.
 """
 
 BROKEN_PIPE, USER_ERROR, VERIFICATION_FAILED, INTERRUPTED = 1, 2, 3, 130
+
+EXTRAS = MappingProxyType({"ray": "rl", "deepspeed": "deepspeed", "qwen_omni_utils": "omni", "decord": "video"})
+"""Package -> the extra that brings it; `train` brings all others."""
 
 MOST_RANKS = 100_000
 
@@ -113,6 +116,8 @@ def run_command(command: Callable[[], None], *, verbose: bool, quiet: bool = Fal
 
     Any other exception is our own fault, and keeps its traceback.
     """
+    from packplan.adapters import progress
+
     end_with_launcher()
     _share_cores()
     progress.hide(hidden=quiet)
@@ -138,8 +143,8 @@ def run_command(command: Callable[[], None], *, verbose: bool, quiet: bool = Fal
 
 def run_program(main: Callable[[], int]) -> int:
     """
-    Run a program's main, and what it prints last; return its exit status, also where argparse or
-    Ctrl-C ends it.
+    Run a program's main, and what it prints last; return its exit status, also where argparse,
+    Ctrl-C or a package that is not installed ends it.
 
     Args:
         main: Reads the command line, and returns the exit status.
@@ -148,6 +153,13 @@ def run_program(main: Callable[[], int]) -> int:
         status: int = main()
     except SystemExit as ended:
         status = int(ended.code or 0)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "packplan"):
+            raise
+        extra = EXTRAS.get(package, "train")
+        _complain(f"error: this needs the package {package}, which is not installed: pip install 'packplan[{extra}]'")
+        status = USER_ERROR
     except KeyboardInterrupt:
         _complain("interrupted")
         status = INTERRUPTED
@@ -205,26 +217,16 @@ def _give_up(stream: TextIO) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def program(name: str) -> str:
-    """
-    Return what the help of the command *name* calls it: as it was started, by `packplan` or as a
-    module.
-    """
-    return f"packplan {name}" if Path(sys.argv[0]).stem == "packplan" else f"python -m app.{name}"
-
-
 def to_type(name: str) -> str:
     """
-    Return what a user types for the command *name*: `program`, with this process's own interpreter
-    where `python` is another one, which lacks the libraries.
+    Return the words that start the command *name* from this process's environment: with the path of
+    its `packplan` where another one, or none, is found without it.
     """
-    words = program(name)
-    python = shutil.which("python")
-    if words.startswith("packplan") or (python and Path(python) == Path(sys.executable)):
-        return words
-    executable = Path(sys.executable)
-    shown = os.path.relpath(executable) if executable.is_relative_to(Path.cwd()) else str(executable)
-    return words.replace("python", shlex.quote(shown), 1)
+    own = Path(sys.executable).with_name("packplan")
+    if shutil.which("packplan") == str(own):
+        return f"packplan {name}"
+    shown = os.path.relpath(own) if own.is_relative_to(Path.cwd()) else str(own)
+    return f"{shlex.quote(shown)} {name}"
 
 
 def positive_number(text: str) -> int:
@@ -302,11 +304,10 @@ def _set_up_logging(*, verbose: bool, quiet: bool) -> None:
     rank = int(os.environ.get("RANK", "0"))
     handler = logging.StreamHandler()
     handler.setFormatter(_MarkWarnings("packplan" if rank == 0 else f"packplan rank {rank}"))
-    for name in ("app", "adapters"):
-        logger = logging.getLogger(name)
-        logger.handlers = [handler]
-        logger.setLevel(logging.INFO if rank == 0 and not quiet else logging.WARNING)
-        logger.propagate = False
+    logger = logging.getLogger("packplan")
+    logger.handlers = [handler]
+    logger.setLevel(logging.INFO if rank == 0 and not quiet else logging.WARNING)
+    logger.propagate = False
     if not verbose:
         for name in ("swift", "transformers", "accelerate"):
             logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,3 +1,3 @@
 """
-Makes the tiny models and the data set that the examples train on, and trains: `python -m app.demo`.
+Makes the tiny models and the data set that the examples train on, and trains: `packplan demo`.
 """

@@ -1,8 +1,8 @@
 """
 Make the tiny models and the data set that the examples train on, then train on them.
 
-`python -m app.demo` does all and ends with one line that says how the loss fell; `python -m
-app.demo make` only makes; with `--videos`, also what `app/demo_videos.yaml` trains on.
+`packplan demo` does all and ends with one line that says how the loss fell; `python -m
+packplan demo make` only makes; with `--videos`, also what `app/demo_videos.yaml` trains on.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from pathlib import Path
 
 import yaml
 
-from adapters.files import saving, writing
-from adapters.progress import loading_libraries
-from app import sft
-from app.cli.command import program, run_command, run_program, to_type
-from app.wiring import stores
-from core.errors import counted
+from packplan.adapters.files import saving, writing
+from packplan.adapters.progress import loading_libraries
+from packplan.app import sft
+from packplan.app.cli.command import run_command, run_program, to_type
+from packplan.app.wiring import stores
+from packplan.core.errors import counted
 
 CONFIG = Path(__file__).parent.parent / "demo.yaml"
 
@@ -43,8 +43,8 @@ def make(folder: Path, *, seed: int, num_train: int, num_val: int) -> None:
         num_val: Records of the evaluation data.
     """
     with loading_libraries():
-        from app.demo.scenes import corpus, write_data
-        from app.demo.tiny_models import MODEL_TYPES, write_model
+        from packplan.app.demo.scenes import corpus, write_data
+        from packplan.app.demo.tiny_models import MODEL_TYPES, write_model
 
     with writing(folder / "data"):
         write_data(folder / "data", seed=seed, num_train=num_train, num_val=num_val)
@@ -57,7 +57,7 @@ def make_videos(folder: Path) -> None:
     """
     Write clips and `videos.jsonl`, records of text, images and videos, to `videos/` under *folder*.
     """
-    from app.demo.videos import write_records
+    from packplan.app.demo.videos import write_records
 
     with writing(folder / "videos"):
         write_records(folder / "videos")
@@ -65,7 +65,7 @@ def make_videos(folder: Path) -> None:
 
 def summary(folder: Path) -> str:
     """Return what *folder* holds, as a line for each kind, and the command that trains on it."""
-    from app.demo.tiny_models import MODEL_TYPES
+    from packplan.app.demo.tiny_models import MODEL_TYPES
 
     lines = [f"{folder / 'models'}: {', '.join(MODEL_TYPES)}; tiny, with random weights"]
     for name in ("data", "videos"):
@@ -112,7 +112,7 @@ def _moved(value: str | list[str], folder: Path) -> str:
 def train() -> None:
     """Train as `app/demo.yaml` says, and print how the loss fell."""
     with loading_libraries():
-        from app.wiring import training
+        from packplan.app.wiring import training
 
     with training.joined_ranks({}) as group:
         result = sft.run(stores.read_config(CONFIG), group)
@@ -128,7 +128,7 @@ def train() -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
-    parser = argparse.ArgumentParser(prog=program("demo"), description=__doc__)
+    parser = argparse.ArgumentParser(prog="packplan demo", description=__doc__)
     parser.add_argument("what", nargs="?", choices=["make"], help="make the models and data, and do not train")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where to write (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="decides every byte (default: %(default)s)")
@@ -140,7 +140,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.what != "make" and options.folder != parser.get_default("folder"):
         parser.error("--folder goes with make: training reads what app/demo.yaml names")
     if options.what != "make" and options.videos:
-        parser.error("--videos goes with make: python -m app.sft app/demo_videos.yaml trains on them")
+        parser.error("--videos goes with make: packplan sft app/demo_videos.yaml trains on them")
 
     def command() -> None:
         make(options.folder, seed=options.seed, num_train=options.train, num_val=options.val)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
+from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
 
 import attrs
 import torch
@@ -27,7 +27,7 @@ from transformers.models.minicpmv4_6.image_processing_minicpmv4_6 import MiniCPM
 from transformers.models.minicpmv4_6.video_processing_minicpmv4_6 import MiniCPMV4_6VideoProcessor
 from transformers.models.paddleocr_vl.image_processing_paddleocr_vl import PaddleOCRVLImageProcessor
 
-from app.demo.tiny_models import SPECIAL_TOKENS, learned_tokenizer
+from packplan.app.demo.tiny_models import SPECIAL_TOKENS, learned_tokenizer
 
 Sizes = dict[str, Any]
 

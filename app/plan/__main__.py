@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import argparse
 
-from app.cli.command import add_logging_options, parse_arguments, program, run_command, run_program
-from app.plan import build, diff, materialise, report, show, verify, whatif
+from packplan.app.cli.command import add_logging_options, parse_arguments, run_command, run_program
+from packplan.app.plan import build, diff, materialise, report, show, verify, whatif
 
 COMMANDS = {
     "build": (build, "measure and plan"),
@@ -27,7 +27,7 @@ COMMANDS = {
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
     parser = argparse.ArgumentParser(
-        prog=program("plan"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="packplan plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, (module, summary) in COMMANDS.items():

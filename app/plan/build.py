@@ -1,5 +1,5 @@
 """
-Measure and plan a run before it; `app.sft run.yaml` then starts training at once.
+Measure and plan a run before it; `packplan sft run.yaml` then starts training at once.
 
 Under torchrun every rank measures a slice of the samples, into an output folder that all ranks see;
 the result is the same, byte for byte.
@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from adapters.progress import loading_libraries
-from app.cli.command import add_config_arguments, positive_number
-from app.planning.split import GatheredSplit
-from app.training.schedule import require_static
-from app.wiring import stores
-from app.wiring.mixes import write_records
-from core.errors import ConfigError
+from packplan.adapters.progress import loading_libraries
+from packplan.app.cli.command import add_config_arguments, positive_number
+from packplan.app.planning.split import GatheredSplit
+from packplan.app.training.schedule import require_static
+from packplan.app.wiring import stores
+from packplan.app.wiring.mixes import write_records
+from packplan.core.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,9 +47,9 @@ def run(options: argparse.Namespace) -> None:
     stores.require_inputs(config)
 
     with loading_libraries():
-        from app.plan.building import build, list_failures
-        from app.wiring.gather import gather
-        from app.wiring.training import ask_before_measuring, joined_ranks, keep_verdict, local_ranks
+        from packplan.app.plan.building import build, list_failures
+        from packplan.app.wiring.gather import gather
+        from packplan.app.wiring.training import ask_before_measuring, joined_ranks, keep_verdict, local_ranks
 
     if options.list_failures:
         gathered = gather(config)

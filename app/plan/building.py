@@ -9,15 +9,15 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from app.planning.log_lines import log_plan
-from app.planning.measure import failures
-from app.planning.measure_slices import measure_slices
-from app.planning.split import GatheredSplit, Planner
-from app.training.schedule import warn_of_ignored
-from app.wiring.stores import open_slice, remove_slices
-from core.config import RunConfig
-from core.errors import DataSetError, counted
-from core.ports import RankGroup
+from packplan.app.planning.log_lines import log_plan
+from packplan.app.planning.measure import failures
+from packplan.app.planning.measure_slices import measure_slices
+from packplan.app.planning.split import GatheredSplit, Planner
+from packplan.app.training.schedule import warn_of_ignored
+from packplan.app.wiring.stores import open_slice, remove_slices
+from packplan.core.config import RunConfig
+from packplan.core.errors import DataSetError, counted
+from packplan.core.ports import RankGroup
 
 log = logging.getLogger(__name__)
 

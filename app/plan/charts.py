@@ -20,11 +20,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator, NullFormatter
 from numpy.typing import NDArray
 
-from app.plan.stored import PlanView
-from core.errors import counted
-from core.inspection import fills, works_per_step
-from core.lengths import IntArray
-from core.packers import pack
+from packplan.app.plan.stored import PlanView
+from packplan.core.errors import counted
+from packplan.core.inspection import fills, works_per_step
+from packplan.core.lengths import IntArray
+from packplan.core.packers import pack
 
 INK, GRID, FIRST, SECOND, THIRD = "#010101", "#020202", "#030303", "#040404", "#050505"
 

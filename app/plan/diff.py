@@ -16,16 +16,16 @@ from typing import Any
 import attrs
 from rich.console import Console
 
-from app.cli.command import add_overrides, positive_number
-from app.plan.stored import StoredSplit, open_split, split_schedule
-from app.planning.split import Alignment
-from app.training.works import work_of
-from app.wiring import stores
-from core.config import RunConfig
-from core.errors import ConfigError, Difference
-from core.inspection import PlanDifference, figure_differences, plan_difference, summarise_schedule
-from core.schedule import EpochSchedule
-from core.work import SampleWorks
+from packplan.app.cli.command import add_overrides, positive_number
+from packplan.app.plan.stored import StoredSplit, open_split, split_schedule
+from packplan.app.planning.split import Alignment
+from packplan.app.training.works import work_of
+from packplan.app.wiring import stores
+from packplan.core.config import RunConfig
+from packplan.core.errors import ConfigError, Difference
+from packplan.core.inspection import PlanDifference, figure_differences, plan_difference, summarise_schedule
+from packplan.core.schedule import EpochSchedule
+from packplan.core.work import SampleWorks
 
 SHOWN = 20
 """Samples of each kind that people see; programs see all."""

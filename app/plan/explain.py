@@ -11,13 +11,13 @@ from typing import Any
 
 import attrs
 
-from app.plan.stored import PlanView
-from app.wiring import stores
-from core.config import RunConfig
-from core.errors import DataSetError
-from core.inspection import place_of, scheduled_steps
-from core.ports import Records
-from core.samples import from_tables
+from packplan.app.plan.stored import PlanView
+from packplan.app.wiring import stores
+from packplan.core.config import RunConfig
+from packplan.core.errors import DataSetError
+from packplan.core.inspection import place_of, scheduled_steps
+from packplan.core.ports import Records
+from packplan.core.samples import from_tables
 
 
 @attrs.frozen(eq=False)

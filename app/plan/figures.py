@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from app.plan.stored import PlanView
-from app.planning.log_lines import BOUNDS
-from core.equality import PackingVerdict
-from core.errors import agree, counted
-from core.inspection import SourceSummary
-from core.samples import video_totals
+from packplan.app.plan.stored import PlanView
+from packplan.app.planning.log_lines import BOUNDS
+from packplan.core.equality import PackingVerdict
+from packplan.core.errors import agree, counted
+from packplan.core.inspection import SourceSummary
+from packplan.core.samples import video_totals
 
 _BARS = " ▁▂▃▄▅▆▇█"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from app.cli.command import add_config_arguments, whole_number
-from app.wiring.mixes import materialise
+from packplan.app.cli.command import add_config_arguments, whole_number
+from packplan.app.wiring.mixes import materialise
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -13,14 +13,14 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from adapters.progress import progress
-from app.cli.command import add_config_arguments, world_size
-from app.plan.figures import figures
-from app.plan.stored import PlanView, as_document, inspect_plan, splits_of
-from app.wiring import stores
-from core.errors import counted
+from packplan.adapters.progress import progress
+from packplan.app.cli.command import add_config_arguments, world_size
+from packplan.app.plan.figures import figures
+from packplan.app.plan.stored import PlanView, as_document, inspect_plan, splits_of
+from packplan.app.wiring import stores
+from packplan.core.errors import counted
 
-log = logging.getLogger("app.plan.report")
+log = logging.getLogger("packplan.app.plan.report")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> None:
 
 def _as_variables(view: PlanView) -> dict[str, Any]:
     """Return what the page says of a split."""
-    from app.plan.charts import charts
+    from packplan.app.plan.charts import charts
 
     plan, schedule, document = view.plan_summary, view.schedule_summary, as_document(view)
     return {

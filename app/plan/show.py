@@ -17,13 +17,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from app.cli.command import add_config_arguments, whole_number, world_size
-from app.plan.explain import Explainer, as_text
-from app.plan.figures import figures
-from app.plan.stored import PlanView, as_document, inspect_plan, splits_of
-from app.wiring import stores
-from core.config import RunConfig
-from core.errors import ConfigError, DataSetError, counted
+from packplan.app.cli.command import add_config_arguments, whole_number, world_size
+from packplan.app.plan.explain import Explainer, as_text
+from packplan.app.plan.figures import figures
+from packplan.app.plan.stored import PlanView, as_document, inspect_plan, splits_of
+from packplan.app.wiring import stores
+from packplan.core.config import RunConfig
+from packplan.core.errors import ConfigError, DataSetError, counted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,7 +83,7 @@ def _text_of(config: RunConfig, view: PlanView, sample: int) -> list[dict[str, A
         sample: Position of the sample.
     """
     # ms-swift takes seconds to import, which no other look at a plan needs.
-    from app.wiring.training import open_samples
+    from packplan.app.wiring.training import open_samples
 
     encoder = open_samples(config)[view.stored.name]
     encoder.leave_out([one.number for one in view.stored.lengths.origin.bad])

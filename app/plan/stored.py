@@ -8,17 +8,17 @@ from typing import Any
 
 import attrs
 
-from app.planning.bad import left_out
-from app.planning.log_lines import describe
-from app.planning.split import Alignment, PlannedSplit, Stores, plan_of
-from app.training.schedule import batch_of, evaluation_schedule_of, require_static, schedule_of
-from app.training.works import Work, policy_of, work_of
-from app.wiring import stores
-from core.align import AlignedPlan
-from core.batch import partial_window
-from core.config import RunConfig
-from core.equality import AUTO, Attention, PackingVerdict
-from core.errors import (
+from packplan.app.planning.bad import left_out
+from packplan.app.planning.log_lines import describe
+from packplan.app.planning.split import Alignment, PlannedSplit, Stores, plan_of
+from packplan.app.training.schedule import batch_of, evaluation_schedule_of, require_static, schedule_of
+from packplan.app.training.works import Work, policy_of, work_of
+from packplan.app.wiring import stores
+from packplan.core.align import AlignedPlan
+from packplan.core.batch import partial_window
+from packplan.core.config import RunConfig
+from packplan.core.equality import AUTO, Attention, PackingVerdict
+from packplan.core.errors import (
     ConfigError,
     DroppedTokensError,
     IsolationError,
@@ -27,8 +27,8 @@ from core.errors import (
     UserError,
     counted,
 )
-from core.fingerprint import Fingerprint, configured_inputs
-from core.inspection import (
+from packplan.core.fingerprint import Fingerprint, configured_inputs
+from packplan.core.inspection import (
     PlanSummary,
     ScheduleSummary,
     SourceSummary,
@@ -36,11 +36,11 @@ from core.inspection import (
     summarise_schedule,
     summarise_sources,
 )
-from core.lengths import IntArray
-from core.plan import refuse_dropped, refuse_longer
-from core.ports import LengthStore, StoredLengths, StoredPlan
-from core.samples import column, video_totals
-from core.schedule import EpochSchedule
+from packplan.core.lengths import IntArray
+from packplan.core.plan import refuse_dropped, refuse_longer
+from packplan.core.ports import LengthStore, StoredLengths, StoredPlan
+from packplan.core.samples import column, video_totals
+from packplan.core.schedule import EpochSchedule
 
 
 @attrs.frozen(eq=False)

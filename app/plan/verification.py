@@ -13,10 +13,10 @@ from typing import TypeVar
 import attrs
 import numpy as np
 
-from adapters.progress import progress
-from app.planning.bad import LeftOut
-from app.planning.split import GatheredSplit, plan_with_progress
-from core.errors import (
+from packplan.adapters.progress import progress
+from packplan.app.planning.bad import LeftOut
+from packplan.app.planning.split import GatheredSplit, plan_with_progress
+from packplan.core.errors import (
     CorruptArtefactError,
     Difference,
     DroppedTokensError,
@@ -25,11 +25,11 @@ from core.errors import (
     SampleTooLongError,
     counted,
 )
-from core.inspection import plan_faults
-from core.lengths import IntArray
-from core.plan import refuse_dropped, refuse_longer
-from core.ports import LengthSource, Origin, StoredLengths, StoredPlan
-from core.samples import ImageTable, Measured, Table, from_row, from_tables, num_media
+from packplan.core.inspection import plan_faults
+from packplan.core.lengths import IntArray
+from packplan.core.plan import refuse_dropped, refuse_longer
+from packplan.core.ports import LengthSource, Origin, StoredLengths, StoredPlan
+from packplan.core.samples import ImageTable, Measured, Table, from_row, from_tables, num_media
 
 log = logging.getLogger(__name__)
 

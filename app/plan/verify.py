@@ -15,12 +15,12 @@ import json
 
 import attrs
 
-from adapters.progress import loading_libraries
-from app.cli.command import add_config_arguments, whole_number
-from app.plan.stored import splits_of
-from app.plan.verification import Finding, verify
-from app.wiring import stores
-from core.errors import NotBuiltError, UnsoundError, counted
+from packplan.adapters.progress import loading_libraries
+from packplan.app.cli.command import add_config_arguments, whole_number
+from packplan.app.plan.stored import splits_of
+from packplan.app.plan.verification import Finding, verify
+from packplan.app.wiring import stores
+from packplan.core.errors import NotBuiltError, UnsoundError, counted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> None:
     splits = splits_of(config, options.split)
 
     with loading_libraries():
-        from app.wiring.gather import gather
+        from packplan.app.wiring.gather import gather
 
     gathered = gather(config).splits
     found: dict[str, list[Finding]] = {}

@@ -20,18 +20,18 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from adapters.progress import progress
-from app.cli.command import add_config_arguments, positive_numbers, world_sizes
-from app.plan.stored import open_lengths, split_schedule, splits_of, stale_inputs
-from app.planning.split import Alignment, plan_with_progress
-from app.training.works import policy_of, work_of
-from app.wiring import stores
-from core.config import RunConfig
-from core.errors import ConfigError, counted
-from core.inspection import Alternative, best_of, what_if
-from core.plan import RawPlan, refuse_dropped, refuse_longer
-from core.ports import StoredLengths
-from core.schedule import EpochSchedule
+from packplan.adapters.progress import progress
+from packplan.app.cli.command import add_config_arguments, positive_numbers, world_sizes
+from packplan.app.plan.stored import open_lengths, split_schedule, splits_of, stale_inputs
+from packplan.app.planning.split import Alignment, plan_with_progress
+from packplan.app.training.works import policy_of, work_of
+from packplan.app.wiring import stores
+from packplan.core.config import RunConfig
+from packplan.core.errors import ConfigError, counted
+from packplan.core.inspection import Alternative, best_of, what_if
+from packplan.core.plan import RawPlan, refuse_dropped, refuse_longer
+from packplan.core.ports import StoredLengths
+from packplan.core.schedule import EpochSchedule
 
 RULE = "coverage x fill / imbalance"
 

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Sequence
 from decimal import Decimal
 
-from core.errors import DataSetError, RecordError, counted
-from core.ports import LengthSource
-from core.samples import BadRecord
+from packplan.core.errors import DataSetError, RecordError, counted
+from packplan.core.ports import LengthSource
+from packplan.core.samples import BadRecord
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class LeftOut:
         if self._max_share is not None and len(records) > self._max_share * self._total:
             fact = (
                 f"{len(records):,} of {counted(self._total, 'record')} cannot become samples, which is more than "
-                f"custom.max_bad_share ({self._max_share}): fix them (python -m app.plan build run.yaml "
+                f"custom.max_bad_share ({self._max_share}): fix them (packplan plan build run.yaml "
                 "--list-failures names all), or raise it:"
             )
             message = "\n  ".join([fact, *(f"{one.where}: {one.reason}" for one in records[:_SHOWN])])

@@ -9,12 +9,12 @@ from types import MappingProxyType
 
 import numpy as np
 
-from app.planning.split import PlannedSplit
-from core.errors import agree, counted
-from core.inspection import LowFill, longest_pack, low_fill
-from core.patterns.certificate import BoundKind
-from core.policy import PlanPolicy
-from core.samples import column
+from packplan.app.planning.split import PlannedSplit
+from packplan.core.errors import agree, counted
+from packplan.core.inspection import LowFill, longest_pack, low_fill
+from packplan.core.patterns.certificate import BoundKind
+from packplan.core.policy import PlanPolicy
+from packplan.core.samples import column
 
 WORTH_A_WARNING = Fraction(1, 100)
 """
@@ -106,7 +106,7 @@ def _describe_packs(planned: PlannedSplit, policy: PlanPolicy) -> Iterator[tuple
 
 
 def _reason(low: LowFill, policy: PlanPolicy) -> str:
-    longer = "a higher template.max_length may fit them (python -m app.plan whatif compares)"
+    longer = "a higher template.max_length may fit them (packplan plan whatif compares)"
     if low.reason == "algorithm":
         way = "no other finds fewer" if policy.algorithm == "certified" else "certified finds the fewest"
         return (

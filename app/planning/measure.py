@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from adapters.progress import progress
-from app.planning.bad import LeftOut
-from core.errors import ChangedImageError, DataSetError, RecordError, agree, counted
-from core.ports import LengthSource, LengthStore, Measurable, ReportProgress, Stored
-from core.samples import (
+from packplan.adapters.progress import progress
+from packplan.app.planning.bad import LeftOut
+from packplan.core.errors import ChangedImageError, DataSetError, RecordError, agree, counted
+from packplan.core.ports import LengthSource, LengthStore, Measurable, ReportProgress, Stored
+from packplan.core.samples import (
     COLUMNS,
     IMAGE_COLUMNS,
     ImageTable,

@@ -15,12 +15,12 @@ from itertools import pairwise
 import attrs
 import numpy as np
 
-from app.planning.deadline import Deadline
-from app.planning.measure import measure_rows, probe_first
-from app.planning.split import GatheredSplit
-from core.errors import DataSetError, PackplanError, agree, counted
-from core.ports import Arrays, LengthSource, LengthStore, Lock, RankGroup, ReportProgress, Stored
-from core.samples import Outcome, ShortcutError
+from packplan.app.planning.deadline import Deadline
+from packplan.app.planning.measure import measure_rows, probe_first
+from packplan.app.planning.split import GatheredSplit
+from packplan.core.errors import DataSetError, PackplanError, agree, counted
+from packplan.core.ports import Arrays, LengthSource, LengthStore, Lock, RankGroup, ReportProgress, Stored
+from packplan.core.samples import Outcome, ShortcutError
 
 log = logging.getLogger(__name__)
 

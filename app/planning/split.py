@@ -14,15 +14,15 @@ from functools import partial
 import attrs
 import numpy as np
 
-from adapters.progress import BRIEF_S, progress
-from app.planning.deadline import Deadline
-from app.planning.measure import measure
-from core.align import AlignedPlan, align_plan
-from core.checksum import plan_checksum
-from core.config import RunConfig
-from core.errors import DataSetError, EmptyPlanError, RanksDisagreeError, counted
-from core.fingerprint import Fingerprint
-from core.plan import (
+from packplan.adapters.progress import BRIEF_S, progress
+from packplan.app.planning.deadline import Deadline
+from packplan.app.planning.measure import measure
+from packplan.core.align import AlignedPlan, align_plan
+from packplan.core.checksum import plan_checksum
+from packplan.core.config import RunConfig
+from packplan.core.errors import DataSetError, EmptyPlanError, RanksDisagreeError, counted
+from packplan.core.fingerprint import Fingerprint
+from packplan.core.plan import (
     RawPlan,
     build_raw_plan,
     plan_from_arrays,
@@ -30,10 +30,10 @@ from core.plan import (
     refuse_dropped,
     refuse_longer,
 )
-from core.policy import PlanPolicy
-from core.ports import Arrays, LengthSource, LengthStore, Lock, PlanStore, RankGroup, ReportProgress
-from core.samples import Table, column
-from core.schedule import ORDER_VERSION, EpochSchedule, ResumeState
+from packplan.core.policy import PlanPolicy
+from packplan.core.ports import Arrays, LengthSource, LengthStore, Lock, PlanStore, RankGroup, ReportProgress
+from packplan.core.samples import Table, column
+from packplan.core.schedule import ORDER_VERSION, EpochSchedule, ResumeState
 
 log = logging.getLogger(__name__)
 
@@ -203,7 +203,7 @@ def _require_steady(split: GatheredSplit) -> None:
     if split.source.mixes:
         message = (
             f"the {split.name} data are mixed again in each epoch, which a static plan cannot follow: write an "
-            "epoch's mix to one JSONL (python -m app.plan materialise mix.yaml -o mix.jsonl), or set "
+            "epoch's mix to one JSONL (packplan plan materialise mix.yaml -o mix.jsonl), or set "
             "custom.trainer_variant: rollout"
         )
         raise DataSetError(message)

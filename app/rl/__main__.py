@@ -11,18 +11,17 @@ from __future__ import annotations
 
 import argparse
 
-from adapters.progress import loading_libraries
-from app.cli.command import (
+from packplan.adapters.progress import loading_libraries
+from packplan.app.cli.command import (
     add_config_arguments,
     add_logging_options,
     parse_arguments,
     positive_number,
-    program,
     run_command,
     run_program,
 )
-from app.wiring import stores
-from core.errors import ConfigError
+from packplan.app.wiring import stores
+from packplan.core.errors import ConfigError
 
 KEPT = (
     "the steps so far are in rl.jsonl, the policy where grpo.save_every wrote it; a run does not go on: start it again"
@@ -32,7 +31,7 @@ KEPT = (
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
     parser = argparse.ArgumentParser(
-        prog=program("rl"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="packplan rl", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_config_arguments(parser, about="the run; see docs/rl.md")
     parser.add_argument(
@@ -50,8 +49,8 @@ def main(arguments: list[str] | None = None) -> int:
         stores.require_inputs(config)
 
         with loading_libraries():
-            from app.rl import loop
-            from app.wiring import training
+            from packplan.app.rl import loop
+            from packplan.app.wiring import training
 
         if options.quiet:
             config = training.without_progress(config)
@@ -60,7 +59,9 @@ def main(arguments: list[str] | None = None) -> int:
             stores.open_policy_folder(config).make_room(overwrite=options.overwrite)
         samples = training.open_samples(config)["train"]
         if samples.sees_images:
-            raise ConfigError.of("model.model", "reads images, but app.rl trains models of text: name one of these")
+            raise ConfigError.of(
+                "model.model", "reads images, but packplan rl trains models of text: name one of these"
+            )
         with training.open_workers(
             config, options.config, samples, overrides=options.overrides, ray_workers=options.ray_workers
         ) as workers:

@@ -21,22 +21,22 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from adapters.microbatches import BatchedData
-from adapters.progress import progress
-from adapters.sequence_loss import normalisers
-from app.training.works import trained_work
-from app.wiring.stores import open_policy_folder
-from app.wiring.training import require_isolation
-from core.config import RunConfig
-from core.errors import ConfigError, RecordError, counted
-from core.ports import Arrays, Workers
-from core.rl import group_advantages
-from core.shard import Sharding, batch_metrics, pooled, shard_dynamic, shard_packed, shard_plain
-from core.shuffling import shuffled
-from core.work import WorkModel
+from packplan.adapters.microbatches import BatchedData
+from packplan.adapters.progress import progress
+from packplan.adapters.sequence_loss import normalisers
+from packplan.app.training.works import trained_work
+from packplan.app.wiring.stores import open_policy_folder
+from packplan.app.wiring.training import require_isolation
+from packplan.core.config import RunConfig
+from packplan.core.errors import ConfigError, RecordError, counted
+from packplan.core.ports import Arrays, Workers
+from packplan.core.rl import group_advantages
+from packplan.core.shard import Sharding, batch_metrics, pooled, shard_dynamic, shard_packed, shard_plain
+from packplan.core.shuffling import shuffled
+from packplan.core.work import WorkModel
 
 if TYPE_CHECKING:
-    from adapters.samples.encoder import SwiftEncoder
+    from packplan.adapters.samples.encoder import SwiftEncoder
 
 log = logging.getLogger(__name__)
 
@@ -69,10 +69,10 @@ def require_runnable(config: RunConfig) -> None:
     policy = config.policy
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         if getattr(policy, name) > 1:
-            reason = "is for engines of your own, which cut batches with core.shard; app.rl runs 1: set it to 1"
+            reason = "is for engines of your own, which cut batches with core.shard; packplan rl runs 1: set it to 1"
             raise ConfigError.of(f"policy.{name}", reason)
     if policy.compile:
-        raise ConfigError.of("policy.compile", "is for engines of your own; app.rl does not compile: remove it")
+        raise ConfigError.of("policy.compile", "is for engines of your own; packplan rl does not compile: remove it")
     require_isolation(config, packed=policy.sequence_packing.enabled)
 
 

@@ -1,1 +1,1 @@
-"""What `app.sft` does around its trainer: from plans, or from a stream."""
+"""What `packplan sft` does around its trainer: from plans, or from a stream."""

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from core.config import RunConfig
-from core.errors import agree, counted
+from packplan.core.config import RunConfig
+from packplan.core.errors import agree, counted
 
 if TYPE_CHECKING:
-    from adapters.trainer.base import PackingTrainer
+    from packplan.adapters.trainer.base import PackingTrainer
 
 log = logging.getLogger(__name__)
 

@@ -12,22 +12,22 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from app.planning.log_lines import log_plan
-from app.planning.split import PlannedSplit, Planner, require_agreement, resume_state_of
-from app.training.schedule import Batch, batch_of, forced_batches, require_static, schedule_of, warn_of_ignored
-from app.training.works import Work, work_of
-from app.wiring.gather import gather
-from app.wiring.training import attention_of, build_trainer, open_arguments, open_checkpoint
-from core.batch import partial_window
-from core.config import RunConfig
-from core.errors import PlanChangedError, agree, counted
-from core.ports import RankGroup
-from core.schedule import EpochSchedule, Progress, ResumeState
+from packplan.app.planning.log_lines import log_plan
+from packplan.app.planning.split import PlannedSplit, Planner, require_agreement, resume_state_of
+from packplan.app.training.schedule import Batch, batch_of, forced_batches, require_static, schedule_of, warn_of_ignored
+from packplan.app.training.works import Work, work_of
+from packplan.app.wiring.gather import gather
+from packplan.app.wiring.training import attention_of, build_trainer, open_arguments, open_checkpoint
+from packplan.core.batch import partial_window
+from packplan.core.config import RunConfig
+from packplan.core.errors import PlanChangedError, agree, counted
+from packplan.core.ports import RankGroup
+from packplan.core.schedule import EpochSchedule, Progress, ResumeState
 
 if TYPE_CHECKING:
-    from adapters.samples.encoder import SwiftEncoder
-    from adapters.trainer.checkpoints import Checkpoint
-    from adapters.trainer.static import PackTrainer
+    from packplan.adapters.samples.encoder import SwiftEncoder
+    from packplan.adapters.trainer.checkpoints import Checkpoint
+    from packplan.adapters.trainer.static import PackTrainer
 
 log = logging.getLogger(__name__)
 

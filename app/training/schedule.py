@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 import attrs
 
-from app.training.works import meeting_of
-from core.align import AlignedPlan
-from core.batch import Accumulation, resolve_accumulation
-from core.config import RunConfig
-from core.errors import ConfigError
-from core.lengths import IntArray
-from core.schedule import EpochSchedule
+from packplan.app.training.works import meeting_of
+from packplan.core.align import AlignedPlan
+from packplan.core.batch import Accumulation, resolve_accumulation
+from packplan.core.config import RunConfig
+from packplan.core.errors import ConfigError
+from packplan.core.lengths import IntArray
+from packplan.core.schedule import EpochSchedule
 
 log = logging.getLogger(__name__)
 

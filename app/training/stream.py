@@ -9,23 +9,23 @@ import logging
 
 import numpy as np
 
-from app.planning.log_lines import log_plan
-from app.planning.split import Planner
-from app.training.outcome import interruption_logged, log_outcome
-from app.training.schedule import batch_of, forced_batches
-from app.wiring.functions import named_function
-from app.wiring.gather import gather
-from app.wiring.inputs import records_cache
-from app.wiring.mixes import open_mix
-from app.wiring.stores import records_of
-from app.wiring.training import alone_in_output, build_stream_trainer, open_arguments, require_isolation
-from core.config import RunConfig
-from core.errors import DataSetError, counted
-from core.lengths import IntArray
-from core.ports import RankGroup
-from core.rl import REWARDS, Reward, Sampling
-from core.shuffling import shuffled
-from core.stream import LESS_DROPPED, Order, schedule
+from packplan.app.planning.log_lines import log_plan
+from packplan.app.planning.split import Planner
+from packplan.app.training.outcome import interruption_logged, log_outcome
+from packplan.app.training.schedule import batch_of, forced_batches
+from packplan.app.wiring.functions import named_function
+from packplan.app.wiring.gather import gather
+from packplan.app.wiring.inputs import records_cache
+from packplan.app.wiring.mixes import open_mix
+from packplan.app.wiring.stores import records_of
+from packplan.app.wiring.training import alone_in_output, build_stream_trainer, open_arguments, require_isolation
+from packplan.core.config import RunConfig
+from packplan.core.errors import DataSetError, counted
+from packplan.core.lengths import IntArray
+from packplan.core.ports import RankGroup
+from packplan.core.rl import REWARDS, Reward, Sampling
+from packplan.core.shuffling import shuffled
+from packplan.core.stream import LESS_DROPPED, Order, schedule
 
 log = logging.getLogger(__name__)
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import attrs
 
-from app.wiring import stores
-from core.config import RunConfig
-from core.errors import ConfigError
-from core.packers import ALGORITHMS
-from core.policy import PlanPolicy
-from core.samples import Table, column
-from core.work import Meeting, SampleWorks, WorkModel
+from packplan.app.wiring import stores
+from packplan.core.config import RunConfig
+from packplan.core.errors import ConfigError
+from packplan.core.packers import ALGORITHMS
+from packplan.core.policy import PlanPolicy
+from packplan.core.samples import Table, column
+from packplan.core.work import Meeting, SampleWorks, WorkModel
 
 REDUCES_EACH_BACKWARD = 2
 """

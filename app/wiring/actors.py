@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from adapters.progress import loading_libraries
+from packplan.adapters.progress import loading_libraries
 
 
 def build_in_actor(path: str, overrides: Sequence[str]) -> Any:
@@ -18,5 +18,5 @@ def build_in_actor(path: str, overrides: Sequence[str]) -> Any:
         overrides: What the command line sets over the YAML.
     """
     with loading_libraries():
-        from app.wiring.training.policies import build_ray_worker
+        from packplan.app.wiring.training.policies import build_ray_worker
     return build_ray_worker(path, overrides)

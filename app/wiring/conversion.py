@@ -12,17 +12,27 @@ from pathlib import Path
 import attrs
 import yaml
 
-from adapters import files
-from adapters.config.layers import read_document
-from adapters.config.run import parse_config
-from adapters.config.trainer_keys import TrainerKey, stored_keys
-from adapters.conversion.source import Source, read_source
-from adapters.conversion.table import stored_arguments
-from adapters.hub_caches import cached
-from adapters.progress import loading_libraries
-from core.config import REFUSED_TRAINING_KEYS
-from core.conversion import Argument, Back, Conversion, Line, Word, World, convert, require_consistent, to_swift
-from core.errors import ConfigError, Fault, OutputError
+from packplan.adapters import files
+from packplan.adapters.config.layers import read_document
+from packplan.adapters.config.run import parse_config
+from packplan.adapters.config.trainer_keys import TrainerKey, stored_keys
+from packplan.adapters.conversion.source import Source, read_source
+from packplan.adapters.conversion.table import stored_arguments
+from packplan.adapters.hub_caches import cached
+from packplan.adapters.progress import loading_libraries
+from packplan.core.config import REFUSED_TRAINING_KEYS
+from packplan.core.conversion import (
+    Argument,
+    Back,
+    Conversion,
+    Line,
+    Word,
+    World,
+    convert,
+    require_consistent,
+    to_swift,
+)
+from packplan.core.errors import ConfigError, Fault, OutputError
 
 _ONLY_RANKS = "CUDA_VISIBLE_DEVICES"
 
@@ -121,7 +131,7 @@ def _arguments() -> Mapping[str, Argument]:
     table = stored_arguments()
     if table is None:
         # Of another version than the table: its own arguments take seconds to import.
-        from adapters.conversion.installed import installed_arguments
+        from packplan.adapters.conversion.installed import installed_arguments
 
         table = installed_arguments()
     return table
@@ -130,7 +140,7 @@ def _arguments() -> Mapping[str, Argument]:
 def _trainer_keys() -> Mapping[str, TrainerKey]:
     keys = stored_keys()
     if keys is None:
-        from adapters.trainer.keys import installed_keys
+        from packplan.adapters.trainer.keys import installed_keys
 
         keys = installed_keys()
     return keys
@@ -139,7 +149,7 @@ def _trainer_keys() -> Mapping[str, TrainerKey]:
 def _world(source: Source, world_size: int) -> World:
     """Return what is known of the model and the files of a command."""
     with loading_libraries():
-        from adapters.conversion.installed import installed_sections, model_facts
+        from packplan.adapters.conversion.installed import installed_sections, model_facts
 
     values = {argument.name: argument.value for argument in source.given}
     name = str(values.get("model", ""))
@@ -172,7 +182,7 @@ def _ranks(source: Source) -> tuple[int, str]:
         return 1, " ".join([*variables, "packplan sft"])
     options = [f"--nproc-per-node {per_node}", *([f"--nnodes {nodes}"] if nodes > 1 else [])]
     options += [_quoted(word) for word in launch.torchrun if not word.computed]
-    return world_size, " ".join([*variables, "torchrun", *options, "-m app.sft"])
+    return world_size, " ".join([*variables, "torchrun", *options, "-m packplan.app.sft"])
 
 
 def _number(word: Word | None, name: str, source: Source) -> int:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 
-from adapters.probe.families import family_names, probe_family
-from core.equality import PackingVerdict
-from core.errors import ConfigError
+from packplan.adapters.probe.families import family_names, probe_family
+from packplan.core.equality import PackingVerdict
+from packplan.core.errors import ConfigError
 
 PACKAGES = ("torch", "transformers")
 
@@ -35,6 +35,6 @@ def versions(*, swift: bool = False) -> dict[str, str]:
 
 def templates_that_pack() -> list[str]:
     """Return the templates of models that see, which ms-swift declares to pack."""
-    from adapters.samples import template
+    from packplan.adapters.samples import template
 
     return template.templates_that_pack()

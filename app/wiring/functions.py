@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from core.errors import ConfigError
+from packplan.core.errors import ConfigError
 
 Named = TypeVar("Named", bound=Callable[..., Any])
 

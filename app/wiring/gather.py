@@ -9,12 +9,12 @@ from collections.abc import Mapping
 
 import attrs
 
-from adapters.samples.encoder import SwiftEncoder
-from app.planning.split import Alignment, GatheredSplit
-from app.training.works import policy_of
-from app.wiring.stores import open_stores
-from app.wiring.training import open_measurer, open_samples
-from core.config import RunConfig
+from packplan.adapters.samples.encoder import SwiftEncoder
+from packplan.app.planning.split import Alignment, GatheredSplit
+from packplan.app.training.works import policy_of
+from packplan.app.wiring.stores import open_stores
+from packplan.app.wiring.training import open_measurer, open_samples
+from packplan.core.config import RunConfig
 
 
 @attrs.frozen

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import attrs
 
-from adapters.conversion.drawn import draw_files
-from adapters.hub_caches import cached, download_command, is_id
-from adapters.model_folder import model_faults
-from adapters.samples.files import open_records
-from core.config import CustomConfig, ModelConfig, RunConfig
-from core.errors import ConfigError, DataSetError, Fault
-from core.samples import DataEntry, draw, parse_entry
+from packplan.adapters.conversion.drawn import draw_files
+from packplan.adapters.hub_caches import cached, download_command, is_id
+from packplan.adapters.model_folder import model_faults
+from packplan.adapters.samples.files import open_records
+from packplan.core.config import CustomConfig, ModelConfig, RunConfig
+from packplan.core.errors import ConfigError, DataSetError, Fault
+from packplan.core.samples import DataEntry, draw, parse_entry
 
 
 def with_inputs(config: RunConfig) -> RunConfig:
@@ -60,7 +60,7 @@ def _with_model(model: ModelConfig) -> ModelConfig:
         return model
     folder = cached(model.model, "model")
     if folder is None and model.download:
-        from adapters.conversion.hubs import download_model
+        from packplan.adapters.conversion.hubs import download_model
 
         folder = download_model(model.model)
     # What no cache holds is refused where the folder is first needed.
@@ -121,7 +121,7 @@ def _files(names: Sequence[str], key: str, custom: CustomConfig, cache: Path) ->
             found.append(_Named(entry, (entry.name,)))
             continue
         folder = _folder_of(entry)
-        from adapters.conversion.hubs import write_data_set
+        from packplan.adapters.conversion.hubs import write_data_set
 
         written = write_data_set(
             entry, folder, cache, model_name=custom.model_name, model_author=custom.model_author, key=f"custom.{key}"

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
-from adapters import files
-from adapters.config.run import load_mix
-from adapters.progress import BRIEF_S, progress
-from adapters.samples.files import open_records, rebased
-from core.errors import ConfigError, OutputError, counted
-from core.ports import Records
-from core.stream import Mix, Schedule, mix_faults, schedule, share_faults
+from packplan.adapters import files
+from packplan.adapters.config.run import load_mix
+from packplan.adapters.progress import BRIEF_S, progress
+from packplan.adapters.samples.files import open_records, rebased
+from packplan.core.errors import ConfigError, OutputError, counted
+from packplan.core.ports import Records
+from packplan.core.stream import Mix, Schedule, mix_faults, schedule, share_faults
 
 log = logging.getLogger(__name__)
 

@@ -14,22 +14,22 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from adapters import files
-from adapters.config.devices import device_faults, surely_without_gpu
-from adapters.config.run import load_config
-from adapters.config.trainer_keys import lacking, stored_keys
-from adapters.model_folder import config_digest, config_model_type, model_faults, model_sizes
-from adapters.policy_folder import PolicyFolder
-from adapters.samples.files import file_faults, open_records
-from adapters.stores.lengths import DiskLengthStore
-from adapters.stores.lock import FolderLock
-from adapters.stores.plans import DiskPlanStore
-from adapters.stores.verdicts import DiskVerdictStore
-from adapters.versions import installed_version
-from app.planning.split import Stores
-from app.wiring.inputs import records_cache, with_inputs
-from core.config import RunConfig
-from core.equality import (
+from packplan.adapters import files
+from packplan.adapters.config.devices import device_faults, surely_without_gpu
+from packplan.adapters.config.run import load_config
+from packplan.adapters.config.trainer_keys import lacking, stored_keys
+from packplan.adapters.model_folder import config_digest, config_model_type, model_faults, model_sizes
+from packplan.adapters.policy_folder import PolicyFolder
+from packplan.adapters.samples.files import file_faults, open_records
+from packplan.adapters.stores.lengths import DiskLengthStore
+from packplan.adapters.stores.lock import FolderLock
+from packplan.adapters.stores.plans import DiskPlanStore
+from packplan.adapters.stores.verdicts import DiskVerdictStore
+from packplan.adapters.versions import installed_version
+from packplan.app.planning.split import Stores
+from packplan.app.wiring.inputs import records_cache, with_inputs
+from packplan.core.config import RunConfig
+from packplan.core.equality import (
     AUTO,
     PROBE_VERSION,
     VARLEN,
@@ -40,9 +40,9 @@ from core.equality import (
     choose_attention,
     why_not_here,
 )
-from core.errors import ConfigError, Fault, IsolationError, OutputError
-from core.fingerprint import Fingerprint
-from core.ports import Records
+from packplan.core.errors import ConfigError, Fault, IsolationError, OutputError
+from packplan.core.fingerprint import Fingerprint
+from packplan.core.ports import Records
 
 
 def read_config(path: str | Path, overrides: Sequence[str] = (), *, rl: bool = False) -> RunConfig:
@@ -62,7 +62,7 @@ def read_config(path: str | Path, overrides: Sequence[str] = (), *, rl: bool = F
     keys = stored_keys()
     if keys is None:
         # Of another version than the table: its own keys take seconds to import.
-        from adapters.trainer.keys import installed_keys
+        from packplan.adapters.trainer.keys import installed_keys
 
         keys = installed_keys()
     return with_inputs(load_config(path, keys, overrides=overrides, rl=rl))

@@ -5,12 +5,12 @@ none.
 
 from __future__ import annotations
 
-from core.config.advice import closest, unknown_key
-from core.config.faults import faults
-from core.config.key_faults import REFUSED_TRAINING_KEYS
-from core.config.rl import GrpoConfig
-from core.config.rl_faults import rl_faults
-from core.config.run import (
+from packplan.core.config.advice import closest, unknown_key
+from packplan.core.config.faults import faults
+from packplan.core.config.key_faults import REFUSED_TRAINING_KEYS
+from packplan.core.config.rl import GrpoConfig
+from packplan.core.config.rl_faults import rl_faults
+from packplan.core.config.run import (
     CustomConfig,
     ModelConfig,
     PathText,

@@ -8,10 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from core.config.key_faults import key_faults
-from core.config.run import CustomConfig, ModelConfig, RunConfig, TrainingConfig
-from core.errors import Fault
-from core.samples import parse_entry
+from packplan.core.config.key_faults import key_faults
+from packplan.core.config.run import CustomConfig, ModelConfig, RunConfig, TrainingConfig
+from packplan.core.errors import Fault
+from packplan.core.samples import parse_entry
 
 _OF_ADAPTERS = ("target_regex", "target_parameters", "modules_to_save", "use_rslora", "use_dora", "lorap_lr_ratio")
 

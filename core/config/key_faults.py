@@ -7,11 +7,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from types import MappingProxyType
 
-from core.config.run import PACKING_BUFFER, CustomConfig, RunConfig, TrainingConfig
-from core.equality import BACKENDS
-from core.errors import Fault
-from core.packers import ALGORITHMS
-from core.samples import READ
+from packplan.core.config.run import PACKING_BUFFER, CustomConfig, RunConfig, TrainingConfig
+from packplan.core.equality import BACKENDS
+from packplan.core.errors import Fault
+from packplan.core.packers import ALGORITHMS
+from packplan.core.samples import READ
 
 MANY_EPOCHS = 10**6
 """Epochs that no run trains: a typing error, whose steps nothing could count to."""
@@ -178,7 +178,7 @@ def _mode_faults(config: RunConfig) -> Iterator[Fault]:
         yield Fault(
             "custom.fusion_config",
             "mixes data sets again each epoch, which a static plan cannot follow: write an epoch's mix to one JSONL "
-            "(python -m app.plan materialise mix.yaml -o mix.jsonl) and name it in custom.train_jsonl",
+            "(packplan plan materialise mix.yaml -o mix.jsonl) and name it in custom.train_jsonl",
         )
 
 

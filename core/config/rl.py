@@ -55,7 +55,7 @@ class DynamicBatchingConfig:
 
 @attrs.frozen(kw_only=True)
 class PolicyConfig:
-    """`policy.`: how an RL batch is computed; `app.rl` alone reads it."""
+    """`policy.`: how an RL batch is computed; `packplan rl` alone reads it."""
 
     sequence_packing: SequencePackingConfig = attrs.field(factory=SequencePackingConfig)
 
@@ -77,10 +77,10 @@ class PolicyConfig:
     """Ranks that share each row; needs packing."""
 
     tensor_parallel_size: int = 1
-    """`app.rl` runs 1 alone; others cut with `core.shard` for an engine of their own."""
+    """`packplan rl` runs 1 alone; others cut with `core.shard` for an engine of their own."""
 
     pipeline_parallel_size: int = 1
-    """`app.rl` runs 1 alone; packed rows would be padded to a fixed length."""
+    """`packplan rl` runs 1 alone; packed rows would be padded to a fixed length."""
 
     compile: bool = False
     """Compile the model with torch.compile; not with dynamic batching, whose shapes change."""
@@ -88,7 +88,9 @@ class PolicyConfig:
 
 @attrs.frozen(kw_only=True)
 class GrpoConfig:
-    """`grpo.`: the reinforcement learning of `app.rl` (GRPO: Shao et al., "DeepSeekMath", 2024)."""
+    """
+    `grpo.`: the reinforcement learning of `packplan rl` (GRPO: Shao et al., "DeepSeekMath", 2024).
+    """
 
     num_steps: int = 100
     """Rounds of rollouts and updates."""

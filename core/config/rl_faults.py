@@ -10,10 +10,10 @@ from types import MappingProxyType
 
 import attrs
 
-from core.config.rl import GrpoConfig, PolicyConfig
-from core.config.run import RunConfig, TemplateConfig
-from core.errors import Fault
-from core.packers import ALGORITHMS
+from packplan.core.config.rl import GrpoConfig, PolicyConfig
+from packplan.core.config.run import RunConfig, TemplateConfig
+from packplan.core.errors import Fault
+from packplan.core.packers import ALGORITHMS
 
 RL_KEYS = MappingProxyType(
     {
@@ -26,10 +26,10 @@ RL_KEYS = MappingProxyType(
         ),
     }
 )  # fmt: skip
-"""Keys of these sections that `app.rl` reads."""
+"""Keys of these sections that `packplan rl` reads."""
 
 RL_TRAINER_KEYS = frozenset({"learning_rate", "weight_decay", "max_grad_norm", "use_cpu", "ddp_timeout"})
-"""Keys of `TrainingConfig.trainer` that `app.rl` reads."""
+"""Keys of `TrainingConfig.trainer` that `packplan rl` reads."""
 
 
 def rl_faults(config: RunConfig) -> Iterator[Fault]:
@@ -42,7 +42,7 @@ def rl_faults(config: RunConfig) -> Iterator[Fault]:
             if field.name not in used and getattr(values, field.name) not in (field.default, {}):
                 yield Fault(f"{section}.{field.name}", "is not used by app.rl: remove it")
     if config.template.loss_scale != attrs.fields(TemplateConfig).loss_scale.default:
-        yield Fault("template.loss_scale", "weighs the tokens of records, but app.rl trains on answers: remove it")
+        yield Fault("template.loss_scale", "weighs the tokens of records, but packplan rl trains on answers: remove it")
     for name in sorted(set(config.training.trainer) - RL_TRAINER_KEYS):
         yield Fault(
             f"training.{name}", f"is not used by app.rl, which takes {', '.join(sorted(RL_TRAINER_KEYS))}: remove it"

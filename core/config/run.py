@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import attrs
 
-from core.config.rl import GrpoConfig, PolicyConfig
-from core.samples import MAX_MESSAGES
+from packplan.core.config.rl import GrpoConfig, PolicyConfig
+from packplan.core.samples import MAX_MESSAGES
 
 PathText: TypeAlias = Annotated[str, "path"]
 """Path of a file or folder, in which `~` and `${NAME}` are replaced when the YAML is read."""
@@ -209,7 +209,7 @@ class CustomConfig:
     fusion_config: PathText | None = None
     """
     A mix of data sets, another one each epoch (a YAML); of the rollout variant. A static plan takes
-    what `app.plan materialise` writes.
+    what `packplan plan materialise` writes.
     """
 
     trainer_variant: Literal["sft", "rollout"] = "sft"

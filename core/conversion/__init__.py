@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from core.conversion.arguments import Argument, Given, read_keys, read_resolved, read_words
-from core.conversion.back import Back, to_swift
-from core.conversion.convert import Conversion, Line, ModelFacts, World, convert, require_consistent
-from core.conversion.launch import Launch, find_launch
-from core.conversion.shell import Command, Word, read_script
+from packplan.core.conversion.arguments import Argument, Given, read_keys, read_resolved, read_words
+from packplan.core.conversion.back import Back, to_swift
+from packplan.core.conversion.convert import Conversion, Line, ModelFacts, World, convert, require_consistent
+from packplan.core.conversion.launch import Launch, find_launch
+from packplan.core.conversion.shell import Command, Word, read_script
 
 __all__ = [
     "Argument",

@@ -10,9 +10,9 @@ from typing import Any
 
 import attrs
 
-from core.config import closest
-from core.conversion.shell import Word
-from core.errors import ConfigError, Fault
+from packplan.core.config import closest
+from packplan.core.conversion.shell import Word
+from packplan.core.errors import ConfigError, Fault
 
 _TRUE, _FALSE = frozenset({"true", "t", "yes", "y", "1"}), frozenset({"false", "f", "no", "n", "0"})
 

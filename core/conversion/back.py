@@ -12,10 +12,10 @@ from typing import Any
 
 import attrs
 
-from core.config import RunConfig
-from core.conversion.convert import Line
-from core.conversion.tables import ADAPTERS, KEYS, WHOLE
-from core.errors import ConfigError, Fault
+from packplan.core.config import RunConfig
+from packplan.core.conversion.convert import Line
+from packplan.core.conversion.tables import ADAPTERS, KEYS, WHOLE
+from packplan.core.errors import ConfigError, Fault
 
 _LEFT = (
     "packing_algorithm", "packing_balance", "packing_group_by_work", "packing_max_dropped_share",
@@ -52,9 +52,7 @@ def to_swift(config: RunConfig, *, given: frozenset[str], world_size: int = 1) -
     """
     custom = config.custom
     if custom.fusion_config is not None:
-        reason = (
-            "is mixed again each epoch: write an epoch's mix to a file (python -m app.plan materialise), and name it"
-        )
+        reason = "is mixed again each epoch: write an epoch's mix to a file (packplan plan materialise), and name it"
         raise ConfigError("the run", (Fault("custom.fusion_config", reason),))
     if custom.trainer_variant == "rollout":
         raise ConfigError("the run", (Fault("custom.trainer_variant", "is rollout, and its samples are in no file"),))

@@ -17,11 +17,19 @@ from typing import Any, Literal, TypeAlias
 
 import attrs
 
-from core.config import REFUSED_TRAINING_KEYS
-from core.conversion.arguments import Argument, Given
-from core.conversion.tables import ADAPTERS, GENERATION, KEYS, UNNEEDED, UNSUPPORTED, UNSUPPORTED_PREFIXES, WHOLE
-from core.errors import ConfigError, Fault
-from core.samples import parse_entry
+from packplan.core.config import REFUSED_TRAINING_KEYS
+from packplan.core.conversion.arguments import Argument, Given
+from packplan.core.conversion.tables import (
+    ADAPTERS,
+    GENERATION,
+    KEYS,
+    UNNEEDED,
+    UNSUPPORTED,
+    UNSUPPORTED_PREFIXES,
+    WHOLE,
+)
+from packplan.core.errors import ConfigError, Fault
+from packplan.core.samples import parse_entry
 
 Verdict: TypeAlias = Literal["taken over", "not needed here", "not supported"]
 

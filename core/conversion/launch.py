@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import attrs
 
-from core.conversion.shell import Command, Word
-from core.errors import ConfigError, Fault
+from packplan.core.conversion.shell import Command, Word
+from packplan.core.errors import ConfigError, Fault
 
 _TASKS = frozenset(
     {"app", "deploy", "eval", "export", "infer", "merge-lora", "pt", "rlhf", "rollout", "sample", "sft", "web-ui"}

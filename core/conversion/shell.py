@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 
 import attrs
 
-from core.errors import ConfigError, Fault
+from packplan.core.errors import ConfigError, Fault
 
 _CONTROL = frozenset(
     "if then else elif fi for while until do done case esac function select [[ { } ! coproc".split()  # noqa: SIM905

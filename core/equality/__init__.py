@@ -5,7 +5,7 @@ established for.
 
 from __future__ import annotations
 
-from core.equality.equality import (
+from packplan.core.equality.equality import (
     CHECKS,
     PROBE_FACTOR,
     Finding,
@@ -16,9 +16,9 @@ from core.equality.equality import (
     kind,
     loss_difference,
 )
-from core.equality.isolation import Attention, asked_attention, check_isolation, choose_attention, why_not_here
-from core.equality.names import AUTO, BACKENDS, FLASH_BACKENDS, FLEX, MASKED, NATIVE, SHARED_ROWS, VARLEN
-from core.equality.verdict import (
+from packplan.core.equality.isolation import Attention, asked_attention, check_isolation, choose_attention, why_not_here
+from packplan.core.equality.names import AUTO, BACKENDS, FLASH_BACKENDS, FLEX, MASKED, NATIVE, SHARED_ROWS, VARLEN
+from packplan.core.equality.verdict import (
     EQUAL,
     PROBE_VERSION,
     STRATEGIES,

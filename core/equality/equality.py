@@ -18,8 +18,8 @@ from typing import Literal
 import attrs
 import numpy as np
 
-from core.packs import Packs
-from core.samples import Table, column, num_media
+from packplan.core.packs import Packs
+from packplan.core.samples import Table, column, num_media
 
 Precision = Literal["float32", "float16", "bfloat16"]
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import attrs
 
-from core.equality.names import AUTO, FLASH_BACKENDS, FLEX, NATIVE, SHARED_ROWS, VARLEN
-from core.equality.verdict import PackingVerdict
-from core.errors import AttentionError, IsolationError
+from packplan.core.equality.names import AUTO, FLASH_BACKENDS, FLEX, NATIVE, SHARED_ROWS, VARLEN
+from packplan.core.equality.verdict import PackingVerdict
+from packplan.core.errors import AttentionError, IsolationError
 
 
 @attrs.frozen

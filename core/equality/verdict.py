@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 import attrs
 
-from core.equality.equality import Precision
-from core.equality.names import AUTO, FLASH_BACKENDS, MASKED, VARLEN
+from packplan.core.equality.equality import Precision
+from packplan.core.equality.names import AUTO, FLASH_BACKENDS, MASKED, VARLEN
 
 Strategy = Literal["flash", "varlen", "own", "masked"]
 

@@ -46,11 +46,17 @@ Fields are positional, so that errors survive pickling between processes.
 
 from __future__ import annotations
 
-from core.errors.base import ArgumentError, Difference, Fault, PackplanError, UserError, VerificationError
-from core.errors.batches import BatchError, OverBudgetError, UnevenShardsError, WholeBatchLossError, WorkerError
-from core.errors.inputs import ConfigError, DataSetError, OutputError, RecordError
-from core.errors.models import AttentionError, IsolationError, ProbeError, UnequalError
-from core.errors.planning import (
+from packplan.core.errors.base import ArgumentError, Difference, Fault, PackplanError, UserError, VerificationError
+from packplan.core.errors.batches import (
+    BatchError,
+    OverBudgetError,
+    UnevenShardsError,
+    WholeBatchLossError,
+    WorkerError,
+)
+from packplan.core.errors.inputs import ConfigError, DataSetError, OutputError, RecordError
+from packplan.core.errors.models import AttentionError, IsolationError, ProbeError, UnequalError
+from packplan.core.errors.planning import (
     BatchSizeError,
     DroppedTokensError,
     EmptyPlanError,
@@ -60,7 +66,7 @@ from core.errors.planning import (
     TooFewSamplesError,
     WorkError,
 )
-from core.errors.running import (
+from packplan.core.errors.running import (
     CoverageError,
     LostProcessError,
     NotFiniteError,
@@ -68,7 +74,7 @@ from core.errors.running import (
     RanksDisagreeError,
     RankZeroError,
 )
-from core.errors.stored import (
+from packplan.core.errors.stored import (
     ChangedImageError,
     ContractError,
     CorruptArtefactError,
@@ -78,7 +84,7 @@ from core.errors.stored import (
     StaleLengthsError,
     UnsoundError,
 )
-from core.errors.words import MAX_LINE, MAX_LINES, agree, counted, ranging, shortened
+from packplan.core.errors.words import MAX_LINE, MAX_LINES, agree, counted, ranging, shortened
 
 __all__ = [
     "MAX_LINE",

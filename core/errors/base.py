@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 
-from core.errors.words import shortened
+from packplan.core.errors.words import shortened
 
 
 class PackplanError(Exception):

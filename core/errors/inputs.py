@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import attrs
 
-from core.errors.base import Fault, UserError
-from core.errors.words import counted
+from packplan.core.errors.base import Fault, UserError
+from packplan.core.errors.words import counted
 
 
 @attrs.define(eq=False)

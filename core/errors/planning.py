@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import attrs
 
-from core.errors.base import ArgumentError
-from core.errors.words import agree, counted, ranging
+from packplan.core.errors.base import ArgumentError
+from packplan.core.errors.words import agree, counted, ranging
 
 
 @attrs.define(eq=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 
-from core.errors.base import UserError, VerificationError
+from packplan.core.errors.base import UserError, VerificationError
 
 
 @attrs.define(eq=False)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import attrs
 
-from core.errors.base import Difference, UserError, VerificationError
-from core.errors.words import counted
+from packplan.core.errors.base import Difference, UserError, VerificationError
+from packplan.core.errors.words import counted
 
 
 @attrs.define(eq=False)
@@ -88,7 +88,7 @@ class NotBuiltError(UserError):
     reason: str
 
     def _text(self) -> str:
-        return f"{self.folder} {self.reason}: python -m app.plan build measures and plans"
+        return f"{self.folder} {self.reason}: packplan plan build measures and plans"
 
 
 @attrs.define(eq=False)

@@ -4,13 +4,20 @@ Looking at plans: figures, invariants, differences, alternatives, and where a sa
 
 from __future__ import annotations
 
-from core.inspection.diff import PlanDifference, figure_differences, plan_difference
-from core.inspection.invariants import plan_faults
-from core.inspection.lookup import place_of, scheduled_steps
-from core.inspection.review import MIN_PACKS, LowFill, longest_pack, low_fill
-from core.inspection.sources import SourceSummary, summarise_sources
-from core.inspection.summary import PlanSummary, ScheduleSummary, fills, summarise, summarise_schedule, works_per_step
-from core.inspection.whatif import Alternative, best_of, what_if
+from packplan.core.inspection.diff import PlanDifference, figure_differences, plan_difference
+from packplan.core.inspection.invariants import plan_faults
+from packplan.core.inspection.lookup import place_of, scheduled_steps
+from packplan.core.inspection.review import MIN_PACKS, LowFill, longest_pack, low_fill
+from packplan.core.inspection.sources import SourceSummary, summarise_sources
+from packplan.core.inspection.summary import (
+    PlanSummary,
+    ScheduleSummary,
+    fills,
+    summarise,
+    summarise_schedule,
+    works_per_step,
+)
+from packplan.core.inspection.whatif import Alternative, best_of, what_if
 
 __all__ = [
     "MIN_PACKS",

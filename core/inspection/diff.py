@@ -6,10 +6,10 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from core.errors import Difference
-from core.lengths import IntArray, Lengths, as_lengths
-from core.packs import Packs
-from core.plan import RawPlan
+from packplan.core.errors import Difference
+from packplan.core.lengths import IntArray, Lengths, as_lengths
+from packplan.core.packs import Packs
+from packplan.core.plan import RawPlan
 
 
 @attrs.frozen(eq=False)
@@ -45,7 +45,7 @@ def plan_difference(first: RawPlan, second: RawPlan, first_lengths: Lengths, sec
 
         second_lengths: Of the second.
 
-    >>> from core.plan import build_raw_plan
+    >>> from packplan.core.plan import build_raw_plan
     >>> a, b = [60, 20, 70], [60, 19, 70]
     >>> one, other = build_raw_plan(a, packing_length=80), build_raw_plan(b, packing_length=90)
     >>> difference = plan_difference(one, other, a, b)

@@ -10,10 +10,10 @@ from decimal import Decimal
 
 import numpy as np
 
-from core.errors import agree, counted
-from core.lengths import IntArray, Lengths, as_lengths
-from core.packs import Packs
-from core.plan import RawPlan, min_load
+from packplan.core.errors import agree, counted
+from packplan.core.lengths import IntArray, Lengths, as_lengths
+from packplan.core.packs import Packs
+from packplan.core.plan import RawPlan, min_load
 
 
 def plan_faults(

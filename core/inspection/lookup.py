@@ -7,8 +7,8 @@ from typing import Literal
 import attrs
 import numpy as np
 
-from core.plan import RawPlan
-from core.schedule import EpochSchedule
+from packplan.core.plan import RawPlan
+from packplan.core.schedule import EpochSchedule
 
 
 @attrs.frozen
@@ -47,7 +47,7 @@ def place_of(plan: RawPlan, sample: int) -> Place:
     Raises:
         IndexError: The plan has no such sample.
 
-    >>> from core.plan import build_raw_plan
+    >>> from packplan.core.plan import build_raw_plan
     >>> place_of(build_raw_plan([60, 20, 90], packing_length=80), 1).pack_members
     (0, 1)
     """

@@ -10,8 +10,8 @@ from typing import Literal
 import attrs
 import numpy as np
 
-from core.lengths import Lengths, as_lengths
-from core.plan import RawPlan
+from packplan.core.lengths import Lengths, as_lengths
+from packplan.core.plan import RawPlan
 
 MAX_FILL = 0.8
 MIN_PACKS = 100
@@ -35,7 +35,7 @@ def longest_pack(plan: RawPlan, lengths: Lengths) -> LongestPack:
     """
     Return how long a plan's packs are: memory for training has to hold the longest.
 
-    >>> from core.plan import build_raw_plan
+    >>> from packplan.core.plan import build_raw_plan
     >>> lengths = [50, 30, 100, 110, 111]
     >>> longest_pack(build_raw_plan(lengths, packing_length=100), lengths)
     LongestPack(tokens=111, num_oversized=1)

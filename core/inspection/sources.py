@@ -8,9 +8,9 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from core.lengths import IntArray
-from core.plan import RawPlan
-from core.samples import IMAGE_COLUMNS, DataFile, ImageTable, Table, column, num_media
+from packplan.core.lengths import IntArray
+from packplan.core.plan import RawPlan
+from packplan.core.samples import IMAGE_COLUMNS, DataFile, ImageTable, Table, column, num_media
 
 QUANTILES = (5, 50, 95)
 """Per cent of a source's samples."""

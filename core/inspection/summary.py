@@ -15,13 +15,13 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from core.inspection.review import longest_pack
-from core.lengths import IntArray, Lengths, as_lengths
-from core.metrics import padded_positions
-from core.patterns.certificate import BoundKind
-from core.plan import RawPlan
-from core.schedule import EpochSchedule, EpochStats, PackStats
-from core.work import SampleWorks, expected_imbalance, floor_of
+from packplan.core.inspection.review import longest_pack
+from packplan.core.lengths import IntArray, Lengths, as_lengths
+from packplan.core.metrics import padded_positions
+from packplan.core.patterns.certificate import BoundKind
+from packplan.core.plan import RawPlan
+from packplan.core.schedule import EpochSchedule, EpochStats, PackStats
+from packplan.core.work import SampleWorks, expected_imbalance, floor_of
 
 
 @attrs.frozen
@@ -206,7 +206,7 @@ def summarise(
 
         supervised: Tokens of each sample that the loss counts, if they were measured.
 
-    >>> from core.plan import build_raw_plan
+    >>> from packplan.core.plan import build_raw_plan
     >>> lengths = [60, 20, 50, 30, 40, 40]
     >>> summarise(build_raw_plan(lengths, packing_length=80), lengths).fill_mean
     1.0

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import attrs
 
-from core.errors import UserError
-from core.inspection.summary import PlanSummary, ScheduleSummary, summarise, summarise_schedule
-from core.lengths import Lengths, as_lengths
-from core.plan import RawPlan
-from core.schedule import EpochSchedule
-from core.work import SampleWorks
+from packplan.core.errors import UserError
+from packplan.core.inspection.summary import PlanSummary, ScheduleSummary, summarise, summarise_schedule
+from packplan.core.lengths import Lengths, as_lengths
+from packplan.core.plan import RawPlan
+from packplan.core.schedule import EpochSchedule
+from packplan.core.work import SampleWorks
 
 
 @attrs.frozen

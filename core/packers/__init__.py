@@ -12,19 +12,19 @@ import numpy as np
 import scipy
 from numpy.typing import NDArray
 
-from core.lengths import IntArray, Lengths, lengths_up_to, positive
-from core.packers.balanced import balanced
-from core.packers.best_fit_decreasing import best_fit_decreasing
-from core.packers.bin_count import with_bin_count
-from core.packers.certified import certified
-from core.packers.concatenative import concatenative
-from core.packers.constant_volume import constant_volume
-from core.packers.first_fit_decreasing import first_fit_decreasing
-from core.packers.first_fit_shuffle import first_fit_shuffle
-from core.packers.modified_first_fit_decreasing import modified_first_fit_decreasing
-from core.packs import Packs
-from core.runs import PackingTrace, Runs
-from core.work import WorkModel, checked_works
+from packplan.core.lengths import IntArray, Lengths, lengths_up_to, positive
+from packplan.core.packers.balanced import balanced
+from packplan.core.packers.best_fit_decreasing import best_fit_decreasing
+from packplan.core.packers.bin_count import with_bin_count
+from packplan.core.packers.certified import certified
+from packplan.core.packers.concatenative import concatenative
+from packplan.core.packers.constant_volume import constant_volume
+from packplan.core.packers.first_fit_decreasing import first_fit_decreasing
+from packplan.core.packers.first_fit_shuffle import first_fit_shuffle
+from packplan.core.packers.modified_first_fit_decreasing import modified_first_fit_decreasing
+from packplan.core.packs import Packs
+from packplan.core.runs import PackingTrace, Runs
+from packplan.core.work import WorkModel, checked_works
 
 __all__ = ["ALGORITHMS", "Algorithm", "Packer", "algorithm_named", "checked_seed", "pack", "with_bin_count"]
 

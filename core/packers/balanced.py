@@ -19,15 +19,15 @@ from heapq import heapreplace
 import numpy as np
 from numpy.typing import NDArray
 
-from core.bounds import find_bound
-from core.errors import counted
-from core.lengths import IntArray
-from core.packers.best_fit_decreasing import best_fit_decreasing
-from core.packers.certified import certified
-from core.packers.exchange import Exchange
-from core.packs import Packs
-from core.runs import Runs
-from core.work import in_units
+from packplan.core.bounds import find_bound
+from packplan.core.errors import counted
+from packplan.core.lengths import IntArray
+from packplan.core.packers.best_fit_decreasing import best_fit_decreasing
+from packplan.core.packers.certified import certified
+from packplan.core.packers.exchange import Exchange
+from packplan.core.packs import Packs
+from packplan.core.runs import Runs
+from packplan.core.work import in_units
 
 MORE = 200
 """One pack in so many may be one more than are needed: room to level work in."""

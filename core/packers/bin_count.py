@@ -6,9 +6,9 @@ from heapq import heapify, heappop, heappush
 
 import numpy as np
 
-from core.errors import TooFewSamplesError
-from core.lengths import IntArray
-from core.packs import Packs, by_first_index, concatenate
+from packplan.core.errors import TooFewSamplesError
+from packplan.core.lengths import IntArray
+from packplan.core.packs import Packs, by_first_index, concatenate
 
 
 def with_bin_count(packs: Packs, lengths: IntArray, *, minimum: int, multiple: int) -> Packs:

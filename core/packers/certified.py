@@ -12,20 +12,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import chain
 
-from core.errors import counted
-from core.lengths import IntArray
-from core.packers.best_fit_decreasing import best_fit_decreasing
-from core.packers.concatenative import concatenative
-from core.packers.constant_volume import constant_volume
-from core.packers.first_fit_decreasing import first_fit_decreasing
-from core.packers.first_fit_shuffle import first_fit_shuffle
-from core.packers.modified_first_fit_decreasing import modified_first_fit_decreasing
-from core.packs import Packs
-from core.patterns import Filling, num_packs
-from core.patterns.certificate import certify, reduced
-from core.patterns.effort import ToldEffort
-from core.patterns.rounding import dives, restarts
-from core.runs import PackingTrace, Runs
+from packplan.core.errors import counted
+from packplan.core.lengths import IntArray
+from packplan.core.packers.best_fit_decreasing import best_fit_decreasing
+from packplan.core.packers.concatenative import concatenative
+from packplan.core.packers.constant_volume import constant_volume
+from packplan.core.packers.first_fit_decreasing import first_fit_decreasing
+from packplan.core.packers.first_fit_shuffle import first_fit_shuffle
+from packplan.core.packers.modified_first_fit_decreasing import modified_first_fit_decreasing
+from packplan.core.packs import Packs
+from packplan.core.patterns import Filling, num_packs
+from packplan.core.patterns.certificate import certify, reduced
+from packplan.core.patterns.effort import ToldEffort
+from packplan.core.patterns.rounding import dives, restarts
+from packplan.core.runs import PackingTrace, Runs
 
 
 def certified(lengths: IntArray, *, capacity: int, seed: int, report: Callable[[str], None]) -> Packs:

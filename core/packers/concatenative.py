@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from core.lengths import IntArray
-from core.packs import BLOCK, Packs
+from packplan.core.lengths import IntArray
+from packplan.core.packs import BLOCK, Packs
 
 
 def concatenative(lengths: IntArray, *, capacity: int) -> Packs:

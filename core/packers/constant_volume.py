@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from heapq import heappop, heappush
 
-from core.runs import PackingTrace, Runs
+from packplan.core.runs import PackingTrace, Runs
 
 
 def constant_volume(runs: Runs, *, capacity: int) -> PackingTrace:

@@ -16,8 +16,8 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from core.lengths import IntArray
-from core.packs import count_up
+from packplan.core.lengths import IntArray
+from packplan.core.packs import count_up
 
 _SAMPLE_ROUNDS = {True: 60, False: 6}
 """Rounds that exchange one sample for one: to level work, and to make packs fit."""

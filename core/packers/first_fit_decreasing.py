@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from core.any_fit import fit_decreasing
-from core.runs import PackingTrace, Runs
+from packplan.core.any_fit import fit_decreasing
+from packplan.core.runs import PackingTrace, Runs
 
 
 def first_fit_decreasing(runs: Runs, *, capacity: int) -> PackingTrace:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from core.lengths import IntArray
-from core.packs import Packs
-from core.shuffling import shuffled
+from packplan.core.lengths import IntArray
+from packplan.core.packs import Packs
+from packplan.core.shuffling import shuffled
 
 
 def first_fit_shuffle(lengths: IntArray, *, capacity: int, seed: int) -> Packs:

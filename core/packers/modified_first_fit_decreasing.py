@@ -13,8 +13,8 @@ from bisect import bisect_left
 
 import attrs
 
-from core.any_fit import fit_decreasing
-from core.runs import PackingTrace, Runs
+from packplan.core.any_fit import fit_decreasing
+from packplan.core.runs import PackingTrace, Runs
 
 
 @attrs.define

@@ -10,12 +10,12 @@ from typing import Literal
 
 import attrs
 
-from core.patterns import Filling, Pattern, num_packs
-from core.patterns.effort import Effort, SpentError
-from core.patterns.fill import fill_exactly, refill
-from core.patterns.quick_bounds import quick_bound
-from core.patterns.relaxation import MAX_CAPACITY, MAX_RUNS, relax
-from core.runs import Runs
+from packplan.core.patterns import Filling, Pattern, num_packs
+from packplan.core.patterns.effort import Effort, SpentError
+from packplan.core.patterns.fill import fill_exactly, refill
+from packplan.core.patterns.quick_bounds import quick_bound
+from packplan.core.patterns.relaxation import MAX_CAPACITY, MAX_RUNS, relax
+from packplan.core.runs import Runs
 
 BoundKind = Literal["quick", "relaxation", "reached"]
 """

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from core.patterns import Filling, Pattern, num_packs
-from core.patterns.effort import Effort
-from core.runs import Runs
+from packplan.core.patterns import Filling, Pattern, num_packs
+from packplan.core.patterns.effort import Effort
+from packplan.core.runs import Runs
 
 MAX_RUNS = 400
 """Runs that one completion looks at."""

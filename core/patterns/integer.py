@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from core.patterns import Filling, Pattern
-from core.runs import Runs
+from packplan.core.patterns import Filling, Pattern
+from packplan.core.runs import Runs
 
 MAX_NODES = 200
 """Nodes of the solver's search tree at most; it ends by this count, never by the clock."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from core.lengths import IntArray
-from core.runs import Runs
+from packplan.core.lengths import IntArray
+from packplan.core.runs import Runs
 
 MAX_PARTS = 100
 """Parts of the capacity that dual-feasible functions round lengths to, at most."""

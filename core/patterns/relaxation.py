@@ -20,10 +20,10 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from core.lengths import IntArray
-from core.patterns import Filling, Pattern, PatternKey, key_of
-from core.patterns.effort import Effort, SpentError
-from core.runs import Runs
+from packplan.core.lengths import IntArray
+from packplan.core.patterns import Filling, Pattern, PatternKey, key_of
+from packplan.core.patterns.effort import Effort, SpentError
+from packplan.core.runs import Runs
 
 MAX_ROUNDS = 30
 """Master programs at most; each gives a valid bound."""

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from core.patterns import Filling, Pattern, PatternKey, key_of, num_packs
-from core.patterns.effort import Effort
-from core.patterns.fill import fill_exactly
-from core.patterns.integer import fewest_patterns
-from core.patterns.relaxation import FloatArray, Master, solve_master
-from core.runs import Runs
+from packplan.core.patterns import Filling, Pattern, PatternKey, key_of, num_packs
+from packplan.core.patterns.effort import Effort
+from packplan.core.patterns.fill import fill_exactly
+from packplan.core.patterns.integer import fewest_patterns
+from packplan.core.patterns.relaxation import FloatArray, Master, solve_master
+from packplan.core.runs import Runs
 
 MAX_DIVES = 40
 """Linear programs after the relaxation; each has fewer samples than the one before."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from core.rl.advantages import group_advantages
-from core.rl.rewards import REWARDS, Reward
-from core.rl.sampling import Sampling
+from packplan.core.rl.advantages import group_advantages
+from packplan.core.rl.rewards import REWARDS, Reward
+from packplan.core.rl.sampling import Sampling
 
 __all__ = ["REWARDS", "Reward", "Sampling", "group_advantages"]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from core.samples.bad import BadRecord
-from core.samples.entries import DataEntry, Draw, draw, parse_entry
-from core.samples.identity import DIGEST_BYTES, HEAD_BYTES, digest_of, inline_image, unreadable_digest
-from core.samples.images import Image, is_url, to_images
-from core.samples.measurement import (
+from packplan.core.samples.bad import BadRecord
+from packplan.core.samples.entries import DataEntry, Draw, draw, parse_entry
+from packplan.core.samples.identity import DIGEST_BYTES, HEAD_BYTES, digest_of, inline_image, unreadable_digest
+from packplan.core.samples.images import Image, is_url, to_images
+from packplan.core.samples.measurement import (
     COLUMNS,
     IMAGE_COLUMNS,
     ImageFacts,
@@ -25,12 +25,12 @@ from core.samples.measurement import (
     to_tables,
     video_totals,
 )
-from core.samples.place import Place
-from core.samples.records import MAX_MESSAGES, REFUSED, SUPPORTED, shaped, to_messages
-from core.samples.shapes import IMAGE_KEYS, MIXABLE, READ, VIDEO_KEYS, Shaped
-from core.samples.sources import DataFile
-from core.samples.tools import CALL, RESPONSE
-from core.samples.videos import VIDEO_TAG, Video, to_videos
+from packplan.core.samples.place import Place
+from packplan.core.samples.records import MAX_MESSAGES, REFUSED, SUPPORTED, shaped, to_messages
+from packplan.core.samples.shapes import IMAGE_KEYS, MIXABLE, READ, VIDEO_KEYS, Shaped
+from packplan.core.samples.sources import DataFile
+from packplan.core.samples.tools import CALL, RESPONSE
+from packplan.core.samples.videos import VIDEO_TAG, Video, to_videos
 
 __all__ = [
     "CALL",

@@ -8,7 +8,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from core.errors import Difference, RecordError
+from packplan.core.errors import Difference, RecordError
 
 
 @attrs.frozen

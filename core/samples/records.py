@@ -12,12 +12,12 @@ import json
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from core.errors import counted
-from core.samples.images import to_images
-from core.samples.shapes import IMAGE_TAG, READ, Shaped, to_shape
-from core.samples.tools import CALL, RESPONSE, to_tools
-from core.samples.values import fail, is_empty
-from core.samples.videos import VIDEO_TAG, to_videos
+from packplan.core.errors import counted
+from packplan.core.samples.images import to_images
+from packplan.core.samples.shapes import IMAGE_TAG, READ, Shaped, to_shape
+from packplan.core.samples.tools import CALL, RESPONSE, to_tools
+from packplan.core.samples.values import fail, is_empty
+from packplan.core.samples.videos import VIDEO_TAG, to_videos
 
 MAX_MESSAGES = 4096
 """Messages of a record, unless `custom.max_messages` says otherwise."""

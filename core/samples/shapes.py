@@ -13,9 +13,9 @@ from typing import Any
 
 import attrs
 
-from core.samples.tools import CALL, RESPONSE, in_text, with_blocks, with_calls
-from core.samples.values import fail, has, is_empty, parsed
-from core.samples.videos import VIDEO_TAG, VideoPart
+from packplan.core.samples.tools import CALL, RESPONSE, in_text, with_blocks, with_calls
+from packplan.core.samples.values import fail, has, is_empty, parsed
+from packplan.core.samples.videos import VIDEO_TAG, VideoPart
 
 IMAGE_TAG = "<image>"
 

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from core.samples.values import fail, is_empty, parsed
+from packplan.core.samples.values import fail, is_empty, parsed
 
 CALL, RESPONSE = "tool_call", "tool"
 """Roles of a call of a tool, and of its answer."""

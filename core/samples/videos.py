@@ -7,8 +7,8 @@ from typing import Any
 
 import attrs
 
-from core.samples.images import why_no_path
-from core.samples.values import fail
+from packplan.core.samples.images import why_no_path
+from packplan.core.samples.values import fail
 
 Video = str | tuple[str, ...]
 """Path of a video file, or of a folder of its frames; or the paths of its frames, in order."""

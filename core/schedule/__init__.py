@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from core.schedule.schedule import ORDER_VERSION, EpochSchedule, EpochSegment, Progress, ResumeState
-from core.schedule.telemetry import EpochStats, PackStats
+from packplan.core.schedule.schedule import ORDER_VERSION, EpochSchedule, EpochSegment, Progress, ResumeState
+from packplan.core.schedule.telemetry import EpochStats, PackStats
 
 __all__ = ["ORDER_VERSION", "EpochSchedule", "EpochSegment", "EpochStats", "PackStats", "Progress", "ResumeState"]

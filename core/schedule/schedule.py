@@ -22,11 +22,11 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from core.align import AlignedPlan, aligned_positions, aligned_size, batches_of, require_a_batch
-from core.errors import Difference
-from core.lengths import IntArray, positive
-from core.shuffling import shuffled
-from core.work import Meeting, assign_steps, bounds_of_steps, checked_works, group_steps, in_units
+from packplan.core.align import AlignedPlan, aligned_positions, aligned_size, batches_of, require_a_batch
+from packplan.core.errors import Difference
+from packplan.core.lengths import IntArray, positive
+from packplan.core.shuffling import shuffled
+from packplan.core.work import Meeting, assign_steps, bounds_of_steps, checked_works, group_steps, in_units
 
 ORDER_VERSION = 2
 """
@@ -169,8 +169,8 @@ class EpochSchedule:
             group_by_work: Steps of a window in which packs of like work come into one step; 0
             leaves steps as they are drawn.
 
-        >>> from core.align import align_plan
-        >>> from core.plan import build_raw_plan
+        >>> from packplan.core.align import align_plan
+        >>> from packplan.core.plan import build_raw_plan
         >>> plan = build_raw_plan([5, 5, 5], packing_length=5)
         >>> aligned = align_plan(plan, world_size=2, dataloader_drop_last=False)
         >>> options = {"gradient_accumulation_steps": 1, "num_train_epochs": 1, "shuffle": False}

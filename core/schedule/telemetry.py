@@ -14,11 +14,11 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from core.lengths import IntArray
-from core.packs import Packs
-from core.plan import RawPlan
-from core.schedule.schedule import EpochSchedule
-from core.work import SampleWorks
+from packplan.core.lengths import IntArray
+from packplan.core.packs import Packs
+from packplan.core.plan import RawPlan
+from packplan.core.schedule.schedule import EpochSchedule
+from packplan.core.work import SampleWorks
 
 
 @attrs.frozen(eq=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from core.shard.metrics import batch_metrics, pooled
-from core.shard.modes import Mode, ShardBatch, Sharding, shard_dynamic, shard_packed, shard_plain
+from packplan.core.shard.metrics import batch_metrics, pooled
+from packplan.core.shard.modes import Mode, ShardBatch, Sharding, shard_dynamic, shard_packed, shard_plain
 
 __all__ = ["Mode", "ShardBatch", "Sharding", "batch_metrics", "pooled", "shard_dynamic", "shard_packed", "shard_plain"]

@@ -11,9 +11,9 @@ from heapq import heappop, heappush, heapreplace
 
 import numpy as np
 
-from core.lengths import IntArray
-from core.packers import pack
-from core.packs import Packs
+from packplan.core.lengths import IntArray
+from packplan.core.packers import pack
+from packplan.core.packs import Packs
 
 MAX_CERTIFIED = 1024
 """

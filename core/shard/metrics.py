@@ -11,8 +11,8 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from core.metrics import PackingMetrics, aggregate, metrics_of_loads
-from core.shard.modes import Sharding
+from packplan.core.metrics import PackingMetrics, aggregate, metrics_of_loads
+from packplan.core.shard.modes import Sharding
 
 
 @attrs.frozen(eq=False)
@@ -99,7 +99,7 @@ def batch_metrics(sharding: Sharding) -> tuple[ShardMetrics, ...]:
     """
     Measure each global batch of a batch.
 
-    >>> from core.shard import shard_packed
+    >>> from packplan.core.shard import shard_packed
     >>> sharding = shard_packed([3, 5, 4, 4], shards=2, batch_size=2, max_tokens_per_microbatch=5)
     >>> [(batch.packing.utilisation, batch.work_imbalance) for batch in batch_metrics(sharding)]
     [(0.8, 1.4705882352941178), (0.8, 1.0)]

@@ -17,13 +17,20 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from core.errors import BatchError, OverBudgetError, UnevenShardsError, counted
-from core.lengths import IntArray, Lengths, as_lengths, positive
-from core.packers import pack, with_bin_count
-from core.packs import Packs
-from core.shard.assignment import assign_packs, balanced, fewer_rounds, rotate_to_least_loaded, round_up, with_filler
-from core.shard.rounds import in_rounds, spread
-from core.work import Meeting, WorkModel, in_units
+from packplan.core.errors import BatchError, OverBudgetError, UnevenShardsError, counted
+from packplan.core.lengths import IntArray, Lengths, as_lengths, positive
+from packplan.core.packers import pack, with_bin_count
+from packplan.core.packs import Packs
+from packplan.core.shard.assignment import (
+    assign_packs,
+    balanced,
+    fewer_rounds,
+    rotate_to_least_loaded,
+    round_up,
+    with_filler,
+)
+from packplan.core.shard.rounds import in_rounds, spread
+from packplan.core.work import Meeting, WorkModel, in_units
 
 Mode = Literal["packed", "dynamic", "plain"]
 

@@ -16,7 +16,7 @@ from heapq import heapify, heappop, heappush
 
 import numpy as np
 
-from core.lengths import IntArray
+from packplan.core.lengths import IntArray
 
 _TOLERANCE = 1000
 """A round is level once its busiest microbatch is within this part of its mean."""

@@ -4,8 +4,8 @@ Packs while training runs: a mix of data sets drawn again each epoch, and the bu
 
 from __future__ import annotations
 
-from core.stream.carry import LESS_DROPPED, Carry, CarryOptions, Emitted, advance, finish
-from core.stream.fusion import Mix, Order, Schedule, Source, mix_faults, quotas, schedule, share_faults
+from packplan.core.stream.carry import LESS_DROPPED, Carry, CarryOptions, Emitted, advance, finish
+from packplan.core.stream.fusion import Mix, Order, Schedule, Source, mix_faults, quotas, schedule, share_faults
 
 __all__ = [
     "LESS_DROPPED",

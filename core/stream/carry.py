@@ -23,9 +23,9 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from core.lengths import IntArray, Lengths, as_lengths, positive, share
-from core.packers import pack
-from core.packs import Packs, concatenate
+from packplan.core.lengths import IntArray, Lengths, as_lengths, positive, share
+from packplan.core.packers import pack
+from packplan.core.packs import Packs, concatenate
 
 LESS_DROPPED = (
     "To drop less, set training.packing_drop_last: false, lower training.packing_min_fill_ratio, or raise "

@@ -14,10 +14,10 @@ from fractions import Fraction
 import attrs
 import numpy as np
 
-from core.config import PathText
-from core.errors import Fault, counted
-from core.lengths import IntArray
-from core.shuffling import shuffled
+from packplan.core.config import PathText
+from packplan.core.errors import Fault, counted
+from packplan.core.lengths import IntArray
+from packplan.core.shuffling import shuffled
 
 Order = Callable[[int], IntArray]
 """Epoch -> indices of samples, in order."""

@@ -5,11 +5,19 @@ which.
 
 from __future__ import annotations
 
-from core.work.assignment import UNITS, Meeting, assign_steps, bounds_of_steps, checked_works, group_steps, in_units
-from core.work.imbalance import expected_imbalance, floor_of
-from core.work.model import SampleWorks, WorkModel, causal_pairs
-from core.work.text import LocalAttention
-from core.work.vision import VisionWork
+from packplan.core.work.assignment import (
+    UNITS,
+    Meeting,
+    assign_steps,
+    bounds_of_steps,
+    checked_works,
+    group_steps,
+    in_units,
+)
+from packplan.core.work.imbalance import expected_imbalance, floor_of
+from packplan.core.work.model import SampleWorks, WorkModel, causal_pairs
+from packplan.core.work.text import LocalAttention
+from packplan.core.work.vision import VisionWork
 
 __all__ = [
     "UNITS",

@@ -19,9 +19,9 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from core.errors import WorkError
-from core.lengths import IntArray
-from core.shuffling import shuffled
+from packplan.core.errors import WorkError
+from packplan.core.lengths import IntArray
+from packplan.core.shuffling import shuffled
 
 Meeting = Literal["step", "microbatch"]
 """Where ranks wait for each other: at the end of each step, or in each microbatch."""

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from core.errors import ConfigError
+from packplan.core.errors import ConfigError
 
 Sizes = Mapping[str, Any]
 

@@ -27,11 +27,11 @@ from typing import Any
 import attrs
 import numpy as np
 
-from core.errors import ConfigError
-from core.lengths import IntArray, Lengths, as_lengths
-from core.work.keys import ATTENTION_PRODUCTS, PRODUCT, Sizes
-from core.work.text import DELTA_CHUNK, LocalAttention, read_text
-from core.work.vision import FLOPs, Grid, VisionWork, read_vision
+from packplan.core.errors import ConfigError
+from packplan.core.lengths import IntArray, Lengths, as_lengths
+from packplan.core.work.keys import ATTENTION_PRODUCTS, PRODUCT, Sizes
+from packplan.core.work.text import DELTA_CHUNK, LocalAttention, read_text
+from packplan.core.work.vision import FLOPs, Grid, VisionWork, read_vision
 
 
 @attrs.frozen

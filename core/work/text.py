@@ -17,8 +17,8 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from core.errors import ConfigError
-from core.work.keys import ATTENTION_PRODUCTS, PRODUCT, Keys, Sizes
+from packplan.core.errors import ConfigError
+from packplan.core.work.keys import ATTENTION_PRODUCTS, PRODUCT, Keys, Sizes
 
 Kind = Literal["full", "window", "chunk", "delta", "conv", "mamba"]
 

@@ -9,8 +9,8 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from core.errors import ConfigError
-from core.work.keys import ATTENTION_PRODUCTS, PRODUCT, Keys, Sizes
+from packplan.core.errors import ConfigError
+from packplan.core.work.keys import ATTENTION_PRODUCTS, PRODUCT, Keys, Sizes
 
 FLOPs = NDArray[np.float64]
 """Floating-point operations; float64, because those of a large data set pass 64-bit integers."""

@@ -15,12 +15,12 @@ from pathlib import Path
 import numpy as np
 from datasets import Dataset
 
-from core.align import align_plan
-from core.batch import resolve_accumulation
-from core.checksum import plan_checksum
-from core.lengths import Lengths
-from core.plan import build_raw_plan
-from core.schedule import EpochSchedule
+from packplan.core.align import align_plan
+from packplan.core.batch import resolve_accumulation
+from packplan.core.checksum import plan_checksum
+from packplan.core.lengths import Lengths
+from packplan.core.plan import build_raw_plan
+from packplan.core.schedule import EpochSchedule
 
 WORLD_SIZE, PACKS_PER_STEP, EPOCHS = 2, 8, 3
 

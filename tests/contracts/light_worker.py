@@ -10,8 +10,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from adapters.ranks.torch_group import TorchGroup
-from core.errors import DataSetError
+from packplan.adapters.ranks.torch_group import TorchGroup
+from packplan.core.errors import DataSetError
 
 
 class LightWorker:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from adapters.ranks.torch_group import TorchGroup
+    from packplan.adapters.ranks.torch_group import TorchGroup
 
 
 CHUNK_BYTES = 1 << 16
@@ -20,8 +20,8 @@ CHUNK_BYTES = 1 << 16
 def main(scene: str, out: str) -> None:
     import numpy as np
 
-    from adapters.ranks import heartbeat, torch_group
-    from core.errors import PackplanError, PlanTooShortError
+    from packplan.adapters.ranks import heartbeat, torch_group
+    from packplan.core.errors import PackplanError, PlanTooShortError
 
     def note(**said: object) -> None:
         part = Path(out, f"{group.rank}.part")
@@ -77,7 +77,7 @@ def _wait_until_told(group: TorchGroup, scene: str) -> None:
     Where waiting is what is seen, begin it once rank 0 has said what it does: then the deadline
     need not leave time for that.
     """
-    from adapters.ranks.heartbeat import BEAT
+    from packplan.adapters.ranks.heartbeat import BEAT
 
     if scene != "slow" or group.rank == 0:
         return

@@ -13,10 +13,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.trainer import checkpoints
-from adapters.trainer.checkpoints import find_checkpoint, read_resume_state, remove_digests, to_state, write_digests
-from core.errors import ConfigError
-from core.schedule import EpochSegment, Progress, ResumeState
+from packplan.adapters.trainer import checkpoints
+from packplan.adapters.trainer.checkpoints import (
+    find_checkpoint,
+    read_resume_state,
+    remove_digests,
+    to_state,
+    write_digests,
+)
+from packplan.core.errors import ConfigError
+from packplan.core.schedule import EpochSegment, Progress, ResumeState
 
 names = st.sampled_from(
     ["model.safetensors", "optimizer.pt", "rng_state_0.pth", "global_step7/zero_0.pt", "config.json"]

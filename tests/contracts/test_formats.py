@@ -24,12 +24,12 @@ import zstandard
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from adapters.samples import files
-from adapters.samples.files import file_faults, open_records
-from adapters.samples.formats import arrow_rows, kept, mapped, rewriting, spans
-from adapters.samples.formats.json_value import without_nulls
-from core.errors import DataSetError, OutputError, PackplanError, RecordError
-from core.samples import DIGEST_BYTES, to_messages
+from packplan.adapters.samples import files
+from packplan.adapters.samples.files import file_faults, open_records
+from packplan.adapters.samples.formats import arrow_rows, kept, mapped, rewriting, spans
+from packplan.adapters.samples.formats.json_value import without_nulls
+from packplan.core.errors import DataSetError, OutputError, PackplanError, RecordError
+from packplan.core.samples import DIGEST_BYTES, to_messages
 
 MESSAGES = [
     {"role": "user", "content": '“Ünïcode”, \n"quoted" and a null: \0'},

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.samples.files import open_records
-from adapters.samples.formats import jsonl, spans
-from core.errors import DataSetError, RecordError
+from packplan.adapters.samples.files import open_records
+from packplan.adapters.samples.formats import jsonl, spans
+from packplan.core.errors import DataSetError, RecordError
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=8),

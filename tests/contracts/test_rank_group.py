@@ -127,7 +127,7 @@ def test_a_node_that_falls_silent_is_given_up(server, tmp_path):
     Its cable is cut: no packet says that anything ended. The limit is shortened here; the real one
     is below a minute.
     """
-    from adapters.ranks import torch_group
+    from packplan.adapters.ranks import torch_group
 
     with two_hosts() as hosts:
         port = free_port()

@@ -11,17 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from adapters.stores import lock
-from adapters.stores.lengths import DiskLengthStore
-from adapters.stores.lock import FolderLock
-from adapters.stores.plans import DiskPlanStore
-from core.align import align_plan
-from core.checksum import plan_checksum
-from core.errors import ConfigError, CorruptArtefactError, OutputError, StaleLengthsError
-from core.fingerprint import Fingerprint
-from core.plan import build_raw_plan
-from core.ports import Origin, StoredPlan
-from core.samples import COLUMNS, IMAGE_COLUMNS, DataFile
+from packplan.adapters.stores import lock
+from packplan.adapters.stores.lengths import DiskLengthStore
+from packplan.adapters.stores.lock import FolderLock
+from packplan.adapters.stores.plans import DiskPlanStore
+from packplan.core.align import align_plan
+from packplan.core.checksum import plan_checksum
+from packplan.core.errors import ConfigError, CorruptArtefactError, OutputError, StaleLengthsError
+from packplan.core.fingerprint import Fingerprint
+from packplan.core.plan import build_raw_plan
+from packplan.core.ports import Origin, StoredPlan
+from packplan.core.samples import COLUMNS, IMAGE_COLUMNS, DataFile
 from tests.fakes import MemoryLengthStore, MemoryPlanStore
 
 KEY = Fingerprint({"a": 1, "b": None})
@@ -398,7 +398,7 @@ def test_a_damaged_plan_may_be_planned_anew_without_measuring(tmp_path: Path):
 
 def test_a_manifest_of_another_schema_is_refused(tmp_path: Path):
     """Even with a right digest of its own."""
-    from adapters import files as artefacts
+    from packplan.adapters import files as artefacts
 
     artefacts.write_manifest(tmp_path / "lengths.json", {"schema": "packplan lengths 99"})
 
@@ -497,7 +497,7 @@ def test_an_alignment_that_says_something_else_than_its_plan_gives_is_found(whol
     Though its digest is right: of another count, for a world size that leaves nothing, or under
     another name.
     """
-    from adapters import files as artefacts
+    from packplan.adapters import files as artefacts
 
     content = artefacts.read_manifest(whole / "plan_ws2.json", "packplan aligned plan 1")
     artefacts.write_manifest(whole / "plan_ws2.json", content | {"pad_needed": 7})
@@ -522,7 +522,7 @@ def test_the_alignment_of_an_earlier_plan_is_no_damage(whole):
 
 def test_a_manifest_whose_counts_are_not_its_plans_is_found(whole):
     """Though its digest is right."""
-    from adapters import files as artefacts
+    from packplan.adapters import files as artefacts
 
     content = artefacts.read_manifest(whole / "raw_plan.json", "packplan raw plan 2")
     artefacts.write_manifest(whole / "raw_plan.json", content | {"num_tokens": 1})

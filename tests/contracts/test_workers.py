@@ -9,7 +9,7 @@ from pathlib import Path
 import attrs
 import pytest
 
-from core.errors import DataSetError, WorkerError
+from packplan.core.errors import DataSetError, WorkerError
 from tests.faults import parents
 from tests.processes import Started, descendants, each_ends, end, finished, lives, wait_for
 from tests.stored import asked
@@ -23,8 +23,8 @@ TIMES = {"generate_s", "logprob_s", "train_s"}
 
 def of_this_process():
     """Return one worker, which is this process."""
-    from adapters.ranks.torch_group import OneRank
-    from adapters.workers.ranks import RankWorkers
+    from packplan.adapters.ranks.torch_group import OneRank
+    from packplan.adapters.workers.ranks import RankWorkers
     from tests.contracts.light_worker import LightWorker
 
     return RankWorkers(LightWorker(), OneRank())
@@ -72,7 +72,7 @@ def driver(server, drivers, tmp_path_factory):
 @pytest.fixture
 def ray_workers(monkeypatch, driver):
     """Two actors of this process, on the driver's servers."""
-    from adapters.workers.ray import RayWorkers
+    from packplan.adapters.workers.ray import RayWorkers
     from tests.contracts.light_worker import LightWorker
 
     monkeypatch.setenv("RAY_ADDRESS", driver.address)
@@ -104,8 +104,8 @@ def test_one_process_is_a_worker():
 
 def test_ranks_and_ray_give_the_same(server, driver, write_rl, tmp_path):
     """The same rollouts, losses and figures from two ranks and from two actors."""
-    from app.__main__ import main as packplan
-    from app.rl import __main__ as rl
+    from packplan.app.__main__ import main as packplan
+    from packplan.app.rl import __main__ as rl
 
     grpo, policy = (
         {"num_steps": 1, "kl_coefficient": 0.01},
@@ -162,7 +162,7 @@ def test_a_worker_that_is_dead_is_named_before_those_that_miss_it(monkeypatch, d
     """Though they say so first, before Ray has found it; where none is dead, the first of them."""
     from ray.exceptions import RayActorError, RayTaskError
 
-    from adapters.workers import ray as workers
+    from packplan.adapters.workers import ray as workers
 
     lost = RayTaskError("call", "", RuntimeError("gloo: reset by peer"))
     ends = {1: lost, 0: lost} | ({2: RayActorError()} if dies else {})

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from adapters.config.trainer_keys import stored_keys
-from adapters.config.values import known_keys
-from core.config import RunConfig
+from packplan.adapters.config.trainer_keys import stored_keys
+from packplan.adapters.config.values import known_keys
+from packplan.core.config import RunConfig
 
 DOCS = Path(__file__).parents[2] / "docs"
 

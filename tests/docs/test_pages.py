@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 import yaml
 
-from adapters.stores.lengths import DiskLengthStore
-from adapters.stores.plans import DiskPlanStore
-from app.__main__ import COMMANDS
-from app.planning.deadline import Deadline
-from app.planning.split import GatheredSplit, Planner, Stores
-from app.reference import rewritten
-from core.policy import PlanPolicy
+from packplan.adapters.stores.lengths import DiskLengthStore
+from packplan.adapters.stores.plans import DiskPlanStore
+from packplan.app.__main__ import COMMANDS
+from packplan.app.planning.deadline import Deadline
+from packplan.app.planning.split import GatheredSplit, Planner, Stores
+from packplan.app.reference import rewritten
+from packplan.core.policy import PlanPolicy
 from tests.fakes import FreeLock, ListSource, ScriptedGroup
 
 ROOT = Path(__file__).parents[2]
@@ -105,8 +105,10 @@ def words_of(module: str) -> set[str]:
     """
     own = nodes_of(module)
     imports = [node for node in own if isinstance(node, ast.ImportFrom)]
-    helpers = {f"{node.module}.{alias.name}" for node in imports if node.module == "app" for alias in node.names}
-    helpers |= {node.module for node in imports if node.module.startswith("app.")}
+    helpers = {
+        f"{node.module}.{alias.name}" for node in imports if node.module == "packplan.app" for alias in node.names
+    }
+    helpers |= {node.module for node in imports if node.module.startswith("packplan.app.")}
     nodes = own + [node for helper in helpers for node in nodes_of(helper)]
     return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
 
@@ -116,17 +118,19 @@ def wrong_commands(page: Path) -> list[str]:
     shown = "\n".join([*fences(page, "bash"), *CODE.findall(FENCE.sub("", text_of(page)))]).replace("\\\n", " ")
     wrong = []
     for line in shown.splitlines():
-        found = re.search(r"(?:-m app\.|\bpackplan )(\w+)(?: (.*))?$", line.split("#")[0].strip())
+        found = re.search(r"(?:-m (?:packplan\.)?app\.|\bpackplan )(\w+)(?: (.*))?$", line.split("#")[0].strip())
         if not found:
             continue
-        module, rest = f"app.{found[1]}", (found[2] or "").split()
+        module, rest = f"packplan.app.{found[1]}", (found[2] or "").split()
         if ("packplan " in found[0] and found[1] not in COMMANDS) or find_spec(module) is None:
             wrong.append(line)
         else:
             known = words_of(module)
             options = {word.split("=")[0] for word in rest if re.match(r"--?[a-z]", word)}
             subcommand = {
-                word for word in rest[:1] if module in {"app.plan", "app.bench"} and re.match(r"[a-z]+$", word)
+                word
+                for word in rest[:1]
+                if module in {"packplan.app.plan", "packplan.app.bench"} and re.match(r"[a-z]+$", word)
             }
             wrong += [line] * (not options | subcommand <= known | {"--help"})
     return wrong
@@ -142,16 +146,16 @@ def test_a_wrong_command_is_found(tmp_path):
     """A module, a subcommand, an option; in a block or in a line."""
     page = tmp_path / "page.md"
     page.write_text(
-        "`packplan trian`, `python -m app.plan build run.yaml --list-failures`, `python -m app.plan biuld run.yaml`\n"
-        "```bash\ntorchrun --nproc-per-node 4 -m app.sft run.yaml\npython -m app.gone\npackplan check x.yaml "
-        "--jsn\n```\n"
+        "`packplan trian`, `packplan plan build run.yaml --list-failures`, `packplan plan biuld run.yaml`\n"
+        "```bash\ntorchrun --nproc-per-node 4 -m packplan.app.sft run.yaml\npython -m app.gone\n"
+        "packplan check x.yaml --jsn\n```\n"
     )
 
     assert [
         "python -m app.gone",
         "packplan check x.yaml --jsn",
         "packplan trian",
-        "python -m app.plan biuld run.yaml",
+        "packplan plan biuld run.yaml",
     ] == (wrong_commands(page))
 
 
@@ -171,7 +175,7 @@ def lost_names(page: Path) -> list[str]:
     for word in CODE.findall(FENCE.sub("", text_of(page))):
         if re.fullmatch(r"(tests|core|adapters|app|docs|ADR)/[\w/.-]*", word):
             found = (ROOT / word).exists()
-        elif re.fullmatch(r"(core|adapters|app)(\.\w+)+", word):
+        elif re.fullmatch(r"(packplan\.)?(core|adapters|app)(\.\w+)+", word):
             found = is_defined(word)
         else:
             found = not re.fullmatch(r"test_\w+", word) or word in names_of_tests()
@@ -203,12 +207,14 @@ def test_a_lost_name_is_found(tmp_path):
     """Each kind is found, and no other."""
     page = tmp_path / "page.md"
     page.write_text(
-        "`core/align.py` `core/alin.py` `core/packers/` `core/packer/` `ADR/0001-gone.md` `core.plan.build_raw_plan` "
-        "`core.plan.build_plan` `core.gone` `core.packers.ALGORITHMS` `test_a_lost_name_is_found` `test_that_is_gone`\n"
+        "`core/align.py` `core/alin.py` `core/packers/` `core/packer/` `ADR/0001-gone.md` "
+        "`core.plan.build_raw_plan` `packplan.core.plan.build_plan` `packplan.core.gone` "
+        "`core.packers.ALGORITHMS` `test_a_lost_name_is_found` `test_that_is_gone`\n"
     )
 
     assert [
-        "core/alin.py", "core/packer/", "ADR/0001-gone.md", "core.plan.build_plan", "core.gone", "test_that_is_gone",
+        "core/alin.py", "core/packer/", "ADR/0001-gone.md", "packplan.core.plan.build_plan", "packplan.core.gone",
+        "test_that_is_gone",
     ] == lost_names(page)  # fmt: skip
 
 
@@ -268,8 +274,8 @@ def test_yaml_that_is_shown_is_a_run(page):
     """
     Every key is one, every value has its type; what a file that it extends brings may be missing.
     """
-    from adapters.config.run import RL_SECTIONS, parse_config
-    from adapters.config.trainer_keys import stored_keys
+    from packplan.adapters.config.run import RL_SECTIONS, parse_config
+    from packplan.adapters.config.trainer_keys import stored_keys
 
     for shown in map(yaml.safe_load, fences(page, "yaml")):
         data = {} if {"fusion_config", "dataset"} & shown.get("custom", {}).keys() else {"train_jsonl": "a"}

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from core import errors
-from core.errors import Difference, Fault
+from packplan.core import errors
+from packplan.core.errors import Difference, Fault
 
 PAGE = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
+from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
 
 import attrs
 import torch
 from transformers import TrainerCallback
 
-from adapters.attention import native_attention
+from packplan.adapters.attention import native_attention
 from tests.nearness import norm
 
 POWERS = {"token": 0.0, "sample": -1.0, "sqrt": -0.5}
@@ -90,8 +90,8 @@ def silence(setattr_: Callable[[Any, str, Any], None] = setattr) -> None:
     Let records whose first message is `silent` have no supervised token, when they are measured and
     later.
     """
-    from adapters.samples.encoder import SwiftEncoder
-    from adapters.samples.measurer import SwiftMeasurer
+    from packplan.adapters.samples.encoder import SwiftEncoder
+    from packplan.adapters.samples.measurer import SwiftMeasurer
 
     # Counting texts would not see it.
     setattr_(SwiftMeasurer, "_quick", None)

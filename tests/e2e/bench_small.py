@@ -10,8 +10,8 @@ from unittest.mock import patch
 
 import attrs
 
-from app.bench.__main__ import main
-from app.bench.work import ranks
+from packplan.app.bench.__main__ import main
+from packplan.app.bench.work import ranks
 
 PACKING_LENGTH = 192
 
@@ -54,9 +54,9 @@ def lengths(*words: str) -> int:
     """
     Run `lengths` with these words, on photographs of half the width and height, a few at once.
     """
-    from adapters.samples import measurer
-    from app.bench import lengths as command
-    from app.bench.measuring import cost
+    from packplan.adapters.samples import measurer
+    from packplan.app.bench import lengths as command
+    from packplan.app.bench.measuring import cost
 
     *others, photograph = cost.KINDS
     width, height = photograph.size

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from core.errors import PackplanError
+from packplan.core.errors import PackplanError
 from tests.processes import Started
 from tests.stored import asked, remember_verdict
 
@@ -76,9 +76,9 @@ def execute() -> Callable[[Path], Any]:
     Return a function that plans and trains in this process, and returns the result; it finds the
     verdict on its model, as a run does that starts again.
     """
-    from adapters.ranks.torch_group import OneRank
-    from app import sft
-    from app.wiring import training
+    from packplan.adapters.ranks.torch_group import OneRank
+    from packplan.app import sft
+    from packplan.app.wiring import training
 
     def run(path: Path) -> Any:
         _recall(path)
@@ -110,7 +110,7 @@ def text_jsonl(tmp_path: Path) -> Path:
 @pytest.fixture
 def fetched(monkeypatch) -> list[int]:
     """Packs, as they are fetched in this process."""
-    from adapters.trainer import packed_dataset
+    from packplan.adapters.trainer import packed_dataset
 
     positions: list[int] = []
     plain = packed_dataset.PackedDataset.__getitem__
@@ -125,7 +125,7 @@ def fetched(monkeypatch) -> list[int]:
 
 @pytest.fixture(scope="module")
 def _opened_template() -> Callable[..., Any]:
-    from app.wiring.training import samples
+    from packplan.app.wiring.training import samples
 
     return cache(samples.open_template)
 
@@ -133,7 +133,7 @@ def _opened_template() -> Callable[..., Any]:
 @pytest.fixture
 def one_template(_opened_template: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Let runs of one model and template share it: those of a file's tests that ask for this."""
-    monkeypatch.setattr("app.wiring.training.samples.open_template", _opened_template)
+    monkeypatch.setattr("packplan.app.wiring.training.samples.open_template", _opened_template)
 
 
 @pytest.fixture

@@ -6,15 +6,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
+from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from adapters.context_parallel import context_parallel, gather_row
-from core.context_parallel import PackedLayout
+from packplan.adapters.context_parallel import context_parallel, gather_row
+from packplan.core.context_parallel import PackedLayout
 
 LENGTHS = [13, 1, 30, 8, 2]
 """Ragged, one of a single token, one that two ranks share without padding."""

@@ -17,17 +17,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from adapters.progress import loading_libraries
+from packplan.adapters.progress import loading_libraries
 from tests.network import free_port
 
 with loading_libraries():
-    from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
+    from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
 
     import torch
     from transformers import Trainer, TrainerCallback
 
     for _name in ("torch._dynamo", "transformers.models.qwen2.modeling_qwen2", "transformers.data.data_collator",
-                  "core.align", "core.batch", "core.plan", "core.schedule"):  # fmt: skip
+                  "packplan.core.align", "packplan.core.batch", "packplan.core.plan",
+                  "packplan.core.schedule"):  # fmt: skip
         importlib.import_module(_name)  # what the page imports, once for all its processes
 
 

@@ -1,6 +1,6 @@
 """
-Runs `app.sft` as one rank, and writes down what the rank saw: `rank_main.py run.yaml out_folder
-[fault]`.
+Runs `packplan sft` as one rank, and writes down what the rank saw: `rank_main.py run.yaml
+out_folder [fault]`.
 
 A fault, on one rank alone: `measure` fails measuring on rank 0. `gradients` writes each step's
 gradients down, and silences the records that say so. `infinite` adds infinity to the loss of rank
@@ -15,17 +15,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from adapters.progress import loading_libraries
-from app import sft
-from app.cli.command import run_command
+from packplan.adapters.progress import loading_libraries
+from packplan.app import sft
+from packplan.app.cli.command import run_command
 
 with loading_libraries():
     import torch
 
-    from adapters.samples.measurer import SwiftMeasurer
-    from adapters.trainer import packed_dataset
-    from app.training import prepare
-    from app.wiring import training
+    from packplan.adapters.samples.measurer import SwiftMeasurer
+    from packplan.adapters.trainer import packed_dataset
+    from packplan.app.training import prepare
+    from packplan.app.wiring import training
     from tests.e2e.alone import Gradients, silence
 
 

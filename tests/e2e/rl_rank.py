@@ -1,6 +1,6 @@
 """
-Runs reinforcement learning as one rank: `app.rl`'s own phases on rollouts that are given, or the
-whole command.
+Runs reinforcement learning as one rank: `packplan rl`'s own phases on rollouts that are given, or
+the whole command.
 
 It is imported once by a process that ranks fork from.
 """
@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from adapters.microbatches import BatchedData
-from adapters.sequence_loss import normalisers
-from adapters.workers.ranks import RankWorkers
-from app.rl import loop
-from app.training.works import trained_work
-from app.wiring import training
+from packplan.adapters.microbatches import BatchedData
+from packplan.adapters.sequence_loss import normalisers
+from packplan.adapters.workers.ranks import RankWorkers
+from packplan.app.rl import loop
+from packplan.app.training.works import trained_work
+from packplan.app.wiring import training
 
 LENGTHS = [9, 41, 5, 30, 2, 17, 61, 8, 12, 25, 33]
 """
@@ -49,7 +49,7 @@ def rollouts(vocabulary: int) -> BatchedData:
 
 
 def phases(path: str) -> dict:
-    """Compute log-probabilities and an update of rollouts that are given, as `app.rl` does."""
+    """Compute log-probabilities and an update of rollouts that are given, as `packplan rl` does."""
     config = training.read_config(path, rl=True)
     with training.joined_ranks(config.training.trainer) as group:
         samples = training.open_samples(config)["train"]

@@ -8,19 +8,19 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
+from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
 
 import torch
 from torch import distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from adapters.ranks.torch_group import OneRank
-from adapters.samples.video import sees_videos_apart
-from adapters.trainer.packed_dataset import EncodedPack
-from adapters.trainer.vision import DummyImage
-from app.training.prepare import prepare
-from app.wiring import training
-from core.samples import column
+from packplan.adapters.ranks.torch_group import OneRank
+from packplan.adapters.samples.video import sees_videos_apart
+from packplan.adapters.trainer.packed_dataset import EncodedPack
+from packplan.adapters.trainer.vision import DummyImage
+from packplan.app.training.prepare import prepare
+from packplan.app.wiring import training
+from packplan.core.samples import column
 
 TEXT, IMAGES, VIDEOS, BOTH = (False, False), (True, False), (False, True), (True, True)
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
+from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
 
 import numpy as np
 import torch
 from torch import distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from adapters.ranks.torch_group import OneRank
-from adapters.trainer.packed_dataset import EncodedPack
-from adapters.trainer.vision import DummyImage
-from app.training.prepare import prepare
-from app.wiring import training
-from core.work import assign_steps
+from packplan.adapters.ranks.torch_group import OneRank
+from packplan.adapters.trainer.packed_dataset import EncodedPack
+from packplan.adapters.trainer.vision import DummyImage
+from packplan.app.training.prepare import prepare
+from packplan.app.wiring import training
+from packplan.core.work import assign_steps
 
 RANKS, PACKS_OF_A_RANK = 2, 3
 

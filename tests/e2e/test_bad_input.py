@@ -18,10 +18,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from adapters.trainer.arguments import TrainingArguments
-from adapters.trainer.static import PackTrainer
-from app import sft
-from app.plan import __main__ as plan
+from packplan.adapters.trainer.arguments import TrainingArguments
+from packplan.adapters.trainer.static import PackTrainer
+from packplan.app import sft
+from packplan.app.plan import __main__ as plan
 
 pytestmark = pytest.mark.slow
 
@@ -65,7 +65,7 @@ def outcome(write_run, tmp_path, capfd, monkeypatch):
 
 @pytest.fixture(scope="module")
 def _proven():
-    from adapters.samples import measurer
+    from packplan.adapters.samples import measurer
 
     return cache(measurer.prove_lengths)
 
@@ -73,7 +73,7 @@ def _proven():
 @pytest.fixture
 def _proven_once(one_template, _proven, monkeypatch):
     """Let runs that fail before they train share a template, and what is proven of it."""
-    monkeypatch.setattr("adapters.samples.measurer.prove_lengths", _proven)
+    monkeypatch.setattr("packplan.adapters.samples.measurer.prove_lengths", _proven)
 
 
 @pytest.mark.usefixtures("_proven_once")
@@ -140,13 +140,13 @@ def test_a_line_or_a_record_beyond_its_bound(outcome):
 
 def test_tags_of_media_that_a_record_has_not_stay_text(write_run, tmp_path, caplog):
     """They reach the model as they are written, and the log says of how many records."""
-    from app.wiring import training as wiring
+    from packplan.app.wiring import training as wiring
 
     said = {"messages": [{"role": "user", "content": "what is <video>?"}, ANSWER]}
     (tmp_path / "tags.jsonl").write_text(f"{json.dumps(said)}\n{json.dumps(GOOD)}\n{json.dumps(said)}\n")
-    logging.getLogger("app").propagate = True
+    logging.getLogger("packplan").propagate = True
     config = wiring.read_config(write_run(custom={"train_jsonl": str(tmp_path / "tags.jsonl")}))
-    with caplog.at_level(logging.WARNING, logger="app"):
+    with caplog.at_level(logging.WARNING, logger="packplan"):
         samples = wiring.open_samples(config)["train"]
 
     assert "train: 2 of 3 records say <video> or <audio> without such media, which stays text" in caplog.text
@@ -157,7 +157,7 @@ def test_the_path_of_an_image_in_a_text_stays_text(write_run, tmp_path):
     """
     ms-swift alone would read the file as an image, and put an image in the place of any other word.
     """
-    from app.wiring import training as wiring
+    from packplan.app.wiring import training as wiring
 
     Image.new("RGB", (56, 56)).save(tmp_path / "a.png")
     text = f"<img>{tmp_path / 'a.png'}</img><img>b</img>"
@@ -297,12 +297,12 @@ def test_a_model_that_brings_code_is_refused_unless_trusted(outcome, demo, tmp_p
 
 def test_the_command_line_trains_and_says_what_it_did(write_run):
     """
-    `python -m app.sft` in an interpreter of its own, with the defaults of ms-swift for workers and
+    `packplan sft` in an interpreter of its own, with the defaults of ms-swift for workers and
     checkpointing.
     """
     path = write_run("qwen3", training={"max_steps": 1, "gradient_checkpointing": True, "dataloader_num_workers": 1})
     run = subprocess.run(
-        [sys.executable, "-m", "app.sft", str(path)], capture_output=True, text=True, check=False, cwd=ROOT
+        [sys.executable, "-m", "packplan.app.sft", str(path)], capture_output=True, text=True, check=False, cwd=ROOT
     )
 
     assert 0 == run.returncode, run.stderr
@@ -357,6 +357,6 @@ def test_a_changed_system_prompt_is_stale_and_says_so(write_run, execute, capfd)
 @pytest.mark.parametrize("name", ["demo", "rl"])
 def test_yaml_that_is_shipped_is_valid(name):
     """What the README runs."""
-    from app.wiring import training as wiring
+    from packplan.app.wiring import training as wiring
 
     assert wiring.read_config(ROOT / "app" / f"{name}.yaml", rl=name == "rl")

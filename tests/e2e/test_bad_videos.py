@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from adapters.samples.video import facts
-from app.demo.videos import MadeVideo
-from core.errors import RecordError
+from packplan.adapters.samples.video import facts
+from packplan.app.demo.videos import MadeVideo
+from packplan.core.errors import RecordError
 from tests.e2e.test_videos import SAMPLING, asked, write
 
 pytestmark = pytest.mark.slow
@@ -158,7 +158,7 @@ def sound(path: Path) -> None:
 
 def test_a_bad_video_is_named_by_its_record_and_nothing_takes_its_place(write_run, tmp_path):
     """From its container as by a full encode, with the same words; the others are measured."""
-    from app.wiring import training
+    from packplan.app.wiring import training
 
     says = bad_videos(tmp_path)
     data = write(tmp_path / "bad.jsonl", [asked(video) for video in [*says, "whole.mp4"]])
@@ -223,7 +223,7 @@ def test_a_container_that_lies_gives_the_length_that_training_has(write_run, tmp
     Of its size, duration, rate or number of frames; and odd sides, and a transparent ground, are as
     others.
     """
-    from app.wiring import training
+    from packplan.app.wiring import training
 
     whole = {kind: MadeVideo(kind, num_frames=30).write(tmp_path / f"w.{kind}").read_bytes() for kind in ("mp4", "mkv")}
     avi = MadeVideo("avi", "mpeg4", num_frames=30).write(tmp_path / "w.avi").read_bytes()
@@ -258,7 +258,7 @@ def test_damage_between_two_frames_is_found_by_decoding_all(write_run, tmp_path)
     Before training by `verify --decode`, else by training: by the record, with what to do. Its
     container is sound.
     """
-    from app.wiring import training
+    from packplan.app.wiring import training
 
     whole = MadeVideo(num_frames=60, size=(160, 120)).write(tmp_path / "a.mp4").read_bytes()
     middle = len(whole) // 2

@@ -15,24 +15,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.bench.__main__ import main
-from app.bench.distributions import DISTRIBUTIONS, trace
-from app.bench.measure import Measured, NotMeasured, measure
-from app.bench.measuring import reading
-from app.bench.peers import PEERS
-from app.bench.process import OwnProcess
-from app.bench.training.like_lengths import LikeLengths
-from app.bench.training.ways import DEFAULT_WAYS, WAYS, Ratio, Row, compared, scaling_table, ways_table
-from app.bench.turns import take_turns
-from app.bench.work import ranks as bench_ranks
-from app.bench.work.mixes import made_mix
-from core.bounds import lower_bound
-from core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
-from core.errors import DataSetError
-from core.packers import ALGORITHMS, pack
-from core.packs import Packs
-from core.plan import build_raw_plan
-from core.schedule import EpochSchedule, EpochStats, PackStats
+from packplan.app.bench.__main__ import main
+from packplan.app.bench.distributions import DISTRIBUTIONS, trace
+from packplan.app.bench.measure import Measured, NotMeasured, measure
+from packplan.app.bench.measuring import reading
+from packplan.app.bench.peers import PEERS
+from packplan.app.bench.process import OwnProcess
+from packplan.app.bench.training.like_lengths import LikeLengths
+from packplan.app.bench.training.ways import DEFAULT_WAYS, WAYS, Ratio, Row, compared, scaling_table, ways_table
+from packplan.app.bench.turns import take_turns
+from packplan.app.bench.work import ranks as bench_ranks
+from packplan.app.bench.work.mixes import made_mix
+from packplan.core.bounds import lower_bound
+from packplan.core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
+from packplan.core.errors import DataSetError
+from packplan.core.packers import ALGORITHMS, pack
+from packplan.core.packs import Packs
+from packplan.core.plan import build_raw_plan
+from packplan.core.schedule import EpochSchedule, EpochStats, PackStats
 from tests.e2e import bench_small
 from tests.processes import finished
 
@@ -274,8 +274,8 @@ def test_a_model_is_asked_once_whether_it_may_pack(demo, monkeypatch, tmp_path):
     Not by each way, kind and length of packs, which have folders of their own: each reads the
     answer there.
     """
-    from app.bench.training import cost
-    from app.wiring.stores import stored_verdict
+    from packplan.app.bench.training import cost
+    from packplan.app.wiring.stores import stored_verdict
 
     plain, asked = cost.verdict_of, []
     monkeypatch.setattr(cost, "verdict_of", lambda config: asked.append(config) or plain(config))
@@ -512,7 +512,9 @@ def test_two_ranks_take_the_steps_of_both_orders(server, tmp_path, monkeypatch, 
     assert sums[0] / sums[1] == pytest.approx(step.predicted)
     assert step.predicted > 1
     assert step.as_they_come_s == taken[:, 0, 0, 0, 0].max()
-    monkeypatch.setattr("app.bench.work.command.measured_rounds", lambda asked: rounds if asked == task else None)
+    monkeypatch.setattr(
+        "packplan.app.bench.work.command.measured_rounds", lambda asked: rounds if asked == task else None
+    )
     wanted = ["work", "--measured", "1", "--steps", "1"]
     assert 0 == main(wanted)
     assert ["seconds", "processor time of the busier rank"] == [

@@ -1,4 +1,4 @@
-"""`app.check` finds packed training equal where it is, and each planted fault where it is not."""
+"""`packplan check` finds packed training equal where it is, and each planted fault where not."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from accelerate.state import AcceleratorState
 from PIL import Image, ImageDraw
 
-from adapters.attention import layout as varlen_layout
-from adapters.attention import varlen
-from adapters.attention.layout import Layout
-from adapters.ranks.torch_group import OneRank
-from adapters.trainer import loader
+from packplan.adapters.attention import layout as varlen_layout
+from packplan.adapters.attention import varlen
+from packplan.adapters.attention.layout import Layout
+from packplan.adapters.ranks.torch_group import OneRank
+from packplan.adapters.trainer import loader
 
 pytestmark = pytest.mark.slow
 
@@ -81,9 +81,9 @@ def compared(write_run, scenes, runs, monkeypatch):
     trainer, which other tests take after this one: the fault is an attribute that *monkeypatch*
     sets, or a hook that `hooked` keeps.
     """
-    from app.check import compare
-    from app.training.prepare import prepare
-    from app.wiring import training as wiring
+    from packplan.app.check import compare
+    from packplan.app.training.prepare import prepare
+    from packplan.app.wiring import training as wiring
 
     def run(of: str, data: str = "", plant=None, num_packs=2, **overlay):
         data = data or ("all.jsonl" if of.endswith("vl") else "text.jsonl")
@@ -178,7 +178,7 @@ def test_a_missing_fourth_row_is_found(compared, monkeypatch, model):
     """As ms-swift strips it: samples see each other, and the row is named."""
     from swift.trainers import Seq2SeqTrainer
 
-    from adapters.trainer.static import PackTrainer
+    from packplan.adapters.trainer.static import PackTrainer
 
     def plain(trainer, inputs):
         known = {key: value for key, value in inputs.items() if not key.startswith(("pack_", "loss_n"))}
@@ -381,8 +381,8 @@ def test_a_loss_that_is_averaged_over_samples_is_found(compared, monkeypatch):
 
 def test_the_command_prints_a_table_or_a_document_and_its_status_tells(write_run, scenes, capsys):
     """0 and 3; the worst sample is named by its record; nothing else is on standard output."""
-    from adapters.trainer import loader
-    from app.check import main
+    from packplan.adapters.trainer import loader
+    from packplan.app.check import main
 
     path = str(write_run("qwen2", custom={"train_jsonl": str(scenes / "text.jsonl")}, template={"max_length": 256}))
 
@@ -397,7 +397,7 @@ def test_the_command_prints_a_table_or_a_document_and_its_status_tells(write_run
             predict_the_next_sample(batch)
             return batch
 
-    with patch("adapters.trainer.base.Collator", Crossing):
+    with patch("packplan.adapters.trainer.base.Collator", Crossing):
         assert 3 == main([path])
         shown = capsys.readouterr()
         assert "DIFFERS" in shown.out
@@ -409,7 +409,7 @@ def test_the_command_prints_a_table_or_a_document_and_its_status_tells(write_run
 
 def test_what_cannot_be_compared_is_said(write_run, scenes, capsys, monkeypatch):
     """Nothing packed; no pack of several samples; several processes."""
-    from app.check import main
+    from packplan.app.check import main
 
     custom = {"train_jsonl": str(scenes / "text.jsonl")}
     assert 2 == main([str(write_run("qwen2", custom=custom, training={"packing": False}))])

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
+from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
 
 import pytest
 import torch
 from transformers import LlamaConfig, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
-from adapters.config_names import configs_by_name
-from adapters.probe import open_model_config, probe_config
-from adapters.samples.template import open_template
-from adapters.trainer.model import open_model
-from core.config import ModelConfig, TemplateConfig, TrainingConfig
-from core.equality import Attention
+from packplan.adapters.config_names import configs_by_name
+from packplan.adapters.probe import open_model_config, probe_config
+from packplan.adapters.samples.template import open_template
+from packplan.adapters.trainer.model import open_model
+from packplan.core.config import ModelConfig, TemplateConfig, TrainingConfig
+from packplan.core.equality import Attention
 
 
 def test_a_configuration_is_its_name_inside_alone():

@@ -15,16 +15,16 @@ import pytest
 import torch
 import yaml
 
-from adapters.conversion.table import TABLE, stored_arguments
-from adapters.ranks.torch_group import OneRank
-from adapters.trainer.loader import LENGTHS
-from app import convert
-from app.training.prepare import prepare
-from app.training.schedule import batch_of
-from app.wiring import stores
-from app.wiring import training as wiring
-from app.wiring.conversion import convert_source, run_text
-from core.errors import ConfigError
+from packplan.adapters.conversion.table import TABLE, stored_arguments
+from packplan.adapters.ranks.torch_group import OneRank
+from packplan.adapters.trainer.loader import LENGTHS
+from packplan.app import convert
+from packplan.app.training.prepare import prepare
+from packplan.app.training.schedule import batch_of
+from packplan.app.wiring import stores
+from packplan.app.wiring import training as wiring
+from packplan.app.wiring.conversion import convert_source, run_text
+from packplan.core.errors import ConfigError
 from tests.e2e import swift_run
 from tests.processes import finished
 from tests.swift_commands import COMMANDS, YAML
@@ -229,7 +229,7 @@ def losses_in_packs(trainer) -> dict[str, float]:
 
 def test_the_table_is_that_of_the_installed_ms_swift():
     """`make reference` writes it."""
-    from app.reference import arguments_table
+    from packplan.app.reference import arguments_table
 
     assert TABLE.read_text(encoding="utf-8") == arguments_table()
     assert len(stored_arguments() or ()) > 300
@@ -284,7 +284,7 @@ def test_the_commands_of_the_examples_convert_or_are_refused(tmp_path, monkeypat
         "examples/yaml/deepspeed/sft.yaml": [],
     } == {example: said for example, said in outcomes.items() if example not in refused}
     assert 14 == len(outcomes)
-    many = "MAX_PIXELS=1003520 CUDA_VISIBLE_DEVICES=0,1,2,3 torchrun --nproc-per-node 4 -m app.sft"
+    many = "MAX_PIXELS=1003520 CUDA_VISIBLE_DEVICES=0,1,2,3 torchrun --nproc-per-node 4 -m packplan.app.sft"
     assert starts["examples/train/packing/qwen2_5_vl.sh"].startswith(many)
 
 
@@ -300,8 +300,8 @@ def test_a_command_may_name_a_yaml_and_change_it(tmp_path, command):
     alone = convert_source([str(path)])
 
     assert (7, 4) == tuple(made.conversion.document["training"][key] for key in ("seed", "lora_rank"))
-    assert "A=2 torchrun --nproc-per-node 2 -m app.sft" == made.start
-    assert "A=1 torchrun --nproc-per-node 2 -m app.sft" == alone.start
+    assert "A=2 torchrun --nproc-per-node 2 -m packplan.app.sft" == made.start
+    assert "A=1 torchrun --nproc-per-node 2 -m packplan.app.sft" == alone.start
     assert 1 == alone.conversion.document["training"]["seed"]
     assert 8 == alone.conversion.document["training"]["gradient_accumulation_steps"]
 

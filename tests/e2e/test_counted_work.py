@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from app.bench.__main__ import main
-from core.work import WorkModel
+from packplan.app.bench.__main__ import main
+from packplan.core.work import WorkModel
 
 pytestmark = [pytest.mark.slow, pytest.mark.covers]
 
@@ -160,8 +160,8 @@ def test_torch_counts_about_the_same_in_families_that_keys_describe(family):
     """
     Within 2 % in a small copy, by the keys of its configuration alone, of a sample or a longer row.
     """
-    from adapters.probe.families import default_config
-    from adapters.probe.small_model import build_small, quiet
+    from packplan.adapters.probe.families import default_config
+    from packplan.adapters.probe.small_model import build_small, quiet
 
     with quiet():
         model = build_small(default_config(family), attention="eager")
@@ -208,7 +208,7 @@ def test_torch_counts_about_the_same_in_towers_of_tiles_and_of_wide_layers(famil
     from torch.utils.flop_counter import FlopCounterMode
     from transformers import AutoConfig, AutoModelForImageTextToText
 
-    from app.demo.vision_models import VISION_FAMILIES
+    from packplan.app.demo.vision_models import VISION_FAMILIES
 
     sizes = VISION_FAMILIES[family].config
     config = AutoConfig.for_model(model_type, **sizes)

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from adapters.config.run import load_config
-from adapters.config.trainer_keys import stored_keys
-from app.demo.__main__ import FOLDER, main, make, make_videos, summary
+from packplan.adapters.config.run import load_config
+from packplan.adapters.config.trainer_keys import stored_keys
+from packplan.app.demo.__main__ import FOLDER, main, make, make_videos, summary
 
 pytestmark = pytest.mark.slow
 

@@ -1,6 +1,6 @@
 """
 Families of every kind pack the whole way of training: small random models of them, of which nothing
-in the code names one, pass `app.check`.
+in the code names one, pass `packplan check`.
 """
 
 from __future__ import annotations
@@ -8,21 +8,21 @@ from __future__ import annotations
 import json
 import shutil
 
-from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
+from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from adapters.attention import attend_as
-from adapters.probe import limit_of, probe_loaded
-from adapters.probe.families import default_config
-from adapters.probe.shrink import shrink
-from adapters.probe.small_model import build_small, enliven, quiet
-from app import check
-from app.wiring.stores import read_config
-from core.equality import CHECKS, EQUAL, PackingVerdict, choose_attention
-from core.errors import ConfigError
+from packplan.adapters.attention import attend_as
+from packplan.adapters.probe import limit_of, probe_loaded
+from packplan.adapters.probe.families import default_config
+from packplan.adapters.probe.shrink import shrink
+from packplan.adapters.probe.small_model import build_small, enliven, quiet
+from packplan.app import check
+from packplan.app.wiring.stores import read_config
+from packplan.core.equality import CHECKS, EQUAL, PackingVerdict, choose_attention
+from packplan.core.errors import ConfigError
 
 pytestmark = pytest.mark.slow
 

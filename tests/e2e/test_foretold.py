@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from app.plan import __main__ as plan
-from core.align import align_plan
-from core.plan import build_raw_plan
+from packplan.app.plan import __main__ as plan
+from packplan.core.align import align_plan
+from packplan.core.plan import build_raw_plan
 
 pytestmark = pytest.mark.slow
 
@@ -40,8 +40,8 @@ def test_training_does_what_show_foretold(write_run, execute, few_scenes, capfd,
 
 def test_the_course_is_ordered_as_the_trainers_arguments_say(write_run):
     """ms-swift's defaults are those that looking without it assumes."""
-    from app.training.schedule import batch_of, schedule_of
-    from app.wiring import training
+    from packplan.app.training.schedule import batch_of, schedule_of
+    from packplan.app.wiring import training
 
     aligned = align_plan(build_raw_plan([8] * 5, packing_length=8), world_size=1, dataloader_drop_last=False)
     for settings in ({}, {"data_seed": 7, "train_dataloader_shuffle": False}):

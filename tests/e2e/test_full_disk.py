@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from app import sft
-from core.errors import OutputError
+from packplan.app import sft
+from packplan.core.errors import OutputError
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +36,7 @@ def test_a_policy_that_does_not_fit_names_its_folder(small_disk, demo):
     """Whichever worker saves it."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from adapters.workers.policy import PolicyWorker
+    from packplan.adapters.workers.policy import PolicyWorker
 
     worker = PolicyWorker.__new__(PolicyWorker)
     folder = demo / "models" / "qwen2"

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from adapters.conversion import hubs
-from app import sft
-from app.wiring import stores
-from core.errors import ConfigError
-from core.samples import draw
+from packplan.adapters.conversion import hubs
+from packplan.app import sft
+from packplan.app.wiring import stores
+from packplan.core.errors import ConfigError
+from packplan.core.samples import draw
 
 
 @pytest.fixture(autouse=True)

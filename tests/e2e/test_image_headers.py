@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from core.errors import RecordError
+from packplan.core.errors import RecordError
 
 ORIENTATION = 274
 
@@ -54,7 +54,7 @@ def test_headers_give_the_lengths_of_full_encodes(case, pictures, write_run, tmp
     Every kind of image, one or several in a record, with and without a limit on pixels: zero
     tolerance.
     """
-    from app.wiring import training
+    from packplan.app.wiring import training
 
     model_type, max_pixels = case
     rng = random.Random(1)  # noqa: S311
@@ -93,7 +93,7 @@ def test_headers_give_the_lengths_of_full_encodes(case, pictures, write_run, tmp
 
 def test_a_shape_that_the_processor_refuses_is_refused_from_its_header(write_run, tmp_path):
     """With the record's line, as a full encode does."""
-    from app.wiring import training
+    from packplan.app.wiring import training
 
     Image.new("RGB", (3000, 2)).save(tmp_path / "line.png")
     data = tmp_path / "line.jsonl"

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from app.bench.__main__ import main
-from app.bench.distributions import DISTRIBUTIONS
-from app.bench.inspection import store
-from app.plan import __main__ as plan
+from packplan.app.bench.__main__ import main
+from packplan.app.bench.distributions import DISTRIBUTIONS
+from packplan.app.bench.inspection import store
+from packplan.app.plan import __main__ as plan
 
 pytestmark = pytest.mark.slow
 
@@ -32,7 +32,9 @@ def started_cpu_seconds(*arguments: object) -> float:
         return usage.ru_utime + usage.ru_stime
 
     before = spent()
-    subprocess.run([sys.executable, "-m", "app.plan", *map(str, arguments)], check=True, capture_output=True, cwd=ROOT)
+    subprocess.run(
+        [sys.executable, "-m", "packplan.app.plan", *map(str, arguments)], check=True, capture_output=True, cwd=ROOT
+    )
     return spent() - before
 
 

@@ -12,14 +12,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from adapters.lifeline import lost_processes_named
-from adapters.samples import measurer
-from adapters.trainer.packed_dataset import PackedDataset
-from adapters.trainer.static import PackTrainer
-from app import sft
-from app.training.outcome import log_outcome
-from app.wiring import stores
-from core.errors import LostProcessError
+from packplan.adapters.lifeline import lost_processes_named
+from packplan.adapters.samples import measurer
+from packplan.adapters.trainer.packed_dataset import PackedDataset
+from packplan.adapters.trainer.static import PackTrainer
+from packplan.app import sft
+from packplan.app.training.outcome import log_outcome
+from packplan.app.wiring import stores
+from packplan.core.errors import LostProcessError
 from tests.processes import wait_for
 
 pytestmark = pytest.mark.slow
@@ -50,7 +50,7 @@ def test_a_worker_that_is_killed_ends_the_run_with_a_line(write_run, monkeypatch
 
 def test_a_process_that_measures_and_is_killed_is_named_with_its_key(write_run, monkeypatch):
     """What was measured before it was handed over; no pool is left."""
-    from app.wiring import training
+    from packplan.app.wiring import training
 
     config = training.read_config(write_run("qwen2"))
     source = training.open_measurer(config, training.open_samples(config)["train"], pool_start_s=0)
@@ -165,7 +165,7 @@ def test_what_is_not_saved_or_in_parts_has_no_command(write_run, caplog, saved, 
             model_meta=SimpleNamespace(model_type=None), template_meta=SimpleNamespace(template_type="qwen")
         ),
     )
-    caplog.set_level("INFO", logger="app")
+    caplog.set_level("INFO", logger="packplan")
 
     log_outcome(config, trainer)
 

@@ -11,11 +11,11 @@ import math
 import pytest
 import torch
 
-from adapters.ranks.torch_group import OneRank
-from adapters.trainer.packed_dataset import PackedDataset
-from core.errors import CoverageError
-from core.plan import one_sample_packs
-from core.samples import to_messages
+from packplan.adapters.ranks.torch_group import OneRank
+from packplan.adapters.trainer.packed_dataset import PackedDataset
+from packplan.core.errors import CoverageError
+from packplan.core.plan import one_sample_packs
+from packplan.core.samples import to_messages
 from tests.e2e.alone import Gradients, silence, step_alone, token_losses, token_weights
 from tests.nearness import FLOAT32, apart
 from tests.processes import finished
@@ -63,8 +63,8 @@ def weigh(record, number):
 @pytest.fixture
 def prepared(write_run, data, tmp_path):
     """Return a function that builds a run without training it."""
-    from app.training.prepare import prepare
-    from app.wiring import training
+    from packplan.app.training.prepare import prepare
+    from packplan.app.wiring import training
 
     def build(of: str, *, val: bool = False, weighed: bool = False, **overlay):
         custom = {"train_jsonl": data(of, weighed=weighed)}
@@ -219,7 +219,7 @@ def test_a_step_is_the_weighted_mean_where_messages_have_weights(prepared, model
 
 def test_weights_that_are_all_alike_change_nothing(prepared, monkeypatch):
     """However small their sum is that a step is divided by."""
-    from adapters.samples.encoder import SwiftEncoder
+    from packplan.adapters.samples.encoder import SwiftEncoder
 
     encode = SwiftEncoder.encode_messages
 
@@ -310,7 +310,7 @@ def test_evaluation_follows_the_settings(prepared):
 
 def test_a_sample_that_evaluation_leaves_out_is_found(prepared, monkeypatch):
     """Or one that counts twice: every pack is counted, over all ranks."""
-    from adapters.trainer.loader import EvalBatches
+    from packplan.adapters.trainer.loader import EvalBatches
 
     run = prepared("qwen2", val=True)
     plain = EvalBatches.counts
@@ -324,7 +324,7 @@ def test_a_pack_that_training_leaves_out_is_found(prepared, monkeypatch):
     """
     A loader that serves another pack than the schedule says stops the run at the end of the epoch.
     """
-    from adapters.trainer.loader import TrainBatches
+    from packplan.adapters.trainer.loader import TrainBatches
 
     run = prepared("qwen2")
     plain = TrainBatches.__iter__

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adapters.microbatches import WEIGHTS, BatchedData, concatenate, pack_row
-from core.errors import BatchError
-from core.shard import shard_dynamic, shard_packed, shard_plain
+from packplan.adapters.microbatches import WEIGHTS, BatchedData, concatenate, pack_row
+from packplan.core.errors import BatchError
+from packplan.core.shard import shard_dynamic, shard_packed, shard_plain
 
 MODES = ("packed", "dynamic", "plain")
 

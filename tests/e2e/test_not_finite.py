@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from core.errors import NotFiniteError
+from packplan.core.errors import NotFiniteError
 from tests.e2e import rank_main
 from tests.processes import finished
 from tests.stored import asked
@@ -24,9 +24,9 @@ KEYS = {"save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "constan
 @pytest.fixture
 def prepared(write_run, text_jsonl):
     """Return a function that prepares a quick run on text."""
-    from adapters.ranks.torch_group import OneRank
-    from app.training.prepare import prepare
-    from app.wiring import training as wiring
+    from packplan.adapters.ranks.torch_group import OneRank
+    from packplan.app.training.prepare import prepare
+    from packplan.app.wiring import training as wiring
 
     def prepare_run(*, of: str = "qwen2", of_validation: bool = False, **training: Any) -> Any:
         custom = {"train_jsonl": str(text_jsonl)} | ({"val_jsonl": str(text_jsonl)} if of_validation else {})

@@ -8,16 +8,16 @@ from __future__ import annotations
 import json
 import shutil
 
-from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
+from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from adapters.ranks.torch_group import OneRank
-from app import check
-from core.errors import ConfigError
+from packplan.adapters.ranks.torch_group import OneRank
+from packplan.app import check
+from packplan.core.errors import ConfigError
 
 pytestmark = pytest.mark.slow
 
@@ -109,8 +109,8 @@ def sections(folders, text_jsonl):
 @pytest.mark.parametrize("family", ["llama", "qwen3_next"])
 def test_another_family_trains_resumes_and_evaluates_packed_as_padded(write_run, execute, sections, tmp_path, family):
     """Bit for bit after a resume; the loss falls, with layers that are computed again."""
-    from app.training.prepare import prepare
-    from app.wiring import training
+    from packplan.app.training.prepare import prepare
+    from packplan.app.wiring import training
 
     rest = sections(family)
     whole = execute(write_run("qwen2", name="whole", training=KEYS, **rest))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from app.plan import __main__ as plan
+from packplan.app.plan import __main__ as plan
 from tests.stored import LENGTHS, store_run
 
 pytestmark = pytest.mark.slow

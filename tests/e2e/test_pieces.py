@@ -8,7 +8,7 @@ import random
 import pytest
 from PIL import Image
 
-from core.samples import Measured, ShortcutError
+from packplan.core.samples import Measured, ShortcutError
 
 MARKS = (
     "<|im_end|>", "<|im_start|>user\n", "<think>\nso\n</think>\n\n", "<bbox>", "<ref-object>", "<video>", "  ", "\n",
@@ -47,7 +47,7 @@ def record(rng: random.Random, num_images: int = 0) -> dict:
 @pytest.fixture
 def samples(write_run, tmp_path):
     """Return a function that writes records and opens what measures them, by a model's template."""
-    from app.wiring import training
+    from packplan.app.wiring import training
 
     def open_(of, records, **template):
         data = tmp_path / "records.jsonl"
@@ -69,7 +69,7 @@ def samples(write_run, tmp_path):
 @pytest.mark.parametrize("of", ["qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl"])
 def test_texts_measure_as_full_encodes_do(of, limit, samples, tmp_path, monkeypatch):
     """Whatever the turns, the marks in them and where images stand, also truncated."""
-    from adapters.samples.counting.quickly import QuickMeasurer
+    from packplan.adapters.samples.counting.quickly import QuickMeasurer
 
     monkeypatch.setattr(QuickMeasurer, "_audits", lambda *_: False)  # every one is compared here
     rng = random.Random(of)  # noqa: S311
@@ -105,7 +105,7 @@ def test_few_samples_are_encoded(samples):
 @pytest.mark.parametrize("number", [0, 70])
 def test_a_count_that_is_wrong_is_found_by_the_audit(number, samples, monkeypatch):
     """The first record of a kind is encoded too, wherever it stands."""
-    from adapters.samples.counting.pieces import PieceCounter
+    from packplan.adapters.samples.counting.pieces import PieceCounter
 
     plain = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     turns = {"messages": plain["messages"] * 3}
@@ -124,7 +124,7 @@ def test_a_template_with_ways_of_its_own_encodes_each_sample(samples, monkeypatc
     """And says which way it is."""
     from swift.template import Template
 
-    from adapters.samples.counting.pieces import prove_pieces
+    from packplan.adapters.samples.counting.pieces import prove_pieces
 
     records = [record(random.Random(n)) for n in range(3)]  # noqa: S311
     measured = samples("qwen2", records)

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from adapters.samples.encoder import SwiftEncoder
-from adapters.samples.measurer import SwiftMeasurer
-from app.plan import __main__ as plan
+from packplan.adapters.samples.encoder import SwiftEncoder
+from packplan.adapters.samples.measurer import SwiftMeasurer
+from packplan.app.plan import __main__ as plan
 from tests.processes import finished
 
 pytestmark = pytest.mark.slow

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from functools import wraps
 
-from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
+from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
 
 import pytest
 import torch
@@ -17,19 +17,19 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, LlamaConfig, Phi3Config
 from transformers.models.llama import modeling_llama
 
-from adapters.attention import attend_as, layout, varlen
-from adapters.attention.rows import row_of
-from adapters.attention.states import split_states
-from adapters.probe import limit_of, probe, probe_config, probe_loaded, rows, small_model
-from adapters.probe import loaded as loaded_model
-from adapters.probe.families import default_config, family_names, probe_family
-from adapters.probe.shrink import LONGEST, shrink
-from adapters.probe.small_model import build_small
-from adapters.stores.verdicts import DiskVerdictStore
-from app import check
-from core.equality import EQUAL, Attention, PackingVerdict
-from core.errors import CorruptArtefactError, IsolationError, PackplanError
-from core.fingerprint import Fingerprint
+from packplan.adapters.attention import attend_as, layout, varlen
+from packplan.adapters.attention.rows import row_of
+from packplan.adapters.attention.states import split_states
+from packplan.adapters.probe import limit_of, probe, probe_config, probe_loaded, rows, small_model
+from packplan.adapters.probe import loaded as loaded_model
+from packplan.adapters.probe.families import default_config, family_names, probe_family
+from packplan.adapters.probe.shrink import LONGEST, shrink
+from packplan.adapters.probe.small_model import build_small
+from packplan.adapters.stores.verdicts import DiskVerdictStore
+from packplan.app import check
+from packplan.core.equality import EQUAL, Attention, PackingVerdict
+from packplan.core.errors import CorruptArtefactError, IsolationError, PackplanError
+from packplan.core.fingerprint import Fingerprint
 
 pytestmark = pytest.mark.slow
 
@@ -458,16 +458,16 @@ def test_a_verdict_is_kept_and_asked_again_when_what_it_depends_on_changes(verdi
 @pytest.fixture
 def execute():
     """Return a function that trains in this process, and finds no verdict of other tests."""
-    from adapters.ranks.torch_group import OneRank
-    from app import sft
-    from app.wiring import training
+    from packplan.adapters.ranks.torch_group import OneRank
+    from packplan.app import sft
+    from packplan.app.wiring import training
 
     return lambda path: sft.run(training.read_config(path), OneRank())
 
 
 def test_a_second_start_asks_nothing(write_run, execute, monkeypatch):
     """Neither the small copy nor the loaded model; another config.json does."""
-    from app.wiring.training import verdicts
+    from packplan.app.wiring.training import verdicts
 
     one_step = {"max_steps": 1}
     path = write_run("qwen3", training=one_step)
@@ -488,7 +488,7 @@ def test_a_second_start_asks_nothing(write_run, execute, monkeypatch):
 
 def test_a_loaded_model_that_leaks_ends_the_run_before_its_first_step(write_run, execute, monkeypatch):
     """With the numbers, and nothing trained."""
-    from app.wiring.training import verdicts
+    from packplan.app.wiring.training import verdicts
 
     def leaking(model, **options):
         monkeypatch.setattr(varlen, "within_samples", None)
@@ -503,12 +503,12 @@ def test_a_loaded_model_that_leaks_ends_the_run_before_its_first_step(write_run,
 
 def test_a_model_whose_weights_ranks_share_counts_by_its_small_copy(write_run, execute, monkeypatch, caplog):
     """No rank holds it whole before it is sharded; the log says so."""
-    from app.wiring.training import trainers
+    from packplan.app.wiring.training import trainers
 
     monkeypatch.setattr(trainers, "shards_weights", lambda _: True)
     path = write_run("qwen3", training={"max_steps": 1})
 
-    with caplog.at_level("INFO", "app"):
+    with caplog.at_level("INFO", "packplan"):
         execute(path)
 
     assert "since ranks share its weights: what its small copy showed counts" in caplog.text
@@ -528,8 +528,8 @@ def test_a_model_whose_weights_ranks_share_counts_by_its_small_copy(write_run, e
 )
 def test_a_model_that_cannot_be_asked_or_leaks_is_refused_before_measuring(write_run, tmp_path, capfd, content, says):
     """By training and by building; exit status 2, with the reason and the remedy."""
-    from app import sft
-    from app.plan import __main__ as plan
+    from packplan.app import sft
+    from packplan.app.plan import __main__ as plan
 
     (tmp_path / "config.json").write_text(json.dumps(content))
     path = write_run(model={"model": str(tmp_path)})
@@ -571,7 +571,7 @@ def test_every_architecture_of_text_that_transformers_knows_is_listed():
 @pytest.mark.parametrize("installed", [False, True])
 def test_flash_attention_by_name_is_asked_of_where_its_package_is(write_run, monkeypatch, installed):
     """Elsewhere plans are built for it without an answer: training asks, on its own machine."""
-    from app.wiring.training import read_config, verdicts
+    from packplan.app.wiring.training import read_config, verdicts
 
     asked = []
     monkeypatch.setattr(verdicts, "runs_on_cpu", lambda _: False)

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from adapters.ranks.torch_group import OneRank
-from app.planning.split import Planner
-from app.wiring import stores
-from app.wiring.gather import gather
+from packplan.adapters.ranks.torch_group import OneRank
+from packplan.app.planning.split import Planner
+from packplan.app.wiring import stores
+from packplan.app.wiring.gather import gather
 from tests.e2e import rank_main
 from tests.network import free_port
 from tests.processes import DEADLINE_S, finished

@@ -21,11 +21,11 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from adapters.ranks.torch_group import OneRank
-from app import sft
-from app.wiring import training
-from core.errors import ConfigError, OutputError, PlanChangedError
-from core.schedule import ORDER_VERSION
+from packplan.adapters.ranks.torch_group import OneRank
+from packplan.app import sft
+from packplan.app.wiring import training
+from packplan.core.errors import ConfigError, OutputError, PlanChangedError
+from packplan.core.schedule import ORDER_VERSION
 from tests.e2e import rank_main
 from tests.processes import finished
 
@@ -128,7 +128,7 @@ def test_a_resumed_run_says_which_settings_are_its_checkpoints(trained, write_ru
     def warned(name, **changes):
         caplog.clear()
         result = execute(write_run("qwen2", name=name, training={**resumed, **changes}, **sections))
-        lines = [record.getMessage() for record in caplog.records if record.name == "adapters.trainer.base"]
+        lines = [record.getMessage() for record in caplog.records if record.name == "packplan.adapters.trainer.base"]
         return lines, result.history
 
     assert [] == warned("same")[0]
@@ -272,7 +272,7 @@ def trained(demo, tmp_path_factory):
 
 def test_a_checkpoint_without_digests_is_taken_by_its_sizes(trained, write_run, tmp_path, caplog):
     """As earlier versions wrote them; the log says so."""
-    logging.getLogger("adapters").propagate = True
+    logging.getLogger("packplan").propagate = True
     sections, folder, _ = trained
     old = tmp_path / "checkpoint-2"
     shutil.copytree(folder / "checkpoint-2", old)
@@ -341,7 +341,7 @@ def test_the_settings_of_the_resumed_run_count(trained, write_run, execute, tmp_
 
 def test_a_finished_run_has_nothing_left(trained, write_run, execute, caplog):
     """Resuming it trains no step, and changes nothing."""
-    logging.getLogger("app").propagate = True
+    logging.getLogger("packplan").propagate = True
     sections, folder, whole = trained
     keys = {**KEYS, **SHORT, "output_dir": str(folder), "max_steps": 2, "resume_from_checkpoint": "last"}
 

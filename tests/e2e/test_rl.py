@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 
-from core.errors import WholeBatchLossError
+from packplan.core.errors import WholeBatchLossError
 from tests.nearness import FLOAT32, apart, norm
 from tests.network import free_port
 from tests.processes import finished
@@ -167,9 +167,9 @@ class Answering:
 
 def test_answers_are_put_to_their_prompts_and_they_alone_are_trained(write_rl):
     """In the prompts' order, over two workers of which one has a prompt less."""
-    from adapters.microbatches import BatchedData
-    from app.rl import loop
-    from app.wiring import training as wiring
+    from packplan.adapters.microbatches import BatchedData
+    from packplan.app.rl import loop
+    from packplan.app.wiring import training as wiring
 
     config = wiring.read_config(
         write_rl(grpo={"num_generations_per_prompt": 2}, policy={"generation_batch_size": 1}), rl=True
@@ -196,10 +196,10 @@ def test_prompts_are_answered_from_their_end_and_answers_end_with_their_token(wr
     Padding comes before prompts of unequal length; the token that ends an answer belongs to it,
     what follows does not.
     """
-    from adapters.microbatches import BatchedData
-    from adapters.ranks.torch_group import OneRank
-    from app.wiring import training as wiring
-    from core.shard import shard_plain
+    from packplan.adapters.microbatches import BatchedData
+    from packplan.adapters.ranks.torch_group import OneRank
+    from packplan.app.wiring import training as wiring
+    from packplan.core.shard import shard_plain
 
     config = wiring.read_config(write_rl(grpo={"num_generations_per_prompt": 2, "max_new_tokens": 4}), rl=True)
     samples = wiring.open_samples(config)["train"]
@@ -232,7 +232,7 @@ def test_prompts_are_answered_from_their_end_and_answers_end_with_their_token(wr
 
 def test_the_reward_rises(write_rl, tmp_path, capsys):
     """From one step to the next, by the command; what is logged says how much packing computed."""
-    from app.rl import __main__ as rl
+    from packplan.app.rl import __main__ as rl
 
     packing = {"sequence_packing": {"enabled": True, "train_mb_tokens": 512}}
     grpo = {"num_steps": 10, "num_prompts_per_step": 8, "num_generations_per_prompt": 8, "max_new_tokens": 8}
@@ -260,8 +260,8 @@ def test_a_step_of_several_updates_says_what_all_of_them_did(write_rl, tmp_path,
     One for each `train_global_batch_size` answers; ratios leave 1 after the first, and extremes are
     those of all.
     """
-    from app.rl import __main__ as rl
-    from app.rl import loop
+    from packplan.app.rl import __main__ as rl
+    from packplan.app.rl import loop
 
     returned = {}
     plain = loop.run_on_all
@@ -307,7 +307,7 @@ def test_a_loss_of_ones_own_runs_unchanged(write_phases, tmp_path, monkeypatch):
     It knows one sequence at a time; each mode gives the same loss, gradients and greatest metric;
     DPO is refused by name.
     """
-    from app.rl import __main__ as rl
+    from packplan.app.rl import __main__ as rl
     from tests.e2e.rl_rank import phases
 
     (tmp_path / "my_losses.py").write_text(OWN_LOSSES)
@@ -331,7 +331,7 @@ def test_a_loss_of_ones_own_runs_unchanged(write_phases, tmp_path, monkeypatch):
 
 def test_a_loss_that_is_none_ends_the_run(write_rl, tmp_path, monkeypatch, capsys):
     """No number, or nothing: no step is taken, nothing saved."""
-    from app.rl import __main__ as rl
+    from packplan.app.rl import __main__ as rl
 
     (tmp_path / "my_losses.py").write_text(OWN_LOSSES)
     monkeypatch.syspath_prepend(tmp_path)
@@ -344,7 +344,7 @@ def test_a_loss_that_is_none_ends_the_run(write_rl, tmp_path, monkeypatch, capsy
 
 def test_a_learning_rate_that_ruins_the_policy_ends_the_run(write_rl, tmp_path, capsys):
     """At once, and nothing is saved, though all weights are finite."""
-    from app.rl import __main__ as rl
+    from packplan.app.rl import __main__ as rl
 
     assert 2 == rl.main([str(write_rl(learning_rate=1e30, grpo={"num_steps": 1}))])
     assert "so the policy was not saved: lower training.learning_rate" in capsys.readouterr().err
@@ -366,7 +366,7 @@ def test_what_cannot_run_is_refused(write_rl, capsys, policy, grpo, says):
     """With exit status 2, and what to do."""
     import re
 
-    from app.rl import __main__ as rl
+    from packplan.app.rl import __main__ as rl
 
     assert 2 == rl.main([str(write_rl(policy=policy, grpo=grpo))])
     assert re.search(says, capsys.readouterr().err)
@@ -374,14 +374,14 @@ def test_what_cannot_run_is_refused(write_rl, capsys, policy, grpo, says):
 
 def test_only_models_of_text_are_trained(write_rl, demo, capsys):
     """And packing needs an attention that keeps sequences apart."""
-    from app.rl import __main__ as rl
+    from packplan.app.rl import __main__ as rl
 
     path = write_rl(policy={"sequence_packing": {"enabled": True}})
     document = yaml.safe_load(path.read_text())
     document["model"] = {"model": str(demo / "models" / "qwen2_5_vl")}
     path.write_text(yaml.safe_dump(document))
     assert 2 == rl.main([str(path)])
-    assert "app.rl trains models of text" in capsys.readouterr().err
+    assert "packplan rl trains models of text" in capsys.readouterr().err
 
     document["model"] = {"model": str(demo / "models" / "qwen2"), "attn_impl": "paged|sdpa"}
     path.write_text(yaml.safe_dump(document))

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import yaml
 
-from core.errors import ConfigError, DataSetError
+from packplan.core.errors import ConfigError, DataSetError
 from tests.processes import finished
 from tests.stored import asked
 
@@ -44,8 +44,8 @@ def items_of(epoch: int, *, world_size: int, workers: int, **options) -> list:
     """Return what the loaders of all ranks give in an epoch."""
     from torch.utils.data import DataLoader
 
-    from adapters.trainer.dynamic_dataset import DynamicDataset
-    from core.stream import CarryOptions
+    from packplan.adapters.trainer.dynamic_dataset import DynamicDataset
+    from packplan.core.stream import CarryOptions
 
     found = []
     for rank in range(world_size):
@@ -59,7 +59,7 @@ def items_of(epoch: int, *, world_size: int, workers: int, **options) -> list:
 @pytest.mark.parametrize(("world_size", "workers"), [(1, 0), (3, 0), (2, 2)])
 def test_every_sample_goes_to_one_rank_and_one_worker(world_size, workers):
     """Exactly once, or it is counted; the same epoch gives the same packs, another one others."""
-    from adapters.trainer.dynamic_dataset import Ended, StreamCounts
+    from packplan.adapters.trainer.dynamic_dataset import Ended, StreamCounts
 
     kept = {"drop_last": False, "allow_single_long": True}
     items = items_of(0, world_size=world_size, workers=workers, **kept)
@@ -95,8 +95,8 @@ def test_what_was_emitted_is_not_held():
     """A stream of any length needs the memory of its buffer."""
     import weakref
 
-    from adapters.trainer.dynamic_dataset import DynamicDataset
-    from core.stream import CarryOptions
+    from packplan.adapters.trainer.dynamic_dataset import DynamicDataset
+    from packplan.core.stream import CarryOptions
 
     class Sample(dict):
         pass
@@ -143,9 +143,9 @@ def write_rollout(write_run, text_jsonl):
 
 
 def run(path):
-    from adapters.ranks.torch_group import OneRank
-    from app.training import stream as rollout
-    from app.wiring import training as wiring
+    from packplan.adapters.ranks.torch_group import OneRank
+    from packplan.app.training import stream as rollout
+    from packplan.app.wiring import training as wiring
 
     return rollout.run(wiring.read_config(path), OneRank())
 
@@ -162,7 +162,7 @@ def test_a_stream_is_trained_epoch_after_epoch(write_rollout, text_jsonl, monkey
     Packs of the data as they are, in an order of each epoch; evaluation unpacked; epochs say what
     became of samples.
     """
-    from adapters.trainer.stream import StreamTrainer
+    from packplan.adapters.trainer.stream import StreamTrainer
 
     trained: dict[float, list] = {}
     step = StreamTrainer.training_step
@@ -199,8 +199,8 @@ def test_a_stream_is_trained_epoch_after_epoch(write_rollout, text_jsonl, monkey
 @pytest.mark.parametrize(("allowed", "says"), [(True, "a pack of its own"), (False, "skipped; training.packing_allow")])
 def test_long_samples_are_logged_one_by_one(write_rollout, text_jsonl, caplog, allowed, says):
     """With their record, their length and the limit."""
-    logging.getLogger("adapters").propagate = True
-    with caplog.at_level(logging.INFO, logger="adapters"):
+    logging.getLogger("packplan").propagate = True
+    with caplog.at_level(logging.INFO, logger="packplan"):
         _, _, history = run(write_rollout(max_steps=20, packing_allow_single_long=allowed, packing_buffer=2,
                                           packing_drop_last=False, name="long"))  # fmt: skip
     lines = [line for line in caplog.messages if says in line]
@@ -218,7 +218,7 @@ def test_a_stream_that_its_steps_end_says_what_it_lost(write_rollout, caplog, wo
     With every loss, and at the end, although no epoch ended: each sample that came is in one of the
     numbers. A warning, once.
     """
-    logging.getLogger("app").propagate = logging.getLogger("adapters").propagate = True
+    logging.getLogger("packplan").propagate = True
     keys = {"max_steps": 5, "packing_allow_single_long": False, "packing_min_fill_ratio": "0.97", "packing_buffer": 4,
             "dataloader_num_workers": workers, "per_device_train_batch_size": 2,
             "per_device_eval_batch_size": 3, "eval_packing": True, "effective_batch_size": 1}  # fmt: skip
@@ -260,7 +260,7 @@ def test_an_epoch_without_a_step_ends_training(write_rollout):
 
 def test_the_last_message_is_what_is_answered(write_rollout, tmp_path):
     """Where there are several turns, all before it are the prompt, word for word as in training."""
-    from app.wiring import training as wiring
+    from packplan.app.wiring import training as wiring
 
     path = tmp_path / "turns.jsonl"
     turns = [("user", "first"), ("assistant", "red"), ("user", "second"), ("assistant", "blue")]
@@ -307,7 +307,7 @@ def test_a_reward_of_ones_own_that_fails_is_named(write_rollout, tmp_path, monke
 
 def test_a_mix_is_trained_in_its_shares(write_rollout, text_jsonl, tmp_path, monkeypatch):
     """Ratios of the mix, packed after it; another draw each epoch."""
-    from adapters.trainer import rollouts
+    from packplan.adapters.trainer import rollouts
 
     other = tmp_path / "other.jsonl"
     other.write_text("".join(text_jsonl.read_text().splitlines(keepends=True)[:20]))
@@ -377,7 +377,7 @@ def test_two_ranks_with_unequal_data_end_together(server, write_rollout, tmp_pat
     ]
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     run_yaml = write_rollout({"train_jsonl": str(path)}, max_steps=25, use_cpu=True)
-    from app import sft
+    from packplan.app import sft
 
     assert [0, 0] == finished(server.ranks(2, sft.main, [str(asked(run_yaml))], folder=tmp_path / "logs"))
     lines = [json.loads(line) for line in (tmp_path / "run" / "logging.jsonl").read_text().splitlines()]
@@ -389,9 +389,9 @@ def test_two_ranks_with_unequal_data_end_together(server, write_rollout, tmp_pat
 
 
 def test_what_needs_a_plan_refuses_a_stream(write_rollout, capsys):
-    """`app.plan build` and `app.check`; the records can be looked through all the same."""
-    from app import check
-    from app.plan import __main__ as plan
+    """`packplan plan build` and `packplan check`; the records can still be looked through."""
+    from packplan.app import check
+    from packplan.app.plan import __main__ as plan
 
     path = str(write_rollout())
 
@@ -403,7 +403,7 @@ def test_what_needs_a_plan_refuses_a_stream(write_rollout, capsys):
 
 def test_prompts_are_answered_where_the_model_is(write_rollout):
     """Without a word on loader workers, of which ms-swift starts one."""
-    from app.wiring import training as wiring
+    from packplan.app.wiring import training as wiring
 
     path = write_rollout({"rollout_reward": "exact_match"})
     document = yaml.safe_load(path.read_text())
@@ -411,7 +411,7 @@ def test_prompts_are_answered_where_the_model_is(write_rollout):
     path.write_text(yaml.safe_dump(document))
     config = wiring.read_config(path)
 
-    from app.training.schedule import batch_of
+    from packplan.app.training.schedule import batch_of
 
     batch = batch_of(config, world_size=1)
     assert 0 == wiring.open_arguments(config, batch.size, batch.accumulation).dataloader_num_workers
@@ -436,7 +436,7 @@ def test_prompts_are_answered_where_the_model_is(write_rollout):
             "is of the rollout variant",
         ),
         ({"rollout_reward": "kindness"}, {}, "neither one of word_overlap"),
-        ({"rollout_reward": "core.rl.rewards:kindness"}, {}, "has no attribute 'kindness'"),
+        ({"rollout_reward": "packplan.core.rl.rewards:kindness"}, {}, "has no attribute 'kindness'"),
     ],
 )
 def test_what_does_not_go_together_is_refused(write_rollout, custom, training, says):

@@ -14,10 +14,10 @@ import pytest
 import torch
 from PIL import Image
 
-from adapters.ranks.torch_group import OneRank
-from adapters.trainer import arguments as swift_arguments
-from app.plan import __main__ as plan
-from core.errors import ConfigError
+from packplan.adapters.ranks.torch_group import OneRank
+from packplan.adapters.trainer import arguments as swift_arguments
+from packplan.app.plan import __main__ as plan
+from packplan.core.errors import ConfigError
 from tests.processes import finished, train_under_torchrun
 
 pytestmark = pytest.mark.slow
@@ -28,7 +28,7 @@ SEEING = ["qwen2_5_vl", "qwen3_vl"]
 @pytest.fixture
 def arguments(write_run):
     """Return a function that builds the training arguments of a run with more settings."""
-    from app.wiring import training as wiring
+    from packplan.app.wiring import training as wiring
 
     def build(**training):
         config = wiring.read_config(write_run(training=training))
@@ -58,7 +58,7 @@ def test_fsdp_reaches_ms_swift_as_it_was_written(arguments, monkeypatch):
 
 def test_deepspeed_reaches_ms_swift_as_it_was_written(write_run, monkeypatch):
     """Whether it is installed here or not: key for key."""
-    from app.wiring import training as wiring
+    from packplan.app.wiring import training as wiring
 
     written = {"zero_optimization": {"stage": 3, "overlap_comm": True}, "bf16": {"enabled": "auto"}}
     config = wiring.read_config(write_run(training={"deepspeed": written}))
@@ -106,10 +106,10 @@ def test_a_batch_without_images_uses_every_weight(write_run, few_scenes, model):
     """
     So that no rank waits; the loss is the same. Without it, Qwen3-VL leaves its vision tower out.
     """
-    from adapters.trainer.packed_dataset import EncodedPack
-    from adapters.trainer.vision import DummyImage
-    from app.training.prepare import prepare
-    from app.wiring import training as wiring
+    from packplan.adapters.trainer.packed_dataset import EncodedPack
+    from packplan.adapters.trainer.vision import DummyImage
+    from packplan.app.training.prepare import prepare
+    from packplan.app.wiring import training as wiring
 
     prepared = prepare(wiring.read_config(write_run(model, custom={"train_jsonl": str(few_scenes)})), OneRank())
     trainer, train = prepared.trainer, prepared.planned["train"]
@@ -140,7 +140,7 @@ def test_sharded_ranks_with_and_without_media_stay_in_step(server, write_run, tm
     Real FSDP over gloo: each rank needs the other's part of the vision tower, whether its pack has
     images, videos, both or none; Qwen3-VL's tower sees images and videos in a pass each.
     """
-    from app.demo.videos import MadeVideo
+    from packplan.app.demo.videos import MadeVideo
     from tests.e2e import sharded_main
     from tests.e2e.test_videos import SAMPLING, asked, write
 

@@ -9,9 +9,9 @@ import torch
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from adapters import policy_loss, sequence_loss
-from adapters.policy_loss import ClippedPolicyLoss
-from adapters.sequence_loss import (
+from packplan.adapters import policy_loss, sequence_loss
+from packplan.adapters.policy_loss import ClippedPolicyLoss
+from packplan.adapters.sequence_loss import (
     NO_TARGET,
     FusedLoss,
     PackedLoss,
@@ -20,10 +20,10 @@ from adapters.sequence_loss import (
     refuse_whole_batch,
     token_log_probabilities,
 )
-from app.bench.loss_cost import plain_policy_loss
-from core.config import GrpoConfig
-from core.context_parallel import PackedLayout
-from core.errors import WholeBatchLossError
+from packplan.app.bench.loss_cost import plain_policy_loss
+from packplan.core.config import GrpoConfig
+from packplan.core.context_parallel import PackedLayout
+from packplan.core.errors import WholeBatchLossError
 from tests.nearness import FLOAT32, assert_near
 
 VOCABULARY = 11

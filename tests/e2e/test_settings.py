@@ -12,17 +12,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from adapters.config.run import parse_config
-from adapters.config.trainer_keys import TABLE, lacking, stored_keys
-from adapters.trainer import base
-from adapters.trainer.keys import installed_keys
-from adapters.trainer.rehearsal import failures_named
-from app import sft
-from app.reference import trainer_table
-from app.training.schedule import batch_of
-from app.wiring import stores
-from app.wiring import training as wiring
-from core.errors import ConfigError
+from packplan.adapters.config.run import parse_config
+from packplan.adapters.config.trainer_keys import TABLE, lacking, stored_keys
+from packplan.adapters.trainer import base
+from packplan.adapters.trainer.keys import installed_keys
+from packplan.adapters.trainer.rehearsal import failures_named
+from packplan.app import sft
+from packplan.app.reference import trainer_table
+from packplan.app.training.schedule import batch_of
+from packplan.app.wiring import stores
+from packplan.app.wiring import training as wiring
+from packplan.core.errors import ConfigError
 
 KEYS = installed_keys()
 
@@ -164,7 +164,7 @@ def test_what_can_be_used_is_taken():
 )  # fmt: skip
 def test_a_value_that_cannot_be_is_refused_with_its_remedy(write_run, capfd, monkeypatch, overrides, says):
     """Exit status 2, before anything is measured; whether or not the machine has the packages."""
-    monkeypatch.setattr("adapters.config.trainer_keys.find_spec", lambda _: None)
+    monkeypatch.setattr("packplan.adapters.config.trainer_keys.find_spec", lambda _: None)
 
     path = write_run()
 

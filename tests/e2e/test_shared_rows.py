@@ -14,7 +14,7 @@ MODELS = ["qwen2", "qwen3"]
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """Return a folder with the text models."""
-    from app.demo.tiny_models import write_model
+    from packplan.app.demo.tiny_models import write_model
 
     folder = tmp_path_factory.mktemp("models")
     for model in MODELS:
@@ -125,8 +125,8 @@ def qwen3(models):
 
 def test_a_row_that_nobody_shares_is_the_row(group_of_one, qwen3):
     """Two sequences, without position ids being given; afterwards the model is as it was."""
-    from adapters.context_parallel import context_parallel
-    from core.context_parallel import PackedLayout
+    from packplan.adapters.context_parallel import context_parallel
+    from packplan.core.context_parallel import PackedLayout
 
     model, tokens = qwen3
     plain = model(tokens).logits
@@ -143,8 +143,8 @@ def test_a_row_that_nobody_shares_is_the_row(group_of_one, qwen3):
 
 def test_what_cannot_be_computed_is_refused(group_of_one, qwen3):
     """Another number of ranks or positions, a mask, a window, a model outside of its context."""
-    from adapters.context_parallel import ATTENTION, context_parallel
-    from core.context_parallel import PackedLayout
+    from packplan.adapters.context_parallel import ATTENTION, context_parallel
+    from packplan.core.context_parallel import PackedLayout
 
     model, tokens = qwen3
     with (

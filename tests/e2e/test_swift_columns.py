@@ -5,7 +5,7 @@ ignored.
 
 from __future__ import annotations
 
-from core.samples import REFUSED, SUPPORTED
+from packplan.core.samples import REFUSED, SUPPORTED
 
 OWN = {
     "add_eos", "reasoning_content", "reasoning", "thinking", "thinking_content",
@@ -28,7 +28,7 @@ def test_every_column_of_ms_swift_is_supported_or_refused():
     from swift.dataset.preprocessor.core import MessagesPreprocessor, ResponsePreprocessor, RowPreprocessor
     from swift.template.template_inputs import StdTemplateInputs
 
-    from adapters import torchvision_shim  # noqa: F401  # before swift
+    from packplan.adapters import torchvision_shim  # noqa: F401  # before swift
 
     columns = {*RowPreprocessor.standard_keys, *MessagesPreprocessor().columns, *ResponsePreprocessor().columns}
     columns |= {field.name for field in fields(StdTemplateInputs)}

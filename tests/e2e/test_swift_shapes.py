@@ -13,7 +13,7 @@ import pytest
 import zstandard
 from PIL import Image
 
-from core.errors import RecordError
+from packplan.core.errors import RecordError
 
 
 def png(color: str) -> bytes:
@@ -164,7 +164,7 @@ def write(folder: Path, name: str, held) -> None:
 @pytest.fixture
 def encoder(write_run, one_template, tmp_path, monkeypatch):
     """Return a function that opens data files as a run does, in a folder that has two images."""
-    from app.wiring import training
+    from packplan.app.wiring import training
 
     (tmp_path / "red.png").write_bytes(RED)
     (tmp_path / "blue.png").write_bytes(BLUE)
@@ -223,7 +223,7 @@ def test_columns_have_the_names_that_ms_swift_gives_them(encoder, tmp_path):
 
 def test_an_image_in_a_record_measures_as_its_file_does(encoder, tmp_path):
     """By its header and in full, with the facts that its file has."""
-    from adapters.samples.measurer import SwiftMeasurer
+    from packplan.adapters.samples.measurer import SwiftMeasurer
 
     rows = [["red.png"], [CODED], [f"data:image/png;base64,{CODED}"], [{"path": "red.png"}]]
     write(tmp_path, "a.jsonl", lines([asked("<image>?", images=images) for images in rows]))

@@ -9,7 +9,7 @@ import json
 
 import pytest
 
-from core.errors import ConfigError, RecordError
+from packplan.core.errors import ConfigError, RecordError
 
 ADD = {
     "type": "function",
@@ -135,8 +135,8 @@ def encoder(write_run, tmp_path):
     """Return a function that opens files, or a record, as a run does, under settings."""
     import attrs
 
-    from adapters.samples.encoder import SwiftEncoder
-    from app.wiring import training
+    from packplan.adapters.samples.encoder import SwiftEncoder
+    from packplan.app.wiring import training
 
     def opened(of, **template):
         paths = of if "roles" in of else {"": write(tmp_path / "a.jsonl", of)}
@@ -203,7 +203,7 @@ def test_tokens_weigh_what_ms_swift_says(scale, encoder, files, loaded):
 @pytest.mark.parametrize("scale", ["default", "all", "last_round+react"])
 def test_tools_and_weights_measure_the_same_by_their_texts_and_in_full(scale, encoder, files):
     """Whatever is counted without encoding it."""
-    from adapters.samples.measurer import SwiftMeasurer
+    from packplan.adapters.samples.measurer import SwiftMeasurer
 
     for case, samples in encoder(files, loss_scale=scale).items():
         source = SwiftMeasurer(samples)

@@ -16,14 +16,14 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from adapters.ranks.torch_group import OneRank
-from app.planning.split import Planner
-from app.training.schedule import batch_of, schedule_of
-from app.training.works import work_of
-from app.wiring.gather import gather
-from app.wiring.stores import read_config
-from core.equality import Attention
-from core.errors import ConfigError, ContractError
+from packplan.adapters.ranks.torch_group import OneRank
+from packplan.app.planning.split import Planner
+from packplan.app.training.schedule import batch_of, schedule_of
+from packplan.app.training.works import work_of
+from packplan.app.wiring.gather import gather
+from packplan.app.wiring.stores import read_config
+from packplan.core.equality import Attention
+from packplan.core.errors import ConfigError, ContractError
 
 SDPA = Attention("sdpa", "it is asked for")
 
@@ -48,8 +48,8 @@ def test_a_run_trains_every_pack_once_an_epoch_and_counts_its_steps(  # noqa: PL
     keys = {"num_train_epochs": 2, "effective_batch_size": 3, "packing_drop_last": False, "report_to": ["tensorboard"]}
     overlay = {"custom": {"train_jsonl": str(few_scenes)}, "template": {"max_length": 350}}
     path = write_run(training=keys, **overlay)
-    logging.getLogger("app").propagate = True
-    with caplog.at_level(logging.INFO, logger="app"):
+    logging.getLogger("packplan").propagate = True
+    with caplog.at_level(logging.INFO, logger="packplan"):
         result = execute(path)
     num_packs = len(result.planned["train"].aligned.packs)
     epochs = [fetched[:num_packs], fetched[num_packs:]]
@@ -82,7 +82,7 @@ def test_a_run_trains_every_pack_once_an_epoch_and_counts_its_steps(  # noqa: PL
     assert {f"train/{key}" for key in telemetry} <= set(accumulator.Tags()["scalars"])
 
     caplog.clear()
-    with caplog.at_level(logging.INFO, logger="app"):
+    with caplog.at_level(logging.INFO, logger="packplan"):
         again = execute(path)
     assert "the lengths of all 12 samples are stored" in caplog.text
     assert "used again" in caplog.text
@@ -118,7 +118,7 @@ def test_tokens_per_second_leave_out_the_time_of_evaluating(write_run, execute, 
     With a clock that ticks only while an evaluation runs, no time passes between steps but a step's
     own tick.
     """
-    from adapters.trainer import static
+    from packplan.adapters.trainer import static
 
     now = [0.0]
     evaluate = static.PackTrainer.evaluation_loop
@@ -153,7 +153,7 @@ def test_fractional_epochs_end_where_announced(write_run, execute):
 
 def test_a_text_model_refuses_records_with_images(write_run, execute, demo):
     """By line, before training; the way out is another model, not fewer records."""
-    from core.errors import RecordError
+    from packplan.core.errors import RecordError
 
     with pytest.raises(RecordError, match=r"train\.jsonl, line 1: .*reads text only: name a model that sees in .*VL$"):
         execute(write_run("qwen2", custom={"train_jsonl": str(demo / "data" / "train.jsonl")}))
@@ -165,7 +165,7 @@ def test_the_best_model_is_loaded_whole(model, write_run, execute, few_scenes, t
     Here the worst on purpose, which is the first: the weights at the end are those of its
     checkpoint.
     """
-    from app.training import prepare
+    from packplan.app.training import prepare
 
     trainers = []
     build = prepare.build_trainer
@@ -191,7 +191,7 @@ def test_sigterm_saves_a_checkpoint_that_the_next_run_goes_on_from(write_run, ex
     The running step ends, everything is saved, the run says where it stopped; the handler is put
     back.
     """
-    from adapters.trainer.static import PackTrainer
+    from packplan.adapters.trainer.static import PackTrainer
 
     keys = {"num_train_epochs": 2, "max_steps": 4, "effective_batch_size": 2}
     whole = execute(write_run("qwen3", name="whole", training=keys))
@@ -226,8 +226,8 @@ def test_resuming_from_nothing_is_refused(write_run, execute):
 )
 def test_only_what_is_asked_for_is_frozen(write_run, freeze, parts):
     """The named part, and not the rest."""
-    from adapters.trainer.model import open_model
-    from app.wiring import training
+    from packplan.adapters.trainer.model import open_model
+    from packplan.app.wiring import training
 
     cpu = torch.device("cpu")
     config = training.read_config(write_run(training={freeze: True}))
@@ -245,8 +245,8 @@ def test_a_frozen_part_gets_no_adapter(write_run):
     Without a freeze all is trained; LoRA may be on the language model alone; a module that is not
     there is a fault of the setting.
     """
-    from adapters.trainer.model import open_model
-    from app.wiring import training
+    from packplan.adapters.trainer.model import open_model
+    from packplan.app.wiring import training
 
     def opened(**keys) -> dict[str, bool]:
         config = training.read_config(write_run(training=keys))
@@ -270,7 +270,7 @@ def test_a_sample_that_changed_after_planning_stops_the_run_and_is_named(write_r
     """An image of another size in place of the planned one; from worker processes too."""
     from PIL import Image
 
-    from app.training import prepare
+    from packplan.app.training import prepare
 
     record = json.loads((demo / "data" / "train.jsonl").read_text().splitlines()[0])
     data = tmp_path / "data"
@@ -297,10 +297,10 @@ def test_cut_samples_are_counted_apart_from_those_that_fit(write_run, execute, c
     """
     What is truncated has exactly the limit; it is a long sample and reported as truncated.
     """
-    logging.getLogger("app").propagate = True
+    logging.getLogger("packplan").propagate = True
     once = {"max_steps": 1}
     path = write_run("qwen2", training=once, template={"max_length": 50, "truncation_strategy": "right"})
-    with caplog.at_level(logging.INFO, logger="app"):
+    with caplog.at_level(logging.INFO, logger="packplan"):
         result = execute(path)
 
     table = result.planned["train"].table
@@ -316,9 +316,9 @@ def test_cut_samples_are_counted_apart_from_those_that_fit(write_run, execute, c
 
 def test_several_processes_measure_the_same(demo, write_run, monkeypatch):
     """A pool of two gives the table of one process, and the first bad record's own error."""
-    from adapters import lifeline
-    from adapters.samples import measurer
-    from app.wiring import training
+    from packplan.adapters import lifeline
+    from packplan.adapters.samples import measurer
+    from packplan.app.wiring import training
 
     monkeypatch.setattr(measurer.os, "cpu_count", lambda: 2)
     # Workers that are spawned import the stack, too; these come from the server, which has.
@@ -338,8 +338,8 @@ def test_channels_are_collated_with_their_packs(write_run, tmp_path):
     """
     A channel on each record reaches the batch; a loss per channel is refused, since packs mix them.
     """
-    from app.training.prepare import prepare
-    from app.wiring import training
+    from packplan.app.training.prepare import prepare
+    from packplan.app.wiring import training
 
     path = tmp_path / "channels.jsonl"
     records = [
@@ -386,7 +386,7 @@ def test_held_out_loss_falls_below_half(write_run, execute, demo):
 
 def test_an_attention_backend_without_proof_is_refused(write_run, execute):
     """Before the data is read."""
-    from core.errors import IsolationError
+    from packplan.core.errors import IsolationError
 
     with pytest.raises(IsolationError, match="flex_attention"):
         execute(write_run(model={"attn_impl": "flex_attention"}))

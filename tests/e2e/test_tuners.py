@@ -1,4 +1,4 @@
-"""Each tuner that is offered trains, saves, resumes bit for bit, and passes `app.check`."""
+"""Each tuner that is offered trains, saves, resumes bit for bit, and passes `packplan check`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from adapters.trainer.model import open_model
-from app import check, sft
-from app.training.prepare import prepare
-from app.wiring import stores
-from app.wiring import training as wiring
-from core.errors import ConfigError
+from packplan.adapters.trainer.model import open_model
+from packplan.app import check, sft
+from packplan.app.training.prepare import prepare
+from packplan.app.wiring import stores
+from packplan.app.wiring import training as wiring
+from packplan.core.errors import ConfigError
 from tests.e2e import swift_run
 from tests.processes import finished
 
@@ -81,7 +81,7 @@ def test_a_tuner_trains_saves_resumes_and_passes_the_check(  # noqa: PLR0917  # 
         prepared.append(prepare(*arguments, **options))
         return prepared[-1]
 
-    monkeypatch.setattr("app.training.prepare.prepare", noted)
+    monkeypatch.setattr("packplan.app.training.prepare.prepare", noted)
     execute(whole)
     again = {**several, "resume_from_checkpoint": str(tmp_path / "whole" / "checkpoint-1"), "save_steps": 2}
     execute(write_run(model, name="resumed", training=again, **small))

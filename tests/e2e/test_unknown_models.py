@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 
-from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
+from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
 
 import pytest
 import torch
@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 from transformers.models.llama import modeling_llama
 
-from adapters.probe import open_model_config, probe_config, small_model
-from adapters.probe.small_model import free_memory
-from app.wiring import training
-from core.config import ModelConfig
-from core.errors import ConfigError, PackplanError
+from packplan.adapters.probe import open_model_config, probe_config, small_model
+from packplan.adapters.probe.small_model import free_memory
+from packplan.app.wiring import training
+from packplan.core.config import ModelConfig
+from packplan.core.errors import ConfigError, PackplanError
 
 pytestmark = pytest.mark.slow
 

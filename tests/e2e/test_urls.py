@@ -15,9 +15,9 @@ from typing import ClassVar
 import pytest
 from PIL import Image
 
-from adapters.samples import urls as fetching
-from adapters.samples.urls import MediaCache, Patience
-from core.errors import OutputError, RecordError
+from packplan.adapters.samples import urls as fetching
+from packplan.adapters.samples.urls import MediaCache, Patience
+from packplan.core.errors import OutputError, RecordError
 
 
 def png(color: str) -> bytes:
@@ -275,8 +275,8 @@ def test_a_run_fetches_its_images_before_it_measures_and_trains_without_a_networ
     """As it trains the same images from files; without the key, the record is refused."""
     import attrs
 
-    from app.wiring import training
-    from app.wiring.gather import gather
+    from packplan.app.wiring import training
+    from packplan.app.wiring.gather import gather
 
     serving.asked.clear()
     path = tmp_path / "urls.jsonl"

@@ -15,7 +15,7 @@ import torch
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
+from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
 
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen2Config, Qwen2ForCausalLM
 from transformers.masking_utils import (
@@ -29,11 +29,11 @@ from transformers.masking_utils import (
     sliding_window_overlay,
 )
 
-from adapters import attention
-from adapters.attention import layout as layouts
-from adapters.attention import varlen
-from adapters.attention.layout import Layout, read_layout
-from adapters.attention.vision import PatchProjection
+from packplan.adapters import attention
+from packplan.adapters.attention import layout as layouts
+from packplan.adapters.attention import varlen
+from packplan.adapters.attention.layout import Layout, read_layout
+from packplan.adapters.attention.vision import PatchProjection
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from app.plan import __main__ as plan
+from packplan.app.plan import __main__ as plan
 
 pytestmark = pytest.mark.slow
 
@@ -152,7 +152,7 @@ def test_a_folder_without_artefacts_is_the_users_fault(run, capfd):
     shutil.rmtree(run / "run")
 
     assert 2 == plan.main(["verify", str(run / "run.yaml")])
-    assert "app.plan build" in capfd.readouterr().err
+    assert "packplan plan build" in capfd.readouterr().err
 
 
 def test_a_split_that_is_missing_hides_no_fault_of_the_other(run, verified):
@@ -183,7 +183,7 @@ def test_quiet_commands_say_nothing_but_results(run, capfd):
 
 def test_quiet_training_says_only_what_it_warns_of(write_run, capfd):
     """Its numbers are its result; no note and no progress beside them."""
-    from app import sft
+    from packplan.app import sft
 
     capfd.readouterr()
     assert 0 == sft.main([str(write_run(training={"max_steps": 1})), "--quiet"])

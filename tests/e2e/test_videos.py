@@ -17,8 +17,8 @@ import torch
 import yaml
 from PIL import Image
 
-from adapters.ranks.torch_group import OneRank
-from app.demo.videos import MadeVideo, made_videos
+from packplan.adapters.ranks.torch_group import OneRank
+from packplan.app.demo.videos import MadeVideo, made_videos
 from tests.e2e import rank_main
 from tests.e2e.test_resume import assert_equal
 from tests.processes import finished
@@ -85,7 +85,7 @@ def made(tmp_path_factory) -> tuple[list[MadeVideo], list[Path]]:
     Twenty videos over containers, codecs, rates, durations to ten seconds, sizes and turns, and
     their files.
     """
-    from app.bench.measuring.videos import write_videos
+    from packplan.app.bench.measuring.videos import write_videos
 
     videos = [attrs.evolve(video, num_frames=min(video.num_frames, 420)) for video in made_videos(20)]
     return videos, write_videos(tmp_path_factory.mktemp("made"), videos)
@@ -97,7 +97,7 @@ def test_containers_give_the_lengths_of_full_encodes(model, demo, made, tmp_path
     Over containers, codecs, rates, durations, sizes and turns: zero tolerance, most without
     decoding.
     """
-    from app.bench.measuring.videos import compared, outcomes
+    from packplan.app.bench.measuring.videos import compared, outcomes
 
     (tmp_path / model).symlink_to(demo / "models" / model)
     videos, paths = made
@@ -113,8 +113,8 @@ def test_containers_give_the_lengths_of_full_encodes(model, demo, made, tmp_path
 @pytest.fixture(scope="module")
 def measurer(demo, mixed, tmp_path_factory):
     """Return a function that opens what measures the mixed records: once for each sampling."""
-    from app.wiring import training
-    from core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
+    from packplan.app.wiring import training
+    from packplan.core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
 
     @cache
     def measures(model: str, sampling: tuple[tuple[str, float], ...]):
@@ -156,7 +156,7 @@ def test_keys_of_sampling_steer_lengths_and_encodes_alike(model, sampling, measu
 
 def test_a_template_that_fails_on_a_stand_in_leaves_videos_to_full_encodes(measurer, monkeypatch, caplog):
     """The same measurements, and the log says why they take longer."""
-    from adapters.samples.counting import quickly
+    from packplan.adapters.samples.counting import quickly
 
     samples = measurer("qwen3_vl", (("video_min_pixels", 3200),))
     full = list(samples.measure_many(range(1, 6), in_full=True))
@@ -167,7 +167,7 @@ def test_a_template_that_fails_on_a_stand_in_leaves_videos_to_full_encodes(measu
     monkeypatch.setattr(quickly, "prove_stand_in", fail)
     assert samples._quick
     monkeypatch.delitem(samples.__dict__, "_quick")  # what was proven before
-    caplog.set_level("INFO", "adapters")
+    caplog.set_level("INFO", "packplan")
     assert full == list(samples.measure_many(range(1, 6), in_full=False))
     assert "measured one by one: KeyError: 'planted'" in caplog.text
 
@@ -177,7 +177,7 @@ def test_samples_with_videos_are_measured_together_and_each_container_read_once(
     One whose rate varies is decoded; what the texts of the others give is held against an encode
     of the first of its kind.
     """
-    from adapters.samples import encoder
+    from packplan.adapters.samples import encoder
 
     samples = measurer("qwen3_vl", (("video_min_pixels", 3200),))
     full = list(samples.measure_many(range(18), in_full=True))
@@ -200,7 +200,7 @@ def test_listed_frames_cost_what_their_encodes_do(model, measurer, monkeypatch):
     """Between and beyond the bounds of an image's pixels, which each frame is scaled to first."""
     from qwen_vl_utils import vision_process
 
-    from adapters.samples.video import lengths
+    from packplan.adapters.samples.video import lengths
 
     monkeypatch.setattr(vision_process, "IMAGE_MAX_TOKEN_NUM", 20)
     shapes = [((240, 180), 3), ((130, 900), 2), ((700, 300), 5), ((57, 56), 1), ((300, 300), 4)]
@@ -223,7 +223,7 @@ def test_a_turned_video_has_the_frames_that_it_shows(tmp_path):
     """Read by PyAV where decord fails; an upright one is decord's, and its frames are the same."""
     from qwen_vl_utils import vision_process
 
-    from adapters.samples.video import reading
+    from packplan.adapters.samples.video import reading
 
     upright = MadeVideo(seed=7).write(tmp_path / "upright.mp4")
     plain, _, rate = vision_process._read_video_decord({"video": str(upright)})
@@ -239,8 +239,8 @@ def test_a_turned_video_has_the_frames_that_it_shows(tmp_path):
 @pytest.fixture(scope="module")
 def ready(demo, few, tmp_path_factory):
     """Return a function that gives a run of a model, ready to train: one for all who compare it."""
-    from app.training.prepare import prepare
-    from app.wiring import training as wiring
+    from packplan.app.training.prepare import prepare
+    from packplan.app.wiring import training as wiring
 
     @cache
     def prepared(model: str):
@@ -268,8 +268,8 @@ def comparison(ready, monkeypatch):
     """
     Return a function that compares a pack of text, images and videos, and the checks that fail.
     """
-    from adapters.trainer.equality import PackComparison
-    from app.check import compare
+    from packplan.adapters.trainer.equality import PackComparison
+    from packplan.app.check import compare
 
     def run(model: str, *, gradients: bool = False):
         if not gradients:
@@ -340,7 +340,7 @@ def test_frames_that_a_neighbour_sees_are_found(ready, comparison, monkeypatch, 
 
 def test_two_ranks_of_which_one_has_videos_end_together(start_ranks, write_run, clips, tmp_path):
     """With evaluation, and loaders whose worker processes decode."""
-    from app.wiring import training as wiring
+    from packplan.app.wiring import training as wiring
 
     records = [asked(*(["a.mp4"] if number < 2 else []), text=f"say {number}") for number in range(6)]
     data = write(clips / "one_rank.jsonl", records)
@@ -404,7 +404,7 @@ def test_a_run_with_videos_resumes_to_the_same_weights(execute, write_run, few, 
 
 def test_a_model_of_text_refuses_videos(write_run, mixed):
     """By the record."""
-    from app.wiring import training
+    from packplan.app.wiring import training
 
     config = training.read_config(write_run("qwen2", custom={"train_jsonl": str(mixed)}))
     samples = training.open_measurer(config, training.open_samples(config)["train"])

@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 
-from adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
+from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
 
 import pytest
 import torch
@@ -26,18 +26,18 @@ from torch.utils._pytree import tree_map
 from transformers import AutoModelForMultimodalLM, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from adapters.ranks.torch_group import OneRank
-from adapters.samples import measurer as measuring
-from adapters.samples.measurer import SwiftMeasurer
-from adapters.samples.template import templates_that_pack
-from adapters.trainer.equality import PackComparison
-from adapters.trainer.packed_dataset import EncodedPack
-from adapters.trainer.vision import DummyImage
-from app import check, vision
-from app.demo import vision_data
-from app.demo.vision_data import IMAGES_OF, record, texts, write_scenes, write_sizes
-from app.demo.vision_models import NOT_BUILT, VISION_FAMILIES, write_vision_model
-from core.errors import ConfigError, RecordError
+from packplan.adapters.ranks.torch_group import OneRank
+from packplan.adapters.samples import measurer as measuring
+from packplan.adapters.samples.measurer import SwiftMeasurer
+from packplan.adapters.samples.template import templates_that_pack
+from packplan.adapters.trainer.equality import PackComparison
+from packplan.adapters.trainer.packed_dataset import EncodedPack
+from packplan.adapters.trainer.vision import DummyImage
+from packplan.app import check, vision
+from packplan.app.demo import vision_data
+from packplan.app.demo.vision_data import IMAGES_OF, record, texts, write_scenes, write_sizes
+from packplan.app.demo.vision_models import NOT_BUILT, VISION_FAMILIES, write_vision_model
+from packplan.core.errors import ConfigError, RecordError
 from tests.e2e import rank_main, sharded_main
 from tests.processes import finished, train_under_torchrun
 from tests.stored import asked
@@ -68,7 +68,7 @@ OMNI = pytest.param(
 NAMES = ["internvl", "glm4v", "qwen3_5", "minicpmv4_6", "paddleocr_vl"]
 
 CHECKED = ["internvl", "glm4v", "minicpmv4_6", "paddleocr_vl", OMNI]
-"""Those outside of Qwen; `app.check --vision` compares all."""
+"""Those outside of Qwen; `packplan check --vision` compares all."""
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +134,7 @@ def few_pictures(pictures):
 
 def measurer(path) -> SwiftMeasurer:
     """What measures the samples of a run."""
-    from app.wiring import training
+    from packplan.app.wiring import training
 
     config = training.read_config(path)
     return training.open_measurer(config, training.open_samples(config)["train"])
@@ -146,7 +146,7 @@ def test_lengths_are_those_of_full_encodes(vision_run, pictures, few_pictures, c
     Of 45 sizes and of several images: from headers where the processor can say it, and told. Where
     it cannot, few sizes show that each is encoded.
     """
-    caplog.set_level("INFO", "adapters")
+    caplog.set_level("INFO", "packplan")
     measuring._say_once.cache_clear()  # another test of this process may have heard it
     data, sizes = (pictures, 45) if family in HEADERS else (few_pictures, 5)
     samples = measurer(vision_run(family, custom={"train_jsonl": str(data)}))
@@ -238,9 +238,9 @@ def test_a_family_is_shown_to_pack(vision_run, folder, monkeypatch, family):
     that see each other. With the dummy image, a batch without images uses every weight, and no
     loss changes.
     """
-    from app.check import compare
-    from app.training.prepare import prepare
-    from app.wiring import training as wiring
+    from packplan.app.check import compare
+    from packplan.app.training.prepare import prepare
+    from packplan.app.wiring import training as wiring
 
     few = {"train_jsonl": str(folder / "few.jsonl")}
     config = wiring.read_config(vision_run(family, custom=few, template={"max_length": 1024}))
@@ -286,8 +286,8 @@ def test_ranks_of_which_one_has_no_images_end_together(server, vision_run, tmp_p
 @pytest.mark.parametrize("family", ["internvl", OMNI])
 def test_sharded_ranks_of_which_one_has_no_images_stay_in_step(server, vision_run, tmp_path, family):
     """Over real FSDP: each needs the other's part of the vision tower."""
-    from app.training.prepare import prepare
-    from app.wiring import training as wiring
+    from packplan.app.training.prepare import prepare
+    from packplan.app.wiring import training as wiring
 
     path = vision_run(family, training={"max_steps": 1})
     prepare(wiring.read_config(path), OneRank())  # the ranks find the plan
@@ -329,8 +329,8 @@ STEPS = {"glm4v": 10, "qwen2_5_omni": 16}
 @pytest.mark.parametrize("family", ["glm4v", OMNI])
 def test_a_family_learns_resumes_and_evaluates_packed_as_padded(vision_run, execute, folder, tmp_path, family):
     """Its loss falls by half; resumed, it is the same bit for bit; padding evaluates alike."""
-    from app.training.prepare import prepare
-    from app.wiring import training as wiring
+    from packplan.app.training.prepare import prepare
+    from packplan.app.wiring import training as wiring
 
     steps = STEPS[family]
     keys = {**KEYS, "max_steps": steps, "save_steps": steps - 1}
@@ -378,7 +378,7 @@ def test_what_cannot_be_counted_is_refused_by_record(vision_run, folder, tmp_pat
 
 def test_a_template_that_cannot_encode_an_image_is_refused_by_key(vision_run, folder, tmp_path):
     """Half of its processor's sizes are gone: before anything is measured, with the reason."""
-    from app.wiring import training as wiring
+    from packplan.app.wiring import training as wiring
 
     broken = tmp_path / "broken"
     shutil.copytree(folder / "glm4v", broken)
@@ -394,7 +394,7 @@ def test_a_template_that_cannot_encode_an_image_is_refused_by_key(vision_run, fo
 
 def test_a_template_that_sees_is_refused_for_a_model_of_text(write_run, demo):
     """By key, before anything is measured."""
-    from app.wiring import training as wiring
+    from packplan.app.wiring import training as wiring
 
     config = wiring.read_config(write_run("qwen2", template={"template": "qwen2_5_vl"}, model={"model_type": "qwen2"}))
     with pytest.raises(ConfigError, match=r"template\.template: is qwen2_5_vl, .* the model reads text only: name one"):
@@ -405,7 +405,7 @@ def test_a_missing_package_is_named_before_anything_is_measured(vision_run, monk
     """That a processor's class asks for, or that its template imports when it meets an image."""
     from swift.template.templates.glm import GLM4VTemplate
 
-    from app.wiring import training as wiring
+    from packplan.app.wiring import training as wiring
 
     config = wiring.read_config(vision_run("glm4v"))
 
@@ -423,7 +423,7 @@ def test_a_missing_package_is_named_before_anything_is_measured(vision_run, monk
 
 def test_what_was_not_shown_to_pack_is_refused_by_name(vision_run):
     """Whether the packages of its template are installed or not; and by its model type alone."""
-    from app.wiring import training as wiring
+    from packplan.app.wiring import training as wiring
 
     for model_type, named in (("qwen3_omni", "qwen3_omni"), ("qwen3_omni_moe", None)):
         path = vision_run("internvl", model={"model_type": model_type}, template={"template": named})
@@ -432,7 +432,7 @@ def test_what_was_not_shown_to_pack_is_refused_by_name(vision_run):
 
 
 def test_the_command_shows_a_family_and_keeps_the_page(tmp_path, monkeypatch, capsys):
-    """`app.check --vision` gives rows for programs, and writes its own section of a page alone."""
+    """`packplan check --vision` gives rows for programs, and writes its section of a page alone."""
     monkeypatch.setattr(vision_data, "write_scenes", lambda folder, **_: write_scenes(folder, count=4))
     page = tmp_path / "models.md"
     page.write_text("# Which models pack\n\n| llama |\n")
@@ -487,8 +487,8 @@ def test_text_that_is_frozen_trains_images_alone(vision_run, execute):
 
 def test_sound_is_refused_by_key_and_record(vision_run, folder, tmp_path):
     """What says to train what hears or speaks; a record with sound; one with a video."""
-    from adapters.trainer.tuners import _refuse_sound
-    from app.wiring import training as wiring
+    from packplan.adapters.trainer.tuners import _refuse_sound
+    from packplan.app.wiring import training as wiring
 
     model = AutoModelForMultimodalLM.from_pretrained(folder / "qwen2_5_omni")
     for key, value in {
@@ -518,7 +518,7 @@ def test_records_that_only_ears_and_eyes_take_are_refused(vision_run, tmp_path, 
 
 def test_the_extra_that_a_template_needs_is_named(vision_run, monkeypatch):
     """Before anything is measured."""
-    from app.wiring import training as wiring
+    from packplan.app.wiring import training as wiring
 
     def lacks_package(_):
         raise PackageNotFoundError("qwen_omni_utils")
@@ -546,8 +546,8 @@ def test_what_would_let_ranks_wait_is_refused_by_name(monkeypatch):
     Weights that no image reaches, unless DDP looks for them or they are frozen; and a model that
     does not say what an image's features are.
     """
-    from adapters.trainer import vision as module
-    from app.wiring import training as wiring
+    from packplan.adapters.trainer import vision as module
+    from packplan.app.wiring import training as wiring
 
     monkeypatch.setattr(module, "encode_image", lambda *_: {"pixel_values": torch.ones(2, 3), "input_ids": [1]})
     plain = SimpleNamespace(fsdp=None, ddp_find_unused_parameters=False)

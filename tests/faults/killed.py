@@ -17,7 +17,7 @@ from pathlib import Path
 
 import attrs
 
-from adapters.stores.lengths import DiskLengthStore
+from packplan.adapters.stores.lengths import DiskLengthStore
 from tests.faults.runs import FLUSH_EVERY, POLICY, FileSource, Forked, artefacts_of, at_each_line, execute, write_data
 
 RUNS = 24

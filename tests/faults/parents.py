@@ -21,7 +21,7 @@ PATIENCE_S = 600
 
 def pool(_: Path) -> list[int]:
     """Start processes that measure."""
-    from adapters.lifeline import ctrl_c_kept, open_pool
+    from packplan.adapters.lifeline import ctrl_c_kept, open_pool
 
     with ctrl_c_kept():
         started = open_pool(2, _say, "ready")
@@ -34,7 +34,7 @@ def pool(_: Path) -> list[int]:
 
 def benchmark(folder: Path) -> list[int]:
     """Start what a benchmark measures."""
-    from app.bench.process import OwnProcess
+    from packplan.app.bench.process import OwnProcess
 
     KEPT.append(OwnProcess(lambda _: _note_and_wait(folder)))
     return _noted(folder, 1)
@@ -55,7 +55,7 @@ def loader(folder: Path) -> list[int]:
     """Start the workers of a trainer's loader, each in the middle of a long sample."""
     from torch.utils.data import DataLoader
 
-    from adapters.trainer.base import PackingTrainer
+    from packplan.adapters.trainer.base import PackingTrainer
 
     args = SimpleNamespace(
         dataloader_num_workers=2, dataloader_pin_memory=False, dataloader_persistent_workers=True,
@@ -74,7 +74,7 @@ def elsewhere(folder: Path) -> list[int]:
     """Start the process in which samples are probed."""
     import threading
 
-    from adapters.samples.measurer import SwiftMeasurer
+    from packplan.adapters.samples.measurer import SwiftMeasurer
 
     samples: Any = _Endless(folder)
     # The kernel watches the thread that forks: here, as there, it lives as long as its process.
@@ -90,7 +90,7 @@ def actors(folder: Path) -> list[int]:
     """
     import ray
 
-    from adapters.workers.ray import RayWorkers
+    from packplan.adapters.workers.ray import RayWorkers
 
     start = ray.init
     with mock.patch("ray.init", lambda **options: start(**options | {"num_cpus": 2 * options["num_cpus"]})):

@@ -14,16 +14,16 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from adapters.lifeline import end_with_parent
-from adapters.samples.files import open_records
-from adapters.stores.lengths import DiskLengthStore
-from adapters.stores.lock import FolderLock
-from adapters.stores.plans import DiskPlanStore
-from app.planning.deadline import Deadline
-from app.planning.split import GatheredSplit, PlannedSplit, Planner, Stores
-from core.policy import PlanPolicy
-from core.ports import ReportProgress
-from core.samples import Measurement
+from packplan.adapters.lifeline import end_with_parent
+from packplan.adapters.samples.files import open_records
+from packplan.adapters.stores.lengths import DiskLengthStore
+from packplan.adapters.stores.lock import FolderLock
+from packplan.adapters.stores.plans import DiskPlanStore
+from packplan.app.planning.deadline import Deadline
+from packplan.app.planning.split import GatheredSplit, PlannedSplit, Planner, Stores
+from packplan.core.policy import PlanPolicy
+from packplan.core.ports import ReportProgress
+from packplan.core.samples import Measurement
 from tests.fakes import ListSource, ScriptedGroup
 
 FLUSH_EVERY = 7
@@ -116,12 +116,12 @@ def at_each_line(act: Callable[[int], None]) -> None:
     From here on, act before this process executes a line of our own code; it hears how many there
     were.
     """
-    roots = tuple(str(Path(__file__).parents[2] / name) for name in ("adapters", "app", "core"))
+    root = str(Path(__file__).parents[2] / "packplan")
     executed = 0
 
     def trace(frame, event, _):
         nonlocal executed
-        if not frame.f_code.co_filename.startswith(roots):
+        if not frame.f_code.co_filename.startswith(root):
             return None
         if event == "line":
             executed += 1

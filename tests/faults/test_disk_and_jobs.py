@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from core.errors import CorruptArtefactError, LockedError, OutputError, PackplanError, StaleLengthsError
+from packplan.core.errors import CorruptArtefactError, LockedError, OutputError, PackplanError, StaleLengthsError
 from tests.faults.runs import FileSource, Forked, artefacts_of, execute, write_data
 
 pytestmark = pytest.mark.slow

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from app.demo import __main__ as demo
-from app.plan import __main__ as plan
+from packplan.app.demo import __main__ as demo
+from packplan.app.plan import __main__ as plan
 from tests.stored import store_run
 
 pytestmark = pytest.mark.slow
@@ -75,7 +75,7 @@ def test_a_demo_that_does_not_fit_says_so(small_disk, capfd, size):
     assert "No space left on device" in said
 
 
-SHOW, HELP = ["app.plan", "show"], ["packplan", "--help"]
+SHOW, HELP = ["packplan.app.plan", "show"], ["packplan", "--help"]
 
 
 @pytest.mark.parametrize("words", [SHOW, [*SHOW, "--json"], HELP])
@@ -135,8 +135,8 @@ sys.meta_path.insert(0, Interrupting())
 
 
 @pytest.mark.parametrize(("words", "module"), [
-    (["packplan", "sft"], "core.errors"), (["app.sft"], "app.cli.command"), (["app.check"], "torch"),
-    (["app.plan", "verify"], "numpy"),
+    (["packplan", "sft"], "packplan.core.errors"), (["packplan.app.sft"], "packplan.app.cli.command"),
+    (["packplan.app.check"], "torch"), (["packplan.app.plan", "verify"], "numpy"),
 ])  # fmt: skip
 def test_ctrl_c_in_the_first_second_ends_with_a_line(tmp_path, words, module):
     """Whatever is being imported."""

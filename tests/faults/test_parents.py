@@ -42,7 +42,7 @@ def test_workers_of_loaders_end_with_their_rank(server, tmp_path, kind):
 RANK = """
 import os, sys, time
 from pathlib import Path
-from app.cli.command import run_command
+from packplan.app.cli.command import run_command
 
 def command():
     Path(sys.argv[1], "pids.json").write_text(f"[{os.getpid()}]")
@@ -67,7 +67,7 @@ def test_a_process_whose_parent_is_gone_already_ends_at_once(tmp_path):
     """The parent may die before its child has asked the kernel."""
     script = (
         "import multiprocessing, os, sys, time\n"
-        "from adapters.lifeline import end_with_parent\n"
+        "from packplan.adapters.lifeline import end_with_parent\n"
         "def late(parent):\n"
         "    while multiprocessing.parent_process().is_alive(): time.sleep(0.01)\n"
         "    os.write(1, f'{os.getpid()}\\n'.encode())\n"
@@ -86,7 +86,7 @@ def test_a_process_whose_parent_is_gone_already_ends_at_once(tmp_path):
 
 WATCHER = """
 import resource, sys, time
-from adapters.lifeline import end_with_process
+from packplan.adapters.lifeline import end_with_process
 resource.setrlimit(resource.RLIMIT_NOFILE, (2048, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 files = [open("/dev/null") for _ in range(1100)]
 end_with_process(int(sys.argv[1]))

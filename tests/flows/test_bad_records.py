@@ -9,9 +9,9 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from app.planning.measure import measure
-from core.errors import DataSetError, RecordError
-from core.samples import from_row
+from packplan.app.planning.measure import measure
+from packplan.core.errors import DataSetError, RecordError
+from packplan.core.samples import from_row
 from tests.fakes import ListSource, MemoryLengthStore
 
 

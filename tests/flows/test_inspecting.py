@@ -15,18 +15,18 @@ import numpy as np
 import pytest
 import yaml
 
-from app.plan import __main__ as command
-from app.plan import show
-from app.plan.explain import as_text
-from app.training.schedule import batch_of, schedule_of
-from app.wiring.stores import read_config, split_folder
-from core.align import align_plan
-from core.checksum import plan_checksum
-from core.equality import Measured, PackingVerdict
-from core.inspection import plan_difference, summarise, summarise_schedule
-from core.plan import build_raw_plan
-from core.samples import DataFile
-from core.work import SampleWorks, WorkModel
+from packplan.app.plan import __main__ as command
+from packplan.app.plan import show
+from packplan.app.plan.explain import as_text
+from packplan.app.training.schedule import batch_of, schedule_of
+from packplan.app.wiring.stores import read_config, split_folder
+from packplan.core.align import align_plan
+from packplan.core.checksum import plan_checksum
+from packplan.core.equality import Measured, PackingVerdict
+from packplan.core.inspection import plan_difference, summarise, summarise_schedule
+from packplan.core.plan import build_raw_plan
+from packplan.core.samples import DataFile
+from packplan.core.work import SampleWorks, WorkModel
 from tests.stored import LENGTHS, store_run
 
 ROOT = Path(__file__).parents[2]
@@ -300,7 +300,7 @@ def test_lengths_that_give_no_plan_are_not_sent_back_to_build(store, capfd, chan
     assert 2 == command.main(["show", str(path)])
     said = capfd.readouterr().err
     assert re.search(reason, said), said
-    assert "app.plan build" not in said
+    assert "packplan plan build" not in said
 
 
 def test_an_attention_that_training_refuses_is_a_warning(store, said, tmp_path):
@@ -369,7 +369,7 @@ def test_what_is_not_built_is_named(store, capfd):
         change()
 
         assert 2 == command.main(["show", str(path)])
-        assert re.search(f"{reason}.*app.plan build", capfd.readouterr().err), reason
+        assert re.search(f"{reason}.*packplan plan build", capfd.readouterr().err), reason
     store(name="other", lengths=LENGTHS[1:])
     for part in (folder.parents[1].with_name("other") / "static_packing" / "train").glob("raw_plan*"):
         (folder / part.name).write_bytes(part.read_bytes())
@@ -729,7 +729,7 @@ def test_more_ranks_than_anyone_has_are_refused(store, capfd):
 
 
 LIGHT = (
-    "import io, sys, contextlib; from app.plan.__main__ import main\n"
+    "import io, sys, contextlib; from packplan.app.plan.__main__ import main\n"
     "with contextlib.redirect_stdout(io.StringIO()): statuses = [main(words.split('|')) for words in sys.argv[1:]]\n"
     "print(statuses, [n for n in ('torch', 'swift', 'transformers') if n in sys.modules])"
 )

@@ -1,6 +1,6 @@
 """
-The wheel in a fresh environment, from a folder that has packages called app and core: the same
-code, or the reason.
+The wheel, built from the source distribution: in an environment with three requirements, and where
+other packages are called app and core.
 """
 
 from __future__ import annotations
@@ -21,49 +21,81 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 
-PACKAGES = ["adapters", "app", "core"]
+LAYERS = ["adapters", "app", "core"]
 
-BUILT_FROM = [*PACKAGES, "packplan.py", "pyproject.toml", "README.md", "LICENSE"]
+BUILT_FROM = [*LAYERS, "packplan", "pyproject.toml", "README.md", "LICENSE"]
+
+OTHERS = Path(sysconfig.get_path("purelib"))
+
+REQUIRED = ["attr", "attrs", "numpy", "numpy.libs", "scipy", "scipy.libs"]
+"""Folders of the packages that the bare package needs."""
+
+SOURCES = """
+import sys
+from setuptools import build_meta
+print(build_meta.build_sdist(sys.argv[1]))
+"""
 
 
-def quietly(*command: object) -> None:
-    run = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
+def quietly(*command: object, cwd: Path | None = None) -> None:
+    run = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False, cwd=cwd)
     assert 0 == run.returncode, run.stdout + run.stderr
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """The project as a wheel, built from a copy: what an earlier build left would be in it."""
-    folder = tmp_path_factory.mktemp("wheel")
+    """
+    The project as a wheel, built from its source distribution, which is made of a copy: what an
+    earlier build left would be in it.
+    """
+    folder, sources = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("sources")
     for name in BUILT_FROM:
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        copy(ROOT / name, folder / name)
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, folder / name, symlinks=True)
+        else:
+            shutil.copy(ROOT / name, folder / name)
+    quietly(sys.executable, "-c", SOURCES, sources, cwd=folder)
+    (archive,) = sources.glob("*.tar.gz")
     quietly(
-        sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index", "-w", folder, folder
+        sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index", "-w", sources, archive
     )
-    (built,) = folder.glob("*.whl")
+    (built,) = sources.glob("*.whl")
     return built
+
+
+def environment(folder: Path, wheel: Path) -> Path:
+    """Make an environment with the wheel alone; return its folder of packages."""
+    quietly(sys.executable, "-m", "venv", "--without-pip", folder)
+    python = folder / "bin" / "python"
+    quietly(
+        sys.executable, "-m", "pip", "--python", python, "install", "--no-compile", "--no-deps", "--no-index", wheel
+    )
+    return Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
 
 
 @pytest.fixture(scope="module")
 def programs(wheel, tmp_path_factory) -> Path:
     """The programs of an environment with the wheel, and with this one's other packages."""
     folder = tmp_path_factory.mktemp("environment")
-    quietly(sys.executable, "-m", "venv", "--without-pip", folder)
-    python = folder / "bin" / "python"
     # A line of a .pth adds a folder, and runs none of the .pth files in it: not that of an editable
     # install.
-    own = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
-    (own / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    quietly(
-        sys.executable, "-m", "pip", "--python", python, "install", "--no-compile", "--no-deps", "--no-index", wheel
-    )
+    (environment(folder, wheel) / "others.pth").write_text(f"{OTHERS}\n")
+    return folder / "bin"
+
+
+@pytest.fixture(scope="module")
+def bare(wheel, tmp_path_factory) -> Path:
+    """The programs of an environment with the wheel and the packages that it requires."""
+    folder = tmp_path_factory.mktemp("bare")
+    packages = environment(folder, wheel)
+    for name in REQUIRED:
+        (packages / name).symlink_to(OTHERS / name)
     return folder / "bin"
 
 
 @pytest.fixture
 def foreign(tmp_path) -> Path:
-    """A folder with other packages of our names."""
+    """A folder with other packages of the layers' names."""
     folder = tmp_path / "foreign"
     for name in ("app", "core"):
         (folder / name).mkdir(parents=True)
@@ -71,40 +103,31 @@ def foreign(tmp_path) -> Path:
     return folder
 
 
-def run(folder: Path, *command: object, **env: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *command: object) -> subprocess.CompletedProcess[str]:
     plain = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    return subprocess.run(
-        [*map(str, command)], cwd=folder, env=plain | env, capture_output=True, text=True, check=False
-    )
+    return subprocess.run([*map(str, command)], cwd=folder, env=plain, capture_output=True, text=True, check=False)
 
 
-def test_the_wheel_holds_every_file_of_the_packages(wheel):
-    """Modules, YAMLs, the page and the tables; and nothing else but what says what it is."""
-    ours = {
-        str(path.relative_to(ROOT))
-        for name in PACKAGES
+def test_the_wheel_holds_every_file_of_the_package(wheel):
+    """Modules, YAMLs, the page and the tables, all below one name; and what says what it is."""
+    own = {f"packplan/{path.name}" for path in (ROOT / "packplan").iterdir() if path.is_file()}
+    linked = {
+        f"packplan/{path.relative_to(ROOT)}"
+        for name in LAYERS
         for path in (ROOT / name).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
 
-    assert ours | {"packplan.py"} == held
+    assert own | linked == held
 
 
-def test_it_runs_where_other_packages_have_its_names(programs, foreign, tmp_path):
+def test_it_runs_where_other_packages_are_called_app_and_core(programs, foreign, tmp_path):
     """With YAML and data elsewhere; ranks that torchrun starts, too."""
     path = store_run(tmp_path, world_sizes=(1,))
     shown = run(foreign, programs / "packplan", "plan", "show", path)
-    launcher = [
-        programs / "python",
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        2,
-        "--no-python",
-    ]
-    of_ranks = run(foreign, *launcher, programs / "packplan", "plan", "show", path)
+    launcher = [programs / "python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    of_ranks = run(foreign, *launcher, "-m", "packplan", "plan", "show", path)
 
     assert (0, "") == (shown.returncode, shown.stderr)
     assert shown.stdout.startswith("train: ")
@@ -112,41 +135,39 @@ def test_it_runs_where_other_packages_have_its_names(programs, foreign, tmp_path
     assert 2 == of_ranks.stdout.count(shown.stdout.splitlines()[-1])
 
 
-POOL = """
-import packplan, sys
-import app.__main__
-
-def measure():
-    import adapters.lifeline, core
-    with adapters.lifeline.ctrl_c_kept():
-        found = adapters.lifeline.open_pool(1, print).submit(packplan.place, "core")
-    print(found.result() == packplan.place("core"), packplan.place("core"))
-    return 0
-
-if __name__ == "__main__":
-    app.__main__.main = measure
-    sys.exit(packplan.main())
+LIBRARY = """
+import packplan
+plan = packplan.build_raw_plan([60, 20, 50, 30, 40, 40], packing_length=80)
+aligned = packplan.align_plan(plan, world_size=2, dataloader_drop_last=False)
+schedule = packplan.EpochSchedule
+print(plan.packs.tolist(), aligned.repeated, [getattr(packplan, name).__name__ for name in ("pack", "shard_packed")])
+assert all(getattr(packplan, name) is not None for name in packplan.__all__)
 """
-"""Starts a process that measures from within the program."""
 
 
-def test_processes_that_measure_find_the_same_code(programs, foreign, tmp_path):
-    """Not the packages of the folder that the program was started in."""
-    (tmp_path / "pool.py").write_text(POOL)
-    ended = run(foreign, programs / "python", tmp_path / "pool.py")
+def test_three_requirements_plan_a_list(bare, tmp_path):
+    """All names of the library load, without torch, YAML or a file."""
+    ended = run(tmp_path, bare / "python", "-c", LIBRARY)
 
-    own = Path(sysconfig.get_path("purelib", vars={"base": str(programs.parent)}))
-    assert (0, f"\nTrue {own / 'core'}\n") == (ended.returncode, ended.stdout), ended.stderr
+    assert (0, "[[0, 1], [2, 3], [4, 5]] (0,) ['pack', 'shard_packed']\n") == (ended.returncode, ended.stdout), ended
 
 
-@pytest.mark.parametrize("way", ["PYTHONPATH", "python -m"])
-def test_packages_that_are_in_the_way_are_named(programs, foreign, way):
-    """Status 2, with both folders and a remedy, and no traceback."""
-    if way == "PYTHONPATH":
-        ended = run(foreign, programs / "packplan", "plan", "show", "run.yaml", PYTHONPATH=str(foreign))
-    else:
-        ended = run(foreign, programs / "python", "-m", "packplan", "plan", "show", "run.yaml")
+@pytest.mark.parametrize("command", ["sft", "plan", "check", "convert", "rl", "demo"])
+def test_a_command_whose_extra_is_missing_names_it(bare, tmp_path, command):
+    """One line, and status 2."""
+    words = {"plan": ["show", "run.yaml"], "convert": ["train.sh"], "demo": []}.get(command, ["run.yaml"])
+    (tmp_path / "train.sh").write_text("swift sft --model m\n")
+    ended = run(tmp_path, bare / "packplan", command, *words)
 
-    assert 2 == ended.returncode
-    assert f", but {foreign / 'app'} would be imported: " in ended.stderr
+    assert 2 == ended.returncode, ended.stderr
+    assert ended.stderr.startswith("error: this needs the package ")
+    assert ended.stderr.endswith(", which is not installed: pip install 'packplan[train]'\n")
     assert 1 == ended.stderr.count("\n")
+
+
+def test_help_needs_no_extra(bare, tmp_path):
+    """It lists every command."""
+    ended = run(tmp_path, bare / "packplan", "--help")
+
+    assert 0 == ended.returncode, ended.stderr
+    assert "\n  sft " in ended.stdout

@@ -9,10 +9,10 @@ import json
 import pytest
 import yaml
 
-from adapters.samples.files import rebased
-from app.wiring.mixes import materialise
-from core.errors import ConfigError, DataSetError
-from core.stream import quotas
+from packplan.adapters.samples.files import rebased
+from packplan.app.wiring.mixes import materialise
+from packplan.core.errors import ConfigError, DataSetError
+from packplan.core.stream import quotas
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_the_file_holds_the_scheduled_records_with_their_images(write_mix, tmp_p
     materialise(path, output, seed=1, epoch=0)
 
     records = [json.loads(line) for line in output.read_text().splitlines()]
-    from adapters.config.run import load_mix
+    from packplan.adapters.config.run import load_mix
 
     assert quotas(load_mix(path), [30, 12]) == [sum(r["from"] == name for r in records) for name in "ab"] == [30, 10]
     assert 40 == len({(record["from"], record["number"]) for record in records})
@@ -114,7 +114,7 @@ def test_a_source_that_is_not_there_is_named(write_mix, tmp_path):
 @pytest.mark.slow
 def test_a_static_run_trains_from_it(write_mix, tmp_path, capfd):
     """By the command that the refusal of a mix names."""
-    from app.plan.__main__ import main
+    from packplan.app.plan.__main__ import main
 
     path = write_mix({"of": "a", "count": 5})
 

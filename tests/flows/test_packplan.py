@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 import tomllib
@@ -12,7 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from app.__main__ import COMMANDS, main
+import packplan
+from packplan.app.__main__ import COMMANDS, main
+from tests.stored import store_run
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,7 +33,7 @@ def test_help_names_every_command_and_loads_none():
     heavy = ["torch", "swift", "transformers", "numpy", *(module for module, _ in COMMANDS.values())]
     script = f"""if True:
         import sys
-        from app.__main__ import main
+        from packplan.app.__main__ import main
         try:
             main(["--help"])
         finally:
@@ -59,7 +62,7 @@ def test_arguments_and_exit_status_pass_through(monkeypatch, status):
     """Also options that `packplan` has itself."""
     seen = []
     stand_in = SimpleNamespace(main=lambda arguments: seen.append(arguments) or status)
-    monkeypatch.setitem(sys.modules, "app.sft", stand_in)
+    monkeypatch.setitem(sys.modules, "packplan.app.sft", stand_in)
 
     assert status == main(["sft", "run.yaml", "--help", "--verbose"])
     assert [["run.yaml", "--help", "--verbose"]] == seen
@@ -70,7 +73,7 @@ def test_every_command_has_a_module(name):
     """Packages of the same name are refused."""
     module, _ = COMMANDS[name]
 
-    assert f"app.{name}" == module.removesuffix(".__main__")
+    assert f"packplan.app.{name}" == module.removesuffix(".__main__")
     assert find_spec(module) is not None
 
 
@@ -78,14 +81,70 @@ def test_the_package_installs_the_command():
     """Under the name by which help recognises it."""
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 
-    assert {"packplan": "packplan:main"} == scripts
+    assert {"packplan": "packplan.app:main"} == scripts
 
 
-@pytest.mark.parametrize("name", ["sft", "check", "rl", "bench", "demo"])
-def test_help_calls_a_command_as_it_was_started(capsys, monkeypatch, name):
-    """By `packplan`, or as a module."""
-    monkeypatch.setattr(sys, "argv", ["/usr/local/bin/packplan", name])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_calls_a_command_by_its_one_name(capsys, name):
+    """Whatever started it."""
     assert helped(capsys, name).startswith(f"usage: packplan {name} ")
 
-    monkeypatch.setattr(sys, "argv", [import_module(COMMANDS[name][0]).__file__])
-    assert helped(capsys, name).startswith(f"usage: python -m app.{name} ")
+
+CHECKOUT = """
+import sys
+import core.plan, adapters.stores.plans, app.sft
+import packplan.core.plan, packplan.adapters.stores.plans, packplan.app.sft
+print(core.plan.RawPlan is packplan.core.plan.RawPlan, app.sft is packplan.app.sft)
+print(core.plan.__name__, core.plan.__spec__.name, core is packplan.core)
+"""
+
+
+@pytest.mark.slow
+def test_the_folders_of_a_checkout_are_the_installed_packages():
+    """`core.plan` is the module object of `packplan.core.plan`, and so with every layer."""
+    run = subprocess.run([sys.executable, "-c", CHECKOUT], capture_output=True, text=True, check=False, cwd=ROOT)
+
+    assert "True True\npackplan.core.plan packplan.core.plan True\n" == run.stdout, run.stderr
+
+
+LOADED = """
+import os, runpy, sys
+sys.argv = ["packplan.app.plan", "show", sys.argv[1]]
+try:
+    runpy.run_module("packplan.app.plan", run_name="__main__", alter_sys=True)
+finally:
+    files = [os.path.realpath(module.__file__ or "") for module in set(sys.modules.values())
+             if hasattr(module, "__file__")]
+    own = [file for file in files if file.startswith(os.getcwd())]
+    print(len(own) > 50, len(own) == len(set(own)))
+"""
+
+
+@pytest.mark.slow
+def test_a_command_of_a_checkout_loads_no_module_twice(tmp_path):
+    """`packplan plan` takes every module under one name."""
+    path = store_run(tmp_path, world_sizes=(1,))
+    run = subprocess.run(
+        [sys.executable, "-c", LOADED, str(path)], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+
+    assert "True True" == run.stdout.splitlines()[-1], run.stderr
+
+
+def test_type_checkers_see_the_library_as_it_is_loaded():
+    """The imports for types are the names that load, each from the same module."""
+    tree = ast.parse((ROOT / "packplan" / "__init__.py").read_text())
+    typed = {
+        alias.asname: node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names
+        if alias.asname
+    }  # fmt: skip
+
+    assert sorted(typed) == packplan.__all__
+    for name, module in typed.items():
+        assert getattr(import_module(module), name) is getattr(packplan, name)
+
+
+def test_an_unknown_name_of_the_library_is_an_attribute_error():
+    """As of any module."""
+    with pytest.raises(AttributeError, match="'packplan' has no attribute 'pakc'"):
+        _ = packplan.pakc

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.planning.deadline import Deadline
-from app.planning.log_lines import describe
-from app.planning.measure import PROBED_SAMPLES, failures
-from app.planning.split import Alignment, GatheredSplit, Planner, Stores
-from core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
-from core.errors import (
+from packplan.app.planning.deadline import Deadline
+from packplan.app.planning.log_lines import describe
+from packplan.app.planning.measure import PROBED_SAMPLES, failures
+from packplan.app.planning.split import Alignment, GatheredSplit, Planner, Stores
+from packplan.core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
+from packplan.core.errors import (
     ChangedImageError,
     CorruptArtefactError,
     DataSetError,
@@ -25,10 +25,10 @@ from core.errors import (
     SampleTooLongError,
     StaleLengthsError,
 )
-from core.plan import build_raw_plan
-from core.policy import PlanPolicy
-from core.samples import column
-from core.work import SampleWorks, VisionWork, WorkModel
+from packplan.core.plan import build_raw_plan
+from packplan.core.policy import PlanPolicy
+from packplan.core.samples import column
+from packplan.core.work import SampleWorks, VisionWork, WorkModel
 from tests.fakes import (
     AuditedSource,
     ElsewhereSource,
@@ -386,7 +386,7 @@ def test_a_source_that_mixes_is_refused_with_the_way_out():
     """It says so itself, whatever its class is called; nothing is measured."""
     source = MixingSource(LENGTHS)
 
-    with pytest.raises(DataSetError, match=r"app\.plan materialise"):
+    with pytest.raises(DataSetError, match=r"packplan plan materialise"):
         Desk(source).plan()
 
     assert not source.measured

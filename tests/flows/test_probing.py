@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from app.planning.measure import PROBED_FIRST_ABOVE, PROBED_SAMPLES
-from core.errors import DataSetError
+from packplan.app.planning.measure import PROBED_FIRST_ABOVE, PROBED_SAMPLES
+from packplan.core.errors import DataSetError
 from tests.fakes import ElsewhereSource, ListSource, OrderedSource, RestlessSource
 from tests.flows.test_planning import LENGTHS, Desk
 

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.planning.deadline import Deadline
-from app.planning.measure import PROBED_SAMPLES, measure
-from app.planning.measure_slices import measure_slices
-from app.planning.split import GatheredSplit, Stores
-from core.errors import DataSetError
-from core.policy import PlanPolicy
-from core.samples import Measured, to_tables
+from packplan.app.planning.deadline import Deadline
+from packplan.app.planning.measure import PROBED_SAMPLES, measure
+from packplan.app.planning.measure_slices import measure_slices
+from packplan.app.planning.split import GatheredSplit, Stores
+from packplan.core.errors import DataSetError
+from packplan.core.policy import PlanPolicy
+from packplan.core.samples import Measured, to_tables
 from tests.fakes import (
     AuditedSource,
     FailingSource,

@@ -5,14 +5,14 @@ from __future__ import annotations
 import attrs
 import pytest
 
-from adapters.stores.lengths import DiskLengthStore
-from adapters.stores.plans import DiskPlanStore
-from app.plan.verification import verify
-from app.planning.deadline import Deadline
-from app.planning.split import GatheredSplit, Planner, Stores
-from core.errors import NotBuiltError, RecordError
-from core.packs import Packs
-from core.plan import build_raw_plan
+from packplan.adapters.stores.lengths import DiskLengthStore
+from packplan.adapters.stores.plans import DiskPlanStore
+from packplan.app.plan.verification import verify
+from packplan.app.planning.deadline import Deadline
+from packplan.app.planning.split import GatheredSplit, Planner, Stores
+from packplan.core.errors import NotBuiltError, RecordError
+from packplan.core.packs import Packs
+from packplan.core.plan import build_raw_plan
 from tests.fakes import FailingSource, FreeLock, ListSource, RestlessSource, ScriptedGroup
 from tests.flows.test_planning import LENGTHS, UNMATCHED, policy
 

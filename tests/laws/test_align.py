@@ -8,9 +8,9 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from core.align import align_plan
-from core.errors import PlanTooShortError
-from core.plan import build_raw_plan, one_sample_packs
+from packplan.core.align import align_plan
+from packplan.core.errors import PlanTooShortError
+from packplan.core.plan import build_raw_plan, one_sample_packs
 from tests.strategies import raw_plans
 
 world_sizes = st.integers(1, 40)

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from app.bench.distributions import trace
-from app.bench.work.mixes import made_mix
-from core.errors import InvalidLengthError, WorkError
-from core.packers import pack
-from core.packers.exchange import Exchange
-from core.plan import build_raw_plan
-from core.work import WorkModel, expected_imbalance, floor_of
+from packplan.app.bench.distributions import trace
+from packplan.app.bench.work.mixes import made_mix
+from packplan.core.errors import InvalidLengthError, WorkError
+from packplan.core.packers import pack
+from packplan.core.packers.exchange import Exchange
+from packplan.core.plan import build_raw_plan
+from packplan.core.work import WorkModel, expected_imbalance, floor_of
 from tests.strategies import packable
 
 MODEL = WorkModel(per_position=14 * 10**9, per_pair=4 * 28 * 3584)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import event, example, given
 from hypothesis import strategies as st
 
-from core.batch import partial_window, resolve_accumulation
-from core.errors import BatchSizeError
+from packplan.core.batch import partial_window, resolve_accumulation
+from packplan.core.errors import BatchSizeError
 
 small = st.integers(1, 12)
 

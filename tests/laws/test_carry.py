@@ -10,8 +10,8 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from core.packers import pack
-from core.stream import Carry, CarryOptions, advance, finish
+from packplan.core.packers import pack
+from packplan.core.stream import Carry, CarryOptions, advance, finish
 
 
 @st.composite

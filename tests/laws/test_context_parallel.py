@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.context_parallel import PackedLayout, chunk_positions, cu_seqlens, padded_length
+from packplan.core.context_parallel import PackedLayout, chunk_positions, cu_seqlens, padded_length
 
 
 @st.composite

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from core.samples import DataEntry, draw, parse_entry
+from packplan.core.samples import DataEntry, draw, parse_entry
 
 sizes = st.lists(st.integers(3, 40), min_size=1, max_size=4)
 

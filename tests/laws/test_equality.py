@@ -9,8 +9,17 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from core.equality import CHECKS, PROBE_FACTOR, Finding, choose_packs, judge, kind, loaded_limit, loss_difference
-from core.samples import COLUMNS
+from packplan.core.equality import (
+    CHECKS,
+    PROBE_FACTOR,
+    Finding,
+    choose_packs,
+    judge,
+    kind,
+    loaded_limit,
+    loss_difference,
+)
+from packplan.core.samples import COLUMNS
 from tests.strategies import as_packs
 
 PRECISIONS = ["float32", "float16", "bfloat16"]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from core.stream import Mix, Source, mix_faults, quotas, schedule, share_faults
+from packplan.core.stream import Mix, Source, mix_faults, quotas, schedule, share_faults
 
 ratios = st.sampled_from(["0.1", "0.25", "1", "3", "0.7", "0.05"]).map(Decimal)
 

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from core.checksum import plan_checksum
-from core.config import CustomConfig, TemplateConfig
-from core.fingerprint import Fingerprint, configured_inputs
-from core.packs import Packs
-from core.ports import Origin
+from packplan.core.checksum import plan_checksum
+from packplan.core.config import CustomConfig, TemplateConfig
+from packplan.core.fingerprint import Fingerprint, configured_inputs
+from packplan.core.packs import Packs
+from packplan.core.ports import Origin
 from tests.strategies import pack_lists
 
 values = st.text(max_size=5) | st.integers(-9, 9) | st.booleans() | st.none()
@@ -54,8 +54,8 @@ def test_the_checksum_is_the_digest_of_documented_bytes():
 def test_digests_do_not_depend_on_the_process(hash_seed):
     """Another process with another hash seed gives the same checksum and fingerprint."""
     script = (
-        "from core.checksum import plan_checksum; from core.fingerprint import Fingerprint;"
-        "from core.plan import build_raw_plan;"
+        "from packplan.core.checksum import plan_checksum; from packplan.core.fingerprint import Fingerprint;"
+        "from packplan.core.plan import build_raw_plan;"
         "print(plan_checksum(build_raw_plan(list(range(1, 60)), packing_length=70).packs),"
         "Fingerprint({'b': 1, 'a': 'x', 'ü': None}).digest)"
     )
@@ -67,7 +67,7 @@ def test_digests_do_not_depend_on_the_process(hash_seed):
         check=True,
     )
 
-    from core.plan import build_raw_plan
+    from packplan.core.plan import build_raw_plan
 
     checksum = plan_checksum(build_raw_plan(list(range(1, 60)), packing_length=70).packs)
     assert [checksum, Fingerprint({"b": 1, "a": "x", "ü": None}).digest] == run.stdout.split()
@@ -109,7 +109,7 @@ def test_the_golden_plan():
     """
     lengths = (np.arange(1, 1001) * 7919 % 1009 + 1).tolist()
 
-    from core.plan import build_raw_plan
+    from packplan.core.plan import build_raw_plan
 
     plan = build_raw_plan(lengths, packing_length=1000)
 

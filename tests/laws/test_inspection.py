@@ -13,8 +13,8 @@ import pytest
 from hypothesis import event, given, reject
 from hypothesis import strategies as st
 
-from core.errors import BatchSizeError, Difference, UserError
-from core.inspection import (
+from packplan.core.errors import BatchSizeError, Difference, UserError
+from packplan.core.inspection import (
     Alternative,
     best_of,
     figure_differences,
@@ -25,9 +25,9 @@ from core.inspection import (
     summarise,
     what_if,
 )
-from core.packs import Packs
-from core.plan import build_raw_plan, one_sample_packs
-from core.schedule import EpochSchedule
+from packplan.core.packs import Packs
+from packplan.core.plan import build_raw_plan, one_sample_packs
+from packplan.core.schedule import EpochSchedule
 from tests.laws.test_summary import plans, schedules
 from tests.strategies import raw_lengths
 

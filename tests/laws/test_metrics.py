@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.bounds import lower_bound
-from core.metrics import aggregate, packing_metrics
-from core.packers import pack
-from core.packs import Packs
-from core.plan import build_raw_plan
+from packplan.core.bounds import lower_bound
+from packplan.core.metrics import aggregate, packing_metrics
+from packplan.core.packers import pack
+from packplan.core.packs import Packs
+from packplan.core.plan import build_raw_plan
 from tests.strategies import packable, raw_lengths
 
 

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
-from core.bounds import lower_bound
-from core.checksum import plan_checksum
-from core.errors import TooFewSamplesError
-from core.packers import ALGORITHMS, pack
+from packplan.core.bounds import lower_bound
+from packplan.core.checksum import plan_checksum
+from packplan.core.errors import TooFewSamplesError
+from packplan.core.packers import ALGORITHMS, pack
 from tests import references
 from tests.strategies import packable, packable_arrays
 
@@ -190,9 +190,9 @@ def test_the_size_of_blocks_changes_nothing(algorithm, case, block):
     expected = pack(lengths, capacity=capacity, algorithm=algorithm)
 
     with (
-        patch("core.packs.BLOCK", block),
-        patch("core.runs.BLOCK", block),
-        patch("core.packers.concatenative.BLOCK", block),
+        patch("packplan.core.packs.BLOCK", block),
+        patch("packplan.core.runs.BLOCK", block),
+        patch("packplan.core.packers.concatenative.BLOCK", block),
     ):
         assert expected == pack(lengths, capacity=capacity, algorithm=algorithm)
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.checksum import plan_checksum
-from core.packs import Packs, canonical, concatenate
+from packplan.core.checksum import plan_checksum
+from packplan.core.packs import Packs, canonical, concatenate
 from tests.strategies import pack_lists
 
 
@@ -53,7 +53,7 @@ def test_packs_from_labels_are_in_canonical_order(labels, block):
     for index, label in enumerate(labels):
         groups.setdefault(label, []).append(index)
 
-    with patch("core.packs.BLOCK", block):
+    with patch("packplan.core.packs.BLOCK", block):
         packs = Packs.from_labels(np.array([numbered[label] for label in labels], dtype=np.int32))
 
     assert sorted(groups.values()) == packs.tolist()

@@ -10,17 +10,17 @@ import pytest
 from hypothesis import assume, event, example, given
 from hypothesis import strategies as st
 
-from core.bounds import find_bound, lower_bound
-from core.packers import pack
-from core.patterns import num_packs
-from core.patterns.certificate import certify, reduced
-from core.patterns.effort import TOLD_EVERY, Effort, SpentError, ToldEffort
-from core.patterns.fill import fill_exactly, refill
-from core.patterns.integer import fewest_patterns
-from core.patterns.quick_bounds import quick_bound
-from core.patterns.relaxation import relax, solve_knapsack, solve_master
-from core.plan import build_raw_plan
-from core.runs import Runs
+from packplan.core.bounds import find_bound, lower_bound
+from packplan.core.packers import pack
+from packplan.core.patterns import num_packs
+from packplan.core.patterns.certificate import certify, reduced
+from packplan.core.patterns.effort import TOLD_EVERY, Effort, SpentError, ToldEffort
+from packplan.core.patterns.fill import fill_exactly, refill
+from packplan.core.patterns.integer import fewest_patterns
+from packplan.core.patterns.quick_bounds import quick_bound
+from packplan.core.patterns.relaxation import relax, solve_knapsack, solve_master
+from packplan.core.plan import build_raw_plan
+from packplan.core.runs import Runs
 from tests import references
 from tests.strategies import packable, packable_arrays
 
@@ -182,15 +182,15 @@ def test_certified_packs_whatever_the_solver_and_the_iterations_give():
         return solve_master(*args, **options) if len(solved) < 3 else None
 
     for change in (
-        patch("core.patterns.relaxation.solve_master", return_value=None),
-        patch("core.patterns.rounding.solve_master", side_effect=once),
-        patch("core.patterns.rounding.MAX_DIVES", 1),
-        patch("core.patterns.fill.MAX_REFILLS", 1),
-        patch("core.patterns.relaxation.MAX_ROUNDS", 1),
-        patch("core.patterns.relaxation.MAX_NEW_PATTERNS", 2),
-        patch("core.patterns.fill.MAX_RUNS", 3),
-        patch("core.patterns.certificate.MAX_RUNS", 3),
-        patch("core.patterns.certificate.MAX_CAPACITY", 3),
+        patch("packplan.core.patterns.relaxation.solve_master", return_value=None),
+        patch("packplan.core.patterns.rounding.solve_master", side_effect=once),
+        patch("packplan.core.patterns.rounding.MAX_DIVES", 1),
+        patch("packplan.core.patterns.fill.MAX_REFILLS", 1),
+        patch("packplan.core.patterns.relaxation.MAX_ROUNDS", 1),
+        patch("packplan.core.patterns.relaxation.MAX_NEW_PATTERNS", 2),
+        patch("packplan.core.patterns.fill.MAX_RUNS", 3),
+        patch("packplan.core.patterns.certificate.MAX_RUNS", 3),
+        patch("packplan.core.patterns.certificate.MAX_CAPACITY", 3),
     ):
         with change:
             packs = pack(lengths, capacity=capacity, algorithm="certified")
@@ -205,11 +205,11 @@ def test_a_gap_that_stays_is_not_hidden():
     lengths, capacity = [13, 14, 16, 17, 17, 21, 27, 28, 28, 33, 34, 35, 35, 35, 37], 79
 
     for change in (
-        patch("core.patterns.rounding.MAX_DIVES", 1),
-        patch("core.patterns.relaxation.MAX_ROUNDS", 1),
-        patch("core.patterns.rounding.solve_master", return_value=None),
-        patch("core.patterns.rounding.fewest_patterns", return_value=None),
-        patch("core.patterns.rounding.FEW_SAMPLES", 3),
+        patch("packplan.core.patterns.rounding.MAX_DIVES", 1),
+        patch("packplan.core.patterns.relaxation.MAX_ROUNDS", 1),
+        patch("packplan.core.patterns.rounding.solve_master", return_value=None),
+        patch("packplan.core.patterns.rounding.fewest_patterns", return_value=None),
+        patch("packplan.core.patterns.rounding.FEW_SAMPLES", 3),
     ):
         with change:
             packs = pack(lengths, capacity=capacity, algorithm="certified")
@@ -313,7 +313,7 @@ def test_a_search_never_spends_more_than_its_effort(limit):
     lengths, capacity = narrow()
     runs = Runs.of(lengths)
     effort = Effort(limit)
-    with patch("core.patterns.relaxation.solve_master", side_effect=solve_master) as masters:
+    with patch("packplan.core.patterns.relaxation.solve_master", side_effect=solve_master) as masters:
         certificate = certify(runs, capacity=capacity, known=len(lengths), effort=effort)
 
     assert 0 <= effort.left <= limit
@@ -342,7 +342,7 @@ def test_a_plan_of_many_distinct_lengths_waits_for_no_linear_program():
     alone.
     """
     lengths = np.random.default_rng(0).integers(2_500, 5_250, 20_000)
-    with patch("core.patterns.relaxation.solve_master", side_effect=AssertionError("a program")):
+    with patch("packplan.core.patterns.relaxation.solve_master", side_effect=AssertionError("a program")):
         plan = build_raw_plan(lengths, packing_length=8192)
 
     assert "quick" == plan.bound_kind

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import assume, event, given
 from hypothesis import strategies as st
 
-from core import packers
-from core.errors import DroppedTokensError, EmptyPlanError, InvalidLengthError, SampleTooLongError
-from core.plan import (
+from packplan.core import packers
+from packplan.core.errors import DroppedTokensError, EmptyPlanError, InvalidLengthError, SampleTooLongError
+from packplan.core.plan import (
     build_raw_plan,
     one_sample_packs,
     plan_from_arrays,
@@ -25,7 +25,7 @@ from core.plan import (
     refuse_dropped,
     refuse_longer,
 )
-from core.policy import PlanPolicy
+from packplan.core.policy import PlanPolicy
 from tests.strategies import raw_lengths
 
 ratios = st.decimals(0, 1, places=2).map(str)

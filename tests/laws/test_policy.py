@@ -13,10 +13,10 @@ import scipy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.packers import ALGORITHMS
-from core.plan import build_raw_plan, one_sample_packs
-from core.policy import PlanPolicy
-from core.work import WorkModel
+from packplan.core.packers import ALGORITHMS
+from packplan.core.plan import build_raw_plan, one_sample_packs
+from packplan.core.policy import PlanPolicy
+from packplan.core.work import WorkModel
 from tests.strategies import raw_lengths
 
 POLICY = PlanPolicy(packing_length=80, algorithm="first_fit_shuffle", seed=42)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import event, example, given
 from hypothesis import strategies as st
 
-from core.inspection import MIN_PACKS, longest_pack, low_fill
-from core.plan import build_raw_plan
+from packplan.core.inspection import MIN_PACKS, longest_pack, low_fill
+from packplan.core.plan import build_raw_plan
 from tests.strategies import raw_lengths
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.rl import REWARDS
+from packplan.core.rl import REWARDS
 
 texts = st.text("ab c.\n", max_size=30)
 

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import assume, event, example, given
 from hypothesis import strategies as st
 
-from core.align import align_plan
-from core.checksum import plan_checksum
-from core.errors import PlanChangedError, PlanTooShortError
-from core.plan import build_raw_plan
-from core.schedule import ORDER_VERSION, EpochSchedule, Progress, ResumeState
+from packplan.core.align import align_plan
+from packplan.core.checksum import plan_checksum
+from packplan.core.errors import PlanChangedError, PlanTooShortError
+from packplan.core.plan import build_raw_plan
+from packplan.core.schedule import ORDER_VERSION, EpochSchedule, Progress, ResumeState
 from tests.strategies import raw_plans
 
 ranks = st.integers(1, 5)

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import assume, event, given
 from hypothesis import strategies as st
 
-from app.bench.distributions import DISTRIBUTIONS
-from core.errors import BatchError, OverBudgetError, UnevenShardsError
-from core.packers import ALGORITHMS, pack
-from core.shard import batch_metrics, pooled, shard_dynamic, shard_packed, shard_plain
-from core.work import WorkModel
+from packplan.app.bench.distributions import DISTRIBUTIONS
+from packplan.core.errors import BatchError, OverBudgetError, UnevenShardsError
+from packplan.core.packers import ALGORITHMS, pack
+from packplan.core.shard import batch_metrics, pooled, shard_dynamic, shard_packed, shard_plain
+from packplan.core.work import WorkModel
 
 MODES = ("packed", "round_robin", "dynamic", "plain")
 
@@ -288,7 +288,7 @@ def test_workers_that_meet_once_have_a_sum_no_worse_than_packs_by_work(case, wor
 @given(batches(modes=("packed",)), st.integers(0, 2))
 def test_however_few_exchanges_the_rules_of_a_cut_hold(case, most):
     """Exchanges even the work; they are not what keeps the budget."""
-    with patch("core.shard.rounds._EXCHANGES", most):
+    with patch("packplan.core.shard.rounds._EXCHANGES", most):
         sharding = cut(case, work=WorkModel(50, 1), meeting="microbatch")
 
     assert sharding.positions.max() <= case["budget"]

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from core.align import align_plan
-from core.bounds import lower_bound
-from core.errors import EmptyPlanError
-from core.inspection import summarise, summarise_schedule, summarise_sources
-from core.metrics import padded_positions
-from core.plan import build_raw_plan, one_sample_packs
-from core.samples import COLUMNS, IMAGE_COLUMNS, DataFile
-from core.schedule import EpochSchedule, EpochStats, PackStats
+from packplan.core.align import align_plan
+from packplan.core.bounds import lower_bound
+from packplan.core.errors import EmptyPlanError
+from packplan.core.inspection import summarise, summarise_schedule, summarise_sources
+from packplan.core.metrics import padded_positions
+from packplan.core.plan import build_raw_plan, one_sample_packs
+from packplan.core.samples import COLUMNS, IMAGE_COLUMNS, DataFile
+from packplan.core.schedule import EpochSchedule, EpochStats, PackStats
 from tests.strategies import packable_arrays, raw_lengths
 
 

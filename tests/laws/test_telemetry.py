@@ -8,9 +8,9 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from core.plan import EmptyPlanError, build_raw_plan, one_sample_packs
-from core.schedule import EpochSchedule, EpochStats, PackStats
-from core.work import SampleWorks, VisionWork, WorkModel
+from packplan.core.plan import EmptyPlanError, build_raw_plan, one_sample_packs
+from packplan.core.schedule import EpochSchedule, EpochStats, PackStats
+from packplan.core.work import SampleWorks, VisionWork, WorkModel
 from tests.strategies import raw_lengths
 
 MODEL = WorkModel(per_position=4, per_pair=2, vision=VisionWork(5, 1, 0, 0))

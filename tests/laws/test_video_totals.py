@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.samples import COLUMNS, IMAGE_COLUMNS, video_totals
+from packplan.core.samples import COLUMNS, IMAGE_COLUMNS, video_totals
 
 VIDEO = st.tuples(st.integers(2, 768), st.integers(4, 2**20), st.integers(0, 7_200_000), st.booleans())
 """Frames that are sampled, patches, milliseconds, and whether it was decoded."""

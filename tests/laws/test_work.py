@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.errors import ConfigError, InvalidLengthError
-from core.work import LocalAttention, SampleWorks, VisionWork, WorkModel, causal_pairs
+from packplan.core.errors import ConfigError, InvalidLengthError
+from packplan.core.work import LocalAttention, SampleWorks, VisionWork, WorkModel, causal_pairs
 
 GRIDS = st.tuples(st.integers(1, 3), st.integers(1, 20).map(lambda n: 2 * n), st.integers(1, 20).map(lambda n: 2 * n))
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.rl import group_advantages
+from packplan.core.rl import group_advantages
 
 
 @given(st.integers(2, 6), st.lists(st.lists(st.integers(0, 9), min_size=6, max_size=6), min_size=1, max_size=5))

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.config.run import RL_SECTIONS, load_mix, parse_config
-from adapters.config.trainer_keys import stored_keys
-from adapters.config.values import known_keys
-from core.config import REFUSED_TRAINING_KEYS, RunConfig, closest, unknown_key
-from core.errors import ConfigError
+from packplan.adapters.config.run import RL_SECTIONS, load_mix, parse_config
+from packplan.adapters.config.trainer_keys import stored_keys
+from packplan.adapters.config.values import known_keys
+from packplan.core.config import REFUSED_TRAINING_KEYS, RunConfig, closest, unknown_key
+from packplan.core.errors import ConfigError
 
 TRAINER_KEYS = stored_keys()
 

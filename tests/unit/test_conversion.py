@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.config.run import parse_config
-from adapters.config.trainer_keys import stored_keys
-from adapters.conversion.table import stored_arguments
-from core.config import REFUSED_TRAINING_KEYS
-from core.conversion import (
+from packplan.adapters.config.run import parse_config
+from packplan.adapters.config.trainer_keys import stored_keys
+from packplan.adapters.conversion.table import stored_arguments
+from packplan.core.config import REFUSED_TRAINING_KEYS
+from packplan.core.conversion import (
     Given,
     ModelFacts,
     World,
@@ -27,7 +27,7 @@ from core.conversion import (
     read_words,
     to_swift,
 )
-from core.errors import ConfigError
+from packplan.core.errors import ConfigError
 
 TABLE = stored_arguments()
 

@@ -12,7 +12,7 @@ from multiprocessing import resource_sharer
 
 import pytest
 
-from adapters.lifeline import hide_broken_handover
+from packplan.adapters.lifeline import hide_broken_handover
 
 
 @pytest.fixture

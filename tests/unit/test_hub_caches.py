@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from adapters.hub_caches import cached, download_command, is_id
-from adapters.model_folder import config_model_type
-from core.config import ModelConfig
-from core.errors import ConfigError
+from packplan.adapters.hub_caches import cached, download_command, is_id
+from packplan.adapters.model_folder import config_model_type
+from packplan.core.config import ModelConfig
+from packplan.core.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)

@@ -7,9 +7,9 @@ import sys
 import pytest
 import yaml
 
-from adapters.config.devices import device_faults, surely_without_gpu
-from app.wiring import stores
-from core.errors import ConfigError
+from packplan.adapters.config.devices import device_faults, surely_without_gpu
+from packplan.app.wiring import stores
+from packplan.core.errors import ConfigError
 
 GONE = "cannot be read (No such file or directory): name an existing data file"
 
@@ -81,7 +81,7 @@ def test_data_by_id_and_a_model_that_are_both_missing(run_of, monkeypatch, tmp_p
 @pytest.mark.parametrize("driver", ["/dev/nvidiactl", "/dev/kfd", "/dev/dxg", "/dev/nvmap"])
 def test_a_gpu_is_missing_only_where_that_is_sure(monkeypatch, driver):
     """A driver's file leaves it to torch; hidden devices and a torch without them do not."""
-    monkeypatch.setattr("adapters.config.devices.installed_version", lambda _: "2.13.0")
+    monkeypatch.setattr("packplan.adapters.config.devices.installed_version", lambda _: "2.13.0")
     monkeypatch.setattr(sys, "platform", "linux")
 
     assert not surely_without_gpu({}, driver.__eq__)
@@ -89,7 +89,7 @@ def test_a_gpu_is_missing_only_where_that_is_sure(monkeypatch, driver):
     assert surely_without_gpu({}, lambda _: False)
     assert surely_without_gpu({"CUDA_VISIBLE_DEVICES": ""}, driver.__eq__)
     assert surely_without_gpu({"CUDA_VISIBLE_DEVICES": "-1"}, driver.__eq__)
-    monkeypatch.setattr("adapters.config.devices.installed_version", lambda _: "2.13.0+cpu")
+    monkeypatch.setattr("packplan.adapters.config.devices.installed_version", lambda _: "2.13.0+cpu")
     assert surely_without_gpu({}, driver.__eq__)
 
 

@@ -8,12 +8,12 @@ from collections import UserList, deque
 import numpy as np
 import pytest
 
-from core.bounds import lower_bound
-from core.errors import InvalidLengthError
-from core.lengths import as_lengths
-from core.metrics import packing_metrics
-from core.packers import ALGORITHMS, pack
-from core.plan import build_raw_plan
+from packplan.core.bounds import lower_bound
+from packplan.core.errors import InvalidLengthError
+from packplan.core.lengths import as_lengths
+from packplan.core.metrics import packing_metrics
+from packplan.core.packers import ALGORITHMS, pack
+from packplan.core.plan import build_raw_plan
 
 
 @pytest.mark.parametrize(

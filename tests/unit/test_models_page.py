@@ -7,8 +7,8 @@ from types import ModuleType
 
 import pytest
 
-from app import families, vision
-from core.equality import Measured, PackingVerdict
+from packplan.app import families, vision
+from packplan.core.equality import Measured, PackingVerdict
 
 SECTION = "## Models that see\n\nTiny models.\n\n| model |\n|---|\n| glm4v |\n"
 
@@ -23,8 +23,8 @@ def page(monkeypatch, tmp_path):
     asked.verdicts = lambda _: [found]
     asked.versions = lambda: {"torch": "2.13.0"}
     # Both, whether another test has imported the real one or not.
-    monkeypatch.setitem(sys.modules, "app.wiring.families", asked)
-    monkeypatch.setattr("app.wiring.families", asked, raising=False)
+    monkeypatch.setitem(sys.modules, "packplan.app.wiring.families", asked)
+    monkeypatch.setattr("packplan.app.wiring.families", asked, raising=False)
 
     def write(before: str | None) -> str:
         path = tmp_path / "models.md"

@@ -13,12 +13,12 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.config.run import load_config, load_mix, parse_config
-from adapters.config.trainer_keys import stored_keys
-from adapters.config.values import known_keys
-from app.cli.command import add_config_arguments, add_logging_options, parse_arguments
-from core.config import RunConfig
-from core.errors import ConfigError
+from packplan.adapters.config.run import load_config, load_mix, parse_config
+from packplan.adapters.config.trainer_keys import stored_keys
+from packplan.adapters.config.values import known_keys
+from packplan.app.cli.command import add_config_arguments, add_logging_options, parse_arguments
+from packplan.core.config import RunConfig
+from packplan.core.errors import ConfigError
 
 KEYS = stored_keys()
 

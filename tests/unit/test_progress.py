@@ -10,8 +10,8 @@ from contextlib import nullcontext
 
 import pytest
 
-from adapters.progress import hide, loading_libraries, progress, waiting
-from app.cli.command import run_command
+from packplan.adapters.progress import hide, loading_libraries, progress, waiting
+from packplan.app.cli.command import run_command
 from tests.fakes import Terminal
 
 
@@ -40,7 +40,7 @@ def test_progress_is_shown_on_a_terminal_unless_it_is_to_be_quiet(quiet, file, s
 @pytest.mark.parametrize("quiet", [False, True])
 def test_warnings_are_marked_as_warnings(capfd, monkeypatch, quiet):
     """A note is not; quiet keeps them, and other ranks say which they are."""
-    log = logging.getLogger("app.anything")
+    log = logging.getLogger("packplan.app.anything")
 
     def command():
         log.info("%s is planned", "a note")

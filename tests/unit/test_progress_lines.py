@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from adapters.progress import hide, progress
+from packplan.adapters.progress import hide, progress
 from tests.fakes import Terminal
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.samples import HEAD_BYTES, digest_of, inline_image, unreadable_digest
+from packplan.core.samples import HEAD_BYTES, digest_of, inline_image, unreadable_digest
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=8),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.samples import REFUSED, SUPPORTED, to_messages
+from packplan.core.samples import REFUSED, SUPPORTED, to_messages
 
 BOX = {"desc": "red dot", "bbox_2d": [1, 2, 3, 4]}
 ANSWER = {"role": "assistant", "content": "yes"}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from adapters.config.run import parse_config
-from adapters.config.trainer_keys import TrainerKey
-from core.errors import ConfigError
+from packplan.adapters.config.run import parse_config
+from packplan.adapters.config.trainer_keys import TrainerKey
+from packplan.core.errors import ConfigError
 
 KEYS = {"learning_rate": TrainerKey(("float",)), "warmup_steps": TrainerKey(("int",))}
 PACKING = {"sequence_packing": {"enabled": True}}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.samples import shaped, to_messages
+from packplan.core.samples import shaped, to_messages
 
 ASKED = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "so."}]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from app.cli import command
+from packplan.app.cli import command
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,7 +57,7 @@ def test_openmp_hears_of_it():
     (torch,) = importlib.util.find_spec("torch").submodule_search_locations
     openmp = [*Path(torch).glob("lib/libgomp*"), *Path(torch).with_name("torch.libs").glob("libgomp*")]
     load = f"__import__('ctypes').CDLL({str(openmp[0])!r})" if openmp else "__import__('torch')"
-    script = f"from app.cli.command import run_command; run_command(lambda: {load}, verbose=False)"
+    script = f"from packplan.app.cli.command import run_command; run_command(lambda: {load}, verbose=False)"
     run = subprocess.run(
         [sys.executable, "-c", script], env={**os.environ, "OMP_DISPLAY_ENV": "VERBOSE"}, capture_output=True,
         text=True, check=True, cwd=ROOT,

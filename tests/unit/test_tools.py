@@ -7,7 +7,7 @@ from itertools import permutations
 
 import pytest
 
-from core.samples import to_messages
+from packplan.core.samples import to_messages
 
 ASKED = {"role": "user", "content": "1 and 2?"}
 CALL = {"name": "add", "arguments": {"b": 2, "a": 1}}

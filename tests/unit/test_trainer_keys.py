@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.config import trainer_keys
-from adapters.config.trainer_keys import TrainerKey, as_table, lacking, stored_keys
+from packplan.adapters.config import trainer_keys
+from packplan.adapters.config.trainer_keys import TrainerKey, as_table, lacking, stored_keys
 
 KEYS = stored_keys()
 

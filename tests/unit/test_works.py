@@ -8,10 +8,10 @@ import attrs
 import numpy as np
 import pytest
 
-from app.training.works import meeting_of, policy_of, work_of
-from core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
-from core.config.faults import faults
-from core.work import WorkModel
+from packplan.app.training.works import meeting_of, policy_of, work_of
+from packplan.core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
+from packplan.core.config.faults import faults
+from packplan.core.work import WorkModel
 
 TEXT = {"model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
         "num_attention_heads": 4, "vocab_size": 100}  # fmt: skip

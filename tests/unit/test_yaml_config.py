@@ -11,11 +11,11 @@ import attrs
 import pytest
 import yaml
 
-from adapters.config.run import load_config, parse_config
-from adapters.config.trainer_keys import TrainerKey
-from app.training.schedule import warn_of_ignored
-from core.config import REFUSED_TRAINING_KEYS, RunConfig, TrainingConfig
-from core.errors import ConfigError
+from packplan.adapters.config.run import load_config, parse_config
+from packplan.adapters.config.trainer_keys import TrainerKey
+from packplan.app.training.schedule import warn_of_ignored
+from packplan.core.config import REFUSED_TRAINING_KEYS, RunConfig, TrainingConfig
+from packplan.core.errors import ConfigError
 
 KEYS = {
     name: TrainerKey(tuple(types.split()))

@@ -19,16 +19,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
+from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
 
 import attrs
 from PIL import Image
 from swift.template import StdTemplateInputs, Template
 from transformers import PreTrainedTokenizerFast
 
-from adapters.samples.media import DUMMY_SIZE, IMAGES, VIDEOS, patch_size_of
-from adapters.samples.video import FRAMES_OF_LAYER
-from core.samples import Measurement
+from packplan.adapters.samples.media import DUMMY_SIZE, IMAGES, VIDEOS, patch_size_of
+from packplan.adapters.samples.video import FRAMES_OF_LAYER
+from packplan.core.samples import Measurement
 
 _REDONE = (
     "encode", "_encode_truncated", "_encode_context_list", "_add_dynamic_eos", "_get_length", "_tokenize",

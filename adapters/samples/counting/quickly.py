@@ -15,19 +15,19 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, Protocol
 
-from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
+from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
 
 import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from adapters.samples.counting.pieces import PieceCounter, Pieces, prove_stand_in
-from adapters.samples.encoder import SwiftEncoder
-from adapters.samples.image_headers import image_facts
-from adapters.samples.image_lengths import ImageCost, ImageLengths
-from adapters.samples.video import VideoCost, VideoFacts, VideoLengths
-from core.errors import RecordError
-from core.samples import (
+from packplan.adapters.samples.counting.pieces import PieceCounter, Pieces, prove_stand_in
+from packplan.adapters.samples.encoder import SwiftEncoder
+from packplan.adapters.samples.image_headers import image_facts
+from packplan.adapters.samples.image_lengths import ImageCost, ImageLengths
+from packplan.adapters.samples.video import VideoCost, VideoFacts, VideoLengths
+from packplan.core.errors import RecordError
+from packplan.core.samples import (
     DIGEST_BYTES,
     Image,
     ImageFacts,

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from adapters.progress import BRIEF_S, progress
-from adapters.samples.formats.json_value import without_nulls
-from adapters.samples.formats.kept import KeptFacts, audited
-from adapters.samples.formats.mapped import MappedFile
-from adapters.samples.formats.spans import Named, has_media_tag
-from core.errors import DataSetError, RecordError, counted
-from core.samples import DIGEST_BYTES, Place, digest_of, unreadable_digest
+from packplan.adapters.progress import BRIEF_S, progress
+from packplan.adapters.samples.formats.json_value import without_nulls
+from packplan.adapters.samples.formats.kept import KeptFacts, audited
+from packplan.adapters.samples.formats.mapped import MappedFile
+from packplan.adapters.samples.formats.spans import Named, has_media_tag
+from packplan.core.errors import DataSetError, RecordError, counted
+from packplan.core.samples import DIGEST_BYTES, Place, digest_of, unreadable_digest
 
 log = logging.getLogger(__name__)
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from adapters.progress import BRIEF_S, progress
-from adapters.samples.formats.mapped import MappedFile
-from adapters.samples.formats.spans import SpanFile, Spans, has_media_tag
-from core.errors import DataSetError, RecordError, counted
-from core.samples import VIDEO_KEYS
+from packplan.adapters.progress import BRIEF_S, progress
+from packplan.adapters.samples.formats.mapped import MappedFile
+from packplan.adapters.samples.formats.spans import SpanFile, Spans, has_media_tag
+from packplan.core.errors import DataSetError, RecordError, counted
+from packplan.core.samples import VIDEO_KEYS
 
 _BOM = b"\xef\xbb\xbf"
 

@@ -8,10 +8,10 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from adapters.progress import BRIEF_S, progress
-from adapters.samples.formats.mapped import MappedFile
-from adapters.samples.formats.spans import CHUNK, SpanFile, Spans, has_media_tag
-from core.errors import DataSetError
+from packplan.adapters.progress import BRIEF_S, progress
+from packplan.adapters.samples.formats.mapped import MappedFile
+from packplan.adapters.samples.formats.spans import CHUNK, SpanFile, Spans, has_media_tag
+from packplan.core.errors import DataSetError
 
 _START = re.compile(rb"(?:\xef\xbb\xbf)?[ \t\r\n]*+\[[ \t\r\n]*+")
 _NEXT = re.compile(rb"[ \t\r\n]*+(?:(,)[ \t\r\n]*+|(\]))")

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from typing import Any
 
-from core.errors import RecordError
+from packplan.core.errors import RecordError
 
 
 def read_value(text: bytes, place: str) -> Any:

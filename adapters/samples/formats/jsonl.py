@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from adapters.progress import BRIEF_S, progress
-from adapters.samples.formats.spans import CHUNK, SpanFile, Spans, has_media_tag
+from packplan.adapters.progress import BRIEF_S, progress
+from packplan.adapters.samples.formats.spans import CHUNK, SpanFile, Spans, has_media_tag
 
 
 class LinesFile(SpanFile):

@@ -17,8 +17,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from adapters import files
-from core.errors import CorruptArtefactError, OutputError
+from packplan.adapters import files
+from packplan.core.errors import CorruptArtefactError, OutputError
 
 log = logging.getLogger(__name__)
 

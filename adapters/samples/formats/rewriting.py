@@ -20,13 +20,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from adapters import files
-from adapters.copies import held
-from adapters.progress import BRIEF_S, progress
-from adapters.samples.formats.json_value import without_nulls
-from adapters.samples.formats.kept import SETTLED_NS, standing
-from core.errors import CorruptArtefactError, DataSetError, counted
-from core.samples import digest_of
+from packplan.adapters import files
+from packplan.adapters.copies import held
+from packplan.adapters.progress import BRIEF_S, progress
+from packplan.adapters.samples.formats.json_value import without_nulls
+from packplan.adapters.samples.formats.kept import SETTLED_NS, standing
+from packplan.core.errors import CorruptArtefactError, DataSetError, counted
+from packplan.core.samples import digest_of
 
 log = logging.getLogger(__name__)
 

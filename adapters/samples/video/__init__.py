@@ -4,9 +4,9 @@ Videos of samples: what a file says of itself, what it costs in tokens, how its 
 
 from __future__ import annotations
 
-from adapters.samples.video.facts import VideoFacts, frames_of, video_facts
-from adapters.samples.video.lengths import FRAMES_OF_LAYER, VideoCost, VideoLengths
-from adapters.samples.video.reading import (
+from packplan.adapters.samples.video.facts import VideoFacts, frames_of, video_facts
+from packplan.adapters.samples.video.lengths import FRAMES_OF_LAYER, VideoCost, VideoLengths
+from packplan.adapters.samples.video.reading import (
     Sampling,
     prepare_videos,
     reads_videos,

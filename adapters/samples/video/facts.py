@@ -19,9 +19,9 @@ from typing import Any
 import attrs
 import numpy as np
 
-from adapters.samples.image_headers import read_size
-from core.errors import counted
-from core.samples import HEAD_BYTES, ImageFacts, Video
+from packplan.adapters.samples.image_headers import read_size
+from packplan.core.errors import counted
+from packplan.core.samples import HEAD_BYTES, ImageFacts, Video
 
 CONTAINERS = {"mov,mp4,m4a,3gp,3g2,mj2": "mp4", "matroska,webm": "mkv", "avi": "avi"}
 """Containers that are read, as FFmpeg names them; another one is refused."""

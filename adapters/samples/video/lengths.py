@@ -13,7 +13,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
+from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
 
 import attrs
 import torch
@@ -21,11 +21,11 @@ from PIL import Image
 from qwen_vl_utils import vision_process
 from swift.template import Template
 
-from adapters.samples.media import DUMMY_SIZE
-from adapters.samples.video.facts import VideoFacts
-from adapters.samples.video.reading import Sampling, reads_videos, sampling_of
-from core.config import TemplateConfig
-from core.errors import counted
+from packplan.adapters.samples.media import DUMMY_SIZE
+from packplan.adapters.samples.video.facts import VideoFacts
+from packplan.adapters.samples.video.reading import Sampling, reads_videos, sampling_of
+from packplan.core.config import TemplateConfig
+from packplan.core.errors import counted
 
 FRAMES_OF_LAYER = 2
 """Frames that become one layer of patches."""

@@ -13,16 +13,16 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
+from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
 
 import numpy as np
 import torch
 from qwen_vl_utils import vision_process
 from swift.template import Template
 
-from adapters.samples.video.facts import open_video, quarter_turns
-from core.config import TemplateConfig
-from core.errors import ConfigError
+from packplan.adapters.samples.video.facts import open_video, quarter_turns
+from packplan.core.config import TemplateConfig
+from packplan.core.errors import ConfigError
 
 READER = "decord"
 

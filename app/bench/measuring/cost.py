@@ -19,22 +19,22 @@ import psutil
 import torch
 from PIL import Image
 
-from adapters.lifeline import end_with_parent
-from adapters.progress import progress
-from app.bench.distributions import DISTRIBUTIONS
-from app.bench.lengths import WARM_UP
-from app.bench.measure import Measured, measure
-from app.demo.tiny_models import write_model
-from app.planning.deadline import Deadline
-from app.planning.measure import measure as measure_lengths
-from app.planning.split import GatheredSplit, Planner, Stores
-from app.wiring import training
-from app.wiring.stores import open_stores
-from core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
-from core.fingerprint import Fingerprint
-from core.policy import PlanPolicy
-from core.ports import LengthSource
-from core.samples import COLUMNS, IMAGE_COLUMNS, DataFile, ImageFacts, Outcome
+from packplan.adapters.lifeline import end_with_parent
+from packplan.adapters.progress import progress
+from packplan.app.bench.distributions import DISTRIBUTIONS
+from packplan.app.bench.lengths import WARM_UP
+from packplan.app.bench.measure import Measured, measure
+from packplan.app.demo.tiny_models import write_model
+from packplan.app.planning.deadline import Deadline
+from packplan.app.planning.measure import measure as measure_lengths
+from packplan.app.planning.split import GatheredSplit, Planner, Stores
+from packplan.app.wiring import training
+from packplan.app.wiring.stores import open_stores
+from packplan.core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
+from packplan.core.fingerprint import Fingerprint
+from packplan.core.policy import PlanPolicy
+from packplan.core.ports import LengthSource
+from packplan.core.samples import COLUMNS, IMAGE_COLUMNS, DataFile, ImageFacts, Outcome
 
 MODEL_TYPE = "qwen2_5_vl"
 

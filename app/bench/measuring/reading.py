@@ -18,10 +18,10 @@ from typing import Any
 import attrs
 import numpy as np
 
-from adapters.samples.files import open_records
-from adapters.samples.formats.kept import SETTLED_NS
-from core.ports import Records
-from core.samples import to_images
+from packplan.adapters.samples.files import open_records
+from packplan.adapters.samples.formats.kept import SETTLED_NS
+from packplan.core.ports import Records
+from packplan.core.samples import to_images
 
 REFERENCE = "JSON Lines, image files"
 

@@ -25,8 +25,8 @@ from typing import Any
 
 import attrs
 
-from app.bench.table import aligned
-from core.errors import DataSetError
+from packplan.app.bench.table import aligned
+from packplan.core.errors import DataSetError
 
 _EVERY_S = 0.2
 
@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> None:
     if options.rows < 640:
         message = "--rows has to be at least 640"
         raise DataSetError(message)
-    from app.demo.tiny_models import write_model
+    from packplan.app.demo.tiny_models import write_model
 
     with TemporaryDirectory() as name:
         folder = Path(name)
@@ -106,7 +106,7 @@ def _run_reading(num_rows: int, side: int, *, as_json: bool) -> None:
 
         as_json: Print one document.
     """
-    from app.bench.measuring.reading import measure_reading
+    from packplan.app.bench.measuring.reading import measure_reading
 
     if num_rows < 1:
         message = "--reading has to be at least 1"
@@ -157,7 +157,7 @@ def _measure(folder: Path, num_rows: int, options: argparse.Namespace) -> Memory
     started = time.perf_counter()
     with log.open("wb") as said:
         process = subprocess.Popen(
-            [sys.executable, "-m", "app.sft", str(config)], stdout=said, stderr=said
+            [sys.executable, "-m", "packplan.app.sft", str(config)], stdout=said, stderr=said
         )  # this program
         try:
             peaks = _watch(process)

@@ -15,10 +15,10 @@ import attrs
 import numpy as np
 import torch
 
-from adapters.progress import progress
-from app.demo.tiny_models import write_model
-from app.wiring import training
-from core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
+from packplan.adapters.progress import progress
+from packplan.app.demo.tiny_models import write_model
+from packplan.app.wiring import training
+from packplan.core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
 
 VOCABULARY = 16_000
 """Tokens that the tokenizer learns from the text, if none is named."""

@@ -16,12 +16,12 @@ from typing import Any
 import attrs
 import torch
 
-from adapters.progress import progress
-from app.demo.tiny_models import write_model
-from app.demo.videos import MadeVideo, made_videos
-from app.wiring import training
-from core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
-from core.samples import Measured, Outcome
+from packplan.adapters.progress import progress
+from packplan.app.demo.tiny_models import write_model
+from packplan.app.demo.videos import MadeVideo, made_videos
+from packplan.app.wiring import training
+from packplan.core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
+from packplan.core.samples import Measured, Outcome
 
 MODELS = ("qwen2_5_vl", "qwen3_vl")
 

@@ -21,9 +21,9 @@ import statistics
 
 import attrs
 
-from app.bench.training.ways import DEFAULT_WAYS, WAYS, Setting, scaling_table, ways_table
-from app.cli.command import positive_number
-from core.errors import DataSetError
+from packplan.app.bench.training.ways import DEFAULT_WAYS, WAYS, Setting, scaling_table, ways_table
+from packplan.app.cli.command import positive_number
+from packplan.core.errors import DataSetError
 
 PACKS = (512, 2048, 4096)
 
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Measure, then print."""
     # Ten seconds to load, for this benchmark alone.
-    from app.bench.training.cost import find_device
+    from packplan.app.bench.training.cost import find_device
 
     shape = options.shape or ("tiny" if options.device == "cpu" else "3b")
     setting = Setting(device=options.device, shape=shape, num_samples=options.samples, repeat=options.repeat)
@@ -104,7 +104,7 @@ def _rows(options: argparse.Namespace, setting: Setting) -> tuple[dict[str, obje
     """
     Measure ways, or packs of growing length; return what JSON says, and the lines of the table.
     """
-    from app.bench.training.cost import measure_training
+    from packplan.app.bench.training.cost import measure_training
 
     rows = measure_training(
         setting,
@@ -124,7 +124,7 @@ def _rows(options: argparse.Namespace, setting: Setting) -> tuple[dict[str, obje
 
 def _overhead(options: argparse.Namespace, setting: Setting) -> tuple[dict[str, object], list[str]]:
     """Measure what our parts add; return what JSON says, and the lines of text."""
-    from app.bench.training.overhead import measure_overhead
+    from packplan.app.bench.training.overhead import measure_overhead
 
     overhead = measure_overhead(setting, packing_length=max(options.packs or PACKS))
     more, least, most = (100 * (ratio - 1) for ratio in (overhead.ratio, min(overhead.ratios), max(overhead.ratios)))

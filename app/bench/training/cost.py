@@ -12,33 +12,33 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from adapters.progress import progress
+from packplan.adapters.progress import progress
 
-from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
+from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
 
 import attrs
 import torch
 from transformers import TrainerCallback
 
-from adapters.ranks.torch_group import OneRank
-from adapters.samples.encoder import SwiftEncoder
-from adapters.stores.verdicts import DiskVerdictStore
-from app.bench.process import Turns
-from app.bench.training.data import write_model_of, write_records
-from app.bench.training.like_lengths import LikeLengths
-from app.bench.training.ways import WAYS, Row, Setting, Way, compared
-from app.bench.turns import Turned, run_alone, take_turns
-from app.planning.deadline import Deadline
-from app.planning.split import Planner
-from app.training.prepare import Prepared, prepare
-from app.wiring.gather import gather
-from app.wiring.stores import verdict_key
-from app.wiring.training import keep_verdict, verdict_of
-from core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
-from core.plan import RawPlan
-from core.samples import Table
-from core.schedule import EpochStats
-from core.work import WorkModel
+from packplan.adapters.ranks.torch_group import OneRank
+from packplan.adapters.samples.encoder import SwiftEncoder
+from packplan.adapters.stores.verdicts import DiskVerdictStore
+from packplan.app.bench.process import Turns
+from packplan.app.bench.training.data import write_model_of, write_records
+from packplan.app.bench.training.like_lengths import LikeLengths
+from packplan.app.bench.training.ways import WAYS, Row, Setting, Way, compared
+from packplan.app.bench.turns import Turned, run_alone, take_turns
+from packplan.app.planning.deadline import Deadline
+from packplan.app.planning.split import Planner
+from packplan.app.training.prepare import Prepared, prepare
+from packplan.app.wiring.gather import gather
+from packplan.app.wiring.stores import verdict_key
+from packplan.app.wiring.training import keep_verdict, verdict_of
+from packplan.core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
+from packplan.core.plan import RawPlan
+from packplan.core.samples import Table
+from packplan.core.schedule import EpochStats
+from packplan.core.work import WorkModel
 
 LIMIT_S = 3600.0
 """Seconds for a preparation or an epoch."""

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from app.bench.distributions import trace
-from app.demo.tiny_models import write_model
+from packplan.app.bench.distributions import trace
+from packplan.app.demo.tiny_models import write_model
 
 MODEL_TYPE = "qwen2_5_vl"
 

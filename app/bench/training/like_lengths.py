@@ -8,9 +8,9 @@ from __future__ import annotations
 import attrs
 import numpy as np
 
-from core.lengths import IntArray
-from core.schedule import EpochSchedule
-from core.shuffling import shuffled
+from packplan.core.lengths import IntArray
+from packplan.core.schedule import EpochSchedule
+from packplan.core.shuffling import shuffled
 
 
 @attrs.frozen(kw_only=True, eq=False)

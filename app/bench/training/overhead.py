@@ -13,19 +13,19 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
+from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
 
 import attrs
 import torch
 from swift.trainers import Seq2SeqTrainer
 
-from adapters.trainer.packed_dataset import PackedDataset
-from adapters.trainer.static import PackTrainer
-from app.bench.training.cost import LIMIT_S, Encoded, encoded_run, run_config
-from app.bench.training.data import write_model_of
-from app.bench.training.ways import WAYS, Setting
-from app.bench.turns import run_alone
-from app.training.prepare import Prepared
+from packplan.adapters.trainer.packed_dataset import PackedDataset
+from packplan.adapters.trainer.static import PackTrainer
+from packplan.app.bench.training.cost import LIMIT_S, Encoded, encoded_run, run_config
+from packplan.app.bench.training.data import write_model_of
+from packplan.app.bench.training.ways import WAYS, Setting
+from packplan.app.bench.turns import run_alone
+from packplan.app.training.prepare import Prepared
 
 PACKS_PER_STEP = 4
 

@@ -11,8 +11,8 @@ from typing import Literal
 
 import attrs
 
-from app.bench.table import aligned
-from core.schedule import EpochStats
+from packplan.app.bench.table import aligned
+from packplan.core.schedule import EpochStats
 
 AUTO, SDPA, FLEX, FLASH = "auto", "sdpa", "flex_attention", "flash_attention_2"
 """Values of `model.attn_impl`."""

@@ -27,18 +27,18 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from app.bench.measure import Measured, NotMeasured, measure
-from app.bench.table import aligned
-from app.bench.work.families import ROWS, counted_families
-from app.bench.work.mixes import ASIDE, DATA, PATCHES_OF_A_TOKEN, Aside, Samples
-from app.bench.work.others import distance, largest_differences, sampling_and_filtering
-from app.bench.work.ranks import Task, falls, measured_rounds
-from app.cli.command import positive_number, positive_numbers
-from core.lengths import IntArray
-from core.packers import pack
-from core.packs import Packs
-from core.shuffling import shuffled
-from core.work import assign_steps, expected_imbalance, floor_of, group_steps, in_units
+from packplan.app.bench.measure import Measured, NotMeasured, measure
+from packplan.app.bench.table import aligned
+from packplan.app.bench.work.families import ROWS, counted_families
+from packplan.app.bench.work.mixes import ASIDE, DATA, PATCHES_OF_A_TOKEN, Aside, Samples
+from packplan.app.bench.work.others import distance, largest_differences, sampling_and_filtering
+from packplan.app.bench.work.ranks import Task, falls, measured_rounds
+from packplan.app.cli.command import positive_number, positive_numbers
+from packplan.core.lengths import IntArray
+from packplan.core.packers import pack
+from packplan.core.packs import Packs
+from packplan.core.shuffling import shuffled
+from packplan.core.work import assign_steps, expected_imbalance, floor_of, group_steps, in_units
 
 LIMIT_S = 600.0
 

@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import attrs
 
-from core.errors import ConfigError
-from core.work import WorkModel
+from packplan.core.errors import ConfigError
+from packplan.core.work import WorkModel
 
 ROWS = (60, 480)
 """Tokens of the rows that are computed."""
@@ -40,15 +40,15 @@ def counted_families(names: list[str]) -> list[Counted]:
     Return the verdict on small copies of families, of all without names; text alone, under eager
     attention.
     """
-    from adapters.probe.families import family_names
+    from packplan.adapters.probe.families import family_names
 
     return [_counted(name) for name in names or family_names()]
 
 
 def _counted(family: str) -> Counted:
     """Build a family's small copy, and hold its work against torch's counter."""
-    from adapters.probe.families import default_config
-    from adapters.probe.small_model import build_small, quiet
+    from packplan.adapters.probe.families import default_config
+    from packplan.adapters.probe.small_model import build_small, quiet
 
     try:
         with quiet():

@@ -9,10 +9,10 @@ from typing import Literal, Protocol, get_args
 import attrs
 import numpy as np
 
-from app.bench.distributions import DISTRIBUTIONS, trace
-from core.lengths import IntArray
-from core.packs import Packs, concatenate
-from core.work import SampleWorks, VisionWork, WorkModel
+from packplan.app.bench.distributions import DISTRIBUTIONS, trace
+from packplan.core.lengths import IntArray
+from packplan.core.packs import Packs, concatenate
+from packplan.core.work import SampleWorks, VisionWork, WorkModel
 
 MODEL = WorkModel(
     per_position=14 * 10**9,

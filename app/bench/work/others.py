@@ -19,10 +19,10 @@ from heapq import heapify, heappop, heappush
 
 import numpy as np
 
-from app.bench.work.mixes import Samples
-from core.lengths import IntArray
-from core.packs import Packs
-from core.shuffling import shuffled
+from packplan.app.bench.work.mixes import Samples
+from packplan.core.lengths import IntArray
+from packplan.core.packs import Packs
+from packplan.core.shuffling import shuffled
 
 ITERATIONS, FULL_ENOUGH = 50, 0.97
 """

@@ -21,12 +21,12 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from adapters.lifeline import end_with_parent
-from core.errors import PackplanError
-from core.lengths import IntArray
-from core.packers import pack
-from core.shuffling import shuffled
-from core.work import WorkModel, assign_steps, in_units
+from packplan.adapters.lifeline import end_with_parent
+from packplan.core.errors import PackplanError
+from packplan.core.lengths import IntArray
+from packplan.core.packers import pack
+from packplan.core.shuffling import shuffled
+from packplan.core.work import WorkModel, assign_steps, in_units
 
 RANKS, PACKS_OF_A_RANK, PACKING_LENGTH = 2, 4, 384
 
@@ -290,11 +290,11 @@ def _computed(model: Any, mix: Mix, packs: list[int]) -> tuple[float, float]:
 
 def _model() -> Any:
     """Return the model, with random weights, alike on every rank."""
-    from adapters import torchvision_shim  # noqa: F401, I001  # before transformers
+    from packplan.adapters import torchvision_shim  # noqa: F401, I001  # before transformers
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
 
-    from adapters.attention import attend_by_varlen, project_patches
+    from packplan.adapters.attention import attend_by_varlen, project_patches
 
     torch.manual_seed(0)
     sizes = {key: value for key, value in SIZES.items() if key != "model_type"}

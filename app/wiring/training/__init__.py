@@ -5,11 +5,11 @@ the others.
 
 from __future__ import annotations
 
-from app.wiring.stores import read_config
-from app.wiring.training.policies import open_policy, open_workers
-from app.wiring.training.ranks import alone_in_output, joined_ranks, local_ranks
-from app.wiring.training.samples import open_measurer, open_samples
-from app.wiring.training.trainers import (
+from packplan.app.wiring.stores import read_config
+from packplan.app.wiring.training.policies import open_policy, open_workers
+from packplan.app.wiring.training.ranks import alone_in_output, joined_ranks, local_ranks
+from packplan.app.wiring.training.samples import open_measurer, open_samples
+from packplan.app.wiring.training.trainers import (
     build_stream_trainer,
     build_trainer,
     keep_in_step,
@@ -18,7 +18,7 @@ from app.wiring.training.trainers import (
     open_comparison,
     without_progress,
 )
-from app.wiring.training.verdicts import (
+from packplan.app.wiring.training.verdicts import (
     ask_before_measuring,
     attention_of,
     keep_verdict,

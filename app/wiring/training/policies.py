@@ -11,26 +11,26 @@ from typing import Any
 
 import torch
 
-from adapters.policy_loss import LOSSES
-from adapters.ranks.torch_group import OneRank, TorchGroup
-from adapters.samples.encoder import SwiftEncoder
-from adapters.sequence_loss import FusedLoss, PackedLoss, PaddedLoss
-from adapters.trainer.arguments import runs_on_cpu
-from adapters.trainer.model import open_model
-from adapters.workers.policy import PolicySettings, PolicyWorker
-from adapters.workers.ranks import RankWorkers
-from app.wiring.actors import build_in_actor
-from app.wiring.functions import named_function
-from app.wiring.stores import (
+from packplan.adapters.policy_loss import LOSSES
+from packplan.adapters.ranks.torch_group import OneRank, TorchGroup
+from packplan.adapters.samples.encoder import SwiftEncoder
+from packplan.adapters.sequence_loss import FusedLoss, PackedLoss, PaddedLoss
+from packplan.adapters.trainer.arguments import runs_on_cpu
+from packplan.adapters.trainer.model import open_model
+from packplan.adapters.workers.policy import PolicySettings, PolicyWorker
+from packplan.adapters.workers.ranks import RankWorkers
+from packplan.app.wiring.actors import build_in_actor
+from packplan.app.wiring.functions import named_function
+from packplan.app.wiring.stores import (
     read_config,
 )
-from app.wiring.training.ranks import joined_ranks
-from app.wiring.training.samples import open_samples
-from app.wiring.training.verdicts import logged_attention
-from core.config import RunConfig
-from core.errors import ConfigError, Fault
-from core.ports import RankGroup, Workers
-from core.rl import REWARDS
+from packplan.app.wiring.training.ranks import joined_ranks
+from packplan.app.wiring.training.samples import open_samples
+from packplan.app.wiring.training.verdicts import logged_attention
+from packplan.core.config import RunConfig
+from packplan.core.errors import ConfigError, Fault
+from packplan.core.ports import RankGroup, Workers
+from packplan.core.rl import REWARDS
 
 
 def open_policy(config: RunConfig, group: RankGroup, samples: SwiftEncoder) -> PolicyWorker:
@@ -123,7 +123,7 @@ def open_workers(
         if find_spec("ray") is None:
             reason = "is not installed: install packplan with its extra rl, or start the workers with torchrun"
             raise ConfigError("--ray-workers", (Fault("ray", reason),))
-        from adapters.workers.ray import RayWorkers  # an extra
+        from packplan.adapters.workers.ray import RayWorkers  # an extra
 
         gpus = 0.0 if runs_on_cpu(config.training.trainer) or not torch.cuda.is_available() else 1.0
         ray = RayWorkers(partial(build_in_actor, path, overrides), num_workers=ray_workers, gpus_each=gpus)

@@ -10,12 +10,12 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from adapters.files import writing
-from adapters.ranks.torch_group import OneRank, TorchGroup
-from adapters.trainer.arguments import runs_on_cpu
-from core.config import RunConfig
-from core.errors import ConfigError, OutputError
-from core.ports import RankGroup
+from packplan.adapters.files import writing
+from packplan.adapters.ranks.torch_group import OneRank, TorchGroup
+from packplan.adapters.trainer.arguments import runs_on_cpu
+from packplan.core.config import RunConfig
+from packplan.core.errors import ConfigError, OutputError
+from packplan.core.ports import RankGroup
 
 
 @contextlib.contextmanager

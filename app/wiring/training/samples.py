@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import os
 
-from adapters.samples.encoder import SampleSpec, SwiftEncoder
-from adapters.samples.measurer import POOL_START_S, SwiftMeasurer
-from adapters.samples.template import open_template, refuse_packing
-from app.wiring.inputs import records_cache
-from core.config import RunConfig
-from core.errors import agree, counted
+from packplan.adapters.samples.encoder import SampleSpec, SwiftEncoder
+from packplan.adapters.samples.measurer import POOL_START_S, SwiftMeasurer
+from packplan.adapters.samples.template import open_template, refuse_packing
+from packplan.app.wiring.inputs import records_cache
+from packplan.core.config import RunConfig
+from packplan.core.errors import agree, counted
 
 log = logging.getLogger(__name__)
 

@@ -11,30 +11,30 @@ from typing import Any
 import attrs
 import numpy as np
 
-from adapters.samples.encoder import SwiftEncoder
-from adapters.samples.video import sees_videos_apart
-from adapters.trainer.arguments import TrainingArguments, shards_weights, training_arguments
-from adapters.trainer.checkpoints import Checkpoint, find_checkpoint, newest_checkpoint
-from adapters.trainer.dynamic_dataset import DynamicDataset
-from adapters.trainer.equality import PackComparison
-from adapters.trainer.model import hide_progress_bars, open_model
-from adapters.trainer.packed_dataset import PackedDataset
-from adapters.trainer.rehearsal import rehearsal_faults
-from adapters.trainer.rollouts import RecordStream, RolloutStream
-from adapters.trainer.static import PackTrainer
-from adapters.trainer.stream import StreamTrainer
-from adapters.trainer.vision import DummyImage
-from app.planning.split import PlannedSplit, resume_state_of
-from app.wiring.training.verdicts import ask_loaded, attention_of, logged_attention
-from core.batch import Accumulation
-from core.config import RunConfig
-from core.errors import ConfigError, counted
-from core.ports import RankGroup
-from core.rl import Reward, Sampling
-from core.samples import column
-from core.schedule import EpochSchedule, PackStats
-from core.stream import CarryOptions, Order
-from core.work import SampleWorks
+from packplan.adapters.samples.encoder import SwiftEncoder
+from packplan.adapters.samples.video import sees_videos_apart
+from packplan.adapters.trainer.arguments import TrainingArguments, shards_weights, training_arguments
+from packplan.adapters.trainer.checkpoints import Checkpoint, find_checkpoint, newest_checkpoint
+from packplan.adapters.trainer.dynamic_dataset import DynamicDataset
+from packplan.adapters.trainer.equality import PackComparison
+from packplan.adapters.trainer.model import hide_progress_bars, open_model
+from packplan.adapters.trainer.packed_dataset import PackedDataset
+from packplan.adapters.trainer.rehearsal import rehearsal_faults
+from packplan.adapters.trainer.rollouts import RecordStream, RolloutStream
+from packplan.adapters.trainer.static import PackTrainer
+from packplan.adapters.trainer.stream import StreamTrainer
+from packplan.adapters.trainer.vision import DummyImage
+from packplan.app.planning.split import PlannedSplit, resume_state_of
+from packplan.app.wiring.training.verdicts import ask_loaded, attention_of, logged_attention
+from packplan.core.batch import Accumulation
+from packplan.core.config import RunConfig
+from packplan.core.errors import ConfigError, counted
+from packplan.core.ports import RankGroup
+from packplan.core.rl import Reward, Sampling
+from packplan.core.samples import column
+from packplan.core.schedule import EpochSchedule, PackStats
+from packplan.core.stream import CarryOptions, Order
+from packplan.core.work import SampleWorks
 
 log = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import attrs
 
-from adapters.model_folder import config_model_type, refuse_other_layers
-from adapters.probe import limit_of, open_model_config, place_of, probe_config, probe_loaded
-from adapters.samples.template import refuse_remote_code
-from adapters.trainer.arguments import runs_on_cpu
-from app.wiring.stores import (
+from packplan.adapters.model_folder import config_model_type, refuse_other_layers
+from packplan.adapters.probe import limit_of, open_model_config, place_of, probe_config, probe_loaded
+from packplan.adapters.samples.template import refuse_remote_code
+from packplan.adapters.trainer.arguments import runs_on_cpu
+from packplan.app.wiring.stores import (
     asked_of,
     attention_by,
     needs_verdict,
@@ -25,10 +25,10 @@ from app.wiring.stores import (
     stored_verdict,
     verdict_key,
 )
-from core.config import ModelConfig, RunConfig
-from core.equality import Attention, PackingVerdict, why_not_here
-from core.errors import IsolationError
-from core.ports import RankGroup
+from packplan.core.config import ModelConfig, RunConfig
+from packplan.core.equality import Attention, PackingVerdict, why_not_here
+from packplan.core.errors import IsolationError
+from packplan.core.ports import RankGroup
 
 log = logging.getLogger(__name__)
 
@@ -154,7 +154,7 @@ def ask_loaded(config: RunConfig, model: Any, *, whole: bool, keep: bool) -> Non
                 "the loaded model was not asked whether it may pack, since ranks share its weights: "
                 "what its small copy showed counts"
             )
-    elif verdict.passes and place not in verdict.loaded_on:  # `app.check` looks at those that do not, too
+    elif verdict.passes and place not in verdict.loaded_on:  # `packplan check` looks at those that do not, too
         measured = probe_loaded(model, native=verdict.native)
         why_not = measured.why_not(limit=limit_of(model))
         if why_not is not None:

@@ -1,0 +1,73 @@
+"""
+Packs of a fixed token budget from samples of unequal length: planned once, the same on every rank.
+
+>>> import packplan
+>>> plan = packplan.build_raw_plan([60, 20, 50, 30, 40, 40], packing_length=80)
+>>> plan.packs.tolist()
+[[0, 1], [2, 3], [4, 5]]
+
+Each name below is loaded when it is first used. All need attrs, numpy and scipy alone; training
+needs an extra: `pip install 'packplan[train]'`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from packplan.core.align import AlignedPlan as AlignedPlan
+    from packplan.core.align import align_plan as align_plan
+    from packplan.core.batch import partial_window as partial_window
+    from packplan.core.batch import resolve_accumulation as resolve_accumulation
+    from packplan.core.bounds import lower_bound as lower_bound
+    from packplan.core.checksum import plan_checksum as plan_checksum
+    from packplan.core.context_parallel import chunk_positions as chunk_positions
+    from packplan.core.context_parallel import cu_seqlens as cu_seqlens
+    from packplan.core.context_parallel import padded_length as padded_length
+    from packplan.core.metrics import packing_metrics as packing_metrics
+    from packplan.core.packers import ALGORITHMS as ALGORITHMS
+    from packplan.core.packers import pack as pack
+    from packplan.core.packs import Packs as Packs
+    from packplan.core.plan import RawPlan as RawPlan
+    from packplan.core.plan import build_raw_plan as build_raw_plan
+    from packplan.core.schedule import EpochSchedule as EpochSchedule
+    from packplan.core.shard import shard_dynamic as shard_dynamic
+    from packplan.core.shard import shard_packed as shard_packed
+    from packplan.core.work import WorkModel as WorkModel
+
+_NAMES = MappingProxyType(
+    {
+        "packplan.core.align": ("AlignedPlan", "align_plan"),
+        "packplan.core.batch": ("partial_window", "resolve_accumulation"),
+        "packplan.core.bounds": ("lower_bound",),
+        "packplan.core.checksum": ("plan_checksum",),
+        "packplan.core.context_parallel": ("chunk_positions", "cu_seqlens", "padded_length"),
+        "packplan.core.metrics": ("packing_metrics",),
+        "packplan.core.packers": ("ALGORITHMS", "pack"),
+        "packplan.core.packs": ("Packs",),
+        "packplan.core.plan": ("RawPlan", "build_raw_plan"),
+        "packplan.core.schedule": ("EpochSchedule",),
+        "packplan.core.shard": ("shard_dynamic", "shard_packed"),
+        "packplan.core.work": ("WorkModel",),
+    }
+)
+"""Module -> the names that it defines; the imports above say the same to type checkers."""
+
+_MODULES = MappingProxyType({name: module for module, names in _NAMES.items() for name in names})
+
+__all__ = sorted(_MODULES)  # noqa: PLE0605  # a list; each name is defined by __getattr__
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        message = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(message)
+    value = getattr(import_module(_MODULES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

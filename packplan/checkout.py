@@ -1,0 +1,57 @@
+"""
+In a checkout, `core.plan` is `packplan.core.plan`: one module object under both names.
+
+`packplan sft` and `import core.plan` find the folders of the checkout, to which `packplan/`
+links. Without this, each module would be loaded once under either name.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import InspectLoader, Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import CodeType, ModuleType
+from typing import cast
+
+
+class SameModules(MetaPathFinder, Loader):
+    """Finds each module below one folder of the checkout as the module of the installed name."""
+
+    def __init__(self, folder: str) -> None:
+        """Find the modules below *folder*, which is core, adapters or app."""
+        self._folder = folder
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return how to import *fullname*, or None if it is not below the folder."""
+        del path, target
+        if not fullname.startswith(f"{self._folder}."):
+            return None
+        found = find_spec(f"packplan.{fullname}")
+        if found is None:
+            return None
+        is_package = found.submodule_search_locations is not None
+        return ModuleSpec(fullname, self, origin=found.origin, loader_state=found, is_package=is_package)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return the module of the installed name."""
+        return import_module(f"packplan.{spec.name}")
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give the module its own spec back, which importing it by this name has replaced."""
+        module.__spec__ = cast(ModuleSpec, module.__spec__).loader_state
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        """Return the code that `python -m` runs."""
+        found = cast(ModuleSpec, find_spec(f"packplan.{fullname}"))
+        return cast(InspectLoader, found.loader).get_code(found.name)
+
+
+def use_installed_name(folder: str) -> None:
+    """Make *folder*, imported by its own name, the package of the installed name."""
+    sys.meta_path.insert(0, SameModules(folder))
+    sys.modules[folder] = import_module(f"packplan.{folder}")
