@@ -15,7 +15,6 @@ from collections.abc import Mapping
 
 import attrs
 
-from packplan.core.config import CustomConfig, TemplateConfig
 from packplan.core.errors import Difference
 
 _ABSENT = "(absent)"
@@ -50,39 +49,3 @@ class Fingerprint:
         pairs = ((key, self.inputs.get(key, _ABSENT), current.inputs.get(key, _ABSENT)) for key in keys)
         # 1 == True in Python, but not in the canonical JSON.
         return tuple(Difference(key, a, b) for key, a, b in pairs if (type(a), a) != (type(b), b))
-
-
-def configured_inputs(template: TemplateConfig, custom: CustomConfig, *, packing_length: int) -> dict[str, Value]:
-    """
-    Name what of a configuration lengths depend on, as far as it can be told without opening the
-    model.
-
-    Where the template truncates, the limit decides lengths; to raise, or not, decides none.
-
-    Args:
-        template: How a record becomes tokens.
-
-        custom: How records are read.
-
-        packing_length: Tokens of a pack; it decides lengths only where the template truncates.
-    """
-    cut = template.truncation_strategy if template.truncation_strategy in {"left", "right"} else None
-    return {
-        "custom.object_field_order": custom.object_field_order,
-        "custom.use_summary": custom.use_summary,
-        "custom.columns": json.dumps(dict(custom.columns), sort_keys=True) if custom.columns else None,
-        "template.system": template.system,
-        "template.agent_template": template.agent_template,
-        "template.loss_scale": template.loss_scale,
-        "template.max_pixels": template.max_pixels,
-        **_set_videos(template),
-        "template.truncation_strategy": cut,
-        "packing_length": packing_length if cut else None,
-    }
-
-
-def _set_videos(template: TemplateConfig) -> dict[str, Value]:
-    """Return how videos are sampled, as far as the run says."""
-    keys = ("fps", "fps_min_frames", "fps_max_frames", "video_min_pixels", "video_max_pixels", "video_total_pixels")
-    named = {f"template.{key}": getattr(template, key) for key in keys if getattr(template, key) is not None}
-    return {name: str(value) if isinstance(value, float) else value for name, value in named.items()}

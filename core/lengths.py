@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from numbers import Integral
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from packplan.core.errors import InvalidLengthError
+from packplan.core.errors import InvalidLengthError, WorkError
 
 Lengths = Sequence[int] | NDArray[np.integer]
 """
@@ -132,3 +133,27 @@ def share(name: str, value: float | str | Decimal | Fraction) -> Fraction:
         message = f"{name} is {value}, but has to be from 0 to 1"
         raise ValueError(message)
     return exact
+
+
+def checked_works(works: Any, num: int, *, of: str = "packs") -> NDArray[np.float64]:
+    """
+    Return *works* as float64, shape (num,).
+
+    Args:
+        works: Work of each, in any unit.
+
+        num: How many there have to be.
+
+        of: What they are of, in the plural, for the error.
+
+    Raises:
+        WorkError: They are of another number, or one is negative or not finite.
+    """
+    array = np.asarray(works, dtype=np.float64)
+    if array.shape != (num,):
+        raise WorkError(of, num, array.size)
+    wrong = np.flatnonzero(~((array >= 0) & np.isfinite(array)))
+    if wrong.size:
+        first = int(wrong[0])
+        raise WorkError(of, num, array.size, first, float(array[first]), int(wrong.size))
+    return array

@@ -14,12 +14,11 @@ from numpy.typing import NDArray
 
 from packplan.core.bounds import find_bound
 from packplan.core.errors import DroppedTokensError, EmptyPlanError, SampleTooLongError, counted
-from packplan.core.lengths import IntArray, Lengths, as_lengths, share
+from packplan.core.lengths import IntArray, Lengths, as_lengths, checked_works, share
 from packplan.core.packers import pack
 from packplan.core.packs import Packs, by_first_index, concatenate
 from packplan.core.patterns.certificate import BoundKind
 from packplan.core.policy import PlanPolicy
-from packplan.core.work import checked_works
 
 BOUND_EFFORT = 120_000
 BOUND_EFFORT_OF_A_SAMPLE = 0.3

@@ -6,14 +6,16 @@ Everything that decides a raw plan, as one value: checked once, fingerprinted, a
 from __future__ import annotations
 
 from decimal import Decimal
+from typing import TYPE_CHECKING
 
 import attrs
 
-from packplan.core.config import RunConfig
 from packplan.core.fingerprint import Fingerprint, Value
-from packplan.core.lengths import IntArray, positive, share
+from packplan.core.lengths import positive, share
 from packplan.core.packers import algorithm_named, checked_seed
-from packplan.core.work import SampleWorks, WorkModel
+
+if TYPE_CHECKING:
+    from packplan.core.work import WorkModel
 
 
 def _packing_length(value: int) -> int:
@@ -29,8 +31,8 @@ class PlanPolicy:
     """
     How samples become a raw plan, and which plans are refused.
 
-    A new setting of planning is a field here, with what it adds to `fingerprint` and where `of`
-    takes it from.
+    A new setting of planning is a field here, with what it adds to `fingerprint`, and is taken from
+    a run in `core.config.planning`.
 
     Raises:
         ValueError: A field has no meaning; the message names it.
@@ -84,62 +86,10 @@ class PlanPolicy:
         share("max_dropped_share", self.max_dropped_share)
         algorithm_named(self.algorithm)
 
-    @classmethod
-    def of(cls, config: RunConfig, split: str, *, work: WorkModel | None = None) -> PlanPolicy:
-        """
-        Return how a run plans its split `train` or `eval`; evaluation never drops.
-
-        Args:
-            config: The run.
-
-            split: `train` or `eval`.
-
-            work: What samples cost, for algorithms whose packs depend on it.
-        """
-        training, is_train = config.training, split == "train"
-        return cls(
-            packing_length=config.packing_length,
-            packing=training.packing if is_train else config.eval_packing,
-            algorithm=training.packing_algorithm,
-            min_fill_ratio=training.packing_min_fill_ratio,
-            drop_last=training.packing_drop_last and is_train,
-            # Without packing nothing is too long for a pack.
-            allow_single_long=training.packing_allow_single_long or not training.packing,
-            seed=training.seed,
-            max_dropped_share=training.packing_max_dropped_share,
-            refuse_longer=config.template.truncation_strategy == "raise",
-            work=work,
-        )
-
-    def works(
-        self,
-        lengths: IntArray,
-        *,
-        images: IntArray,
-        patches: IntArray,
-        frames: IntArray | int = 0,
-        video_patches: IntArray | int = 0,
-    ) -> IntArray | None:
-        """
-        Return the work of each sample, shape (num_samples,); None if the packs do not depend on it.
-
-        Args:
-            lengths: Tokens of each sample; shape (num_samples,).
-
-            images: Images of each sample; of the same shape.
-
-            patches: Patches of all images of a sample together; of the same shape.
-
-            frames: Frames that are sampled of all videos of a sample together; of the same shape.
-
-            video_patches: Patches of all videos of a sample together; of the same shape.
-        """
-        if not self.packing or not algorithm_named(self.algorithm).weighs:
-            return None
-        model = self.work or WorkModel.estimated({}).trained()
-        return SampleWorks.of(
-            model, lengths, images=images, patches=patches, frames=frames, video_patches=video_patches
-        ).samples
+    @property
+    def weighs(self) -> bool:
+        """Whether the packs depend on the work of the samples."""
+        return self.packing and algorithm_named(self.algorithm).weighs
 
     def fingerprint(self, lengths_digest: str) -> Fingerprint:
         """
@@ -165,5 +115,5 @@ class PlanPolicy:
             if algorithm.draws:
                 inputs["seed"] = self.seed
             if algorithm.weighs:
-                inputs["work"] = str(self.work or WorkModel.estimated({}).trained())
+                inputs["work"] = str(self.work)
         return Fingerprint(inputs)

@@ -20,11 +20,10 @@ from packplan.app.wiring.stores import (
     stored_verdict,
     verdict_key,
 )
-from packplan.core.config import RunConfig
+from packplan.core.config import RunConfig, configured_inputs, plan_policy
 from packplan.core.equality import PackingVerdict
-from packplan.core.fingerprint import Fingerprint, configured_inputs
+from packplan.core.fingerprint import Fingerprint
 from packplan.core.plan import build_raw_plan
-from packplan.core.policy import PlanPolicy
 from packplan.core.samples import COLUMNS, IMAGE_COLUMNS, DataFile
 
 LENGTHS = [60, 20, 50, 30, 40, 40, 80, 7, 33, 12, 51, 29] * 5
@@ -96,7 +95,7 @@ def store_run(
 def _store(
     config: RunConfig, split: str, lengths: Sequence[int], world_sizes: Sequence[int], *, measured: int, probe: bool
 ) -> None:
-    stores, policy = open_stores(config, split), PlanPolicy.of(config, split)
+    stores, policy = open_stores(config, split), plan_policy(config, split)
     inputs = configured_inputs(config.template, config.custom, packing_length=config.packing_length)
     rows = np.zeros((measured, len(COLUMNS)), dtype=np.int32)
     rows[:, 0] = lengths[:measured]

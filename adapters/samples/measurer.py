@@ -31,8 +31,9 @@ from packplan.adapters.samples.image_lengths import ImageLengths, prove_lengths
 from packplan.adapters.samples.template import swift_types
 from packplan.adapters.samples.video import reads_videos
 from packplan.adapters.versions import installed_version
+from packplan.core.config import configured_inputs
 from packplan.core.errors import RecordError
-from packplan.core.fingerprint import Fingerprint, Value, configured_inputs
+from packplan.core.fingerprint import Fingerprint, Value
 from packplan.core.samples import DataFile, Image, ImageFacts, Measured, Measurement, Outcome
 
 log = logging.getLogger(__name__)

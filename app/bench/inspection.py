@@ -30,7 +30,8 @@ from packplan.app.bench.table import aligned
 from packplan.app.cli.command import positive_number
 from packplan.app.wiring.stores import open_stores, read_config
 from packplan.core.align import align_plan
-from packplan.core.fingerprint import Fingerprint, configured_inputs
+from packplan.core.config import configured_inputs, plan_policy
+from packplan.core.fingerprint import Fingerprint
 from packplan.core.lengths import IntArray
 from packplan.core.plan import build_raw_plan
 from packplan.core.policy import PlanPolicy
@@ -151,7 +152,7 @@ def store(folder: Path, lengths: IntArray, *, packing_length: int) -> tuple[Path
     }
     path.write_text(json.dumps(sections), encoding="utf-8")  # which is YAML too
     config = read_config(path)
-    stores, policy = open_stores(config, "train"), PlanPolicy.of(config, "train")
+    stores, policy = open_stores(config, "train"), plan_policy(config, "train")
     key = Fingerprint(configured_inputs(config.template, config.custom, packing_length=packing_length))
     rows = np.zeros((lengths.size, len(COLUMNS)), dtype=np.int32)
     rows[:, COLUMNS.index("length")] = lengths

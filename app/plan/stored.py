@@ -16,7 +16,7 @@ from packplan.app.training.works import Work, policy_of, work_of
 from packplan.app.wiring import stores
 from packplan.core.align import AlignedPlan
 from packplan.core.batch import partial_window
-from packplan.core.config import RunConfig
+from packplan.core.config import RunConfig, configured_inputs
 from packplan.core.equality import AUTO, Attention, PackingVerdict
 from packplan.core.errors import (
     ConfigError,
@@ -27,7 +27,7 @@ from packplan.core.errors import (
     UserError,
     counted,
 )
-from packplan.core.fingerprint import Fingerprint, configured_inputs
+from packplan.core.fingerprint import Fingerprint
 from packplan.core.inspection import (
     PlanSummary,
     ScheduleSummary,

@@ -34,6 +34,7 @@ from packplan.core.policy import PlanPolicy
 from packplan.core.ports import Arrays, LengthSource, LengthStore, Lock, PlanStore, RankGroup, ReportProgress
 from packplan.core.samples import Table, column
 from packplan.core.schedule import ORDER_VERSION, EpochSchedule, ResumeState
+from packplan.core.work import SampleWorks
 
 log = logging.getLogger(__name__)
 
@@ -303,10 +304,12 @@ def plan_of(
 
         report: Hears how far it is.
     """
-    lengths, images, patches, frames, video_patches = (
-        column(table, name).astype(np.int64) for name in ("length", "images", "patches", "frames", "video_patches")
-    )
-    works = policy.works(lengths, images=images, patches=patches, frames=frames, video_patches=video_patches)
+    lengths, works = column(table, "length").astype(np.int64), None
+    if policy.weighs and policy.work is not None:
+        media = {
+            name: column(table, name).astype(np.int64) for name in ("images", "patches", "frames", "video_patches")
+        }
+        works = SampleWorks.of(policy.work, lengths, **media).samples
     return build_raw_plan(lengths, policy, works=works, quick_bound=quick_bound, report=report)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 
 from packplan.app.wiring import stores
-from packplan.core.config import RunConfig
+from packplan.core.config import RunConfig, plan_policy
 from packplan.core.errors import ConfigError
 from packplan.core.packers import ALGORITHMS
 from packplan.core.policy import PlanPolicy
@@ -89,7 +89,7 @@ def policy_of(config: RunConfig, split: str) -> PlanPolicy:
     packs depend on that.
     """
     weighs = config.training.packing and ALGORITHMS[config.training.packing_algorithm].weighs
-    return PlanPolicy.of(config, split, work=trained_work(config)[0] if weighs else None)
+    return plan_policy(config, split, work=trained_work(config)[0] if weighs else None)
 
 
 def meeting_of(config: RunConfig) -> Meeting | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from packplan.core.config.advice import closest, unknown_key
 from packplan.core.config.faults import faults
 from packplan.core.config.key_faults import REFUSED_TRAINING_KEYS
+from packplan.core.config.planning import configured_inputs, plan_policy
 from packplan.core.config.rl import GrpoConfig
 from packplan.core.config.rl_faults import rl_faults
 from packplan.core.config.run import (
@@ -29,7 +30,9 @@ __all__ = [
     "TemplateConfig",
     "TrainingConfig",
     "closest",
+    "configured_inputs",
     "faults",
+    "plan_policy",
     "rl_faults",
     "unknown_key",
 ]

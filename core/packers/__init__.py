@@ -1,58 +1,38 @@
-"""The packing algorithms, by name."""
+"""
+The packing algorithms, by name.
+
+The algorithm *name* is the function `name` of the module `core.packers.name`, which is loaded when
+it first packs. It is called with what its entry in `ALGORITHMS` says that it needs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from numbers import Integral
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
 import numpy as np
 import scipy
 from numpy.typing import NDArray
 
-from packplan.core.lengths import IntArray, Lengths, lengths_up_to, positive
-from packplan.core.packers.balanced import balanced
-from packplan.core.packers.best_fit_decreasing import best_fit_decreasing
+from packplan.core.lengths import IntArray, Lengths, checked_works, lengths_up_to, positive
 from packplan.core.packers.bin_count import with_bin_count
-from packplan.core.packers.certified import certified
-from packplan.core.packers.concatenative import concatenative
-from packplan.core.packers.constant_volume import constant_volume
-from packplan.core.packers.first_fit_decreasing import first_fit_decreasing
-from packplan.core.packers.first_fit_shuffle import first_fit_shuffle
-from packplan.core.packers.modified_first_fit_decreasing import modified_first_fit_decreasing
 from packplan.core.packs import Packs
-from packplan.core.runs import PackingTrace, Runs
-from packplan.core.work import WorkModel, checked_works
+from packplan.core.runs import Runs
 
-__all__ = ["ALGORITHMS", "Algorithm", "Packer", "algorithm_named", "checked_seed", "pack", "with_bin_count"]
-
-
-class Packer(Protocol):
-    """Puts samples into packs."""
-
-    def __call__(
-        self,
-        lengths: IntArray,
-        /,
-        *,
-        capacity: int,
-        seed: int,
-        works: NDArray[np.float64],
-        report: Callable[[str], None],
-    ) -> Packs:
-        """
-        Return packs in canonical order; *lengths* are from 1 to *capacity*. What takes long says
-        how far it is.
-        """
+__all__ = ["ALGORITHMS", "Algorithm", "algorithm_named", "checked_seed", "pack", "with_bin_count"]
 
 
 @attrs.frozen
 class Algorithm:
-    """A packing algorithm, as plans name it."""
+    """
+    A packing algorithm, as plans name it.
 
-    packer: Packer
+    Its function takes the lengths, each from 1 to `capacity`, and returns packs in canonical order.
+    """
 
     version: str
     """
@@ -60,51 +40,29 @@ class Algorithm:
     fingerprint.
     """
 
+    over_runs: bool = False
+    """Whether its function takes `Runs` and returns a `PackingTrace`, instead of packs."""
+
     draws: bool = False
-    """Whether the packs depend on the seed."""
+    """Whether the packs depend on the seed; its function takes `seed`."""
 
     weighs: bool = False
-    """Whether the packs depend on the work of the samples."""
+    """Whether the packs depend on the work of the samples; its function takes `works`."""
 
-
-def _over_runs(plan: Callable[..., PackingTrace]) -> Packer:
-    """Turn an algorithm over runs of equal length into one over samples."""
-
-    def packer(lengths: IntArray, /, *, capacity: int, **_: Any) -> Packs:
-        runs = Runs.of(lengths)
-        return plan(runs, capacity=capacity).packs(lengths, runs)
-
-    return packer
-
-
-def _concatenative(lengths: IntArray, /, *, capacity: int, **_: Any) -> Packs:
-    return concatenative(lengths, capacity=capacity)
-
-
-def _first_fit_shuffle(lengths: IntArray, /, *, capacity: int, seed: int, **_: Any) -> Packs:
-    return first_fit_shuffle(lengths, capacity=capacity, seed=seed)
-
-
-def _certified(lengths: IntArray, /, *, capacity: int, seed: int, report: Callable[[str], None], **_: Any) -> Packs:
-    return certified(lengths, capacity=capacity, seed=seed, report=report)
-
-
-def _balanced(
-    lengths: IntArray, /, *, capacity: int, works: NDArray[np.float64], report: Callable[[str], None], **_: Any
-) -> Packs:
-    return balanced(lengths, capacity=capacity, works=works, report=report)
+    reports: bool = False
+    """Whether it takes long; its function takes `report`, and reports its progress."""
 
 
 ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
     {
-        "constant_volume": Algorithm(_over_runs(constant_volume), "1"),
-        "best_fit_decreasing": Algorithm(_over_runs(best_fit_decreasing), "1"),
-        "first_fit_decreasing": Algorithm(_over_runs(first_fit_decreasing), "1"),
-        "modified_first_fit_decreasing": Algorithm(_over_runs(modified_first_fit_decreasing), "1"),
-        "concatenative": Algorithm(_concatenative, "1"),
-        "first_fit_shuffle": Algorithm(_first_fit_shuffle, "1", draws=True),
-        "balanced": Algorithm(_balanced, "3", weighs=True),
-        "certified": Algorithm(_certified, f"1, scipy {scipy.__version__}", draws=True),
+        "constant_volume": Algorithm("1", over_runs=True),
+        "best_fit_decreasing": Algorithm("1", over_runs=True),
+        "first_fit_decreasing": Algorithm("1", over_runs=True),
+        "modified_first_fit_decreasing": Algorithm("1", over_runs=True),
+        "concatenative": Algorithm("1"),
+        "first_fit_shuffle": Algorithm("1", draws=True),
+        "balanced": Algorithm("3", weighs=True, reports=True),
+        "certified": Algorithm(f"1, scipy {scipy.__version__}", draws=True, reports=True),
     }
 )
 """What `training.packing_algorithm` may name."""
@@ -181,12 +139,25 @@ def pack(
     if works is not None and not chosen.weighs:
         message = f"works do not change the packs of {algorithm}: take algorithm='balanced', or give none"
         raise ValueError(message)
-    weights = (
-        WorkModel.estimated({}).trained().of(array) if works is None else checked_works(works, array.size, of="samples")
-    )
+    needs: dict[str, Any] = {
+        **({"seed": seed} if chosen.draws else {}),
+        **(
+            {"works": None if works is None else checked_works(works, array.size, of="samples")}
+            if chosen.weighs
+            else {}
+        ),
+        **({"report": report} if chosen.reports else {}),
+    }
     packs = Packs.from_lists([])
     if array.size:
         # No pack holds more than all tokens, and their sum fits 64 bits where the capacity may not.
-        capacity = min(capacity, int(array.sum()))
-        packs = chosen.packer(array, capacity=capacity, seed=seed, works=weights, report=report)
+        packs = _packed(array, algorithm, capacity=min(capacity, int(array.sum())), **needs)
     return with_bin_count(packs, array, minimum=min_bin_count, multiple=bin_count_multiple)
+
+
+def _packed(lengths: IntArray, algorithm: str, **needs: Any) -> Packs:
+    """Return the packs of an algorithm's function, given what it *needs*."""
+    function: Callable[..., Any] = getattr(import_module(f"{__name__}.{algorithm}"), algorithm)
+    runs = Runs.of(lengths) if ALGORITHMS[algorithm].over_runs else None
+    packs: Packs = function(lengths, **needs) if runs is None else function(runs, **needs).packs(lengths, runs)
+    return packs

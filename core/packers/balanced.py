@@ -27,7 +27,7 @@ from packplan.core.packers.certified import certified
 from packplan.core.packers.exchange import Exchange
 from packplan.core.packs import Packs
 from packplan.core.runs import Runs
-from packplan.core.work import in_units
+from packplan.core.work import WorkModel, in_units
 
 MORE = 200
 """One pack in so many may be one more than are needed: room to level work in."""
@@ -48,7 +48,9 @@ _SHARES = (996, 998, 1000)
 """Thousandths of the capacity that best fit may use, where it is what is levelled."""
 
 
-def balanced(lengths: IntArray, *, capacity: int, works: NDArray[np.number], report: Callable[[str], None]) -> Packs:
+def balanced(
+    lengths: IntArray, *, capacity: int, works: NDArray[np.float64] | None, report: Callable[[str], None]
+) -> Packs:
     """
     Return packs of equal work.
 
@@ -57,11 +59,12 @@ def balanced(lengths: IntArray, *, capacity: int, works: NDArray[np.number], rep
 
         capacity: Tokens a pack may hold.
 
-        works: Work of each sample, in any unit, >= 0; of the shape of *lengths*.
+        works: Work of each sample, in any unit, >= 0; of the shape of *lengths*. None takes tokens
+        and squares of lengths in the proportion of an ordinary model.
 
         report: Hears how far it is.
     """
-    units = in_units(works)
+    units = in_units(WorkModel.estimated({}).trained().of(lengths) if works is None else works)
     fewest = _fewest(lengths, capacity=capacity, report=report)
     limit = min(lengths.size, fewest.num + fewest.num // MORE)
     labels = _spread(lengths, units, num=limit, capacity=capacity, report=report)

@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 
 from packplan.core.align import AlignedPlan, aligned_positions, aligned_size, batches_of, require_a_batch
 from packplan.core.errors import Difference
-from packplan.core.lengths import IntArray, positive
+from packplan.core.lengths import IntArray, checked_works, positive
 from packplan.core.shuffling import shuffled
-from packplan.core.work import Meeting, assign_steps, bounds_of_steps, checked_works, group_steps, in_units
+from packplan.core.work import Meeting, assign_steps, bounds_of_steps, group_steps, in_units
 
 ORDER_VERSION = 2
 """

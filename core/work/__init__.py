@@ -10,7 +10,6 @@ from packplan.core.work.assignment import (
     Meeting,
     assign_steps,
     bounds_of_steps,
-    checked_works,
     group_steps,
     in_units,
 )
@@ -29,7 +28,6 @@ __all__ = [
     "assign_steps",
     "bounds_of_steps",
     "causal_pairs",
-    "checked_works",
     "expected_imbalance",
     "floor_of",
     "group_steps",

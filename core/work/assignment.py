@@ -19,7 +19,6 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from packplan.core.errors import WorkError
 from packplan.core.lengths import IntArray
 from packplan.core.shuffling import shuffled
 
@@ -49,30 +48,6 @@ _PAIRS_UP_TO = 8
 
 _BLOCK = 1 << 21
 """Numbers of an exchange's table that are in memory at once."""
-
-
-def checked_works(works: Any, num: int, *, of: str = "packs") -> NDArray[np.float64]:
-    """
-    Return *works* as float64, shape (num,).
-
-    Args:
-        works: Work of each, in any unit.
-
-        num: How many there have to be.
-
-        of: What they are of, in the plural, for the error.
-
-    Raises:
-        WorkError: They are of another number, or one is negative or not finite.
-    """
-    array = np.asarray(works, dtype=np.float64)
-    if array.shape != (num,):
-        raise WorkError(of, num, array.size)
-    wrong = np.flatnonzero(~((array >= 0) & np.isfinite(array)))
-    if wrong.size:
-        first = int(wrong[0])
-        raise WorkError(of, num, array.size, first, float(array[first]), int(wrong.size))
-    return array
 
 
 def in_units(works: NDArray[Any]) -> IntArray:

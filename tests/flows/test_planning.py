@@ -12,7 +12,7 @@ from packplan.app.planning.deadline import Deadline
 from packplan.app.planning.log_lines import describe
 from packplan.app.planning.measure import PROBED_SAMPLES, failures
 from packplan.app.planning.split import Alignment, GatheredSplit, Planner, Stores
-from packplan.core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
+from packplan.core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig, plan_policy
 from packplan.core.errors import (
     ChangedImageError,
     CorruptArtefactError,
@@ -472,5 +472,5 @@ def test_a_run_says_how_its_splits_are_aligned(packing, eval_packing):
     assert Alignment(dataloader_drop_last=True, batch_size=1 if packing else 2) == Alignment.of(config, "train")
     packs_eval = packing and eval_packing
     assert Alignment(dataloader_drop_last=False, batch_size=1 if packs_eval else 3) == Alignment.of(config, "eval")
-    assert (packing, packs_eval) == (PlanPolicy.of(config, "train").packing, PlanPolicy.of(config, "eval").packing)
-    assert (True, False) == (PlanPolicy.of(config, "train").drop_last, PlanPolicy.of(config, "eval").drop_last)
+    assert (packing, packs_eval) == (plan_policy(config, "train").packing, plan_policy(config, "eval").packing)
+    assert (True, False) == (plan_policy(config, "train").drop_last, plan_policy(config, "eval").drop_last)

@@ -14,8 +14,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from packplan.core.checksum import plan_checksum
-from packplan.core.config import CustomConfig, TemplateConfig
-from packplan.core.fingerprint import Fingerprint, configured_inputs
+from packplan.core.config import CustomConfig, TemplateConfig, configured_inputs
+from packplan.core.fingerprint import Fingerprint
 from packplan.core.packs import Packs
 from packplan.core.ports import Origin
 from tests.strategies import pack_lists

@@ -16,12 +16,12 @@ from packplan.core.align import align_plan
 from packplan.core.batch import resolve_accumulation
 from packplan.core.equality import Measured, PackingVerdict, check_isolation, choose_attention, trials, why_not_here
 from packplan.core.errors import Difference, Fault, IsolationError, PackplanError, agree, counted
+from packplan.core.lengths import checked_works
 from packplan.core.packers import pack
 from packplan.core.plan import build_raw_plan, refuse_dropped, refuse_longer
 from packplan.core.policy import PlanPolicy
 from packplan.core.samples import COLUMNS, Measurement, column, from_row, to_row
 from packplan.core.shard import shard_packed, shard_plain
-from packplan.core.work import checked_works
 
 EXAMPLES = {
     "num_dropped": 4, "shortest": 51, "dropped_tokens": 212, "num_tokens": 300, "max_dropped_share": "0.01",

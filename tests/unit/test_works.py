@@ -95,9 +95,9 @@ def test_only_packs_that_weigh_work_are_planned_by_it(tmp_path):
     assert policy_of(run(str(tmp_path)), "train").work is None
     balanced = policy_of(run(str(tmp_path), packing_algorithm="balanced"), "train")
     assert WorkModel.from_config(TEXT).trained() == balanced.work
-    columns = {"images": TABLE[:, 2], "patches": TABLE[:, 3]}
-    assert balanced.works(TABLE[:, 0], **columns).tolist() == balanced.work.of([8, 3]).tolist()
-    assert attrs.evolve(balanced, algorithm="certified").works(TABLE[:, 0], **columns) is None
+    assert balanced.weighs
+    assert not attrs.evolve(balanced, algorithm="certified").weighs
+    assert not attrs.evolve(balanced, packing=False).weighs
 
 
 @pytest.mark.parametrize(
