@@ -86,6 +86,38 @@ def charts(view: PlanView) -> Iterator[Chart]:
     yield _work(view)
 
 
+DRAWN_PACKS = 16
+"""Packs that are drawn sample by sample."""
+
+
+def drawing(view: PlanView) -> Chart:
+    """Return some packs drawn sample by sample, spread evenly over the plan."""
+    plan, lengths = view.stored.plan.plan, view.stored.lengths.tokens
+    places = np.unique(np.linspace(0, len(plan.packs) - 1, min(DRAWN_PACKS, len(plan.packs))).astype(int)).tolist()
+    packs = {place: lengths[plan.packs[place]].tolist() for place in places}
+
+    def draw(axes: Axes) -> None:
+        for row, parts in enumerate(packs.values()):
+            starts = np.cumsum([0, *parts[:-1]]).tolist()
+            colours = [(FIRST, THIRD)[number % 2] for number in range(len(parts))]
+            axes.broken_barh(list(zip(starts, parts, strict=True)), (row - 0.42, 0.84), facecolors=colours)
+        axes.axvline(plan.packing_length, color=SECOND, linestyle="--", label=f"budget, {plan.packing_length:,}")
+        axes.set(xlabel="tokens, sample after sample", yticks=range(len(packs)), yticklabels=[f"{p:,}" for p in packs])
+        axes.set(ylabel="pack", xlim=(0, None))
+        axes.invert_yaxis()
+        axes.grid(visible=False)
+        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1))
+
+    name = f"{view.stored.name}-drawing"
+    shown = counted(len(packs), "pack")
+    return Chart(
+        name, "Packs, sample by sample",
+        f"{shown} of {len(plan.packs):,}: each row is a pack, and each block of a row is a sample.",
+        _svg(draw, name, size=(5.0, 3.4)), ("pack", "samples", "tokens"),
+        tuple((f"{place:,}", f"{len(parts):,}", f"{sum(parts):,}") for place, parts in packs.items()),
+    )  # fmt: skip
+
+
 def _lengths(view: PlanView) -> Chart:
     lengths, plan = view.stored.lengths.tokens, view.plan_summary
     counts, edges = _histogram(lengths, first=0)
@@ -251,13 +283,13 @@ def _rows(
     return tuple((said(low), said(high), f"{count:,}") for low, high, count in triples if count)
 
 
-def _svg(draw: Callable[[Axes], None], name: str) -> str:
+def _svg(draw: Callable[[Axes], None], name: str, size: tuple[float, float] = SIZE) -> str:
     """
     Draw a plot; return its SVG element, scalable, its identifiers unlike those of other plots.
     """
     text = io.StringIO()
     with mpl.rc_context({**STYLE, "svg.hashsalt": name}):
-        figure = Figure(figsize=SIZE, layout="constrained")
+        figure = Figure(figsize=size, layout="constrained")
         draw(figure.subplots())
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = text.getvalue()[text.getvalue().index("<svg") :]

@@ -17,8 +17,52 @@ Row = tuple[str, str, str]
 """What, how much, and a remark."""
 
 
+def deciding(view: PlanView) -> Iterator[Row]:
+    """Yield the dozen figures of a plan that decide something: losses, packs, steps, attention."""
+    plan, schedule, packed = view.plan_summary, view.schedule_summary, view.stored.packed
+    unit = "packs" if packed else "samples"
+    yield "samples", f"{plan.num_samples:,}", counted(plan.num_tokens, "token")
+    if plan.dropped_samples:
+        packs = counted(plan.dropped_packs, "underfilled pack")
+        yield (
+            "  dropped",
+            f"{plan.dropped_samples:,}",
+            f"{counted(plan.dropped_tokens, 'token')}, in {packs}",
+        )
+    if plan.skipped_samples:
+        yield "  skipped, too long", f"{plan.skipped_samples:,}", counted(plan.skipped_tokens, "token")
+    if packed and plan.long_samples:
+        yield "  long, packs of their own", f"{plan.long_samples:,}", counted(plan.long_tokens, "token")
+    if plan.fill_mean is not None and plan.padding_saved is not None:
+        bound = f"no plan has fewer than {plan.lower_bound:,}"
+        yield "packs", f"{plan.num_packs:,}", f"of {counted(plan.packing_length, 'token')}; {bound}"
+        yield "  fill", f"{plan.fill_mean:.4f}", f"95 % of packs reach {plan.fill_p5:.4f}"
+        yield "  saved against padding", f"{plan.padding_saved:.1%}", "of the positions, estimated"
+    if view.stored.name == "train":
+        yield (
+            "optimizer steps", f"{schedule.steps_per_epoch:,}",
+            f"an epoch, {schedule.total_steps:,} in total; {schedule.effective_batch_size:,} {unit} a step",
+        )  # fmt: skip
+    if schedule.world_size > 1:
+        repeated = f", {schedule.repeated_packs:,} repeated" if schedule.repeated_packs else ""
+        left = f", {schedule.unaligned_packs:,} dropped" if schedule.unaligned_packs else ""
+        yield (
+            "ranks",
+            f"{schedule.world_size:,}",
+            f"{schedule.packs_per_rank:,} {unit} each in an epoch{repeated}{left}",
+        )
+        yield (
+            "  imbalance", f"{schedule.work_imbalance:.4f}",
+            f"busiest rank over the mean; worst step {schedule.worst_work_imbalance:.3f}",
+        )  # fmt: skip
+    if view.attention is not None:
+        yield "attention", view.attention.name, view.attention.reason
+    if view.verdict is not None and not view.verdict.passes:
+        yield _verdict(view.verdict)
+
+
 def figures(view: PlanView) -> list[list[Row]]:
-    """Return the figures of a plan, in groups."""
+    """Return all figures of a plan, in groups."""
     groups = [_samples(view), _sources(view), _videos(view), _packs(view), _epoch(view)]
     return [rows for group in groups if (rows := list(group))]
 

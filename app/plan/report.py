@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> None:
 
 def _as_variables(view: PlanView) -> dict[str, Any]:
     """Return what the page says of a split."""
-    from packplan.app.plan.charts import charts
+    from packplan.app.plan.charts import charts, drawing
 
     plan, schedule, document = view.plan_summary, view.schedule_summary, as_document(view)
     return {
@@ -69,6 +69,13 @@ def _as_variables(view: PlanView) -> dict[str, Any]:
         ),
         "warnings": view.warnings,
         "ranks": counted(schedule.world_size, "rank"),
+        "cards": [
+            ("of the tokens are trained", f"{plan.token_coverage:.2%}"),
+            (f"{'packs' if view.stored.packed else 'samples'} in an epoch", f"{plan.num_packs:,}"),
+            *([("of a pack is filled, in the mean", f"{plan.fill_mean:.1%}")] if plan.fill_mean is not None else []),
+            ("steps in all", f"{schedule.total_steps:,}"),
+        ],
+        "drawing": drawing(view),
         "figures": figures(view),
         "charts": list(charts(view)),
         "digests": [

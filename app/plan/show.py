@@ -1,6 +1,6 @@
 """
-Show what is stored: what the plan takes in and leaves out, how full its packs are, and what
-training over it looks like.
+Show what is stored: which samples the plan leaves out, how full its packs are, and how many steps
+training takes. With --all, every figure.
 
 Reads the artefacts of build alone: no data, no model, neither torch nor ms-swift. Whether they
 still fit the data is what verify finds. With --pack or --sample, one pack or sample is explained.
@@ -19,7 +19,7 @@ from rich.table import Table
 
 from packplan.app.cli.command import add_config_arguments, whole_number, world_size
 from packplan.app.plan.explain import Explainer, as_text
-from packplan.app.plan.figures import figures
+from packplan.app.plan.figures import deciding, figures
 from packplan.app.plan.stored import PlanView, as_document, inspect_plan, splits_of
 from packplan.app.wiring import stores
 from packplan.core.config import RunConfig
@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--text", action="store_true", help="with --sample: its text as the model gets it, and which of it is trained"
     )
+    parser.add_argument("--all", action="store_true", help="every figure and digest, and each source")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
     parser.set_defaults(run=run)
 
@@ -61,7 +62,7 @@ def run(options: argparse.Namespace) -> None:
         print(json.dumps({"splits": {one.stored.name: as_document(one) for one in views}}, indent=2))
     else:
         for one in views:
-            _print(one)
+            _print(one, everything=options.all)
 
 
 def in_green(text: str) -> str:
@@ -94,7 +95,7 @@ def _text_of(config: RunConfig, view: PlanView, sample: int) -> list[dict[str, A
     return [{"trained": trained, "text": text} for trained, text in encoder.decoded(sample)]
 
 
-def _print(view: PlanView) -> None:
+def _print(view: PlanView, *, everything: bool) -> None:
     console = Console(width=None if Console().is_terminal else 100, highlight=False)
     console.print(f"{view.stored.name}: {view.stored.where}", style="bold", markup=False, soft_wrap=True)
     for line in view.warnings:
@@ -103,12 +104,16 @@ def _print(view: PlanView) -> None:
     table.add_column()
     table.add_column(justify="right")
     table.add_column(overflow="fold")
-    for group in figures(view):
+    for group in figures(view) if everything else [deciding(view)]:
         for row in group:
             table.add_row(*map(escape, row))  # names of sources are users'
         table.add_section()
     console.print(table)
-    for name, digest in as_document(view)["checksums"].items():
+    checksums = as_document(view)["checksums"]
+    if not everything:
+        console.print(f"raw_plan {checksums['raw_plan']}; --all prints every figure", markup=False, soft_wrap=True)
+        return
+    for name, digest in checksums.items():
         console.print(f"{name} {digest}", markup=False, soft_wrap=True)
     for name, key in (("lengths", view.stored.lengths.origin.key), ("plan", view.stored.plan.key)):
         console.print(f"fingerprint of the {name} {key.digest}", markup=False, soft_wrap=True)

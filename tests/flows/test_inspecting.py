@@ -99,7 +99,7 @@ def test_a_plan_is_broken_down_by_source(store, said, tmp_path):
     assert sum(LENGTHS[20:35]) == captions["num_tokens"]
     assert len(LENGTHS) == chats["num_samples"] + captions["num_samples"]
     assert train["plan"]["planned_tokens"] == chats["planned_tokens"] + captions["planned_tokens"]
-    table = said("show", path)
+    table = said("show", path, "--all")
     assert re.search(r"chats +│ +45 │", table)
     assert "dense captions" in table
     assert "[red]" in table
@@ -131,18 +131,22 @@ def test_what_is_trained_is_green_on_a_terminal_alone(monkeypatch):
 
 
 def test_show_is_a_table_for_people(store, said):
-    """Samples, packs and steps, and the checksums."""
-    table = said("show", store())
+    """
+    The dozen lines that decide something: losses, packs and their bound, steps, ranks, attention.
+    With --all, every figure, and the digests.
+    """
+    path = store()
+    short, everything = said("show", path), said("show", path, "--all")
 
-    for words in (
-        "samples",
-        "above the lower bound",
-        "saved against padding",
-        "optimizer steps",
-        "imbalance",
-        "raw_plan ",
-    ):
-        assert words in table
+    for words in ("samples", "no plan has fewer than", "fill", "optimizer steps", "imbalance", "raw_plan "):
+        assert words in short
+    for words in ("above the lower bound", "of random packs", "aligned_plan ", "fingerprint of the plan "):
+        assert words in everything
+        assert words not in short
+    (table,) = re.findall("┌.*?┘", said("show", path, "--split", "train"), re.DOTALL)
+    assert len(re.findall("^│ +[a-z]", table, re.MULTILINE)) <= 12
+    alone = said("show", path, "--world-size", "1")
+    assert "imbalance" not in alone
 
 
 @pytest.mark.covers
@@ -162,7 +166,7 @@ def test_show_says_which_attention_training_takes(  # noqa: PLR0917  # fixtures
     path = store(model={"model": str(tmp_path), "attn_impl": attn_impl}, verdict=verdict)
 
     shown = json.loads(said("show", path, "--json"))["splits"]["train"]
-    table = " ".join(said("show", path).replace("│", " ").split())
+    table = " ".join(said("show", path, "--all").replace("│", " ").split())
 
     assert PackingVerdict.from_dict(shown["verdict"]) == verdict
     assert "it was looked at (isolation" in table
@@ -460,7 +464,7 @@ def test_the_longest_pack_is_named_wherever_a_plan_is_shown(store, said, tmp_pat
     )
 
     assert [True] == [one.startswith(line + key) for one in _warnings_of(said, path) if "longest" in one]
-    table = " ".join(said("show", path).replace("│", " ").split())
+    table = " ".join(said("show", path, "--all").replace("│", " ").split())
     assert "longest 200 tokens; 2 exceed 110 % of the packing length" in table
     said("report", path, "-o", tmp_path / "plan.html")
     page = (tmp_path / "plan.html").read_text()
@@ -488,7 +492,7 @@ def test_which_bound_is_shown_is_said(store, said, capfd):
 
     for path, kind, words in ((store(), "reached", "a packing reaches it"), (quick, "quick", "quick bound")):
         assert kind == json.loads(said("show", path, "--json"))["splits"]["train"]["plan"]["bound_kind"]
-        assert words in " ".join(said("show", path).replace("│", " ").split())
+        assert words in " ".join(said("show", path, "--all").replace("│", " ").split())
 
 
 @pytest.mark.parametrize(
@@ -635,8 +639,8 @@ class _Page(HTMLParser):
 @pytest.mark.slow
 def test_a_report_is_one_page_that_loads_nothing(store, said, tmp_path):
     """
-    Coverage and warnings come first, every plot has its numbers as a table; written twice, it is
-    the same.
+    Coverage, four figures and the packs come first, then warnings; every plot has its numbers as a
+    table. Written twice, it is the same.
     """
     path = store(eval_lengths=LENGTHS[:9], training={"packing_min_fill_ratio": 1.0, "effective_batch_size": 6})
     said("report", path, "-o", tmp_path / "plan.html")
@@ -649,20 +653,30 @@ def test_a_report_is_one_page_that_loads_nothing(store, said, tmp_path):
     assert len(set(page.identifiers)) == len(page.identifiers)
     assert not re.findall(r"#0\d0\d0\d", text), "a placeholder of a colour is left"
     words = " ".join(" ".join(page.text).split())
-    order = [words.index(word) for word in ("Each epoch sees", "filled below 1.0", "Figures", "Length of samples")]
+    order = [
+        words.index(word)
+        for word in (
+            "Each epoch sees",
+            "steps in all",
+            "Packs, sample by",
+            "filled below 1.0",
+            "Figures",
+            "Length of samples",
+        )
+    ]
     assert sorted(order) == order
-    assert 2 * 5 == page.tags.count("svg") == page.tags.count("figure") == page.tags.count("figcaption")
+    assert 2 * 6 == page.tags.count("svg") == page.tags.count("figure") == page.tags.count("figcaption")
     said("report", path, "-o", tmp_path / "again.html")
     assert text == (tmp_path / "again.html").read_text()
 
 
 @pytest.mark.covers
 def test_a_report_of_a_plan_without_packing_has_what_there_is(store, said, tmp_path):
-    """Lengths and work; nothing of packs."""
+    """Samples, lengths and work; nothing of the fill of packs."""
     said("report", store(training={"packing": False}), "-o", tmp_path / "plan.html")
 
     text = (tmp_path / "plan.html").read_text()
-    assert 2 == text.count("<figure")
+    assert 3 == text.count("<figure")
     assert "Fill of packs" not in text
 
 
