@@ -92,7 +92,7 @@ def nodes_of(module: str) -> list[ast.AST]:
     Return what the source of a module, or of all modules of a package, has of imports and texts.
     """
     path = Path(find_spec(module).origin)
-    paths = path.parent.glob("*.py") if path.name == "__init__.py" else [path]
+    paths = path.parent.rglob("*.py") if path.name == "__init__.py" else [path]
     nodes = [node for path in paths for node in ast.walk(ast.parse(text_of(path)))]
     return [node for node in nodes if isinstance(node, ast.ImportFrom | ast.Constant)]
 
@@ -118,20 +118,19 @@ def wrong_commands(page: Path) -> list[str]:
     shown = "\n".join([*fences(page, "bash"), *CODE.findall(FENCE.sub("", text_of(page)))]).replace("\\\n", " ")
     wrong = []
     for line in shown.splitlines():
-        found = re.search(r"(?:-m (?:packplan\.)?app\.|\bpackplan )(\w+)(?: (.*))?$", line.split("#")[0].strip())
+        start = r"(?:-m (?:packplan\.)?app\.|-m (?=benchmarks\b)|\bpackplan )"
+        found = re.search(rf"{start}(\w+)(?: (.*))?$", line.split("#")[0].strip())
         if not found:
             continue
-        module, rest = f"packplan.app.{found[1]}", (found[2] or "").split()
-        if ("packplan " in found[0] and found[1] not in COMMANDS) or find_spec(module) is None:
+        module = found[1] if found[1] == "benchmarks" else f"packplan.app.{found[1]}"
+        rest = (found[2] or "").split()
+        if (found[0].startswith("packplan ") and found[1] not in COMMANDS) or find_spec(module) is None:
             wrong.append(line)
         else:
             known = words_of(module)
             options = {word.split("=")[0] for word in rest if re.match(r"--?[a-z]", word)}
-            subcommand = {
-                word
-                for word in rest[:1]
-                if module in {"packplan.app.plan", "packplan.app.bench"} and re.match(r"[a-z]+$", word)
-            }
+            with_subcommands = {"packplan.app.plan", "packplan.app.bench", "benchmarks"}
+            subcommand = {word for word in rest[:1] if module in with_subcommands and re.match(r"[a-z]+$", word)}
             wrong += [line] * (not options | subcommand <= known | {"--help"})
     return wrong
 
@@ -148,12 +147,14 @@ def test_a_wrong_command_is_found(tmp_path):
     page.write_text(
         "`packplan trian`, `packplan plan build run.yaml --list-failures`, `packplan plan biuld run.yaml`\n"
         "```bash\ntorchrun --nproc-per-node 4 -m packplan.app.sft run.yaml\npython -m app.gone\n"
-        "packplan check x.yaml --jsn\n```\n"
+        "packplan check x.yaml --jsn\ntorchrun -m packplan.app.gone run.yaml\npython -m benchmarks gone\n```\n"
     )
 
     assert [
         "python -m app.gone",
         "packplan check x.yaml --jsn",
+        "torchrun -m packplan.app.gone run.yaml",
+        "python -m benchmarks gone",
         "packplan trian",
         "packplan plan biuld run.yaml",
     ] == (wrong_commands(page))
