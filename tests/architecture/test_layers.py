@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 CORE_MAY_IMPORT = {
     "__future__", "ast", "attrs", "base64", "bisect", "collections", "contextlib", "decimal",
-    "fractions", "functools", "hashlib", "heapq", "itertools", "json",
+    "fractions", "functools", "hashlib", "heapq", "importlib", "itertools", "json",
     "math", "numbers", "numpy", "packplan.core", "re", "scipy", "types", "typing",
 }  # fmt: skip
 """Pure arithmetic and values; of scipy, its linear programming alone; of ast, texts of literals."""

@@ -16,19 +16,21 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 KEYS = {path for path, section in known_keys(RunConfig) if not section} | {f"training.{key}" for key in stored_keys()}
 
-ROW = re.compile(r"^\| `(\w+)` \| `([\w.]+)` \| ?(.*?) ?\|$", re.MULTILINE)
+PROGRAMS = ("TRL", "axolotl", "LLaMA-Factory")
 
 
-def rows(heading: str) -> list[tuple[str, str, str]]:
-    """Return the rows of a section of the page."""
+def rows(program: str) -> list[tuple[str, str, str]]:
+    """Return the keys of a program, each with the key here and the remark."""
     page = (DOCS / "coming-from-others.md").read_text(encoding="utf-8")
-    return ROW.findall(page.split(f"\n## {heading}\n")[1].split("\n## ")[0])
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("|")]
+    column = table[0].index(program)
+    return [(theirs, row[0].strip("`"), row[-1]) for row in table[2:] for theirs in re.findall(r"`(\w+)`", row[column])]
 
 
-@pytest.mark.parametrize("heading", ["TRL", "axolotl", "LLaMA-Factory"])
-def test_keys_that_others_become_are_keys(heading):
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_keys_that_others_become_are_keys(program):
     """Each row names one that a run's YAML has; so do its remarks."""
-    found = rows(heading)
+    found = rows(program)
 
     assert len(found) > 15
     assert [] == [key for _, key, _ in found if key not in KEYS]
