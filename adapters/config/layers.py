@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +182,26 @@ def _unique_mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
 
 
 _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_mapping)
+
+
+def _readable(construct: Callable[[_Loader, yaml.ScalarNode], Any]) -> Callable[[_Loader, yaml.ScalarNode], Any]:
+    """Return *construct* as a constructor that says where a number or a date cannot be read."""
+
+    def constructed(loader: _Loader, node: yaml.ScalarNode) -> Any:
+        try:
+            value = construct(loader, node)
+            str(value)  # a whole number of thousands of hexadecimal digits cannot be written again
+        except ValueError as error:
+            problem = f"{error}: correct it, or quote it if it is a text"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
+        return value
+
+    return constructed
+
+
+for _kind in ("int", "float", "timestamp"):
+    _tag = f"tag:yaml.org,2002:{_kind}"
+    _Loader.add_constructor(_tag, _readable(_Loader.yaml_constructors[_tag]))
 
 
 def without_null(document: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,8 @@ its path.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -82,14 +84,13 @@ def _to_int(value: object, _: Any) -> int:
 
 
 def _to_float(value: object, _: Any) -> float:
-    if type(value) in {int, float}:
-        return float(typing.cast("float", value))
-    if isinstance(value, str):  # YAML reads 1e-5 as a string
-        try:
-            return float(value)
-        except ValueError:
-            pass
-    _refuse(value, "a number")
+    number = math.nan
+    if type(value) in {int, float, str}:  # YAML reads 1e-5 as a string
+        with contextlib.suppress(ValueError, OverflowError):
+            number = float(typing.cast("float", value))
+    if not math.isfinite(number):
+        _refuse(value, "a finite number")
+    return number
 
 
 def _to_bool(value: object, _: Any) -> bool:
@@ -109,12 +110,12 @@ def _to_path(value: object, _: Any) -> str:
 
 
 def _to_decimal(value: object, _: Any) -> Decimal:
-    if type(value) in {int, float, str}:
-        try:
-            return Decimal(str(value))
-        except InvalidOperation:
-            pass
-    _refuse(value, "a number")
+    number = _to_float(value, None)
+    with contextlib.suppress(InvalidOperation):  # exponents beyond those of a Decimal
+        exact = Decimal(str(value))
+        if number or not exact:  # exact arithmetic on 1e-999999999 takes all memory
+            return exact
+    _refuse(value, "0, or a number further from 0")
 
 
 def _to_strings(value: object, kind: Any) -> tuple[str, ...]:

@@ -45,6 +45,10 @@ class Draw:
     """The same for evaluation."""
 
 
+_MAX_DIGITS = 12
+"""Digits of a count; beyond it no number of records is meant."""
+
+
 def parse_entry(text: str, *, exists: Callable[[str], bool]) -> DataEntry:
     """
     Return what a data set's name stands for; ValueError if its count is none.
@@ -66,8 +70,8 @@ def parse_entry(text: str, *, exists: Callable[[str], bool]) -> DataEntry:
             raise ValueError(message)
     if not exists(rest) and "#" in rest:
         rest, _, number = rest.rpartition("#")
-        if not number.strip().isdecimal() or not int(number):
-            message = f"asks for #{number} records, but a count is a whole number of at least 1"
+        if not number.strip().isdecimal() or len(number) > _MAX_DIGITS or not int(number):
+            message = f"asks for #{number} records, but a count is a whole number from 1 to 10**{_MAX_DIGITS} - 1"
             raise ValueError(message)
         count = int(number)
     if not exists(rest) and ":" in rest:

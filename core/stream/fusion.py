@@ -76,7 +76,7 @@ def mix_faults(mix: Mix, sizes: Sequence[int]) -> Iterator[Fault]:
         path = f"sources[{number}]"
         if (source.ratio is None) == (source.count is None):
             yield Fault(path, f"({source.jsonl}) needs either a ratio or a count")
-        if source.ratio is not None and not 0 < source.ratio < float("inf"):
+        if source.ratio is not None and not (source.ratio.is_finite() and source.ratio > 0):
             yield Fault(f"{path}.ratio", f"is {source.ratio}, but has to be above 0")
         if source.count is not None and source.count < 1:
             yield Fault(f"{path}.count", f"is {source.count}, but has to be at least 1")

@@ -48,7 +48,13 @@ def test_a_name_is_read_as_ms_swift_reads_it(text, entry):
 
 
 @pytest.mark.parametrize(
-    ("text", "says"), [("X::a", "begins with X::"), ("a#0", "asks for #0"), ("a#many", "asks for #many")]
+    ("text", "says"),
+    [
+        ("X::a", "begins with X::"),
+        ("a#0", "asks for #0"),
+        ("a#many", "asks for #many"),
+        (f"a#{10**20}", "is a whole number from 1 to"),
+    ],
 )
 def test_a_name_that_is_none_is_refused(text, says):
     """A hub that is none, a count that is none."""

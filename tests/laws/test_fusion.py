@@ -99,6 +99,8 @@ def test_draws_with_replacement_are_even():
         (Source(jsonl="a"), 5, "either a ratio or a count"),
         (Source(jsonl="a", ratio=Decimal(1), count=1), 5, "either a ratio or a count"),
         (Source(jsonl="a", ratio=Decimal(0)), 5, "above 0"),
+        (Source(jsonl="a", ratio=Decimal("nan")), 5, "above 0"),
+        (Source(jsonl="a", ratio=Decimal("inf")), 5, "above 0"),
         (Source(jsonl="a", count=0), 5, "at least 1"),
         (Source(jsonl="a", count=6), 5, "a has 5 samples: lower it, or set replacement: true"),
         (Source(jsonl="a", ratio=Decimal(1)), 0, "has no record"),

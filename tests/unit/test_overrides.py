@@ -6,8 +6,13 @@ does so silently.
 from __future__ import annotations
 
 import argparse
+import math
+from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
+import attrs
 import pytest
 import yaml
 from hypothesis import given
@@ -224,3 +229,58 @@ def test_a_mix_and_a_base_expand(tmp_path: Path, monkeypatch):
     (tmp_path / "mix.yaml").write_text("extends: ${GONE_NAME}/base.yaml\n")
     with pytest.raises(ConfigError, match=r"extends: .*no GONE_NAME"):
         load_mix(tmp_path / "mix.yaml")
+
+
+NO_NUMBERS = (
+    ".nan", ".inf", "-.inf", "1.0e+400", "1e400", "-1e400", "snan", "1e999999999", "1e-999999999",
+    f"1e-{10**30}", "9" * 400, "9" * 5000, f"0x{'f' * 5000}", "2001-99-99",
+)  # fmt: skip
+"""Texts that YAML or a number's class reads as nothing finite, or not at all."""
+
+
+def numbers_of(value: Any) -> Iterator[float | Decimal]:
+    """Yield every number in a configuration."""
+    if isinstance(value, (float, int, Decimal)):
+        yield value
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from numbers_of(one)
+
+
+@pytest.mark.parametrize("text", [".nan", "-.inf", "1e400", "1e-999999999", f"0x{'f' * 5000}"])
+def test_no_key_takes_a_number_that_is_not_finite(text):
+    """Each key, ours and the trainer's, is named in a fault, or holds numbers to calculate with."""
+    own = {path for path, section in known_keys(RunConfig) if not section and "[" not in path}
+    for path in sorted(own | {f"training.{key}" for key in KEYS}):
+        is_rl = path.startswith(("policy", "grpo"))
+        try:
+            config = parse_config(document(), "run.yaml", KEYS, overrides=[f"{path}={text}"], rl=is_rl)
+        except ConfigError as error:
+            named = path in str(error)
+        else:
+            numbers = [*numbers_of(attrs.asdict(config)), *numbers_of(dict(config.training.trainer))]
+            named = all(1e-300 < abs(number) < 1e300 for number in numbers if number)
+        assert named, path
+
+
+@pytest.mark.parametrize("key", ["ratio", "count", "samples_per_epoch"])
+@pytest.mark.parametrize("text", NO_NUMBERS)
+def test_a_mix_takes_finite_numbers_alone(tmp_path, key, text):
+    """A ratio, a count or a cap that is none is a fault of its key, or of its line."""
+    mix = tmp_path / "mix.yaml"
+    value = f"{key}: {text}"
+    mix.write_text(f"sources: [{{jsonl: a, ratio: 1}}]\n{value}" if "_" in key else f"sources: [{{jsonl: a, {value}}}]")
+
+    with pytest.raises(ConfigError, match=rf"{key}: is |: no valid YAML|is no valid YAML, line [12]") as raised:
+        load_mix(mix)
+    assert len(str(raised.value)) < 2000
+
+
+def test_numbers_that_python_cannot_write_are_faults_of_their_place(tmp_path):
+    """By line in a file, by key on the command line."""
+    for text in ("9" * 5000, f"0x{'f' * 5000}", "2001-99-99"):
+        (tmp_path / "run.yaml").write_text(f"model:\n  max_model_len: {text}\n")
+        with pytest.raises(ConfigError, match=r"line 2, column 18: .*: correct it, or quote it"):
+            load_config(tmp_path / "run.yaml", KEYS)
+        assert all("training.seed" in fault for fault in faults_of(f"training.seed={text}"))
+    assert math.isfinite(overridden("training.learning_rate=1e-4").training.trainer["learning_rate"])
