@@ -92,6 +92,21 @@ class Packs(Sequence[list[int]]):
             return np.zeros(0, dtype=np.int64)
         return np.add.reduceat(lengths[self.indices], self.offsets[:-1])
 
+    def sums(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """
+        Return the sum over each pack, the same on every processor: exact, then rounded to float64.
+
+        Args:
+            values: A whole number >= 0 for each sample, of any magnitude; float64, shape
+            (num_samples,).
+
+        >>> Packs.from_lists([[0, 1], [2]]).sums(np.array([2.0**63, 1.0, 3.0])).tolist()
+        [9.223372036854776e+18, 3.0]
+        """
+        fits = values.max(initial=0) * self.sizes().max(initial=0) < 2**63
+        whole: Any = values.astype(np.int64) if fits else np.frompyfunc(int, 1, 1)(values)
+        return self.loads(whole).astype(np.float64)
+
     def take(self, positions: IntArray) -> Packs:
         """Return the packs at *positions*, in that order; a position may repeat."""
         sizes = self.sizes()[positions]

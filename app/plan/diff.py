@@ -132,7 +132,7 @@ def _schedule(config: RunConfig, stored: StoredSplit, world_size: int | None, wo
     """
     world_size = world_size or max(stored.plan.world_sizes, default=1)
     aligned = Alignment.of(config, stored.name).align(stored.plan.plan, world_size=world_size)
-    return split_schedule(config, stored.name, aligned, stored.plan.plan.packs.loads(works.samples))
+    return split_schedule(config, stored.name, aligned, stored.plan.plan.packs.sums(works.samples))
 
 
 def _input_differences(one: StoredSplit, other: StoredSplit) -> Iterable[Difference]:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import attrs
+import numpy as np
+from numpy.typing import NDArray
 
 from packplan.app.planning.bad import left_out
 from packplan.app.planning.log_lines import describe
@@ -36,7 +38,6 @@ from packplan.core.inspection import (
     summarise_schedule,
     summarise_sources,
 )
-from packplan.core.lengths import IntArray
 from packplan.core.plan import refuse_dropped, refuse_longer
 from packplan.core.ports import LengthStore, StoredLengths, StoredPlan
 from packplan.core.samples import column, video_totals
@@ -176,7 +177,7 @@ def inspect_plan(config: RunConfig, split: str, *, world_size: int | None) -> Pl
     aligned = Alignment.of(config, split).align(raw, world_size=world_size)
     planned = PlannedSplit(split, stored.lengths.rows.table, raw, aligned, stored.lengths.origin.data_digest)
     work = work_of(config, stored.lengths.rows.table)
-    schedule = split_schedule(config, split, aligned, raw.packs.loads(work.of.samples))
+    schedule = split_schedule(config, split, aligned, raw.packs.sums(work.of.samples))
     warnings = list(_warnings(config, stored, planned, schedule))
     attention = verdict = None
     try:
@@ -208,7 +209,9 @@ def inspect_plan(config: RunConfig, split: str, *, world_size: int | None) -> Pl
     )
 
 
-def split_schedule(config: RunConfig, split: str, aligned: AlignedPlan, works: IntArray | None) -> EpochSchedule:
+def split_schedule(
+    config: RunConfig, split: str, aligned: AlignedPlan, works: NDArray[np.number] | None
+) -> EpochSchedule:
     """
     Return the schedule of training, or of an evaluation; BatchSizeError if the ranks cannot realise
     the batch.

@@ -111,7 +111,7 @@ def _alternatives(
 
     def schedule(raw: RawPlan, world_size: int) -> EpochSchedule:
         aligned = alignment.align(raw, world_size=world_size)
-        return split_schedule(config, split, aligned, raw.packs.loads(samples))
+        return split_schedule(config, split, aligned, raw.packs.sums(samples))
 
     return what_if(
         lengths, packing_lengths=packing_lengths, world_sizes=world_sizes, plan=plan, schedule=schedule, works=works

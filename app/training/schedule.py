@@ -6,13 +6,14 @@ import logging
 from collections.abc import Iterator
 
 import attrs
+import numpy as np
+from numpy.typing import NDArray
 
 from packplan.app.training.works import meeting_of
 from packplan.core.align import AlignedPlan
 from packplan.core.batch import Accumulation, resolve_accumulation
 from packplan.core.config import RunConfig
 from packplan.core.errors import ConfigError
-from packplan.core.lengths import IntArray
 from packplan.core.schedule import EpochSchedule
 
 log = logging.getLogger(__name__)
@@ -67,7 +68,9 @@ def forced_batches(config: RunConfig) -> Iterator[str]:
         yield f"packing forces training.per_device_eval_batch_size from {training.per_device_eval_batch_size:,} to 1"
 
 
-def schedule_of(config: RunConfig, batch: Batch, aligned: AlignedPlan, works: IntArray | None) -> EpochSchedule:
+def schedule_of(
+    config: RunConfig, batch: Batch, aligned: AlignedPlan, works: NDArray[np.number] | None
+) -> EpochSchedule:
     """
     Return the schedule of a run from its beginning.
 

@@ -28,7 +28,7 @@ class PackStats:
     packs: Packs
     samples: IntArray
     tokens: IntArray
-    work: IntArray
+    work: NDArray[np.float64]
     """
     Work: FLOPs where `works` say them, else the sum of the squares of the samples' lengths.
     """
@@ -79,7 +79,7 @@ class PackStats:
             packs=packs,
             samples=packs.sizes(),
             tokens=packs.loads(lengths),
-            work=packs.loads(lengths**2 if works is None else works.samples),
+            work=packs.sums(_squares(lengths) if works is None else works.samples),
             long=packs.loads(is_long),
             packing_length=plan.packing_length,
             all_samples=plan.num_samples,
@@ -93,16 +93,21 @@ class PackStats:
         """Return the same numbers, but for work that counts the squares of the samples' lengths."""
         if self.works is None:
             return self
-        squares = self.packs.loads(self.works.lengths**2)
+        squares = self.packs.sums(_squares(self.works.lengths))
         return attrs.evolve(self, work=squares, works=None, images=None)
 
-    def padded_work(self, packs: IntArray, widths: IntArray) -> NDArray[np.number]:
+    def padded_work(self, packs: IntArray, widths: IntArray) -> NDArray[np.float64]:
         """
         Return the work of packs of one sample each, padded to these *widths*; of their shape.
         """
         if self.works is None or self.images is None:
-            return widths**2
+            return _squares(widths)
         return self.works.padded(widths) + self.images[packs]
+
+
+def _squares(lengths: IntArray) -> NDArray[np.float64]:
+    squares: NDArray[np.float64] = lengths.astype(np.float64) ** 2
+    return squares
 
 
 @attrs.frozen(eq=False)
@@ -202,8 +207,7 @@ class EpochStats:
         """
         packs, _ = self._packs(start, stop)
         rows, stats = self._rows(packs), self.pack_stats
-        works = stats.work[rows] if stats.packed else stats.padded_work(rows, self._widths(rows))
-        return works.astype(np.float64)
+        return stats.work[rows] if stats.packed else stats.padded_work(rows, self._widths(rows))
 
     def statistics(self, start: int, stop: int) -> Mapping[str, float]:
         """

@@ -252,9 +252,9 @@ class SampleWorks:
         >>> vision = VisionWork(per_patch=100, per_image_pair=1, per_window_pair=0, window=0)
         >>> model = WorkModel(per_position=0, per_pair=0, vision=vision)
         >>> SampleWorks.of(model, [9], images=2, patches=32).samples.tolist()
-        [3712]
+        [3712.0]
         >>> SampleWorks.of(model, [9], frames=4, video_patches=32).samples.tolist()
-        [3712]
+        [3712.0]
         """
         tokens = as_lengths(lengths)
         seen = np.zeros(tokens.size)
@@ -264,12 +264,12 @@ class SampleWorks:
         return cls(model, tokens, np.broadcast_to(seen, tokens.shape))
 
     @property
-    def samples(self) -> IntArray:
+    def samples(self) -> FLOPs:
         """
-        FLOPs of each sample, whole numbers, whose sums are the same on every processor; shape
-        (num_samples,).
+        FLOPs of each sample, whole numbers, whose `Packs.sums` are the same on every processor;
+        shape (num_samples,).
         """
-        return np.rint(self.padded(self.lengths) + self.images).astype(np.int64)
+        return np.rint(self.padded(self.lengths) + self.images)
 
     def padded(self, widths: Any) -> FLOPs:
         """Return the FLOPs of text alone, of rows of these *widths*; of their shape."""

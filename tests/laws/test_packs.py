@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 from packplan.core.checksum import plan_checksum
@@ -67,6 +67,18 @@ def test_loads_are_sums_of_lengths(lists):
     assert [sum(int(lengths[i]) for i in pack) for pack in lists] == Packs.from_lists(lists).loads(lengths).tolist()
 
 
+@given(pack_lists(), st.data())
+def test_sums_are_exact_and_rounded_once(lists, data):
+    """Whatever the magnitudes: beyond 64 bits, and beside values that vanish in a float's sum."""
+    values = st.integers(0, 62) | st.integers(0, 130)
+    drawn = data.draw(st.lists(values.flatmap(lambda bits: st.integers(0, 2**bits)), min_size=40, max_size=40))
+    whole = np.array(drawn, dtype=np.float64)
+    packs = Packs.from_lists(lists)
+    event(f"beyond 64 bits: {any(sum(drawn[i] for i in pack) >= 2**63 for pack in lists)}")
+
+    assert [float(sum(int(whole[i]) for i in pack)) for pack in lists] == packs.sums(whole).tolist()
+
+
 @given(pack_lists())
 def test_packs_over_memory_mapped_files_are_the_same_packs(lists):
     """Without a copy: equality and checksum read the files."""
@@ -92,6 +104,7 @@ def test_no_packs_at_all():
 
     assert 0 == len(empty)
     assert [] == empty.loads(np.array([], dtype=np.int64)).tolist()
+    assert [] == empty.sums(np.zeros(0)).tolist()
     assert empty == []
     assert empty == Packs.from_labels(np.zeros(0, dtype=np.int32))
     assert concatenate([empty, Packs.from_lists([[0]]), empty]) == [[0]]

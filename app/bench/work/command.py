@@ -328,19 +328,15 @@ class _Steps:
 
             seed: Of the random order.
         """
-        works = samples.works
+        works = packs.sums(samples.works)
         per_step = ranks * accumulation
         num_steps = len(packs) // per_step
         if not num_steps:
             return None
         drawn = shuffled(len(packs), seed=seed)[: num_steps * per_step]
-        chosen = drawn[order(in_units(packs.loads(works)[drawn]), ranks, accumulation)]
-        tables = (
-            packs.loads(values)[chosen].reshape(num_steps, accumulation, ranks)
-            for values in (works, samples.tokens, samples.patches)
-        )
-        of_works, tokens, patches = tables
-        return cls(of_works.astype(np.float64), tokens, patches, len(packs))
+        chosen = drawn[order(in_units(works[drawn]), ranks, accumulation)].reshape(num_steps, accumulation, ranks)
+        tokens, patches = (packs.loads(values)[chosen] for values in (samples.tokens, samples.patches))
+        return cls(works[chosen], tokens, patches, len(packs))
 
     @property
     def _ranks(self) -> NDArray[np.float64]:

@@ -8,6 +8,7 @@ from typing import Literal, Protocol, get_args
 
 import attrs
 import numpy as np
+from numpy.typing import NDArray
 
 from packplan.app.bench.distributions import DISTRIBUTIONS, trace
 from packplan.core.lengths import IntArray
@@ -33,7 +34,7 @@ class Samples:
     patches: IntArray
 
     @property
-    def works(self) -> IntArray:
+    def works(self) -> NDArray[np.float64]:
         """FLOPs of each sample, forward and backward."""
         return SampleWorks.of(MODEL, self.tokens, images=self.images, patches=self.patches).samples
 

@@ -167,7 +167,7 @@ def drawn_mix(num_steps: int, *, seed: int) -> Mix:
     keep = np.flatnonzero(lengths < PACKING_LENGTH)
     lengths, grids = lengths[keep], [grids[index] for index in keep.tolist()]
     packs = pack(lengths, capacity=PACKING_LENGTH, algorithm="best_fit_decreasing")
-    works = in_units(packs.loads(np.rint(WorkModel.from_config(SIZES).trained().of(lengths, grids)).astype(np.int64)))
+    works = in_units(packs.sums(np.rint(WorkModel.from_config(SIZES).trained().of(lengths, grids))))
     chosen = shuffled(len(packs), seed=seed)[: num_steps * RANKS * PACKS_OF_A_RANK]
     return Mix(lengths, grids, packs.take(chosen).tolist(), works[chosen])
 
