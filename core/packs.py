@@ -155,6 +155,16 @@ class Packs(Sequence[list[int]]):
         return f"Packs([{shown}], {len(self)} packs, {self.num_samples} samples)"
 
 
+def filled(loads: IntArray | Sequence[int], packing_length: int) -> IntArray:
+    """
+    Return the tokens of their budget that packs of these *loads* fill: a long pack counts as full.
+
+    >>> filled([30, 80, 200], 80).tolist()
+    [30, 80, 80]
+    """
+    return np.minimum(np.asarray(loads, dtype=np.int64), packing_length)
+
+
 def concatenate(parts: Sequence[Packs]) -> Packs:
     """Return the packs of all *parts*, one part after the other."""
     offsets = np.zeros(1 + sum(map(len, parts)), dtype=np.int64)

@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from packplan.adapters.trainer.packed_dataset import EncodedPack, Sample
 from packplan.core.errors import PackplanError
-from packplan.core.packs import Packs
+from packplan.core.packs import Packs, filled
 from packplan.core.stream import Carry, CarryOptions, Emitted, advance, finish
 
 log = logging.getLogger(__name__)
@@ -52,11 +52,8 @@ class StreamCounts:
     dropped: int = 0
     """Samples of underfilled packs that were evicted, or left at the end, and dropped."""
 
-    packed: int = 0
-    """Packs of no long sample."""
-
-    packed_tokens: int = 0
-    """Tokens in those packs."""
+    filled_tokens: int = 0
+    """Tokens of their budget that packs fill; a long pack counts as full."""
 
     tokens: int = 0
     """Tokens of all samples that came."""
@@ -134,7 +131,7 @@ class DynamicDataset(IterableDataset[StreamedPack | Ended | PackplanError]):
                 held[index] = sample
                 carry, emitted = advance(carry, [index], [sample["length"]], options=self.options)
                 self._log_long(emitted, record, sample["length"])
-                counts += StreamCounts(samples=1, tokens=sample["length"]) + _counted(emitted, held)
+                counts += StreamCounts(samples=1, tokens=sample["length"]) + self._counted(emitted, held)
                 for pack in _taken(emitted, held):
                     yield StreamedPack(position, pack, counts)
                     position, counts = position + 1, StreamCounts()
@@ -142,11 +139,24 @@ class DynamicDataset(IterableDataset[StreamedPack | Ended | PackplanError]):
             yield error
             return
         emitted = finish(carry, options=self.options)
-        counts += _counted(emitted, held)
+        counts += self._counted(emitted, held)
         for pack in _taken(emitted, held):
             yield StreamedPack(position, pack, counts)
             position, counts = position + 1, StreamCounts()
         yield Ended(counts)
+
+    def _counted(self, emitted: Emitted, held: dict[int, Sample]) -> StreamCounts:
+        loads = [sum(held[index]["length"] for index in pack) for pack in emitted.packs]
+        dropped = emitted.underfilled if emitted.dropped else Packs.from_lists([])
+        return StreamCounts(
+            packs=len(emitted.packs),
+            long=len(emitted.single_long),
+            skipped=len(emitted.skipped_long),
+            dropped=dropped.num_samples,
+            filled_tokens=int(filled(loads, self.options.packing_length).sum()),
+            dropped_packs=len(dropped),
+            dropped_tokens=sum(held[index]["length"] for index in dropped.indices.tolist()),
+        )
 
     def _log_long(self, emitted: Emitted, record: str, length: int) -> None:
         limit = self.options.packing_length
@@ -159,22 +169,6 @@ class DynamicDataset(IterableDataset[StreamedPack | Ended | PackplanError]):
                 f"{length:,}",
                 f"{limit:,}",
             )
-
-
-def _counted(emitted: Emitted, held: dict[int, Sample]) -> StreamCounts:
-    long = set(emitted.single_long)
-    loads = [sum(held[index]["length"] for index in pack) for pack in emitted.packs if pack[0] not in long]
-    dropped = emitted.underfilled if emitted.dropped else Packs.from_lists([])
-    return StreamCounts(
-        packs=len(emitted.packs),
-        long=len(emitted.single_long),
-        skipped=len(emitted.skipped_long),
-        dropped=dropped.num_samples,
-        packed=len(loads),
-        packed_tokens=sum(loads),
-        dropped_packs=len(dropped),
-        dropped_tokens=sum(held[index]["length"] for index in dropped.indices.tolist()),
-    )
 
 
 def _taken(emitted: Emitted, held: dict[int, Sample]) -> list[list[Sample]]:

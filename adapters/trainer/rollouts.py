@@ -6,7 +6,6 @@ their prompts.
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -49,8 +48,11 @@ class RecordStream:
         mine: list[int] = self._order(self._epoch)[shard::num_shards].tolist()
         return mine
 
-    def logs(self) -> Mapping[str, float]:
-        """Return what to log of the samples since the last call."""
+    def logs(self) -> Mapping[str, tuple[float, int]]:
+        """
+        Return sums and counts of what to log as means of the samples since the last call; the same
+        names on every rank.
+        """
         return {}
 
 
@@ -76,7 +78,6 @@ class RolloutStream(RecordStream):
         self._model, self._reward, self._sampling, self._device = model, reward, sampling, device
         self._scores: list[float] = []
         self._kept: list[float] = []
-        self._last: Mapping[str, float] = {"reward": 0.0, "reward_kept": 0.0}
 
     def samples(self, shard: int, num_shards: int) -> Iterator[tuple[str, Sample]]:
         """Answer the prompts of a shard, and yield the best answers as samples."""
@@ -91,14 +92,14 @@ class RolloutStream(RecordStream):
             for _, text in best:
                 yield f"an answer to {self.record(index)}", self.encoded.encode(index, answer=text)
 
-    def logs(self) -> Mapping[str, float]:
+    def logs(self) -> Mapping[str, tuple[float, int]]:
         """
-        Return the mean reward of all answers, and of those that were kept, since the last call.
+        Return the sum of rewards and the number of all answers, and of those that were kept, since
+        the last call.
         """
-        if self._scores:
-            self._last = {"reward": statistics.fmean(self._scores), "reward_kept": statistics.fmean(self._kept)}
-            self._scores, self._kept = [], []
-        return self._last
+        scores, kept = self._scores, self._kept
+        self._scores, self._kept = [], []
+        return {"reward": (math.fsum(scores), len(scores)), "reward_kept": (math.fsum(kept), len(kept))}
 
     def _score(self, index: int, completion: str, answer: str) -> float:
         """Score an answer; ConfigError if the reward fails, or gives no finite number."""

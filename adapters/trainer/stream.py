@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
+from itertools import chain
 from typing import Any
 
 from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
@@ -24,6 +25,7 @@ from packplan.adapters.trainer.base import PackingTrainer
 from packplan.adapters.trainer.dynamic_dataset import StreamCounts
 from packplan.adapters.trainer.loader import LENGTHS, PackLoader
 from packplan.core.errors import agree, counted
+from packplan.core.packs import filled
 from packplan.core.stream import LESS_DROPPED
 
 log = logging.getLogger(__name__)
@@ -58,7 +60,7 @@ class StreamTrainer(PackingTrainer):
         *,
         packing_length: int,
         max_dropped_share: Decimal,
-        extra: Callable[[], Mapping[str, float]],
+        extra: Callable[[], Mapping[str, tuple[float, int]]],
         **options: Any,
     ) -> None:
         """
@@ -69,7 +71,8 @@ class StreamTrainer(PackingTrainer):
 
             max_dropped_share: Share of the tokens in dropped packs above which the log warns, once.
 
-            extra: What else to log of the steps since it was last called.
+            extra: Sums and counts of what else to log as means of the steps since it was last
+            called; the same names on every rank.
 
             **options: Of `PackingTrainer`; the train_dataset is a `DynamicDataset`.
         """
@@ -124,7 +127,7 @@ class StreamTrainer(PackingTrainer):
         logs = {
             "epoch_samples": total.samples,
             "epoch_packs": total.packs,
-            "epoch_fill_mean": total.packed_tokens / max(1, total.packed) / self.packing_length,
+            "epoch_fill_mean": total.filled_tokens / max(1, total.packs) / self.packing_length,
             "epoch_long_share": total.long / max(1, total.samples),
             "epoch_long_samples": total.long,
             "epoch_long_pack_share": total.long / max(1, total.packs),
@@ -198,20 +201,20 @@ class StreamTrainer(PackingTrainer):
 
     def _window(self) -> dict[str, float]:
         tokens = [sum(lengths) for lengths in self._lengths]
-        fills = [load / self.packing_length for load in tokens if load <= self.packing_length]
-        samples = sum(map(len, self._lengths))
-        extra = dict(self.extra())
+        fill = filled(tokens, self.packing_length).sum() / self.packing_length
+        extra = self.extra()
         numbers = torch.tensor(
-            [sum(fills), len(fills), samples, len(tokens), sum(tokens), *extra.values()], dtype=torch.float64
+            [fill, sum(map(len, self._lengths)), len(tokens), sum(tokens), *chain.from_iterable(extra.values())],
+            dtype=torch.float64,
         )
         if self.group.world_size > 1:
             torch.distributed.all_reduce(numbers)
-        fill, filled, samples_, packs, total, *more = numbers.tolist()
+        fill, samples, packs, total, *more = numbers.tolist()
         now = time.perf_counter()
         seconds, self._since, self._lengths = now - self._since, now, []
         return {
-            **({"fill": fill / filled} if filled else {}),
-            "samples_per_pack": samples_ / packs,
+            "fill": fill / packs,
+            "samples_per_pack": samples / packs,
             "tokens_per_second": total / seconds,
-            **{name: value / self.group.world_size for name, value in zip(extra, more, strict=True)},
+            **{name: sum_ / num for name, sum_, num in zip(extra, more[::2], more[1::2], strict=True) if num},
         }

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from packplan.core.inspection.review import longest_pack
 from packplan.core.lengths import IntArray, Lengths, as_lengths
 from packplan.core.metrics import padded_positions
+from packplan.core.packs import filled
 from packplan.core.patterns.certificate import BoundKind
 from packplan.core.plan import RawPlan
 from packplan.core.schedule import EpochSchedule, EpochStats, PackStats
@@ -256,8 +257,7 @@ def fills(plan: RawPlan, lengths: IntArray) -> NDArray[np.float64]:
     Return the share of its budget that each pack fills, 1 for a pack of a long sample; shape
     (num_packs,).
     """
-    shares: NDArray[np.float64] = np.minimum(plan.packs.loads(lengths) / plan.packing_length, 1)
-    return shares
+    return np.divide(filled(plan.packs.loads(lengths), plan.packing_length), plan.packing_length)
 
 
 def summarise_schedule(

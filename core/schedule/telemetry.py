@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packplan.core.lengths import IntArray
-from packplan.core.packs import Packs
+from packplan.core.packs import Packs, filled
 from packplan.core.plan import RawPlan
 from packplan.core.schedule.schedule import EpochSchedule
 from packplan.core.work import SampleWorks
@@ -213,7 +213,7 @@ class EpochStats:
         """
         Return what the steps from *start* to before *stop*, at least one, look like.
 
-        `fill` (of packs of several samples at most: long samples exceed it), `samples_per_pack`,
+        `fill` (a long pack counts as full), `samples_per_pack`,
         `long_share` of the samples, `work` of a step over all ranks, `work_imbalance` (the busiest
         rank's work over the mean rank's, a mean over steps), `microbatch_imbalance` (the same where
         ranks wait for each other in each microbatch), and `coverage`: the share of the data set
@@ -278,11 +278,11 @@ class EpochStats:
 
     def _fills(self, packs: IntArray) -> NDArray[np.float64]:
         """
-        Return the fill of those packs that hold no long sample; of no pack where samples are
-        padded.
+        Return the share of its budget that each pack fills; of no pack where samples are padded.
         """
-        short = packs[self.pack_stats.long[packs] == 0] if self.pack_stats.packed else packs[:0]
-        return np.divide(self.pack_stats.tokens[short], self.pack_stats.packing_length)
+        stats = self.pack_stats
+        tokens = stats.tokens[packs if stats.packed else packs[:0]]
+        return np.divide(filled(tokens, stats.packing_length), stats.packing_length)
 
     def _different(self, stop: int) -> IntArray:
         """Return the packs that the epoch has consumed before step *stop*, each once."""

@@ -69,8 +69,8 @@ def test_every_sample_goes_to_one_rank_and_one_worker(world_size, workers):
     assert all(sum(sample["length"] for sample in pack) <= 100 or len(pack) == 1 for pack in packs)
     counts = sum((item.counts for item in items), StreamCounts())
     num_long = sum(length >= 100 for length in LENGTHS)
-    loads = [sum(s["length"] for s in pack) for pack in packs if len(pack) > 1 or pack[0]["length"] < 100]
-    expected = {"long": num_long, "packed": len(loads), "packed_tokens": sum(loads), "tokens": sum(LENGTHS)}
+    filled = sum(min(100, sum(sample["length"] for sample in pack)) for pack in packs)
+    expected = {"long": num_long, "filled_tokens": filled, "tokens": sum(LENGTHS)}
     assert StreamCounts(samples=300, packs=len(packs), **expected) == counts
 
     def numbers(epoch):
@@ -198,14 +198,20 @@ def test_a_stream_is_trained_epoch_after_epoch(write_rollout, text_jsonl, monkey
 
 @pytest.mark.parametrize(("allowed", "says"), [(True, "a pack of its own"), (False, "skipped; training.packing_allow")])
 def test_long_samples_are_logged_one_by_one(write_rollout, text_jsonl, caplog, allowed, says):
-    """With their record, their length and the limit."""
+    """
+    With their record, their length and the limit; the steps' fill and the epoch's count them as
+    full.
+    """
     logging.getLogger("packplan").propagate = True
     with caplog.at_level(logging.INFO, logger="packplan"):
-        _, _, history = run(write_rollout(max_steps=20, packing_allow_single_long=allowed, packing_buffer=2,
-                                          packing_drop_last=False, name="long"))  # fmt: skip
+        _, _, history = run(write_rollout(max_steps=40, packing_allow_single_long=allowed, packing_buffer=2,
+                                          packing_drop_last=False, effective_batch_size=1, name="long"))  # fmt: skip
     lines = [line for line in caplog.messages if says in line]
     num_long = next(entry for entry in history if "epoch_samples" in entry)
     assert allowed == (num_long["epoch_long_pack_share"] > 0)
+    fills = [entry["fill"] for entry in history if "loss" in entry and not entry["epoch"]]
+    assert statistics.fmean(fills) == pytest.approx(num_long["epoch_fill_mean"])
+    assert num_long["epoch_packs"] == len(fills)
 
     assert num_long["epoch_long_samples" if allowed else "epoch_skipped_samples"] > 0
     assert len(lines) >= num_long["epoch_long_samples" if allowed else "epoch_skipped_samples"]
@@ -346,6 +352,28 @@ def test_the_reward_rises(write_rollout):
     assert 10 == len(rewards)
     assert all(best >= mean for best, mean in zip(kept, rewards, strict=True))
     assert statistics.fmean(rewards[-4:]) > 1.15 * statistics.fmean(rewards[:4])
+
+
+def test_ranks_rewards_are_weighted_by_their_answers(server, write_rollout, tmp_path):
+    """
+    The mean of all answers of both ranks, of which one has two prompts and the other one; a step
+    that used no new answers has no reward.
+    """
+    from packplan.app import sft
+
+    path = tmp_path / "prompts.jsonl"
+    turns = [[("user", "say"), ("assistant", "a " * number)] for number in (1, 2, 8)]
+    records = [{"messages": [{"role": role, "content": said} for role, said in one]} for one in turns]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    custom = {"train_jsonl": str(path), "rollout_reward": "tests.fakes:words_of_answer", "rollout_keep": 4,
+              "rollout_max_new_tokens": 4}  # fmt: skip
+    run_yaml = write_rollout(custom, name="long", max_steps=2, packing_buffer=99, packing_drop_last=False)
+
+    assert [0, 0] == finished(server.ranks(2, sft.main, [str(asked(run_yaml))], folder=tmp_path / "logs"))
+    lines = map(json.loads, (tmp_path / "long" / "logging.jsonl").read_text().splitlines())
+    first, second = ({name: line[name] for name in line if "reward" in name} for line in lines if "loss" in line)
+    assert pytest.approx({"reward": 11 / 3, "reward_kept": 11 / 3}) == first
+    assert not second
 
 
 def test_a_model_that_sees_answers_too(write_run, demo):

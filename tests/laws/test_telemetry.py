@@ -8,7 +8,7 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from packplan.core.inspection import summarise_schedule
+from packplan.core.inspection import fills, summarise_schedule
 from packplan.core.plan import EmptyPlanError, build_raw_plan, one_sample_packs
 from packplan.core.schedule import EpochSchedule, EpochStats, PackStats
 from packplan.core.work import SampleWorks, VisionWork, WorkModel
@@ -92,11 +92,7 @@ def test_a_window_is_what_its_batches_add_up_to(training, data):
     useful = sum(lengths[index] for pack in seen - seen_before for index in plan.packs[pack])
     samples = [index for pack in packs for index in plan.packs[pack]]
     long = set(plan.single_long)
-    fills = [
-        sum(lengths[i] for i in plan.packs[pack]) / plan.packing_length
-        for pack in packs
-        if not long & set(plan.packs[pack])
-    ]
+    fills = [min(1, sum(lengths[i] for i in plan.packs[pack]) / plan.packing_length) for pack in packs]
 
     size = schedule.gradient_accumulation_steps
     ranks = [schedule.batches(0, rank=rank)[start * size : stop * size] for rank in range(schedule.world_size)]
@@ -118,8 +114,7 @@ def test_a_window_is_what_its_batches_add_up_to(training, data):
     assert len(covered) / len(lengths) == statistics["coverage"]
     if pack_stats.packed:
         assert len(samples) / len(packs) == statistics["samples_per_pack"]
-        assert ("fill" in statistics) == bool(fills)
-        assert not fills or sum(fills) / len(fills) == pytest.approx(statistics["fill"])
+        assert sum(fills) / len(fills) == pytest.approx(statistics["fill"])
 
 
 @given(trainings())
@@ -136,10 +131,9 @@ def test_an_epoch_covers_what_the_plan_does(training):
     assert len(plan.single_long) == statistics["epoch_long_samples"]
     assert len(plan.single_long) / plan.planned_samples == statistics["epoch_long_share"]
     assert len(plan.single_long) / len(plan.packs) == statistics["epoch_long_pack_share"]
-    if pack_stats.packed and not plan.single_long:
-        fills = plan.packs.loads(np.array(lengths)) / plan.packing_length
-        assert fills.min() == statistics["epoch_fill_min"]
-        assert fills.mean() == pytest.approx(statistics["epoch_fill_mean"])
+    if pack_stats.packed:
+        assert fills(plan, np.array(lengths)).min() == statistics["epoch_fill_min"]
+        assert plan.fill == pytest.approx(statistics["epoch_fill_mean"])
     for stop in range(1, num_steps):
         resumed = EpochStats.of(pack_stats, attrs.evolve(schedule, start=schedule.at(stop)), 0)
         rest = num_steps - stop
