@@ -75,7 +75,7 @@ class BatchedData:
                 `input_ids` or lengths are not what they have to be.
         """
         lengths = torch.as_tensor(lengths)
-        if lengths.ndim != 1 or lengths.is_floating_point() or (len(lengths) and int(lengths.min()) < 1):
+        if lengths.ndim != 1 or (len(lengths) and (lengths.is_floating_point() or int(lengths.min()) < 1)):
             message = "lengths of a batch are whole numbers of at least 1 token, one for each sequence"
             raise BatchError(message)
         lengths = lengths.to(torch.int64)
@@ -187,9 +187,22 @@ class BatchedData:
 
 def concatenate(batches: Sequence[BatchedData]) -> BatchedData:
     """
-    Return the sequences of all batches, at least one, with the same fields; padded with 0 to the
-    widest.
+    Return the sequences of all batches, padded with 0 to the widest.
+
+    Raises:
+        BatchError: There is no batch, or one has other fields than the first: in name, in kind, or
+        in shape.
     """
+    if not batches:
+        message = "there is no batch to concatenate: give at least one"
+        raise BatchError(message)
+    for number, batch in enumerate(batches):
+        if other := list(_differences(batches[0], batch)):
+            message = (
+                f"batch {number} has other fields than batch 0: {'; '.join(other)}: give all the same fields and "
+                "sequence_dims"
+            )
+            raise BatchError(message)
     width = max(batch.width for batch in batches)
     wide = [batch.truncate(width) for batch in batches]
     fields: dict[str, Field] = {}
@@ -199,6 +212,25 @@ def concatenate(batches: Sequence[BatchedData]) -> BatchedData:
         else:
             fields[name] = [entry for batch in wide for entry in batch[name]]
     return BatchedData(fields, torch.cat([batch.lengths for batch in wide]), wide[0].sequence_dims)
+
+
+def _differences(first: BatchedData, batch: BatchedData) -> Iterator[str]:
+    """Yield each field of two batches whose entries cannot stand in one field."""
+    for name in dict.fromkeys([*first.fields, *batch.fields]):
+        wanted, found = (_kind(one, name) for one in (first, batch))
+        if wanted != found:
+            yield f"{name} is {found}, in batch 0 {wanted}"
+
+
+def _kind(batch: BatchedData, name: str) -> str:
+    """Return in words what the entries of a field are."""
+    field = batch.fields.get(name)
+    if not isinstance(field, Tensor):
+        return "absent" if field is None else "a list"
+    sizes = ["batch", *map(str, field.shape[1:])]
+    if name in batch.sequence_dims:
+        sizes[batch.sequence_dims[name]] = "width"
+    return f"a tensor of shape ({', '.join(sizes)})"
 
 
 @attrs.frozen(eq=False)
@@ -305,8 +337,11 @@ def pack_row(batch: BatchedData, *, multiple: int, row_length: int | None = None
             of one shape.
 
     Raises:
-        BatchError: The sequences need more than *row_length* positions.
+        BatchError: There is no sequence, or they need more than *row_length* positions.
     """
+    if not len(batch):
+        message = "the batch has no sequence, so there is no row to pack: give at least one"
+        raise BatchError(message)
     lengths = batch.lengths.tolist()
     ends = cu_seqlens(lengths, pad_to_multiple_of=multiple)
     if row_length is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -165,3 +167,44 @@ def test_a_batch_that_is_none_is_refused():
             BatchedData.of(fields, lengths=[1, 2])
     with pytest.raises(BatchError, match="made for sequences of other lengths"):
         BatchedData.of({"input_ids": ids}, lengths=[1, 2]).shard(shard_plain([1, 2, 2], shards=1, batch_size=3))
+
+
+def test_no_field_is_lost_where_batches_become_one():
+    """
+    A batch that lacks a field, has one more, or has one of another kind or shape is named with it,
+    whatever the batches' order.
+    """
+    narrow, wide = (torch.ones((2, width), dtype=torch.int64) for width in (4, 6))
+    absent, scores = {"input_ids": narrow}, {"input_ids": narrow, "x": torch.ones(2)}
+    texts, sized = {"input_ids": narrow, "x": ["a", "b"]}, {"input_ids": narrow, "x": torch.ones(2, 3)}
+    along, beside = {"input_ids": narrow, "x": narrow}, {"input_ids": wide, "x": narrow}
+    for one, other, kinds in (
+        (absent, scores, ("absent", "a tensor of shape (batch)")),
+        (texts, scores, ("a list", "a tensor of shape (batch)")),
+        (along, beside, ("a tensor of shape (batch, width)", "a tensor of shape (batch, 4)")),
+        (scores, sized, ("a tensor of shape (batch)", "a tensor of shape (batch, 3)")),
+    ):
+        first, last = (BatchedData.of(fields, lengths=[1, 2]) for fields in (one, other))
+        for batches, (here, there) in (([first, first, last], kinds), ([last, last, first], kinds[::-1])):
+            says = f"batch 2 has other fields than batch 0: x is {there}, in batch 0 {here}: give all the same fields"
+            with pytest.raises(BatchError, match=re.escape(says)):
+                concatenate(batches)
+
+
+def test_a_batch_may_be_empty_but_a_row_may_not():
+    """
+    Of no sequence, however it is made: it adds nothing to others, and has no row; no batches at all
+    are refused.
+    """
+    batch = batch_of([3, 1])
+    empty = BatchedData.of(dict(batch.select([]).fields), lengths=[])
+
+    assert 0 == len(empty) == len(concatenate([empty, empty])) == len(empty.truncate(2).slice(0, 1))
+    assert torch.equal(batch.tensor("features"), concatenate([empty, batch, empty]).tensor("features"))
+    for row_length in (None, 8):
+        with pytest.raises(BatchError, match="no sequence, so there is no row to pack"):
+            pack_row(empty, multiple=2, row_length=row_length)
+    with pytest.raises(BatchError, match="no batch to concatenate"):
+        concatenate([])
+    with pytest.raises(BatchError, match="field input_ids has 2 entries, but the batch has 0 sequences"):
+        BatchedData.of({"input_ids": batch["input_ids"]}, lengths=[])
