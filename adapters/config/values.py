@@ -84,12 +84,16 @@ def _to_int(value: object, _: Any) -> int:
 
 
 def _to_float(value: object, _: Any) -> float:
-    number = math.nan
-    if type(value) in {int, float, str}:  # YAML reads 1e-5 as a string
-        with contextlib.suppress(ValueError, OverflowError):
+    number = None
+    try:
+        if type(value) in {int, float, str}:  # YAML reads 1e-5 as a string
             number = float(typing.cast("float", value))
-    if not math.isfinite(number):
-        _refuse(value, "a finite number")
+    except ValueError:
+        pass
+    except OverflowError:  # a whole number
+        number = math.inf
+    if number is None or not math.isfinite(number):
+        _refuse(value, "a number" if number is None else "a finite number")
     return number
 
 
