@@ -98,7 +98,7 @@ class PlanPolicy:
 
         The algorithm enters with its version; the ratio only where packs are dropped, the seed only
         where the algorithm draws, the model's work only where it weighs. Without packing,
-        `packing_length` alone decides.
+        `packing_length` decides, and whether long samples are skipped.
         """
         inputs: dict[str, Value] = {
             "lengths": lengths_digest,
@@ -116,4 +116,6 @@ class PlanPolicy:
                 inputs["seed"] = self.seed
             if algorithm.weighs:
                 inputs["work"] = str(self.work)
+        elif not self.allow_single_long:
+            inputs["allow_single_long"] = False
         return Fingerprint(inputs)

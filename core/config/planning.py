@@ -28,8 +28,7 @@ def plan_policy(config: RunConfig, split: str, *, work: WorkModel | None = None)
         algorithm=training.packing_algorithm,
         min_fill_ratio=training.packing_min_fill_ratio,
         drop_last=training.packing_drop_last and is_train,
-        # Without packing nothing is too long for a pack.
-        allow_single_long=training.packing_allow_single_long or not training.packing,
+        allow_single_long=training.packing_allow_single_long,
         seed=training.seed,
         max_dropped_share=training.packing_max_dropped_share,
         refuse_longer=config.template.truncation_strategy == "raise",

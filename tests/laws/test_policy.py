@@ -13,6 +13,8 @@ import scipy
 from hypothesis import given
 from hypothesis import strategies as st
 
+from packplan.adapters.config.run import parse_config
+from packplan.adapters.config.trainer_keys import stored_keys
 from packplan.core.packers import ALGORITHMS
 from packplan.core.plan import build_raw_plan, one_sample_packs
 from packplan.core.policy import PlanPolicy
@@ -35,6 +37,9 @@ OTHERS = {
     "work": WorkModel(per_position=5, per_pair=3),
 }
 
+UNPACKED = {"packing", "packing_length", "allow_single_long"}
+"""Fields that decide a plan without packing too."""
+
 ACCEPTANCE = {"max_dropped_share": "0.5", "refuse_longer": True}
 """They decide whether a plan is trained, not which one it is."""
 
@@ -50,6 +55,26 @@ def test_every_field_that_decides_packs_enters_the_fingerprint(name, value):
     policy = WEIGHED if name == "work" else POLICY
     assert attrs.evolve(policy, **{name: value}).fingerprint("d") != policy.fingerprint("d")
     assert POLICY.fingerprint("e") != POLICY.fingerprint("d")
+
+
+@pytest.mark.parametrize("name", sorted(UNPACKED - {"packing"}))
+def test_without_packing_too_what_decides_a_plan_enters_the_fingerprint(name):
+    """Else a stored plan would be taken for one that leaves long samples out."""
+    policy = attrs.evolve(POLICY, packing=False)
+
+    assert attrs.evolve(policy, **{name: OTHERS[name]}).fingerprint("d") != policy.fingerprint("d")
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_run_says_what_becomes_of_long_samples(packing, keeps):
+    """Whether others share packs or not."""
+    training = {"output_dir": "o", "packing": packing, "packing_allow_single_long": keeps}
+    document = {
+        "model": {"model": "m"}, "template": {"max_length": 8}, "custom": {"train_jsonl": "a"}, "training": training,
+    }  # fmt: skip
+
+    assert keeps == PlanPolicy.of(parse_config(document, "run.yaml", stored_keys()), "train").allow_single_long
 
 
 def test_two_models_of_work_have_two_plans():
@@ -70,14 +95,14 @@ def test_what_only_refuses_plans_stays_out_of_the_fingerprint(name, value):
 
 def test_a_field_without_effect_stays_out_of_the_fingerprint():
     """
-    The ratio, where nothing is dropped; the seed, where nothing is drawn; all but the length, where
-    nothing is packed.
+    The ratio, where nothing is dropped; the seed, where nothing is drawn; all but the length and
+    long samples, where nothing is packed.
     """
     for fixed, name in (
         ({"drop_last": False}, "min_fill_ratio"),
         ({"algorithm": "constant_volume"}, "seed"),
         ({"algorithm": "certified"}, "work"),
-        *(({"packing": False}, name) for name in OTHERS if name not in {"packing", "packing_length"}),
+        *(({"packing": False}, name) for name in OTHERS if name not in UNPACKED),
     ):
         policy = attrs.evolve(POLICY, **fixed)
         assert attrs.evolve(policy, **{name: OTHERS[name]}).fingerprint("d") == policy.fingerprint("d"), name
