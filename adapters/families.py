@@ -5,7 +5,8 @@ model.
 `swift`: architecture -> ms-swift's model type and template, where its registry names several and
 one is meant by default. `embeds`: templates of ms-swift whose own way to embed images fails with
 this transformers, while the model embeds them itself. `unshown`: templates that declare packing,
-whose models have not been shown to pack. `complete`: model type -> keys without which transformers'
+whose models have not been shown to pack. `unpacked`: model types of which docs/models.md says that
+a small model does not pack. `complete`: model type -> keys without which transformers'
 own default configuration builds no model, or none that shows its kinds of layers.
 """
 
@@ -42,6 +43,11 @@ def embeds_itself(template: str) -> bool:
 def is_shown(template: str) -> bool:
     """Return whether a template's model may be asked if it packs."""
     return template not in _families()["unshown"]
+
+
+def is_unpacked(model_type: str) -> bool:
+    """Return whether a small model of this type is known not to pack, by docs/models.md."""
+    return model_type in _families()["unpacked"]
 
 
 def trained_part(model: Any) -> Any:

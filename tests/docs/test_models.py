@@ -6,6 +6,8 @@ import json
 import re
 from pathlib import Path
 
+from packplan.adapters.families import is_unpacked
+
 ROOT = Path(__file__).parents[2]
 
 MEASURED = json.loads((Path(__file__).parent / "measured_models.json").read_text(encoding="utf-8"))
@@ -37,6 +39,15 @@ def test_no_model_passes_by_a_way_that_was_measured_to_leak():
         if "by sample" not in remark:
             assert strategy != "own" or family in as_it_comes
             assert strategy != "varlen" or family in by_sample
+
+
+def test_what_does_not_pack_is_known_to_the_code():
+    """By each row of the page; `convert` says so of a command's model."""
+    listed = json.loads((ROOT / "adapters" / "families.json").read_text(encoding="utf-8"))["unpacked"]
+
+    assert sorted(family for family, (strategy, _) in rows().items() if strategy == "none") == listed
+    assert is_unpacked("bloom")
+    assert not is_unpacked("qwen3")
 
 
 def test_at_least_a_hundred_of_them_pass():
