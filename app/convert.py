@@ -4,7 +4,7 @@ Make a run of a command of ms-swift: `packplan convert train.sh`, or `... -- swi
 
 Takes a command line, a shell script, a YAML or JSON for `swift sft`, or the args.json of an old run
 (or the run's folder), executes nothing, and writes a run's YAML, with a line for each argument:
-taken over, not needed here, or not supported and why.
+taken over, changed, not needed here, not supported and why, or refused.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import argparse
 import json
 from collections import Counter
 from pathlib import Path
+from typing import get_args
 
 import attrs
 
 from packplan.app.cli.command import add_logging_options, run_command, run_program
-from packplan.app.wiring.conversion import Converted, convert_back, convert_source, require_run, run_text, write_run
+from packplan.app.wiring.conversion import Converted, convert_back, convert_source, run_faults, run_text, write_run
+from packplan.core.conversion import DIFFERENT, Verdict
 from packplan.core.errors import ConfigError, Fault
 
 
@@ -42,7 +44,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--back", action="store_true", help="the other way: make a YAML for swift sft, without packing, of a run's YAML"
     )
-    parser.add_argument("--strict", action="store_true", help="fail, and write nothing, if something is not supported")
+    parser.add_argument(
+        "--strict", action="store_true", help="fail, and write nothing, if something is changed or not supported"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of lines")
     add_logging_options(parser)
     options = parser.parse_args(arguments)
@@ -54,11 +58,13 @@ def main(arguments: list[str] | None = None) -> int:
             go_back(options.source, output, strict=options.strict)
             return
         converted = convert_source(options.source)
-        if options.strict:
-            require_all(converted)
-        require_run(converted)
-        write_run(output, run_text(converted, output=str(output)))
-        print(as_json(converted, output) if options.json else as_lines(converted, output))
+        faults = run_faults(converted) or (strict_faults(converted) if options.strict else ())
+        if not faults:
+            write_run(output, run_text(converted, output=str(output)))
+        written = None if faults else output
+        print(as_json(converted, written) if options.json else as_lines(converted, written))
+        if faults:
+            raise ConfigError(converted.source.name, faults)
 
     return run_command(command, verbose=options.verbose, quiet=options.quiet)
 
@@ -81,7 +87,7 @@ def go_back(source: list[str], output: Path, *, strict: bool) -> None:
     if len(source) > 1:
         raise ConfigError.of("--back", "takes one run's YAML")
     back, text = convert_back(Path(source[0]))
-    missing = tuple(Fault(line.argument, line.reason) for line in back.lines if line.verdict == "not supported")
+    missing = tuple(Fault(line.argument, line.reason) for line in back.lines if line.verdict in DIFFERENT)
     if strict and missing:
         raise ConfigError(source[0], missing)
     write_run(output, text)
@@ -90,29 +96,28 @@ def go_back(source: list[str], output: Path, *, strict: bool) -> None:
     print(f"start it with: swift sft {output}")
 
 
-def require_all(converted: Converted) -> None:
-    """
-    Refuse a run that does not do all that the command asks for; ConfigError with what it lacks.
-    """
-    if missing := converted.conversion.unsupported:
-        raise ConfigError(converted.source.name, tuple(Fault(line.argument, line.reason) for line in missing))
+def strict_faults(converted: Converted) -> tuple[Fault, ...]:
+    """Return what the run does otherwise than the command asks for."""
+    return tuple(Fault(line.argument, line.reason) for line in converted.conversion.different)
 
 
-def as_lines(converted: Converted, output: Path) -> str:
-    """Return what became of each argument, for people."""
+def as_lines(converted: Converted, output: Path | None) -> str:
+    """Return what became of each argument, for people; *output* is None where no run is written."""
     lines = converted.conversion.lines
     width = max(len(line.argument) for line in lines)
     listed = [f"{line.verdict:<15}  {line.argument:<{width}}  {line.reason}" for line in lines]
     counts = Counter(line.verdict for line in lines)
-    summed = ", ".join(f"{counts[verdict]} {verdict}" for verdict in ("taken over", "not needed here", "not supported"))
-    return "\n".join([*listed, f"{output}: {summed}", f"start it with: {converted.start} {output}"])
+    always = ("taken over", "not needed here", "not supported")
+    shown = [verdict for verdict in get_args(Verdict) if counts[verdict] or verdict in always]
+    listed.append(f"{output or 'no run'}: {', '.join(f'{counts[verdict]} {verdict}' for verdict in shown)}")
+    return "\n".join([*listed, *([] if output is None else [f"start it with: {converted.start} {output}"])])
 
 
-def as_json(converted: Converted, output: Path) -> str:
+def as_json(converted: Converted, output: Path | None) -> str:
     """Return the same for programs, as one document."""
     document = {
-        "output": str(output),
-        "start": f"{converted.start} {output}",
+        "output": None if output is None else str(output),
+        "start": None if output is None else f"{converted.start} {output}",
         "lines": [attrs.asdict(line) for line in converted.conversion.lines],
         "run": {name: dict(keys) for name, keys in converted.conversion.document.items()},
     }

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,10 @@ import swift
 from swift.arguments import SftArguments
 from swift.model import MODEL_MAPPING, get_matched_model_meta, get_model_info_meta
 from swift.template import TEMPLATE_MAPPING, get_template_meta
+from transformers.models.auto import modeling_auto
 
-from packplan.adapters.model_folder import config_architecture
+from packplan.adapters.families import is_shown, is_unpacked
+from packplan.adapters.model_folder import config_architecture, model_sizes
 from packplan.core.config import ModelConfig
 from packplan.core.conversion import Argument, ModelFacts
 from packplan.core.errors import ConfigError, Fault
@@ -85,7 +87,12 @@ def model_facts(
             return ModelFacts(loss_scale=loss_scale)
         known = TEMPLATE_MAPPING.get(template or meta.template or "")
         thinks = known is not None and _thinks(known) and ignores_empty_thoughts
-        return ModelFacts(is_multimodal=bool(meta.is_multimodal), loss_scale=_scale(loss_scale, thinks=thinks))
+        kinds = {kind for name in meta.architectures or () for kind in _model_types(name)}
+        return ModelFacts(
+            is_multimodal=bool(meta.is_multimodal),
+            loss_scale=_scale(loss_scale, thinks=thinks),
+            unpacked=_unpacked(kinds, template or meta.template),
+        )
     try:
         info, meta = get_model_info_meta(folder, model_type=model_type)
         chosen = get_template_meta(info, meta, template_type=template)
@@ -100,7 +107,24 @@ def model_facts(
         max_length=info.max_model_len,
         torch_dtype=typing.cast("Any", dtype),
         loss_scale=_scale(loss_scale, thinks=thinks),
+        unpacked=_unpacked({str(model_sizes(ModelConfig(model=folder))["model_type"])}, chosen.template_type),
     )
+
+
+def _model_types(architecture: str) -> Iterator[str]:
+    """Yield the model types of transformers whose models are of a class."""
+    for names in (
+        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    ):
+        yield from (kind for kind, held in names.items() if held == architecture)
+
+
+def _unpacked(model_types: Collection[str], template: str | None) -> str | None:
+    """Return the model type, if all are known not to pack, or the template; None if neither is."""
+    if model_types and all(map(is_unpacked, model_types)):
+        return min(model_types)
+    return template if template is not None and not is_shown(template) else None
 
 
 def _ambiguous(folder: str, model_type: str | None, template: str | None) -> Fault | None:

@@ -24,6 +24,7 @@ from packplan.core.conversion import (
     read_resolved,
     read_script,
     read_words,
+    refuse_rlhf,
 )
 from packplan.core.errors import ConfigError, Fault
 
@@ -116,9 +117,7 @@ def _of_config(path: Path, table: Mapping[str, Argument]) -> Source:
     launch = _launch_of(variables)
     if "swift_version" not in document and "global_world_size" not in document:
         return Source(str(path), read_keys(document, table, source=str(path)), launch)
-    if "rlhf_type" in document:
-        reason = "is of swift rlhf, which trains on preferences or rewards: only swift sft is converted"
-        raise ConfigError(str(path), (Fault("rlhf_type", reason),))
+    refuse_rlhf(document, source=str(path))
     given, others = read_resolved(document, table)
     ranks = document.get("global_world_size")
     if isinstance(ranks, int) and ranks > 1:

@@ -64,6 +64,10 @@ def convert_source(words: Sequence[str]) -> Converted:
     require_consistent(source.given, source=source.name)
     world_size, start = _ranks(source)
     conversion = convert(source.given, table, _world(source, world_size), source=source.name)
+    if conversion.may_pack and all(line.verdict != "refused" for line in conversion.lines):
+        from packplan.app.wiring.packs import packed
+
+        conversion = packed(conversion, _trainer_keys(), world_size=world_size)
     lines = [*conversion.lines, *_variables(source)]
     if source.launch.left:
         lines += [Line(left, "not needed here", "it is another command of the script") for left in source.launch.left]
@@ -84,22 +88,29 @@ def run_text(converted: Converted, *, output: str) -> str:
     """
     sections = {name: dict(keys) for name, keys in converted.conversion.document.items() if keys}
     head = [f"# Converted from {converted.source.name}. Start it with:", f"#   {converted.start} {output}"]
-    head += [f"# Not supported: {line.argument}: {line.reason}" for line in converted.conversion.unsupported]
+    head += [
+        f"# {line.verdict.capitalize()}: {line.argument}: {line.reason}" for line in converted.conversion.different
+    ]
     return "\n".join(head) + "\n" + yaml.safe_dump(sections, sort_keys=False, allow_unicode=True, width=100)
 
 
-def require_run(converted: Converted) -> None:
+def run_faults(converted: Converted) -> tuple[Fault, ...]:
     """
-    Refuse a run that its own YAML would not be, but for what the report says is missing;
-    ConfigError with its faults.
+    Return why there is no run, by the arguments of the command; what the report says is missing is
+    no fault.
     """
-    missing = {"template.max_length"} if "max_length" not in converted.conversion.document["template"] else set()
+    conversion = converted.conversion
+    refused = tuple(Fault(line.argument, line.reason) for line in conversion.lines if line.verdict == "refused")
+    missing = {"template.max_length"} if "max_length" not in conversion.document["template"] else set()
     try:
-        parse_config(converted.conversion.document, converted.source.name, _trainer_keys())
+        parse_config(conversion.document, converted.source.name, _trainer_keys())
     except ConfigError as error:
-        faults = tuple(fault for fault in error.faults if fault.path not in missing)
-        if faults:
-            raise ConfigError(converted.source.name, faults) from None
+        written = conversion.written
+        faults = [fault for fault in error.faults if fault.path not in missing]
+        # What a refused argument would have written is missing because of it.
+        faults = [fault for fault in faults if not refused or fault.path in written]
+        return (*refused, *(Fault(written.get(fault.path, fault.path), fault.reason) for fault in faults))
+    return refused
 
 
 def write_run(path: Path, text: str) -> None:

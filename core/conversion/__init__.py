@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from packplan.core.conversion.arguments import Argument, Given, read_keys, read_resolved, read_words
+from packplan.core.conversion.arguments import Argument, Given, read_keys, read_resolved, read_words, refuse_rlhf
 from packplan.core.conversion.back import Back, to_swift
-from packplan.core.conversion.convert import Conversion, Line, ModelFacts, World, convert, require_consistent
+from packplan.core.conversion.convert import (
+    DIFFERENT,
+    Conversion,
+    Line,
+    ModelFacts,
+    Verdict,
+    World,
+    convert,
+    require_consistent,
+    samples_of_step,
+)
 from packplan.core.conversion.launch import Launch, find_launch
+from packplan.core.conversion.packs import packs_of_step, with_packs, without_packs
 from packplan.core.conversion.shell import Command, Word, read_script
 
 __all__ = [
+    "DIFFERENT",
     "Argument",
     "Back",
     "Command",
@@ -17,14 +29,20 @@ __all__ = [
     "Launch",
     "Line",
     "ModelFacts",
+    "Verdict",
     "Word",
     "World",
     "convert",
     "find_launch",
+    "packs_of_step",
     "read_keys",
     "read_resolved",
     "read_script",
     "read_words",
+    "refuse_rlhf",
     "require_consistent",
+    "samples_of_step",
     "to_swift",
+    "with_packs",
+    "without_packs",
 ]

@@ -51,6 +51,9 @@ class Given:
     """The name as it is written."""
 
 
+_RLHF = "rlhf_type"
+"""Argument that every command and file of `swift rlhf` has, and none of `swift sft`."""
+
 MOST = 60
 """Characters of a value that are shown."""
 
@@ -89,6 +92,7 @@ def read_words(words: Sequence[Word], table: Mapping[str, Argument], *, source: 
             known, current = name[3:], [Word("false")]
         texts.setdefault(known, []).append(current)
         written.setdefault(known, name)
+    refuse_rlhf(texts, source=source)
     given: list[Given] = []
     for name, several in texts.items():
         try:
@@ -114,6 +118,7 @@ def read_keys(document: Mapping[str, Any], table: Mapping[str, Argument], *, sou
     Raises:
         ConfigError: See `read_words`.
     """
+    refuse_rlhf(document, source=source)
     given, found = [], []
     for key, value in document.items():
         name = RENAMED.get(str(key), str(key))
@@ -128,6 +133,13 @@ def read_keys(document: Mapping[str, Any], table: Mapping[str, Argument], *, sou
     if found:
         raise ConfigError(source, tuple(found))
     return tuple(given)
+
+
+def refuse_rlhf(names: Iterable[str], *, source: str) -> None:
+    """Refuse arguments of `swift rlhf` by the one that says so; ConfigError."""
+    if _RLHF in names:
+        reason = "is of swift rlhf, which trains on preferences or rewards: only swift sft is converted"
+        raise ConfigError(source, (Fault(_RLHF, reason),))
 
 
 def read_resolved(document: Mapping[str, Any], table: Mapping[str, Argument]) -> tuple[tuple[Given, ...], int]:

@@ -131,7 +131,7 @@ def _lines(config: RunConfig, given: frozenset[str]) -> Iterator[Line]:
             "a step holds packs here, and one sample for each of them there: raise gradient_accumulation_steps by the "
             "samples of a pack (samples_per_pack in the log) for as many tokens"
         )
-        yield Line("training.gradient_accumulation_steps", "taken over", reason)
+        yield Line("training.gradient_accumulation_steps", "changed", reason)
     if training.packing and training.packing_drop_last:
         reason = "samples of packs that are filled too little are trained there: set it to false to train them here"
         yield Line("training.packing_drop_last", "not supported", reason)

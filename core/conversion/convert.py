@@ -1,11 +1,12 @@
 """
-Arguments of `swift sft` -> the keys of a run, with a line for each: taken over, not needed here, or
-not supported and why.
+Arguments of `swift sft` -> the keys of a run, with a line for each: taken over, changed, not needed
+here, not supported and why, or refused, so that there is no run.
 
 Where ms-swift's defaults differ from this project's, they are written too, so that the run has the
 settings that ms-swift would resolve from the same command. Two of this project's own are set the
 same way: `packing_drop_last: false`, for ms-swift drops no pack, and, unless samples are truncated,
-`packing_allow_single_long: false`, for ms-swift deletes samples that are too long.
+`packing_allow_single_long: false`, for ms-swift deletes samples that are too long. Samples share
+packs where the command packs; `core.conversion.packs` says when they do where it does not.
 """
 
 from __future__ import annotations
@@ -21,17 +22,27 @@ from packplan.core.config import REFUSED_TRAINING_KEYS
 from packplan.core.conversion.arguments import Argument, Given
 from packplan.core.conversion.tables import (
     ADAPTERS,
+    EVALUATION,
     GENERATION,
+    KEPT,
     KEYS,
+    PARTS_OF,
+    SEEING,
     UNNEEDED,
     UNSUPPORTED,
     UNSUPPORTED_PREFIXES,
     WHOLE,
 )
-from packplan.core.errors import ConfigError, Fault
+from packplan.core.errors import ConfigError, Fault, counted
 from packplan.core.samples import parse_entry
 
-Verdict: TypeAlias = Literal["taken over", "not needed here", "not supported"]
+Verdict: TypeAlias = Literal["taken over", "changed", "not needed here", "not supported", "refused"]
+
+DIFFERENT = frozenset({"changed", "not supported", "refused"})
+"""Verdicts on what the run does otherwise than ms-swift."""
+
+PACKING = "(this project) packing"
+"""What the line on packs is of."""
 
 STEP = 16
 """Samples of a step that ms-swift aims at where the command does not say."""
@@ -52,6 +63,9 @@ class ModelFacts:
 
     loss_scale: str = "default"
     """What ms-swift makes of `--loss_scale` with the model's template."""
+
+    unpacked: str | None = None
+    """Family of the model, or template, that is known not to pack; None if neither is."""
 
 
 @attrs.frozen
@@ -97,10 +111,37 @@ class Conversion:
 
     lines: tuple[Line, ...]
 
+    written: Mapping[str, str]
+    """Key of the run, with its section -> the argument that it was written for, as in its line."""
+
+    may_pack: bool
+    """Whether samples could share packs, though the command says nothing of it."""
+
     @property
-    def unsupported(self) -> tuple[Line, ...]:
-        """What the run does not do, though the command asks for it."""
-        return tuple(line for line in self.lines if line.verdict == "not supported")
+    def different(self) -> tuple[Line, ...]:
+        """What the run does otherwise than the command asks for, or not at all."""
+        return tuple(line for line in self.lines if line.verdict in DIFFERENT)
+
+    def changed(self, shown: str, keys: Mapping[str, Any], reason: str) -> Conversion:
+        """
+        Return the run with keys of other values, which the lines of their arguments say too.
+
+        Args:
+            shown: The argument, or the decision, that asks for them: its line is replaced.
+
+            keys: Key with its section -> value; each is in the run already.
+
+            reason: Reason of the change.
+        """
+        document = {section: dict(held) for section, held in self.document.items()}
+        lines = {line.argument: line for line in self.lines}
+        for key, value in keys.items():
+            section, _, name = key.partition(".")
+            document[section][name] = value
+            argument = self.written[key]
+            lines[argument] = Line(argument, "changed", f"{key}: {_shown(value)}")
+        lines[shown] = Line(shown, "changed", reason)
+        return attrs.evolve(self, document=document, lines=tuple(lines.values()))
 
 
 def convert(given: Sequence[Given], table: Mapping[str, Argument], world: World, *, source: str) -> Conversion:
@@ -174,6 +215,7 @@ class _Builder:
         self._given, self._values, self._table, self._world = given, values, table, world
         self._document: dict[str, dict[str, Any]] = {"model": {}, "template": {}, "custom": {}, "training": {}}
         self._lines: list[Line] = []
+        self._written: dict[str, str] = {}
         self._shown = ""
 
     def result(self) -> Conversion:
@@ -182,7 +224,9 @@ class _Builder:
             self._shown = f"--{argument.written} {argument.text}".rstrip()
             self._argument(argument.name, argument.value)
         self._defaults()
-        return Conversion(self._document, tuple(self._lines))
+        may_pack = self.value("packing") is False and not self.is_given("packing") and not self._world.model.unpacked
+        converted = Conversion(self._document, tuple(self._lines), self._written, may_pack)
+        return _with_learners(converted, self)
 
     def value(self, name: str) -> Any:
         """Return what is given for an argument, or ms-swift's default."""
@@ -191,7 +235,17 @@ class _Builder:
     def _argument(self, name: str, value: Any) -> None:
         if special := _SPECIAL.get(name):
             special(self, value)
-        elif name in ADAPTERS and self.value("tuner_type") == "full":
+        elif reason := self._why_unread(name):
+            self.unneeded(reason)
+            if name in KEPT:
+                section, _, key = KEYS.get(name, f"training.{name}").partition(".")
+                self._document[section][key] = value
+        else:
+            self._plain(name, value)
+
+    def _plain(self, name: str, value: Any) -> None:
+        """Convert an argument by the tables, the first that has it."""
+        if name in ADAPTERS and self.value("tuner_type") == "full":
             self.unneeded("tuner_type is full: there are no adapters")
         elif name in WHOLE and self.value("tuner_type") != "full":
             self.unneeded("tuner_type is lora: only adapters are trained")
@@ -208,6 +262,20 @@ class _Builder:
         else:
             assert name in self._world.trainer_keys  # noqa: S101  # a test holds every argument against these cases
             self.take({f"training.{name}": value})
+
+    def _why_unread(self, name: str) -> str | None:
+        """Return why nothing reads an argument of this command, None if something does."""
+        if name in EVALUATION and not self.evaluates:
+            return "there are no evaluation data"
+        if name in SEEING and self._world.model.is_multimodal is False:
+            return "the model takes no images"
+        if name in PARTS_OF and not self.value(PARTS_OF[name]):
+            return f"it is of {PARTS_OF[name]}, which is not given"
+        if (name == "project" or name.startswith("trackio_")) and "trackio" not in self.value("report_to"):
+            return "it is of trackio, which report_to does not name"
+        if name.startswith("bnb_4bit_") and self.value("quant_method") != "bnb":
+            return "it is of --quant_method bnb, which is not given"
+        return None
 
     def _refused(self, name: str, value: Any, reason: str) -> None:
         """Say why an argument is not supported, unless it asks for what is done anyway."""
@@ -237,8 +305,8 @@ class _Builder:
         for key, value in keys.items():
             section, _, name = key.partition(".")
             self._document[section][name] = value
-        written = ", ".join(f"{key}: {_shown(value)}" for key, value in keys.items())
-        self._lines.append(Line(self._shown, "taken over", written + (f"; {also}" if also else "")))
+            self._written[key] = self._shown
+        self._lines.append(Line(self._shown, "taken over", listed(keys) + (f"; {also}" if also else "")))
 
     def unneeded(self, reason: str) -> None:
         """Say why the argument is not needed."""
@@ -247,6 +315,10 @@ class _Builder:
     def unsupported(self, reason: str) -> None:
         """Say why the argument is not supported."""
         self._lines.append(Line(self._shown, "not supported", reason))
+
+    def refused(self, reason: str) -> None:
+        """Say why there is no run while the argument is given."""
+        self._lines.append(Line(self._shown, "refused", reason))
 
     def _default(self, what: str, keys: Mapping[str, Any], also: str = "") -> None:
         self._shown = f"(default) {what}"
@@ -354,26 +426,79 @@ class _Builder:
             also = "the template is of a model that thinks: empty thoughts are not trained"
             self._default("loss_scale", {"template.loss_scale": self._world.model.loss_scale}, also)
 
+    @property
+    def packs(self) -> bool:
+        """Whether the command packs samples, and the model may."""
+        return bool(self.value("packing")) and not self._world.model.unpacked
+
     def _packing(self) -> None:
-        training = self._document["training"]
-        training["packing"] = True
-        self._shown = "(this project) packing"
-        step = f"{self.value('per_device_train_batch_size')} x {training['gradient_accumulation_steps']}" if (
-            "gradient_accumulation_steps" in training) else "as many"  # fmt: skip
-        also = f"a step of a rank holds {step} packs, where ms-swift's holds samples: lower it for as many tokens"
-        if self.value("packing"):
+        self._shown = PACKING
+        unpacked = self._world.model.unpacked
+        also = "a step holds as many samples as ms-swift's"
+        if self.packs:
             also = "packs hold what fits, as ms-swift's do"
-        keys: dict[str, Any] = {"training.packing": True, "training.packing_drop_last": False}
+        elif unpacked:
+            also = f"{unpacked} does not pack (docs/models.md); {also}"
+        self.take({"training.packing": self.packs, "training.packing_drop_last": False}, also)
         if self.value("truncation_strategy") in {None, "delete"}:
-            keys["training.packing_allow_single_long"] = False
-            also += "; samples of max_length tokens or more are left out, and counted"
-        self.take(keys, also)
+            self._shown = "(this project) long samples"
+            also = "samples of max_length tokens or more are left out, and counted"
+            self.take({"training.packing_allow_single_long": False}, also)
+
+
+def _with_learners(conversion: Conversion, builder: _Builder) -> Conversion:
+    """
+    Return the run with a step of as many samples where ms-swift counts several ranks as a learner.
+    """
+    size = int(builder.value("sequence_parallel_size"))
+    if size <= 1:
+        return conversion
+    shown = next(line.argument for line in conversion.lines if line.argument.startswith("--sequence_parallel_size"))
+    training, ranks = conversion.document["training"], builder.world.world_size
+    samples = samples_of_step(training)
+    if ranks % size or samples % size:
+        reason = (
+            f"a step there holds {counted(samples, 'sample')} for {size} ranks together, and of {ranks} here each "
+            "trains its own: "
+            f"make per_device_train_batch_size times gradient_accumulation_steps, and the ranks, multiples of {size}, "
+            "or remove it"
+        )
+        lines = [attrs.evolve(line, verdict="refused", reason=reason) if line.argument == shown else line
+                 for line in conversion.lines]  # fmt: skip
+        return attrs.evolve(conversion, lines=tuple(lines))
+    reason = f"every rank trains samples of its own, and a step holds {samples * ranks // size} of all, as ms-swift's"
+    return conversion.changed(shown, batch_keys(samples // size, training), reason)
+
+
+def samples_of_step(training: Mapping[str, Any]) -> int:
+    """Return how many samples, or packs, a rank takes in an optimizer step by a section's keys."""
+    return int(training.get("per_device_train_batch_size", 1)) * int(training["gradient_accumulation_steps"])
+
+
+def batch_keys(batches: int, training: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    Return the keys of a step of so many samples, or packs, of a rank.
+
+    Args:
+        batches: Samples, or packs, that a rank takes.
+
+        training: The section as it is, whose batch of a forward pass is kept where it divides them.
+    """
+    size = int(training.get("per_device_train_batch_size", 1))
+    if not batches % size:
+        return {"training.gradient_accumulation_steps": batches // size}
+    return {"training.per_device_train_batch_size": 1, "training.gradient_accumulation_steps": batches}
 
 
 def _why_unsupported(name: str) -> str | None:
     """Return why an argument is not supported, None if it may be."""
     by_prefix = (why for prefix, why in UNSUPPORTED_PREFIXES.items() if name.startswith(prefix))
     return UNSUPPORTED.get(name) or next(by_prefix, None)
+
+
+def listed(keys: Mapping[str, Any]) -> str:
+    """Return keys and their values as a line shows them."""
+    return ", ".join(f"{key}: {_shown(value)}" for key, value in keys.items())
 
 
 def _shown(value: Any) -> str:
@@ -459,21 +584,25 @@ def _data_seed(builder: _Builder, value: Any) -> None:
 
 
 def _packing(builder: _Builder, value: Any) -> None:
-    if value:
-        builder.take({"training.packing": True}, "packs are planned once, before training")
+    if value and not builder.packs:
+        builder.unsupported(f"{builder.world.model.unpacked} does not pack (docs/models.md)")
     else:
-        builder.unneeded("samples are packed all the same; training.packing: false trains padded batches")
+        builder.take({"training.packing": value}, "packs are planned once, before training" if value else "")
 
 
 def _packing_strategy(builder: _Builder, value: Any) -> None:
-    if value == "sequential":
+    if not builder.packs:
+        builder.unneeded("it is of packing, which is not given")
+    elif value == "sequential":
         builder.take({"training.packing_algorithm": "concatenative"})
     else:
         builder.unneeded("training.packing_algorithm has a packer of its own; best_fit_decreasing is ms-swift's")
 
 
 def _packing_length(builder: _Builder, value: Any) -> None:
-    if value == builder.value("max_length"):
+    if not builder.packs:
+        builder.unneeded("it is of packing, which is not given")
+    elif value == builder.value("max_length"):
         builder.unneeded("packs are as long as template.max_length")
     else:
         builder.unsupported(UNSUPPORTED["packing_length"])
@@ -568,6 +697,54 @@ def _quantised(builder: _Builder, value: Any) -> None:
         builder.unsupported("model.quant_method takes bnb")
 
 
+def _quant_bits(builder: _Builder, value: Any) -> None:
+    method = builder.value("quant_method")
+    if method == "bnb":
+        builder.take({"model.quant_bits": value})
+    elif method is None:
+        builder.unneeded("quant_method is not given, and ms-swift quantises nothing then")
+    else:
+        builder.unsupported(f"quantisation by {method} is not offered: use bnb")
+
+
+def _sequence_parallel(builder: _Builder, value: Any) -> None:
+    if value == 1:
+        builder.unneeded("it is ms-swift's default, and nothing else is done here")
+    else:
+        builder.unsupported("every rank trains samples of its own")
+
+
+def _cached(builder: _Builder, value: Any) -> None:
+    reason = "name the data that it was made of in dataset"
+    if not value:
+        builder.unneeded("it names no data")
+    elif builder.value("dataset"):
+        builder.unsupported(reason)
+    else:
+        builder.refused(reason)
+
+
+def _eval_metric(builder: _Builder, value: Any) -> None:
+    if value == "acc":
+        builder.unneeded("an evaluation always measures the accuracy of tokens")
+    else:
+        builder.unsupported("an evaluation measures the loss and the accuracy of tokens (acc)")
+
+
+def _self_cognition(builder: _Builder, value: Any, *, name: str) -> None:
+    if any("self-cognition" in data for data in builder.value("dataset")):
+        builder.take({f"custom.{name}": value})
+    else:
+        builder.unneeded("it is of swift/self-cognition, which dataset does not name")
+
+
+def _dataset_shuffle(builder: _Builder, value: Any) -> None:
+    if any("#" in data for data in builder.value("dataset")) or builder.value("split_dataset_ratio"):
+        builder.take({"custom.dataset_shuffle": value})
+    else:
+        builder.unneeded("all records are trained, in an order that training.seed draws")
+
+
 def _resume(builder: _Builder, value: Any) -> None:
     reason = "a checkpoint of ms-swift does not say how far a plan was trained: to train on from its weights, set "
     builder.unsupported(f"{reason}model.model to it ({value})")
@@ -604,6 +781,14 @@ _SPECIAL: Mapping[str, Callable[[_Builder, Any], None]] = {
     "disable_ignore_empty_think": lambda builder, _: builder.unneeded("template.loss_scale says it"),
     "warmup_ratio": _warmup_ratio,
     "quant_method": _quantised,
+    "quant_bits": _quant_bits,
+    "sequence_parallel_size": _sequence_parallel,
+    "cached_dataset": _cached,
+    "model_name": lambda builder, value: _self_cognition(builder, value, name="model_name"),
+    "model_author": lambda builder, value: _self_cognition(builder, value, name="model_author"),
+    "dataset_shuffle": _dataset_shuffle,
+    "max_model_len": lambda builder, _: builder.unneeded("template.max_length says it"),
+    "eval_metric": _eval_metric,
     "resume_from_checkpoint": _resume,
     "report_to": _report_to,
     "gradient_accumulation_steps": lambda builder, value: builder.take({"training.gradient_accumulation_steps": value}),

@@ -2,10 +2,10 @@
 A shell script -> its commands, without running anything.
 
 Rules kept here: variables are those that the script assigns before, then those of the environment;
-an unquoted variable is split at blanks, as a shell does; what the script would compute (`$(…)`,
-`$((…))`, backquotes, `$1`, `${x%y}`, a variable that nothing sets) makes the word that holds it
-computed, which only matters where the word is used. What decides which commands run at all (`if`,
-`for`, functions) is refused.
+an unquoted variable is split at blanks, as a shell does; `$((…))` and `expr` over whole numbers are
+computed here; what else the script would compute (`$(…)`, backquotes, `$1`, `${x%y}`, a variable
+that nothing sets) makes the word that holds it computed, which only matters where the word is used.
+What decides which commands run at all (`if`, `for`, functions) is refused.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 
 import attrs
 
+from packplan.core.conversion.arithmetic import compute
 from packplan.core.errors import ConfigError, Fault
 
 _CONTROL = frozenset(
@@ -31,6 +32,11 @@ _WITH_DEFAULT = re.compile(r"([A-Za-z_]\w*)(:?[-=])(.*)", re.DOTALL)
 _WHICH = re.compile(r"(?:\$\(|`)\s*(?:which|command\s+-v)\s+([\w./+-]+)\s*[)`]")
 """What only looks up where a program is: its name says as much."""
 
+_ARITHMETIC = re.compile(r"\$\(\((?P<sum>.*)\)\)|\$\(\s*(?P<expr>expr\s.*)\)|`\s*(?P<quoted>expr\s.*)`", re.DOTALL)
+"""Arithmetic of the shell itself, and of the program `expr`."""
+
+_TOKEN = re.compile(r"[A-Za-z_]\w*|\d+|\+\+|--|\S")
+
 _BLANKS = " \t"
 
 
@@ -41,7 +47,7 @@ class Word:
     text: str
 
     computed: tuple[str, ...] = ()
-    """What in it only the shell could say, as it is written; empty if nothing."""
+    """What in it only the shell could say, as it is written, with its line; empty if nothing."""
 
     quoted: bool = False
     """Whether a part of it is quoted: such a word may be empty."""
@@ -78,16 +84,15 @@ def read_script(text: str, environment: Mapping[str, str], *, source: str) -> tu
     >>> [word.text for word in command.words], command.environment["GPUS"].text
     (['swift', 'sft', '--seed', '7'], '2')
     """
-    reader = _Reader(text.replace("\r\n", "\n"), environment, source)
-    return tuple(reader.commands())
+    variables = {name: Word(value) for name, value in environment.items()}
+    return tuple(_Reader(text.replace("\r\n", "\n"), variables, source).commands())
 
 
 class _Reader:
     """Reads a script from its start."""
 
-    def __init__(self, text: str, environment: Mapping[str, str], source: str) -> None:
-        self._text, self._at, self._source = text, 0, source
-        self._variables = {name: Word(value) for name, value in environment.items()}
+    def __init__(self, text: str, variables: dict[str, Word], source: str) -> None:
+        self._text, self._at, self._source, self._variables = text, 0, source, variables
         self._exported: dict[str, Word] = {}
 
     def commands(self) -> Iterator[Command]:
@@ -273,8 +278,38 @@ class _Reader:
 
     def _as_computed(self, start: int) -> Word:
         written = self._text[start : self._at]
-        program = _WHICH.fullmatch(written)
-        return Word(program[1]) if program else Word("", (written,))
+        if program := _WHICH.fullmatch(written):
+            return Word(program[1])
+        line, why = self._text.count("\n", 0, start) + 1, ""
+        if arithmetic := _ARITHMETIC.fullmatch(written):
+            try:
+                return Word(str(compute(self._tokens(arithmetic))))
+            except (ConfigError, ValueError) as error:
+                why = f": {error}" if isinstance(error, ValueError) else ""
+        return Word("", (f"{written} in line {line}{why}",))
+
+    def _tokens(self, arithmetic: re.Match[str]) -> list[str]:
+        """Return numbers and operators, variables expanded; ValueError if there is more."""
+        text = arithmetic["sum"]
+        command = arithmetic["expr"] or arithmetic["quoted"] or f'"{text}"'
+        reader = _Reader(command, self._variables, self._source)
+        words = reader.only_words()
+        odd = set("|&<>;") if text is None else set('"\\')
+        if odd & set(text or command) or any(word.computed or (word.text == "*" and not word.quoted) for word in words):
+            message = "it holds more than whole numbers, + - * / % and parentheses"
+            raise ValueError(message)
+        if text is None:
+            return [word.text for word in words[1:]]
+        values = {name: word.text for name, word in self._variables.items() if not word.computed}
+        return [values.get(token, token) for token in _TOKEN.findall(words[0].text)]
+
+    def only_words(self) -> list[Word]:
+        """Return the words of a text that is one command; ValueError if it is more."""
+        words = self._statement()
+        if self._at < len(self._text):
+            message = "it is more than one command"
+            raise ValueError(message)
+        return words
 
     def _closing(self, quote: str, start: int) -> int:
         end = self._text.find(quote, start)

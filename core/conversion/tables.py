@@ -95,8 +95,27 @@ UNNEEDED: Mapping[str, str] = {
     "logging_dir": "logs are written below training.output_dir; the variable TENSORBOARD_LOGGING_DIR names another",
     "stream": "it is of answers, and no answers are written",
     "bnb_4bit_quant_storage": "it is of weights that FSDP shards",
+    "accelerator_config": "it is of loaders that share batches, and each rank loads its own here",
+    "batch_eval_metrics": "an evaluation sums the loss and the accuracy of tokens as it goes",
+    "dataloader_in_order": "batches always come in the order of the plan",
+    "do_eval": "eval_strategy says whether evaluation runs",
+    "do_predict": "nothing is predicted",
+    "do_train": "training is what runs here",
+    "eval_accumulation_steps": "an evaluation keeps no predictions",
+    "eval_do_concat_batches": "an evaluation keeps no predictions",
+    "eval_use_gather_object": "an evaluation keeps no predictions",
+    "include_for_metrics": "an evaluation measures the loss and the accuracy of tokens",
+    "label_names": "labels are those of the template",
+    "length_column_name": "lengths are measured",
+    "lisa_step_interval": "it is of lisa_activated_layers, which is not supported",
+    "local_rank": "torchrun says which rank a process is",
+    "prediction_loss_only": "an evaluation keeps no predictions",
+    "sortish_sampler": "the order of packs is drawn again each epoch from training.seed",
+    "train_sampling_strategy": "the order of packs is drawn again each epoch from training.seed",
 }
 """Arguments whose work is done in another way, or by itself."""
+
+_BENCHMARKS = "an evaluation measures the loss of val_dataset: run swift eval on a checkpoint"
 
 UNSUPPORTED: Mapping[str, str] = {
     "model_revision": "name the folder of that revision in model.model",
@@ -111,13 +130,11 @@ UNSUPPORTED: Mapping[str, str] = {
     "init_strategy": "name a model whose weights are all there",
     "norm_bbox": "boxes stay as the records have them",
     "use_chat_template": "records always become chats",
-    "sequence_parallel_size": "every rank counts as a learner: set it to 1",
     "template_backend": "templates are ms-swift's own",
     "response_prefix": "it is of inference",
     "enable_thinking": "set the variable ENABLE_THINKING instead",
     "preserve_thinking": "set the variable PRESERVE_THINKING instead",
     "add_non_thinking_prefix": "the template's own is used",
-    "cached_dataset": "name the data that it was made of in dataset",
     "cached_val_dataset": "name the data that it was made of in val_dataset",
     "interleave_prob": "write the shares as a mix: see docs/mixing.md",
     "custom_dataset_info": "name the data files in dataset",
@@ -143,6 +160,14 @@ UNSUPPORTED: Mapping[str, str] = {
     "loss_type": "the loss is the cross entropy",
     "router_aux_loss_coef": "the loss is the cross entropy alone",
     "use_galore": "its gradients are not tried with packs",
+    "eval_dataset": _BENCHMARKS,
+    "eval_dataset_args": _BENCHMARKS,
+    "eval_generation_config": _BENCHMARKS,
+    "eval_limit": _BENCHMARKS,
+    "extra_eval_args": _BENCHMARKS,
+    "bf16_full_eval": "an evaluation computes as training does",
+    "fp16_full_eval": "an evaluation computes as training does",
+    "mrl_dims": "embeddings are not trained",
     "lisa_activated_layers": "layers that change while training runs are not tried with packs",
 }
 """Arguments that ask for something that is not done here, and what to do instead."""
@@ -163,6 +188,32 @@ UNSUPPORTED_PREFIXES: Mapping[str, str] = {
 
 GENERATION = frozenset(
     {"max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "num_beams", "stop_words", "logprobs",
-     "top_logprobs", "structured_outputs_regex"}
+     "top_logprobs", "structured_outputs_regex", "ds3_gather_for_generation"}
 )  # fmt: skip
 """Arguments about answers, which training does not write."""
+
+PARTS_OF: Mapping[str, str] = {
+    "fsdp_config": "fsdp",
+    "gradient_checkpointing_kwargs": "gradient_checkpointing",
+    "hub_always_push": "push_to_hub",
+    "hub_model_id": "push_to_hub",
+    "hub_private_repo": "push_to_hub",
+    "hub_revision": "push_to_hub",
+    "hub_strategy": "push_to_hub",
+    "liger_kernel_config": "use_liger_kernel",
+}
+"""Arguments that nothing reads without another one -> that one."""
+
+EVALUATION = frozenset(
+    {"eval_delay", "eval_on_start", "early_stop_interval", "load_best_model_at_end",
+     "greater_is_better", "metric_for_best_model", "per_device_eval_batch_size"}
+)  # fmt: skip
+"""Arguments that nothing reads without evaluation data."""
+
+SEEING = frozenset({"max_pixels", "vit_gradient_checkpointing"})
+"""Arguments that nothing reads where the model takes no images."""
+
+KEPT = frozenset(
+    {"greater_is_better", "metric_for_best_model", "per_device_eval_batch_size", "vit_gradient_checkpointing"}
+)
+"""Arguments that are written even where nothing reads them: the settings stay ms-swift's."""

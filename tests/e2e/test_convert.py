@@ -19,11 +19,14 @@ from packplan.adapters.conversion.table import TABLE, stored_arguments
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.trainer.loader import LENGTHS
 from packplan.app import convert
+from packplan.app.plan.stored import inspect_plan
+from packplan.app.planning.split import Planner
 from packplan.app.training.prepare import prepare
 from packplan.app.training.schedule import batch_of
 from packplan.app.wiring import stores
 from packplan.app.wiring import training as wiring
 from packplan.app.wiring.conversion import convert_source, run_text
+from packplan.app.wiring.gather import gather
 from packplan.core.errors import ConfigError
 from tests.e2e import swift_run
 from tests.processes import finished
@@ -144,11 +147,15 @@ def of_swift(server, command, tmp_path_factory):
     return answer
 
 
-def converted(words: list[str], folder: Path) -> Path:
+def converted(words: list[str], folder: Path, *, name: str = "run") -> Path:
     """Convert a command, and return the run's YAML."""
-    path = folder / "run.yaml"
+    path = folder / f"{name}.yaml"
     path.write_text(run_text(convert_source(["swift", "sft", *words]), output=str(path)))
     return path
+
+
+UNPACKED = ["--packing", "false"]
+"""Behind a command whose model and data are here: it keeps ms-swift's batches."""
 
 
 def as_plain(value):
@@ -166,7 +173,7 @@ def test_settings_are_those_that_ms_swift_resolves(  # noqa: PLR0917  # fixtures
     a reason.
     """
     words = command(example, of=of, more=more)
-    config = stores.read_config(converted(words, tmp_path), ["training.packing=false"])
+    config = stores.read_config(converted([*words, *UNPACKED], tmp_path))
     batch = batch_of(config, world_size=1)
     ours = wiring.open_arguments(config, batch.size, batch.accumulation)
     theirs = json.loads(of_swift("settings", example).read_text())
@@ -191,10 +198,12 @@ def test_settings_are_those_that_ms_swift_resolves(  # noqa: PLR0917  # fixtures
 @pytest.mark.parametrize("example", LOSSES)
 def test_the_first_step_and_every_sample_have_ms_swift_s_loss(of_swift, tmp_path, command, example):
     """Packing off, the first step's, within 1e-5; in packs, each sample's."""
-    path = converted(command(example, of=LOSSES[example]), tmp_path)
+    words = command(example, of=LOSSES[example])
+    path = converted([*words, "--packing", "true"], tmp_path)
     quick = ["training.max_steps=1", "training.logging_steps=1", "training.save_strategy=no"]
 
-    unpacked = stores.read_config(path, [*quick, "training.packing=false", f"training.output_dir={tmp_path / 'off'}"])
+    off = converted([*words, *UNPACKED], tmp_path, name="off")
+    unpacked = stores.read_config(off, [*quick, f"training.output_dir={tmp_path / 'off'}"])
     trained = prepare(unpacked, OneRank()).trainer
     trained.train()
     step = next(entry["loss"] for entry in trained.history if "loss" in entry)
@@ -252,6 +261,10 @@ def test_the_commands_of_the_examples_convert_or_are_refused(tmp_path, monkeypat
             continue
         document = json.loads(printed.out)
         starts[example] = document["start"]
+        # Without the model and the data, only what ms-swift packs is packed, and no step changes.
+        assert ("--packing true" in text) == document["run"]["training"]["packing"]
+        steps = re.search(r"gradient_accumulation_steps:? (\d+)", text)
+        assert (int(steps[1]) if steps else 8) == document["run"]["training"]["gradient_accumulation_steps"]
         outcomes[example] = [line["argument"] for line in document["lines"] if line["verdict"] == "not supported"]
         given = text.count(" --") if source.suffix == ".sh" else len(yaml.safe_load(text))
         mine = [line for line in document["lines"] if line["argument"].startswith("--")]
@@ -262,17 +275,14 @@ def test_the_commands_of_the_examples_convert_or_are_refused(tmp_path, monkeypat
         capsys.readouterr()
 
     refused = {example: said for example, said in outcomes.items() if isinstance(said, str)}
-    assert {"examples/train/multi-gpu/ddp/train.sh", "examples/megatron/sft.sh"} == set(refused)
-    assert (
-        "--gradient_accumulation_steps: is computed by the script ($(expr 16 / $nproc_per_node))"
-        in refused["examples/train/multi-gpu/ddp/train.sh"]
-    )
+    assert {"examples/megatron/sft.sh"} == set(refused)
     assert "megatron sft trains with Megatron-LM" in refused["examples/megatron/sft.sh"]
     length, precision = "(default) max_length", "(default) bf16, fp16"
     assert {
         "examples/train/full/train.sh": [length, precision],
         "examples/train/tuners/lora/train.sh": [length, precision],
         "examples/train/tuners/dora/train.sh": [length, precision],
+        "examples/train/multi-gpu/ddp/train.sh": [length],
         "examples/train/tuners/qlora/train.sh": [length, precision],
         "examples/train/streaming/streaming.sh": [length, precision],
         "examples/train/packing/llm.sh": [],
@@ -294,7 +304,9 @@ def test_a_command_may_name_a_yaml_and_change_it(tmp_path, command):
     model, data = (words[words.index(name) + 1] for name in ("--model", "--dataset"))
     path = tmp_path / "sft.yaml"
     head = f"model: {model}\nmodel_type: qwen2\ntemplate: qwen2_5\n"
-    path.write_text(f"{head}dataset: [{data}]\nseed: 1\nlora_rank: 4\nENV: {{NPROC_PER_NODE: 2, A: 1}}\n")
+    path.write_text(
+        f"{head}dataset: [{data}]\npacking: false\nseed: 1\nlora_rank: 4\nENV: {{NPROC_PER_NODE: 2, A: 1}}\n"
+    )
 
     made = convert_source([f"A=2 swift sft {path} --seed 7"])
     alone = convert_source([str(path)])
@@ -323,6 +335,7 @@ def test_a_command_may_name_a_yaml_and_change_it(tmp_path, command):
             "NPROC_PER_NODE: is computed by",
         ),
         ("args.json", '{"swift_version": "4", "rlhf_type": "dpo"}', "is of swift rlhf"),
+        ("x.yaml", "rlhf_type: dpo\nbeta: 0.1\n", "rlhf_type: is of swift rlhf, which trains on preferences"),
     ],
 )
 def test_files_that_are_no_commands_are_refused(tmp_path, name, text, says):
@@ -338,6 +351,110 @@ def test_files_that_are_no_commands_are_refused(tmp_path, name, text, says):
     for words in (["gone.sh"], [str(tmp_path)] if name != "args.json" else ["gone.yaml"]):
         with pytest.raises(ConfigError):
             convert_source(words)
+
+
+@pytest.fixture
+def scenes(demo, tmp_path):
+    """Return a command over the demo's records, whose model is here."""
+    return ["swift", "sft", "--model", str(demo / "models" / "qwen2_5_vl"), "--model_type", "qwen2_5_vl",
+            "--template", "qwen2_5_vl", "--dataset", str(demo / "data" / "train.jsonl"), "--max_length", "1024",
+            "--output_dir", str(tmp_path / "out"), "--fp16", "false", "--bf16", "false"]  # fmt: skip
+
+
+def view_of(path, *overrides):
+    """Plan a run, and return its plan of training in numbers."""
+    config = stores.read_config(path, overrides)
+    split = gather(config).splits["train"]
+    Planner.of(config, OneRank()).plan(split)
+    return inspect_plan(config, "train", world_size=1)
+
+
+def test_a_step_of_packs_holds_the_samples_of_ms_swift_s(scenes, tmp_path, capsys):
+    """
+    Where lengths can be measured, and where they are stored; both numbers of steps are told, and
+    are those of the plans.
+    """
+    unsaid, plain, again = (tmp_path / f"{name}.yaml" for name in ("unsaid", "plain", "again"))
+    assert 0 == convert.main(["-o", str(unsaid), "--", *scenes])
+    said = capsys.readouterr().out
+    assert 0 == convert.main(["-o", str(plain), "--", *scenes, *UNPACKED])
+    packs, samples = view_of(unsaid), view_of(plain, f"training.output_dir={tmp_path / 'plain'}")
+    Path(scenes[scenes.index("--dataset") + 1]).rename(tmp_path / "train.jsonl")
+    capsys.readouterr()
+    try:
+        assert 0 == convert.main(["-o", str(again), "--", *scenes])
+    finally:
+        (tmp_path / "train.jsonl").rename(scenes[scenes.index("--dataset") + 1])
+
+    told = re.search(r"a step ([\d.]+) where ms-swift's holds 16: (\d+) steps become (\d+)", said)
+    assert told is not None
+    per_step = packs.plan_summary.samples_per_pack * packs.schedule.gradient_accumulation_steps
+    assert abs(float(told[1]) - per_step) < 0.051
+    assert 16 * 2 / 3 <= per_step <= 16 * 4 / 3
+    assert (samples.schedule.total_steps, packs.schedule.total_steps) == (int(told[2]), int(told[3]))
+    assert packs.schedule.total_steps <= 1.5 * samples.schedule.total_steps
+    assert told[0] in capsys.readouterr().out
+
+
+def test_packs_that_nobody_asked_for_are_refused_strictly(scenes, tmp_path, capsys):
+    """The report comes all the same; a command that says whether it packs has no such change."""
+    path = tmp_path / "run.yaml"
+
+    assert 2 == convert.main(["--strict", "-o", str(path), "--", *scenes])
+
+    said = capsys.readouterr()
+    assert "(this project) packing: training.packing: true" in said.err
+    assert "--max_length 1024" in said.out
+    assert not path.exists()
+    assert 0 == convert.main(["--strict", "-o", str(path), "--", *scenes, *UNPACKED])
+
+
+def test_a_step_that_no_packs_fill_stays_as_it_is(scenes):
+    """One pack would hold more samples than it has."""
+    made = convert_source([*scenes, "--gradient_accumulation_steps", "1"]).conversion
+
+    assert (False, 1) == tuple(made.document["training"][key] for key in ("packing", "gradient_accumulation_steps"))
+    assert () == made.different
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("--cached_dataset c", "--cached_dataset c: name the data that it was made of in dataset"),
+        ("--dataset a.jsonl --sequence_parallel_size 8", "--sequence_parallel_size 8: a step there holds 16 samples"),
+        ("--dataset a.jsonl --lora_rank 0", "--lora_rank 0: is 0, but has to be at least 1"),
+    ],
+)
+def test_the_report_is_printed_where_there_is_no_run(tmp_path, capsys, arguments, says):
+    """With a line for each argument; what is refused is an argument of the command."""
+    path = tmp_path / "run.yaml"
+    words = ["swift", "sft", "--model", "m", "--max_length", "8", *arguments.split()]
+
+    assert 2 == convert.main(["-o", str(path), "--", *words])
+    said = capsys.readouterr()
+    assert 2 == convert.main(["--json", "-o", str(path), "--", *words])
+
+    assert says in said.err
+    assert "1 fault:" in said.err
+    assert "no run: " in said.out
+    assert len(words[2:]) // 2 == len(re.findall(r"^\w.*  --", said.out, re.MULTILINE))
+    assert json.loads(capsys.readouterr().out)["output"] is None
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "family"),
+    [("meta-llama/Llama-4-Scout-17B-16E-Instruct", "llama4"), ("Qwen/Qwen3-Omni-30B-A3B-Instruct", "qwen3_omni")],
+)
+def test_a_model_that_the_page_of_models_refuses_is_said_to_be(tmp_path, monkeypatch, model, family):
+    """Also where it is not on this machine."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("MODELSCOPE_CACHE", str(tmp_path / "ms"))
+
+    lines = convert_source(["swift", "sft", "--model", model, "--dataset", "a.jsonl"]).conversion.lines
+
+    packing = next(line for line in lines if line.argument == "(this project) packing")
+    assert f"training.packing: false, training.packing_drop_last: false; {family} does not pack" in packing.reason
 
 
 @pytest.mark.parametrize(
@@ -378,7 +495,7 @@ def test_a_run_that_exists_is_not_written_over(tmp_path, monkeypatch, capsys, co
 
 def test_the_way_back_is_a_command_that_ms_swift_takes(server, tmp_path, capsys, command):
     """The exported YAML trains the same samples: the first step has the unpacked run's loss."""
-    path = converted(command("examples/train/tuners/lora/train.sh", of="qwen2"), tmp_path)
+    path = converted([*command("examples/train/tuners/lora/train.sh", of="qwen2"), *UNPACKED], tmp_path)
     exported = tmp_path / "swift.yaml"
     assert 0 == convert.main(["--back", str(path), "-o", str(exported)])
     assert f"start it with: swift sft {exported}" in capsys.readouterr().out

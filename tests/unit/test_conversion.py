@@ -21,11 +21,14 @@ from packplan.core.conversion import (
     World,
     convert,
     find_launch,
+    packs_of_step,
     read_keys,
     read_resolved,
     read_script,
     read_words,
     to_swift,
+    with_packs,
+    without_packs,
 )
 from packplan.core.errors import ConfigError
 
@@ -137,6 +140,62 @@ def test_what_cannot_be_read_says_so_once(script, says):
     assert says in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("$(expr 16 / $n)", "5"),
+        ("`expr 16 / $n`", "5"),
+        ("$(expr \\( 1 + $n \\) \\* ${m:-4} '%' 7)", "2"),
+        ("$((16 / n))", "5"),
+        ("$((16/$n))", "5"),
+        ("$(( (1 + ${n}) * 2 - 20 % n ))", "6"),
+        ("$(( $((2 * 3)) + 1 ))", "7"),
+        ("$((low / 2))", "-3"),
+        ("$((low % 2))", "-1"),
+        ("$((0 - 7 / 2))", "-3"),
+        ("$((n - low - 1))", "9"),
+    ],
+)
+def test_whole_numbers_of_the_script_are_computed(written, value):
+    """As the shell does: truncated towards zero, a product before a sum."""
+    assert value == launched(f"n=3\nlow=-7\nswift sft --seed {written}").arguments[1].text
+    assert (value, ()) == attrs.astuple(launched(f'n=3 low=-7\nGPUS="{written}" swift sft').environment["GPUS"])[:2]
+
+
+@pytest.mark.parametrize(
+    ("written", "says"),
+    [
+        ("$(expr 16 / $gone)", "in line 3: it holds more than whole numbers"),
+        ("$(expr 2 * 3)", "in line 3: it holds more than whole numbers"),
+        ("$(expr 4 / 2 | wc -c)", "in line 3: it holds more than whole numbers"),
+        ("$(expr 1; date)", "in line 3"),
+        ("$(expr 1\ndate)", "in line 3: it is more than one command"),
+        ("$(expr ( 1 ))", "in line 3"),
+        ("$(expr 16/2)", "in line 3: 16/2 is no decimal number"),
+        ("$(expr length abc)", "in line 3: length is no decimal number"),
+        ("$(date +%s)", "in line 3"),
+        ("$((2 ** 3))", "in line 3: * is no decimal number"),
+        ("$((n++))", "in line 3: ++ is not computed"),
+        ("$((n > 2))", "in line 3: > is not computed"),
+        ('$((2" "3))', "in line 3: it holds more than whole numbers"),
+        ("$((010))", "in line 3: 010 is no decimal number"),
+        ("$((gone))", "in line 3: gone is no decimal number"),
+        ("$((1 +))", "in line 3: its end is no decimal number"),
+        ("$(((1 + 2) * (3))", "does not close"),
+        ("$(( (1 2) ))", "in line 3: a ( does not close"),
+        ("$((5 % 0))", "in line 3: it divides by 0"),
+        ("$((9223372036854775807 * 2))", "in line 3: it is beyond 64 bits"),
+        ("$((99999999999999999999))", "in line 3: it is beyond 64 bits"),
+    ],
+)
+def test_what_else_a_shell_would_compute_is_refused_by_its_line(written, says):
+    """Nothing is run, and nothing is guessed."""
+    with pytest.raises(ConfigError) as error:
+        read_words(launched(f"n=3\n\nswift sft --seed {written}").arguments, TABLE, source="train.sh")
+
+    assert says in str(error.value)
+
+
 def test_ranks_and_variables_are_those_of_the_command():
     """Of the environment and of torchrun; other commands of the script are named."""
     script = "MAX_PIXELS=9\nexport MAX_PIXELS NONE\nNPROC_PER_NODE=4 MASTER_PORT=29 swift sft --a 1\nswift infer"
@@ -158,10 +217,15 @@ def test_ranks_and_variables_are_those_of_the_command():
         ("--seed", "--seed: has no value"),
         ("--seed 1 2", "--seed: takes one value, but has 2 (1 2): put quotes around it"),
         ("--packing maybe", "--packing: is maybe, but has to be true or false"),
-        ("--seed $(date)", "--seed: is computed by the script ($(date))"),
-        ("--seed `date`", "is computed by the script (`date`)"),
-        ("--seed $(echo ')' | wc)", "is computed by the script ($(echo ')' | wc))"),
-        ("--seed $1 --learning_rate $((1 + 2)) --model ${A%b}", "--model: is computed by the script (${A%b})"),
+        ("--seed $(date)", "--seed: is computed by the script ($(date) in line 1)"),
+        ("--seed `date`", "is computed by the script (`date` in line 1)"),
+        ("--seed $(echo ')' | wc)", "is computed by the script ($(echo ')' | wc) in line 1)"),
+        (
+            "--seed $1 --learning_rate $((1 + 2)) --model ${A%b}",
+            "--model: is computed by the script (${A%b} in line 1)",
+        ),
+        ("\\\n--seed $((1 / 0))", "--seed: is computed by the script ($((1 / 0)) in line 2: it divides by 0)"),
+        ("--rlhf_type dpo --beta 1", "rlhf_type: is of swift rlhf, which trains on preferences or rewards"),
     ],
 )
 def test_arguments_that_are_none_are_refused_together(arguments, says):
@@ -202,12 +266,18 @@ def test_a_yaml_and_an_args_json_hold_the_same_arguments():
     assert 2 == others
     with pytest.raises(ConfigError, match="zigzag: is no argument of ms-swift"):
         read_keys({"zigzag": 1}, TABLE, source="a.yaml")
+    with pytest.raises(ConfigError) as error:
+        read_keys({"zigzag": 1, "rlhf_type": "dpo"}, TABLE, source="a.yaml")
+    assert ["rlhf_type"] == [fault.path for fault in error.value.faults]
 
 
 def test_every_argument_of_ms_swift_becomes_something():
-    """Taken over, not needed or not supported, with a reason, or refused with another."""
+    """
+    Taken over, not needed or not supported, with a reason, or refused with another; what is wrong
+    with the run's keys is wrong with arguments that are given.
+    """
     refused: list[tuple] = []
-    counts = {"taken over": 0, "not needed here": 0, "not supported": 0}
+    counts = dict.fromkeys(["taken over", "not needed here", "not supported", "refused"], 0)
     for tuner in ("lora", "full"):
         for name, argument in TABLE.items():
             values = {
@@ -218,16 +288,190 @@ def test_every_argument_of_ms_swift_becomes_something():
                 needed = {"model": "m", "dataset": ["a.jsonl"], "tuner_type": tuner, "max_length": 8, "output_dir": "o"}
                 given = [Given(key, held, "x", key) for key, held in {**needed, name: value}.items()]
                 try:
-                    lines = convert(given, TABLE, world(), source="").lines
+                    conversion = convert(given, TABLE, world(), source="")
                 except ConfigError as error:
                     refused.append(error.faults)
                     continue
-                line = next(line for line in lines if line.argument == f"--{name} x")
+                assert faults_of(conversion) <= set(conversion.written)
+                line = next(line for line in conversion.lines if line.argument == f"--{name} x")
                 counts[line.verdict] += 1
                 assert line.reason
                 assert not line.reason.endswith(".")
-    assert min(counts.values()) > 50
+    assert min(counts[verdict] for verdict in counts if verdict != "refused") > 50
+    assert 2 == counts["refused"]  # three ranks to a learner, with both tuners
     assert all(refused)
+
+
+def faults_of(conversion):
+    """Return the keys that the run's YAML would be refused for."""
+    try:
+        parse_config(conversion.document, "run.yaml", KEYS)
+    except ConfigError as error:
+        return {fault.path for fault in error.faults}
+    return set()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line", "says"),
+    [
+        ("--dataset a.jsonl --quant_method hqq --quant_bits 4 --hqq_axis 1", "quant_bits 4", "not supported"),
+        ("--dataset a.jsonl --quant_bits 4", "quant_bits 4", "not needed here"),
+        ("--dataset a.jsonl --cached_dataset c", "cached_dataset c", "not supported"),
+        ("--dataset a.jsonl --cached_dataset", "cached_dataset", "not needed here"),
+        ("--cached_dataset c", "cached_dataset c", "refused"),
+    ],
+)
+def test_no_fault_is_of_a_key_that_nobody_wrote(arguments, line, says):
+    """It is the line of the argument that says it; where data are missing, there is no run."""
+    conversion = converted(f"--model m {arguments}")
+
+    assert says == verdicts(conversion)[f"--{line}"][0]
+    assert (set() if says != "refused" else {"custom.train_jsonl"}) == faults_of(conversion)
+
+
+UNREAD = """accelerator_config batch_eval_metrics bf16_full_eval bnb_4bit_compute_dtype bnb_4bit_quant_type
+bnb_4bit_use_double_quant dataloader_in_order dataset_shuffle do_eval do_predict do_train ds3_gather_for_generation
+early_stop_interval eval_accumulation_steps eval_dataset eval_dataset_args eval_delay eval_do_concat_batches
+eval_generation_config eval_limit eval_metric eval_on_start eval_use_gather_object extra_eval_args fp16_full_eval
+fsdp_config greater_is_better hub_always_push hub_model_id hub_private_repo hub_revision hub_strategy
+include_for_metrics label_names length_column_name liger_kernel_config lisa_step_interval load_best_model_at_end
+local_rank max_model_len max_pixels metric_for_best_model model_author model_name mrl_dims packing_length
+packing_strategy per_device_eval_batch_size prediction_loss_only project quant_bits sortish_sampler
+trackio_bucket_id trackio_space_id trackio_static_space_id train_sampling_strategy vit_gradient_checkpointing""".split()  # noqa: SIM905
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_nothing_is_taken_over_that_nothing_reads(name):
+    """Without evaluation data, images, and the argument that another one is a part of."""
+    values = {"bool": True, "int": 3, "float": 0.5, "dict": {"a": 1}, "list": ["x"], "str": "x"}
+    value = values[next(kind for kind in TABLE[name].types if kind != "null")]
+    given = [Given(key, held, "x", key) for key, held in {"model": "m", "dataset": ["a.jsonl"], name: value}.items()]
+
+    assert verdicts(convert(given, TABLE, world(), source=""))[f"--{name} x"][0] in {"not needed here", "not supported"}
+
+
+def test_what_something_reads_is_taken_over():
+    """With evaluation data, images, and the argument that another one is a part of."""
+    lines = converted(
+        "--dataset swift/self-cognition#5 --val_dataset b.jsonl --model m --model_name a --model_author b "
+        "--dataset_shuffle false --per_device_eval_batch_size 2 --eval_on_start true --metric_for_best_model loss "
+        "--push_to_hub true --hub_model_id x --fsdp full_shard --fsdp_config {} --report_to trackio --project x "
+        "--quant_method bnb --quant_bits 4 --bnb_4bit_quant_type fp4 --packing true --packing_strategy sequential "
+        "--max_pixels 4 --vit_gradient_checkpointing false",
+        model=attrs.evolve(TEXT, is_multimodal=True),
+    ).lines
+    given = [line for line in lines if line.argument.startswith("--")]
+
+    assert ["taken over"] * len(given) == [line.verdict for line in given]
+    assert (
+        "an evaluation always" in verdicts(converted("--model m --dataset a --eval_metric acc"))["--eval_metric acc"][1]
+    )
+
+
+def test_settings_that_nothing_reads_stay_those_of_ms_swift():
+    """They are written, though no line says that they are taken over."""
+    training = converted(
+        "--model m --dataset a.jsonl --per_device_eval_batch_size 4 --metric_for_best_model acc "
+        "--vit_gradient_checkpointing false"
+    ).document["training"]
+
+    assert (4, "acc", False) == (
+        training["per_device_eval_batch_size"], training["metric_for_best_model"],
+        training["vit_gradient_checkpointing"],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "packing", "may_pack"),
+    [("", False, True), ("--packing true", True, False), ("--packing false", False, False)],
+)
+def test_samples_share_packs_where_the_command_says_so(arguments, packing, may_pack):
+    """Else a step keeps the samples that it has, and nothing is changed."""
+    conversion = converted(f"--model m --dataset a.jsonl --gradient_accumulation_steps 3 {arguments}")
+
+    assert (packing, 3) == tuple(
+        conversion.document["training"][key] for key in ("packing", "gradient_accumulation_steps")
+    )
+    assert (may_pack, ()) == (conversion.may_pack, conversion.different)
+
+
+def test_a_model_that_does_not_pack_is_said_to():
+    """By its family; a command that packs it asks for what is not done."""
+    model = attrs.evolve(TEXT, unpacked="llama4")
+    asked, unasked = (converted(f"--model m --dataset a {more}", model=model) for more in ("--packing true", ""))
+
+    for conversion in (asked, unasked):
+        assert "llama4 does not pack (docs/models.md)" in verdicts(conversion)["(this project) packing"][1]
+        assert (False, False) == (conversion.document["training"]["packing"], conversion.may_pack)
+    assert ["--packing true"] == [line.argument for line in asked.different]
+    assert () == unasked.different
+
+
+@given(st.integers(1, 4096), st.floats(1, 500))
+def test_a_step_of_packs_holds_the_samples_that_it_had(samples, samples_per_pack):
+    """By the nearest number of packs, within a third; where no number does so, there is none."""
+    packs = packs_of_step(samples, samples_per_pack=samples_per_pack)
+
+    def off(number):
+        return abs(number * samples_per_pack / samples - 1)
+
+    if packs is None:
+        assert all(off(number) > 1 / 3 for number in range(1, 5))
+        return
+    assert off(packs) <= 1 / 3 + 1e-9
+    assert off(packs) <= min(off(packs + 1), off(max(1, packs - 1))) + 1e-9
+
+
+def test_packs_in_place_of_samples_are_a_change():
+    """Both numbers of steps are told, with each argument whose key has another value then."""
+    given = converted(
+        "--model m --dataset a.jsonl --per_device_train_batch_size 8 --gradient_accumulation_steps 4", world_size=2
+    )
+    conversion = with_packs(given, 3, samples_per_pack=9.5, steps=(94, 105), world_size=2)
+    said = verdicts(conversion)
+    training = conversion.document["training"]
+
+    assert (True, 1, 3) == (
+        training["packing"], training["per_device_train_batch_size"], training["gradient_accumulation_steps"]
+    )  # fmt: skip
+    assert {"--per_device_train_batch_size 8", "--gradient_accumulation_steps 4", "(this project) packing"} == {
+        line.argument for line in conversion.different
+    }
+    assert "a step 57.0 where ms-swift's holds 64: 94 steps become 105" in said["(this project) packing"][1]
+    assert len(given.lines) == len(conversion.lines)
+    assert given.document["training"]["packing"] is False
+    why = verdicts(without_packs(given, "no data"))["(this project) packing"]
+    assert ("taken over", True) == (why[0], why[1].endswith("; no data"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "batch", "lines"),
+    [
+        ("--gradient_accumulation_steps 16", (None, 4), 2),
+        ("--gradient_accumulation_steps 1 --per_device_train_batch_size 4", (1, 1), 3),
+        ("--gradient_accumulation_steps 4 --per_device_train_batch_size 2", (2, 1), 2),
+        ("--per_device_train_batch_size 2", (1, 1), 3),
+    ],
+)
+def test_ranks_that_are_one_learner_are_as_many_samples(arguments, batch, lines):
+    """ms-swift divides the ranks by the sequence's; here each rank trains its own."""
+    conversion = converted(f"--model m --dataset a.jsonl --sequence_parallel_size 4 {arguments}", world_size=4)
+    training = conversion.document["training"]
+
+    assert batch == (training.get("per_device_train_batch_size"), training["gradient_accumulation_steps"])
+    assert "changed" == verdicts(conversion)["--sequence_parallel_size 4"][0]
+    assert lines == len(conversion.different)
+
+
+@pytest.mark.parametrize(("steps", "ranks"), [(1, 8), (8, 6), (8, 1)])
+def test_ranks_that_are_one_learner_of_too_few_samples_are_refused(steps, ranks):
+    """By the argument, for no batch of these ranks is as large."""
+    conversion = converted(
+        f"--model m --dataset a --sequence_parallel_size 8 --gradient_accumulation_steps {steps}", world_size=ranks
+    )
+
+    assert ["--sequence_parallel_size 8"] == [line.argument for line in conversion.different]
+    assert "refused" == conversion.different[0].verdict
 
 
 def test_defaults_are_those_of_ms_swift():
@@ -282,11 +526,12 @@ def test_half_precision_that_ms_swift_takes_by_default_says_where_it_cannot_be()
         ("--temperature 1", "temperature 1", "not needed here", "of answers"),
         ("--swanlab_project x", "swanlab_project x", "not supported", "SwanLab"),
         ("--packing true", "packing true", "taken over", "training.packing: true"),
-        ("--packing false", "packing false", "not needed here", "training.packing: false"),
-        ("--packing_strategy sequential", "packing_strategy sequential", "taken over", "concatenative"),
-        ("--packing_strategy binpack", "packing_strategy binpack", "not needed here", "best_fit_decreasing"),
-        ("--packing_length 8 --max_length 8", "packing_length 8", "not needed here", "template.max_length"),
-        ("--packing_length 9 --max_length 8", "packing_length 9", "not supported", "template.max_length"),
+        ("--packing false", "packing false", "taken over", "training.packing: false"),
+        ("--packing true --packing_strategy sequential", "packing_strategy sequential", "taken over", "concatenative"),
+        ("--packing true --packing_strategy binpack", "packing_strategy binpack", "not needed here", "best_fit"),
+        ("--packing_strategy sequential", "packing_strategy sequential", "not needed here", "of packing"),
+        ("--packing true --packing_length 8 --max_length 8", "packing_length 8", "not needed here", "max_length"),
+        ("--packing true --packing_length 9 --max_length 8", "packing_length 9", "not supported", "max_length"),
         ("--truncation_strategy right", "truncation_strategy right", "taken over", "right"),
         ("--truncation_strategy delete", "truncation_strategy delete", "not needed here", "leaves long samples out"),
         ("--truncation_strategy split", "truncation_strategy split", "not supported", "swift pt"),
@@ -345,7 +590,7 @@ def test_counts_and_splits_go_with_the_names_of_data():
         custom = converted(f"--model m --dataset {data}").document["custom"]
         assert [data.split()[0]] == custom["dataset"]
         assert "train_jsonl" not in custom
-    assert not converted("--model m --dataset a.jsonl").unsupported
+    assert not converted("--model m --dataset a.jsonl").different
     drawn = converted("--model m --dataset a.jsonl#3 --streaming true --max_steps 1").document["custom"]
     assert drawn["dataset_shuffle"] is False
 
@@ -446,6 +691,8 @@ def test_what_ms_swift_would_do_otherwise_is_said():
     assert {"training.packing_drop_last", "training.packing_allow_single_long", "training.loss_reduction",
             "custom.use_summary"} == unsaid  # fmt: skip
     assert 4 == back.arguments["gradient_accumulation_steps"]
+    changed = [line.argument for line in back.lines if line.verdict == "changed"]
+    assert ["training.gradient_accumulation_steps"] == changed  # samples in place of packs
     padded, given = configured(training={"packing": False, "packing_allow_single_long": False})
     assert () == to_swift(padded, given=given).lines
 
