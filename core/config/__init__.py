@@ -1,6 +1,6 @@
 """
-The keys of a run's YAML as classes, the faults that keys have together, and advice on keys that are
-none.
+The keys of a run's YAML as classes, the faults that keys have together, advice on keys that are
+none, and which of them all ranks share.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from packplan.core.config.advice import closest, unknown_key
 from packplan.core.config.faults import faults
 from packplan.core.config.key_faults import REFUSED_TRAINING_KEYS
 from packplan.core.config.planning import configured_inputs, plan_policy
+from packplan.core.config.ranks import OWN, PATHS, flat_values, rank_differences, run_values
 from packplan.core.config.rl import GrpoConfig
 from packplan.core.config.rl_faults import rl_faults
 from packplan.core.config.run import (
@@ -21,6 +22,8 @@ from packplan.core.config.run import (
 )
 
 __all__ = [
+    "OWN",
+    "PATHS",
     "REFUSED_TRAINING_KEYS",
     "CustomConfig",
     "GrpoConfig",
@@ -32,7 +35,10 @@ __all__ = [
     "closest",
     "configured_inputs",
     "faults",
+    "flat_values",
     "plan_policy",
+    "rank_differences",
     "rl_faults",
+    "run_values",
     "unknown_key",
 ]

@@ -31,6 +31,7 @@ Everything that this project raises on purpose.
     │   ├── LockedError            another job writes the same folder
     │   ├── RankZeroError          rank 0 failed, died, or was too slow, while others waited
     │   ├── RankGoneError          another rank did not respond in time
+    │   ├── DifferentRunsError     ranks were given different configurations, weights or versions
     │   ├── LostProcessError       a process that measures or loads data ended
     │   ├── NotFiniteError         a loss or gradient is not finite, or weights are ruined
     │   └── WorkerError            a worker of reinforcement learning raised or died
@@ -46,7 +47,15 @@ Fields are positional, so that errors survive pickling between processes.
 
 from __future__ import annotations
 
-from packplan.core.errors.base import ArgumentError, Difference, Fault, PackplanError, UserError, VerificationError
+from packplan.core.errors.base import (
+    ArgumentError,
+    Difference,
+    Fault,
+    PackplanError,
+    RankDifference,
+    UserError,
+    VerificationError,
+)
 from packplan.core.errors.batches import (
     BatchError,
     OverBudgetError,
@@ -68,6 +77,7 @@ from packplan.core.errors.planning import (
 )
 from packplan.core.errors.running import (
     CoverageError,
+    DifferentRunsError,
     LostProcessError,
     NotFiniteError,
     RankGoneError,
@@ -100,6 +110,7 @@ __all__ = [
     "CoverageError",
     "DataSetError",
     "Difference",
+    "DifferentRunsError",
     "DroppedTokensError",
     "EmptyPlanError",
     "Fault",
@@ -115,6 +126,7 @@ __all__ = [
     "PlanChangedError",
     "PlanTooShortError",
     "ProbeError",
+    "RankDifference",
     "RankGoneError",
     "RankZeroError",
     "RanksDisagreeError",

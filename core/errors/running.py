@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 
-from packplan.core.errors.base import UserError, VerificationError
+from packplan.core.errors.base import RankDifference, UserError, VerificationError
 
 
 @attrs.define(eq=False)
@@ -56,6 +56,18 @@ class NotFiniteError(UserError):
 
     def _text(self) -> str:
         return f"{self.what} is {self.number}, so {self.consequence}"
+
+
+@attrs.define(eq=False)
+class DifferentRunsError(UserError):
+    """Ranks were given different configurations, weights or versions of packages."""
+
+    differences: tuple[RankDifference, ...]
+
+    def _text(self) -> str:
+        head = "ranks were given different runs"
+        remedy = "start all of them with the same YAML, options, model and packages"
+        return "\n  ".join([f"{head}:", *map(str, self.differences), remedy])
 
 
 @attrs.define(eq=False)

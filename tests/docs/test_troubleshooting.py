@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from packplan.core import errors
-from packplan.core.errors import Difference, Fault
+from packplan.core.errors import Difference, Fault, RankDifference
 
 PAGE = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 
@@ -57,6 +57,12 @@ EXAMPLES = (
     errors.LockedError("runs/first/static_packing/train", "process 4711 on node3", 7200.0),
     errors.RankZeroError("rank 0 failed: data/train.jsonl, line 17: is not UTF-8 text"),
     errors.RankGoneError("waited more than 1,800 s for the other ranks"),
+    errors.DifferentRunsError(
+        (
+            RankDifference("training.learning_rate", ("0.0001",) * 4 + ("1e-05",)),
+            RankDifference("version of numpy", ('"2.4.6"',) * 4 + ('"2.3.0"',)),
+        )
+    ),
     errors.LostProcessError(
         "loading data",
         "DataLoader worker (pid 4711) is killed by signal: Killed",

@@ -1,0 +1,195 @@
+"""
+Ranks agree on a run exactly where each key that decides what is trained has one value on all of
+them.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import attrs
+import pytest
+from hypothesis import event, given
+from hypothesis import strategies as st
+
+from packplan.adapters.config.trainer_keys import TABLE
+from packplan.adapters.config.values import known_keys
+from packplan.core.config import (
+    OWN,
+    PATHS,
+    CustomConfig,
+    ModelConfig,
+    PathText,
+    RunConfig,
+    TemplateConfig,
+    TrainingConfig,
+    flat_values,
+    rank_differences,
+    run_values,
+)
+from packplan.core.errors import MAX_LINE, MAX_LINES, DifferentRunsError, RankDifference
+from packplan.core.fingerprint import Fingerprint
+
+values = st.dictionaries(st.sampled_from("abcdef"), st.sampled_from(["1", "2", "true"]), max_size=6)
+runs_of_ranks = st.lists(values, min_size=1, max_size=5)
+
+RUN = RunConfig(
+    model=ModelConfig(model="m"), template=TemplateConfig(max_length=8), custom=CustomConfig(train_jsonl=("t",)),
+    training=TrainingConfig(output_dir="o"),
+)  # fmt: skip
+
+
+@given(runs_of_ranks)
+def test_the_keys_that_differ_are_named_each_with_the_value_of_every_rank(runs):
+    """
+    No other key is; a rank that lacks a key differs from one that has it. Digests are the same
+    where nothing differs, and nowhere else.
+    """
+    found = rank_differences(runs)
+
+    event(f"a key is missing somewhere: {any(None in one.values for one in found)}")
+    by_key = {key: tuple(run.get(key) for run in runs) for run in runs for key in run}
+    assert {key: held for key, held in by_key.items() if set(held) != {held[0]}} == {
+        one.key: one.values for one in found
+    }
+    assert sorted(one.key for one in found) == [one.key for one in found]
+    assert (not found) == (1 == len({Fingerprint(run).digest for run in runs}))
+
+
+@given(
+    st.lists(
+        st.builds(
+            RankDifference,
+            st.text(max_size=600),
+            st.lists(st.none() | st.text(max_size=300), min_size=1, max_size=60).map(tuple),
+        ),
+        min_size=1,
+        max_size=90,
+    ).map(tuple)
+)
+def test_a_message_is_bounded_and_survives_pickling(differences):
+    """However many keys and ranks, and however long their values."""
+    error = DifferentRunsError(differences)
+    event(f"more keys than lines: {len(differences) > MAX_LINES}")
+
+    again = pickle.loads(pickle.dumps(error))  # noqa: S301  # our own bytes
+
+    assert (str(error), differences) == (str(again), again.differences)
+    lines = str(error).split("\n")
+    assert len(lines) <= MAX_LINES
+    assert all(len(line) <= MAX_LINE for line in lines)
+
+
+short = st.text(st.characters(categories=["L", "N"]), min_size=1, max_size=80)
+
+
+@given(short, st.lists(st.sampled_from(["0.1", "0.2", None]), min_size=2, max_size=9))
+def test_up_to_three_values_are_shown_each_with_the_ranks_that_have_it(key, held):
+    """The first ranks by number, and how many more."""
+    text = str(RankDifference(key, tuple(held)))
+
+    for value in {*held}:
+        ranks = [rank for rank, other in enumerate(held) if other == value]
+        more = f" and {len(ranks) - 3} more" if len(ranks) > 3 else ""
+        noun = "rank" if len(ranks) == 1 else "ranks"
+        assert f"{value or 'absent'} on {noun} {', '.join(map(str, ranks[:3]))}{more}" in text
+    assert text.startswith(f"{key}: ")
+
+
+@given(st.integers(0, 5000), st.integers(0, 5000))
+def test_values_that_are_alike_for_long_are_shown_from_where_they_differ(before, behind):
+    """Both can be told apart, and their ends are marked as left out."""
+    one, two = ("=" * before + word + "=" * behind for word in ("left", "right"))
+
+    text = str(RankDifference("template.system", (one, two)))
+
+    left, right = text.split(" on rank 0; ")
+    assert "left" in left
+    assert "right" in right
+    assert ("…=" in right) == (len(two) > 80 and before > 20)
+    assert len(text) < 250
+
+
+def test_many_values_are_counted():
+    """A seed of each rank's own."""
+    text = str(RankDifference("training.seed", tuple(map(str, range(9)))))
+
+    assert "training.seed: 0 on rank 0; 1 on rank 1; 2 on rank 2; 6 other values" == text
+
+
+def keys_of(kind: type) -> list[tuple[str, ...]]:
+    """Return the path of every key of a run that is no section."""
+    return [tuple(path.split(".")) for path, is_section in known_keys(kind) if not is_section]
+
+
+def changed(config, path: tuple[str, ...], value: object):
+    """Return a configuration with another value at a path."""
+    name, *rest = path
+    return attrs.evolve(config, **{name: changed(getattr(config, name), tuple(rest), value) if rest else value})
+
+
+@pytest.mark.parametrize("path", keys_of(RunConfig), ids=".".join)
+def test_every_key_is_compared_but_for_those_that_say_why_not(path):
+    """Those of sections in sections too; of a path, whether it is set."""
+    key = ".".join(path)
+    plain, other = run_values(RUN, {}), run_values(changed(RUN, path, "another"), {})
+
+    expected = [] if key in OWN else [key]
+    if key in PATHS and key in plain:
+        assert plain == other
+        expected = [key]
+        other = run_values(changed(RUN, path, ()), {})
+    assert expected == [one.key for one in rank_differences([plain, other])]
+
+
+def with_trainer(**keys: object) -> RunConfig:
+    return attrs.evolve(RUN, training=attrs.evolve(RUN.training, trainer=keys))
+
+
+def test_keys_of_the_trainer_are_compared_too():
+    """
+    All that are not a rank's own, their sections key by key, and files of settings by their
+    content.
+    """
+    plain = run_values(RUN, {})
+    for name in json.loads(TABLE.read_text())["keys"]:
+        if name in {field.name for field in attrs.fields(TrainingConfig)}:
+            continue
+        other = run_values(with_trainer(**{name: 1}), {})
+        key = f"training.{name}"
+        assert ([] if key in OWN else [key]) == [one.key for one in rank_differences([plain, other])]
+    stage = {"training.deepspeed": {"zero_optimization": {"stage": 2}}}
+    of_file = run_values(with_trainer(deepspeed="ds.json"), stage)
+    assert "2" == of_file["training.deepspeed.zero_optimization.stage"]
+    assert of_file == run_values(with_trainer(deepspeed=stage["training.deepspeed"]), {})
+
+
+def test_every_key_of_a_path_is_said_to_be_one():
+    """Else paths that differ between machines would be refused; `last` is a choice, not a path."""
+    paths = {
+        f"{section}.{field.name}"
+        for section, kind in (("model", ModelConfig), ("custom", CustomConfig), ("training", TrainingConfig))
+        for field in attrs.fields(attrs.resolve_types(kind, include_extras=True))
+        if str(PathText) in str(field.type)
+    }
+    passed = {f"training.{name}" for name, key in json.loads(TABLE.read_text())["keys"].items() if key.get("path")}
+
+    assert paths | passed == PATHS | {key for key in OWN if key in paths}
+    assert {"training.output_dir", "custom.train_jsonl"} < paths
+    resumed = [changed(RUN, ("training", "resume_from_checkpoint"), path) for path in ("last", "a", "b")]
+    last, one, two = (run_values(config, {})["training.resume_from_checkpoint"] for config in resumed)
+    assert last != one == two
+
+
+def test_a_secret_is_in_no_message():
+    """Nor in what ranks send each other."""
+    assert "hf_secret" not in str(run_values(with_trainer(hub_token="hf_secret"), {}))  # noqa: S106
+
+
+def test_nothing_is_like_an_empty_section():
+    """And values keep their types: 1 is not true, and a text is no number."""
+    assert flat_values({"a": {}, "b": None}) == {}
+    assert 4 == len(set(flat_values({"a": 1, "b": True, "c": "1", "d": 1.5}).values()))
+    assert "/" not in flat_values({"a": Path("x")})["a"]
