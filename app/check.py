@@ -90,7 +90,7 @@ def check(config: RunConfig, *, num_packs: int) -> Report:
     if not config.training.packing:
         raise ConfigError.of("training.packing", "is false: nothing is packed, so there is nothing to compare")
     training.require_isolation(config, packed=False)
-    with training.joined_ranks({}) as group:
+    with training.joined_ranks(config) as group:
         prepared = prepare(
             attrs.evolve(config, training=attrs.evolve(config.training, resume_from_checkpoint=None)), group
         )

@@ -103,7 +103,7 @@ def main(arguments: list[str] | None = None) -> int:
 
         if options.quiet:
             config = training.without_progress(config)
-        with training.joined_ranks(config.training.trainer) as group:
+        with training.joined_ranks(config) as group:
             if config.custom.trainer_variant == "rollout":
                 stream.run(config, group)
             else:

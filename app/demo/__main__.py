@@ -114,8 +114,9 @@ def train() -> None:
     with loading_libraries():
         from packplan.app.wiring import training
 
-    with training.joined_ranks({}) as group:
-        result = sft.run(stores.read_config(CONFIG), group)
+    config = stores.read_config(CONFIG)
+    with training.joined_ranks(config) as group:
+        result = sft.run(config, group)
     evaluated = [entry["eval_loss"] for entry in result.history if "eval_loss" in entry]
     losses = [entry["loss"] for entry in result.history if "loss" in entry]
     plan = result.planned["train"]

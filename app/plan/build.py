@@ -63,7 +63,8 @@ def run(options: argparse.Namespace) -> None:
             write_good = partial(write_records, gathered.samples[name].records, options.write_good, paths)
         list_failures(chosen, as_json=options.json, write_good=write_good)
         return
-    with joined_ranks({"use_cpu": True}) as group:
+    together = {"--split": options.split, "--world-size": options.world_size}
+    with joined_ranks(config, use_cpu=True, options=together) as group:
         require_static(config)
         verdict = ask_before_measuring(config)
         splits = _chosen(gather(config, measuring_ranks=local_ranks()).splits, options.split)

@@ -10,7 +10,7 @@ import logging
 import numpy as np
 
 from packplan.app.planning.log_lines import log_plan
-from packplan.app.planning.split import Planner
+from packplan.app.planning.split import Planner, require_agreement
 from packplan.app.training.outcome import interruption_logged, log_outcome
 from packplan.app.training.schedule import batch_of, forced_batches
 from packplan.app.wiring.functions import named_function
@@ -45,6 +45,10 @@ def run(config: RunConfig, group: RankGroup) -> tuple[int, bool, list[dict[str, 
     evaluated = gathered.splits.get("eval")
     planner = Planner.of(config, group)
     planner.require_writable(() if evaluated is None else (evaluated,))
+    if group.world_size > 1:
+        train = gathered.splits["train"].source
+        require_agreement(group, "what the train samples depend on", train.fingerprint().digest)
+        require_agreement(group, "the train data", train.data_digest(len(train)))
     arguments = open_arguments(config, batch.size, batch.accumulation)
     planned = None
     if evaluated is not None:

@@ -23,6 +23,7 @@ from packplan.app.__main__ import COMMANDS
 from packplan.app.planning.deadline import Deadline
 from packplan.app.planning.split import GatheredSplit, Planner, Stores
 from packplan.app.reference import rewritten
+from packplan.core.config import OWN, PATHS
 from packplan.core.policy import PlanPolicy
 from tests.fakes import FreeLock, ListSource, ScriptedGroup
 
@@ -374,3 +375,12 @@ def test_every_field_of_a_policy_is_in_its_table():
     table = page.split("| field | YAML key | meaning |")[1].split("\n\n")[0]
 
     assert [field.name for field in attrs.fields(PlanPolicy)] == re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+
+
+def test_the_page_lists_the_keys_that_ranks_may_have_for_themselves():
+    """All of them, and no other."""
+    page = text_of(ROOT / "docs" / "how-it-works.md")
+    (rows,) = re.findall(r"^\| keys \| why \|\n\|---\|---\|\n((?:\|.*\n)+)", page, re.MULTILINE)
+    listed = [key for row in rows.splitlines() for key in CODE.findall(row.split("|")[1])]
+
+    assert sorted(key.rpartition(".")[2] for key in [*PATHS, *OWN]) == sorted(key.rpartition(".")[2] for key in listed)

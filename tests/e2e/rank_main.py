@@ -61,7 +61,7 @@ def main(config: str, out: str, fault: str = "") -> int:
         if fault == "measure":
             SwiftMeasurer.measure = _fail
         run = training.read_config(config)
-        with training.joined_ranks(run.training.trainer) as group:
+        with training.joined_ranks(run) as group:
             result = sft.run(run, group)
         plan = result.planned["train"]
         seen = {

@@ -51,7 +51,7 @@ def rollouts(vocabulary: int) -> BatchedData:
 def phases(path: str) -> dict:
     """Compute log-probabilities and an update of rollouts that are given, as `packplan rl` does."""
     config = training.read_config(path, rl=True)
-    with training.joined_ranks(config.training.trainer) as group:
+    with training.joined_ranks(config) as group:
         samples = training.open_samples(config)["train"]
         worker = training.open_policy(config, group, samples)
         workers = RankWorkers(worker, group)

@@ -259,7 +259,7 @@ def _rank_memory(stores: Stores) -> int:
     def join(rank: int) -> Callable[[], int]:
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         joined = ExitStack()
-        group = joined.enter_context(training.joined_ranks({"use_cpu": True}))
+        group = joined.enter_context(training.joined_ranks(None, use_cpu=True))
         source = cast("LengthSource", _StoredSamples())
 
         def plan() -> int:

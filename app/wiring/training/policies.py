@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -12,7 +11,6 @@ from typing import Any
 import torch
 
 from packplan.adapters.policy_loss import LOSSES
-from packplan.adapters.ranks.torch_group import OneRank, TorchGroup
 from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.sequence_loss import FusedLoss, PackedLoss, PaddedLoss
 from packplan.adapters.trainer.arguments import runs_on_cpu
@@ -24,7 +22,7 @@ from packplan.app.wiring.functions import named_function
 from packplan.app.wiring.stores import (
     read_config,
 )
-from packplan.app.wiring.training.ranks import joined_ranks
+from packplan.app.wiring.training.ranks import join_ranks, joined_ranks, require_same_weights
 from packplan.app.wiring.training.samples import open_samples
 from packplan.app.wiring.training.verdicts import logged_attention
 from packplan.core.config import RunConfig
@@ -36,7 +34,7 @@ from packplan.core.rl import REWARDS
 def open_policy(config: RunConfig, group: RankGroup, samples: SwiftEncoder) -> PolicyWorker:
     """
     Load the policy of a run of reinforcement learning, for one worker; ConfigError if the workers
-    cannot share rows.
+    cannot share rows, DifferentRunsError if they have other weights.
 
     Args:
         config: The run.
@@ -58,6 +56,7 @@ def open_policy(config: RunConfig, group: RankGroup, samples: SwiftEncoder) -> P
         open_model, config.model, config.training, attention=logged_attention(config, group), device=device
     )
     model = open_one()
+    require_same_weights(group, model)
     reference = None
     if grpo.kl_coefficient:
         reference = open_one().eval().requires_grad_(requires_grad=False)
@@ -93,11 +92,7 @@ def _open_loss(config: RunConfig) -> FusedLoss | PackedLoss | PaddedLoss:
 def build_ray_worker(path: str, overrides: Sequence[str]) -> PolicyWorker:
     """Build one worker of a run in its own process, whose environment says which rank it is."""
     config = read_config(path, overrides, rl=True)
-    trainer = config.training.trainer
-    group: RankGroup = OneRank()
-    if int(os.environ["WORLD_SIZE"]) > 1:
-        group = TorchGroup(use_cpu=runs_on_cpu(trainer), timeout_s=float(trainer.get("ddp_timeout", 1800)))
-    return open_policy(config, group, open_samples(config)["train"])
+    return open_policy(config, join_ranks(config), open_samples(config)["train"])
 
 
 @contextlib.contextmanager
@@ -132,5 +127,5 @@ def open_workers(
         finally:
             ray.close()
         return
-    with joined_ranks(config.training.trainer) as group:
+    with joined_ranks(config) as group:
         yield RankWorkers(open_policy(config, group, samples), group)

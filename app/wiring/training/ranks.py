@@ -1,37 +1,153 @@
-"""The ranks of a run, and the folder that one run at a time trains into."""
+"""
+The ranks of a run, whether all were given the same, and the folder that one run at a time trains
+into.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import platform
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import attrs
+import torch
 from filelock import FileLock, Timeout
 
+from packplan.adapters.config.run import load_mix
 from packplan.adapters.files import writing
 from packplan.adapters.ranks.torch_group import OneRank, TorchGroup
+from packplan.adapters.ranks.weight_digests import weight_digests
 from packplan.adapters.trainer.arguments import runs_on_cpu
-from packplan.core.config import RunConfig
-from packplan.core.errors import ConfigError, OutputError
+from packplan.adapters.versions import installed_version
+from packplan.core.config import RunConfig, flat_values, rank_differences, run_values
+from packplan.core.errors import ConfigError, DifferentRunsError, OutputError
+from packplan.core.fingerprint import Fingerprint
 from packplan.core.ports import RankGroup
+
+_PACKAGES = (
+    "packplan", "ms-swift", "transformers", "torch", "numpy", "accelerate", "peft", "flash-attn", "deepspeed"
+)  # fmt: skip
+"""Packages whose versions all ranks share."""
+
+_SETTINGS = ("accelerator_config", "deepspeed", "fsdp_config")
+"""Keys of `training.` that name a file of settings."""
 
 
 @contextlib.contextmanager
-def joined_ranks(settings: Mapping[str, Any]) -> Iterator[RankGroup]:
+def joined_ranks(
+    config: RunConfig | None, *, use_cpu: bool = False, options: Mapping[str, Any] | None = None
+) -> Iterator[RankGroup]:
     """
-    Join the ranks that torchrun's environment describes, or be the only one, and leave them at the
-    end.
+    Join the ranks of a run as `join_ranks` does, and leave them at the end.
+
+    Args:
+        config: The run; None where processes that were forked from one join.
+
+        use_cpu: See `join_ranks`.
+
+        options: See `join_ranks`.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield OneRank()
-        return
-    group = TorchGroup(use_cpu=runs_on_cpu(settings), timeout_s=float(settings.get("ddp_timeout", 1800)))
+    group = join_ranks(config, use_cpu=use_cpu, options=options)
     yield group
     # Not after an error: the other ranks may wait for this one in a collective, and leaving would
     # wait for them.
-    group.leave()
+    if isinstance(group, TorchGroup):
+        group.leave()
+
+
+def join_ranks(
+    config: RunConfig | None, *, use_cpu: bool = False, options: Mapping[str, Any] | None = None
+) -> RankGroup:
+    """
+    Join the ranks that torchrun's environment describes, or be the only one; before anything else
+    depends on it, compare what each of them was given.
+
+    Args:
+        config: The run; None where processes that were forked from one join.
+
+        use_cpu: Meet on the CPU, wherever the run trains.
+
+        options: Options of the command line that decide what ranks do together.
+
+    Raises:
+        DifferentRunsError: Ranks have other configurations, options or versions; on all of them.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return OneRank()
+    settings = {} if config is None else config.training.trainer
+    values = {} if config is None else _given(config, options or {})
+    on_cpu = use_cpu or runs_on_cpu(settings)
+    group = TorchGroup(use_cpu=on_cpu, timeout_s=float(settings.get("ddp_timeout", 1800)))
+    require_same(group, values)
+    return group
+
+
+def _given(config: RunConfig, options: Mapping[str, Any]) -> dict[str, str]:
+    """Return what a rank was given, by key: its run, its options, and its versions."""
+    versions = {"python": platform.python_version(), **{name: installed_version(name) for name in _PACKAGES}}
+    ours = {f"version of {name}": version for name, version in versions.items()}
+    return run_values(config, _files(config)) | flat_values({**options, **ours})
+
+
+def _files(config: RunConfig) -> dict[str, Any]:
+    """
+    Return what is in the files of settings that a run names; what is no such file, the trainer
+    refuses.
+    """
+    found: dict[str, Any] = {}
+    for key in _SETTINGS:
+        file = config.training.trainer.get(key)
+        if isinstance(file, str):
+            with contextlib.suppress(OSError, ValueError):
+                text = file if file.startswith("{") else Path(file).read_text(encoding="utf-8")
+                found[f"training.{key}"] = json.loads(text)
+    if config.custom.fusion_config is not None:
+        found["custom.fusion_config"] = attrs.asdict(
+            load_mix(config.custom.fusion_config), filter=lambda field, _: field.name != "jsonl"
+        )
+    return found
+
+
+def require_same(group: RankGroup, values: Mapping[str, str]) -> None:
+    """
+    Compare values between all ranks; every rank calls this, soon after the others.
+
+    Args:
+        group: All ranks.
+
+        values: Text by key, of this rank.
+
+    Raises:
+        DifferentRunsError: A rank has others; on all of them.
+    """
+    if group.world_size == 1:
+        return
+    digests = group.gather(Fingerprint(values).digest)
+    if len(set(digests)) == 1:
+        return
+    # One rank tells for all that have the same.
+    tells = digests.index(digests[group.rank]) == group.rank
+    told = group.gather(json.dumps(dict(values)) if tells else "")
+    group.any(False)  # noqa: FBT003  # all have read it: now a rank may end, and its store with it
+    raise DifferentRunsError(rank_differences([json.loads(told[digests.index(digest)]) for digest in digests]))
+
+
+def require_same_weights(group: RankGroup, model: torch.nn.Module) -> None:
+    """
+    Compare all weights of a model between ranks that each hold all of it; every rank calls this.
+
+    Raises:
+        DifferentRunsError: A rank has others; on all of them.
+    """
+    if group.world_size == 1:
+        return
+    digests = weight_digests(model)
+    group.any(False)  # noqa: FBT003  # some ranks load longer than `gather` lets another be silent
+    require_same(group, digests)
 
 
 def local_ranks() -> int:

@@ -25,9 +25,10 @@ from packplan.adapters.trainer.static import PackTrainer
 from packplan.adapters.trainer.stream import StreamTrainer
 from packplan.adapters.trainer.vision import DummyImage
 from packplan.app.planning.split import PlannedSplit, resume_state_of
+from packplan.app.wiring.training.ranks import require_same, require_same_weights
 from packplan.app.wiring.training.verdicts import ask_loaded, attention_of, logged_attention
 from packplan.core.batch import Accumulation
-from packplan.core.config import RunConfig
+from packplan.core.config import RunConfig, flat_values
 from packplan.core.errors import ConfigError, counted
 from packplan.core.ports import RankGroup
 from packplan.core.rl import Reward, Sampling
@@ -49,7 +50,7 @@ def without_progress(config: RunConfig) -> RunConfig:
 def open_checkpoint(config: RunConfig, group: RankGroup) -> Checkpoint | None:
     """
     Return the checkpoint that a run resumes from, None if it starts from the beginning; ConfigError
-    if it is none, or damaged. Every rank calls this.
+    if it is none, or damaged, DifferentRunsError if ranks have others. Every rank calls this.
     """
     training = config.training
     if training.resume_from_checkpoint is None:
@@ -60,7 +61,9 @@ def open_checkpoint(config: RunConfig, group: RankGroup) -> Checkpoint | None:
                 newest,
             )
         return None
-    return Checkpoint.read(find_checkpoint(training.resume_from_checkpoint, training.output_dir, group=group))
+    checkpoint = Checkpoint.read(find_checkpoint(training.resume_from_checkpoint, training.output_dir, group=group))
+    require_same(group, flat_values({"checkpoint": attrs.asdict(checkpoint.resume_state)}))
+    return checkpoint
 
 
 def open_arguments(config: RunConfig, batch_size: int, accumulation: Accumulation) -> TrainingArguments:
@@ -88,7 +91,9 @@ def open_arguments(config: RunConfig, batch_size: int, accumulation: Accumulatio
 def _open_model(
     config: RunConfig, arguments: TrainingArguments, samples: SwiftEncoder, group: RankGroup
 ) -> tuple[Any, Any]:
-    """Load the model, and tell the template of it."""
+    """
+    Load the model, and tell the template of it; DifferentRunsError if ranks have other weights.
+    """
     template = samples.template
     model: Any = open_model(
         config.model,
@@ -96,6 +101,9 @@ def _open_model(
         attention=logged_attention(config, group),
         device=None if shards_weights(arguments) else arguments.device,
     )
+    # Where ranks share the weights, none holds them all, and they are rank 0's for all.
+    if not shards_weights(arguments):
+        require_same_weights(group, model)
     if config.training.packing:
         ask_loaded(config, model, whole=not shards_weights(arguments), keep=group.rank == 0)
     template.model = getattr(model, "get_base_model", lambda: model)()

@@ -1,0 +1,46 @@
+"""
+One rank that runs several commands, one behind the other, each on a YAML of its own rank.
+
+It is imported once by a process that ranks fork from.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+
+import torch.distributed as dist
+
+from packplan.app import sft
+from packplan.app.plan import __main__ as plan
+from packplan.app.rl import __main__ as rl
+from packplan.app.wiring.training import ranks
+
+COMMANDS = {"sft": sft.main, "plan": plan.main, "rl": rl.main}
+
+installed = ranks.installed_version
+
+
+def other_numpy(package: str) -> str | None:
+    return "0.0.1" if package == "numpy" else installed(package)
+
+
+def main(cases: Mapping[str, tuple[str, list[list[str]], int]]) -> int:
+    """
+    Run the commands, and print a line before and after each on standard error.
+
+    Args:
+        cases: Name -> command, its words for each rank, and the port that ranks meet at. In the
+            case `versions`, rank 1 has another numpy.
+    """
+    rank = int(os.environ["RANK"])
+    for name, (command, words, port) in cases.items():
+        os.environ["MASTER_PORT"] = str(port)
+        ranks.installed_version = other_numpy if name == "versions" and rank else installed
+        print(f"<{name}>", file=sys.stderr)
+        status = COMMANDS[command](words[rank])
+        print(f"</{name}> {status}", file=sys.stderr)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0

@@ -1,0 +1,175 @@
+"""
+Ranks that were given different runs end before the first step: all of them, with the same words.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from packplan.adapters.ranks.weight_digests import weight_digests
+from packplan.app.training import stream
+from packplan.app.wiring import training
+from packplan.app.wiring.training import ranks
+from packplan.core.config import rank_differences
+from packplan.core.errors import DifferentRunsError, RanksDisagreeError
+from tests.e2e import different_runs_rank
+from tests.fakes import ScriptedGroup
+from tests.network import free_port
+from tests.processes import finished
+from tests.stored import asked
+
+pytestmark = pytest.mark.slow
+
+
+def other_model(folder: Path, to: Path) -> Path:
+    """Copy a model, and change the least bit of one weight."""
+    shutil.copytree(folder, to)
+    weights = load_file(to / "model.safetensors")
+    weights["model.norm.weight"].view(torch.int32)[3] ^= 1
+    save_file(weights, to / "model.safetensors", metadata={"format": "pt"})
+    return to
+
+
+def test_ranks_that_were_given_different_runs_all_end_with_the_same_words(server, write_run, write_rl, demo, tmp_path):
+    """
+    Status 2, in time, whatever would have parted them: keys, options, versions, and the weights of
+    each command that trains. Each key is named with its values and ranks.
+    """
+    other = other_model(demo / "models" / "qwen2", tmp_path / "other" / "qwen2")
+    keys = {"learning_rate": 1e-3, "loss_reduction": "sample", "max_steps": 4, "warmup_ratio": 0.1, "packing": False,
+            "disable_tqdm": True}  # fmt: skip
+    val = {"val_jsonl": str(demo / "data" / "repeat.jsonl")}
+    changed = write_run("qwen2", name="changed", template={"max_length": 200}, training=keys, custom=val)
+    stream_keys = {"max_steps": 2, "packing_mode": "dynamic"}
+    streamed = write_run("qwen2", name="stream", custom={"trainer_variant": "rollout"}, training=stream_keys)
+    plain, reinforced = asked(write_run("qwen2")), asked(write_rl(), rl=True)
+    of_other = f"model.model={other}"
+    cases = {
+        "keys": ("sft", [[str(plain)], [str(changed)]]),
+        "stream": ("sft", [[str(plain)], [str(streamed)]]),
+        "versions": ("sft", [[str(plain)], [str(plain), "--quiet"]]),
+        "weights": ("sft", [[str(plain)], [str(plain), of_other]]),
+        "build": ("plan", [["build", str(plain), "--split", "train"], ["build", str(plain)]]),
+        "rl": ("rl", [[str(reinforced)], [str(reinforced), "grpo.temperature=0.5"]]),
+        "rl weights": ("rl", [[str(reinforced)], [str(reinforced), of_other]]),
+    }
+    ported = {name: (*case, free_port()) for name, case in cases.items()}
+    both = server.ranks(2, different_runs_rank.main, ported, folder=tmp_path / "logs")
+    assert [0, 0] == finished(both)
+
+    said = {}
+    for name in cases:
+        logs = [re.search(rf"<{name}>\n(.*)</{name}> 2\n", rank.said, re.DOTALL).group(1) for rank in both]
+        first, second = (re.search(r"error \(rank (.)\): (.*)", log, re.DOTALL).groups() for log in logs)
+        assert ("0", "1", first[1]) == (first[0], second[0], second[1])
+        head, *said[name], _ = first[1].strip().split("\n  ")
+        assert "ranks were given different runs:" == head
+    assert [
+        'custom.val_jsonl: absent on rank 0; "a path" on rank 1',
+        "template.max_length: 256 on rank 0; 200 on rank 1",
+        "training.learning_rate: 0.005 on rank 0; 0.001 on rank 1",
+        'training.loss_reduction: "token" on rank 0; "sample" on rank 1',
+        "training.max_steps: -1 on rank 0; 4 on rank 1",
+        "training.packing: true on rank 0; false on rank 1",
+        "training.warmup_ratio: absent on rank 0; 0.1 on rank 1",
+    ] == said["keys"]
+    assert 'custom.trainer_variant: "sft" on rank 0; "rollout" on rank 1' in said["stream"]
+    assert [f'version of numpy: "{different_runs_rank.installed("numpy")}" on rank 0; "0.0.1" on rank 1'] == said[
+        "versions"
+    ]
+    assert ['--split: "train" on rank 0; absent on rank 1'] == said["build"]
+    assert ["grpo.temperature: 1.0 on rank 0; 0.5 on rank 1"] == said["rl"]
+    for name in ("weights", "rl weights"):
+        (weight,) = said[name]
+        assert re.fullmatch(r"weight model\.norm\.weight: (float32 \[64\]) \w+ on rank 0; \1 \w+ on rank 1", weight)
+
+
+def test_ranks_of_a_stream_compare_their_data(write_run):
+    """Under the same keys, since no plan of them is compared."""
+    keys = {"max_steps": 2, "packing_mode": "dynamic", "effective_batch_size": 2}
+    config = training.read_config(write_run("qwen2", custom={"trainer_variant": "rollout"}, training=keys))
+    agreed = iter([True, False])
+    group = ScriptedGroup(world_size=2, others=lambda value: value if next(agreed) else "other")
+
+    with pytest.raises(RanksDisagreeError, match="the train data"):
+        stream.run(config, group)
+
+
+def test_ranks_that_go_on_from_different_checkpoints_are_refused(write_run, execute):
+    """Though the folder has the same name on their disks: one of them is further."""
+    path = write_run("qwen2", training={"max_steps": 2, "save_strategy": "steps", "save_steps": 1})
+    execute(path)
+    config = training.read_config(path, ["training.resume_from_checkpoint=last"])
+    said = []
+
+    def further(value):
+        said.append(value)
+        return "another digest" if len(said) == 1 else value.replace('"checkpoint.progress.step": "2"', '"step": "3"')
+
+    with pytest.raises(DifferentRunsError, match=r"checkpoint\.progress\.step: 2 on rank 0"):
+        training.open_checkpoint(config, ScriptedGroup(world_size=2, others=further))
+
+
+def test_files_of_settings_and_mixes_are_compared_by_their_content(write_run, text_jsonl, tmp_path):
+    """Not by their names, nor by the paths of data in them."""
+    (tmp_path / "other.jsonl").write_text(text_jsonl.read_text())
+
+    def given(name: str, stage: int, ratio: str, data: Path) -> dict[str, str]:
+        settings, mix = tmp_path / f"{name}.json", tmp_path / f"{name}-mix.yaml"
+        settings.write_text(f'{{"zero_optimization": {{"stage": {stage}}}}}')
+        mix.write_text(f"sources: [{{jsonl: {data}, ratio: {ratio}}}]\n")
+        custom = {"fusion_config": str(mix), "train_jsonl": None, "trainer_variant": "rollout"}
+        keys = {"deepspeed": str(settings), "max_steps": 2, "packing_mode": "dynamic"}
+        return ranks._given(training.read_config(write_run("qwen2", name=name, custom=custom, training=keys)), {})
+
+    one = given("one", 2, "0.5", text_jsonl)
+
+    assert one == given("two", 2, "0.5", tmp_path / "other.jsonl")
+    assert ["training.deepspeed.zero_optimization.stage"] == differing(one, given("three", 3, "0.5", text_jsonl))
+    assert ["custom.fusion_config.sources"] == differing(one, given("four", 2, "0.7", text_jsonl))
+
+
+def differing(*runs: dict[str, str]) -> list[str]:
+    return [one.key for one in rank_differences(runs)]
+
+
+@pytest.mark.parametrize("num_rows", [7, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.complex64])
+def test_a_digest_is_of_every_bit_and_of_its_place(dtype, num_rows, monkeypatch):
+    """
+    One item that differs, or two that change places, in a block or over two of them, change it; a
+    copy does not, nor other strides, nor another place in memory.
+    """
+    monkeypatch.setattr("packplan.adapters.ranks.weight_digests._BLOCK", 4)
+    model = torch.nn.Module()
+    drawn = torch.randint(0, 255, (num_rows, 11), generator=torch.Generator().manual_seed(0))
+    model.register_buffer("w", drawn.to(dtype))
+    model.register_buffer("scale", torch.tensor(2.0))
+    model.register_buffer("none", torch.zeros(0, 3))
+
+    def digest() -> str:
+        return weight_digests(model)["weight w"]
+
+    plain, rows = digest(), model.w.clone()
+    assert ["weight none", "weight scale", "weight w"] == sorted(weight_digests(model))
+    model.w = rows.T.contiguous().T
+    assert plain == digest()
+    model.w = torch.cat([rows.view(-1)[:1], rows.view(-1)])[1:].view_as(rows)
+    assert plain == digest()
+    for place in range(rows.numel()):
+        changed = rows.clone()
+        changed.view(-1).view(torch.uint8)[place * rows.element_size()] ^= 1
+        model.w = changed
+        assert plain != digest()
+    for one, two in ((0, 1), (3, 40), (15, 16), (0, 4), (0, 4 * 8 // rows.element_size())):
+        model.w = rows.clone()
+        model.w.view(-1)[[one, two]] = rows.view(-1)[[two, one]]
+        assert (plain == digest()) == bool(rows.view(-1)[one] == rows.view(-1)[two])
+    model.w = rows.view(11, num_rows)
+    assert plain != digest()
