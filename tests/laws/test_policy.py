@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from packplan.adapters.config.run import parse_config
 from packplan.adapters.config.trainer_keys import stored_keys
+from packplan.core.config import plan_policy
 from packplan.core.packers import ALGORITHMS
 from packplan.core.plan import build_raw_plan, one_sample_packs
 from packplan.core.policy import PlanPolicy
@@ -74,7 +75,7 @@ def test_a_run_says_what_becomes_of_long_samples(packing, keeps):
         "model": {"model": "m"}, "template": {"max_length": 8}, "custom": {"train_jsonl": "a"}, "training": training,
     }  # fmt: skip
 
-    assert keeps == PlanPolicy.of(parse_config(document, "run.yaml", stored_keys()), "train").allow_single_long
+    assert keeps == plan_policy(parse_config(document, "run.yaml", stored_keys()), "train").allow_single_long
 
 
 def test_two_models_of_work_have_two_plans():
