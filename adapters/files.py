@@ -10,6 +10,7 @@ import json
 import os
 import re
 import tempfile
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from packplan.core.errors import CorruptArtefactError, OutputError, counted
+from packplan.core.errors import ConfigError, CorruptArtefactError, OutputError, PackplanError, counted
 
 _DIGEST = "manifest_sha256"
 
@@ -60,6 +61,32 @@ def saving(folder: Path) -> Iterator[None]:
         if not _REFUSED.search(text):
             raise
         raise OutputError(str(folder), text[:200]) from error
+
+
+@contextmanager
+def loading(key: str, fact: str, remedy: str = "") -> Iterator[None]:
+    """
+    Turn what libraries make of weights, states and settings that they cannot load into a
+    ConfigError.
+
+    Args:
+        key: The key that names them.
+
+        fact: That they cannot be loaded; the library's reason follows.
+
+        remedy: What to do; stands behind the reason.
+    """
+    try:
+        yield
+    except PackplanError:
+        raise
+    except Exception as error:  # what they raise has no common kind
+        reason = textwrap.shorten(str(error), _MOST, placeholder=" …") or type(error).__name__
+        raise ConfigError.of(key, f"{fact}: {reason}{remedy and f'; {remedy}'}") from error
+
+
+_MOST = 250
+"""Characters of a library's reason that an error quotes."""
 
 
 def write_bytes(path: Path, data: bytes | memoryview) -> None:

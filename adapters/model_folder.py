@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import zipfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from packplan.adapters.hub_caches import download_command, is_id
 from packplan.core.config import ModelConfig
-from packplan.core.errors import ConfigError, Fault
+from packplan.core.errors import ConfigError, Fault, counted
 
 
 def config_model_type(model: ModelConfig) -> str:
@@ -19,10 +20,19 @@ def config_model_type(model: ModelConfig) -> str:
     return str(model_sizes(model)["model_type"])
 
 
-def model_faults(model: ModelConfig) -> tuple[Fault, ...]:
-    """Return what is wrong with the model's folder; nothing if its config.json can be read."""
+def model_faults(model: ModelConfig, *, loads: bool = False) -> tuple[Fault, ...]:
+    """
+    Return what is wrong with the model's folder; nothing if its config.json can be read.
+
+    Args:
+        model: The model.
+
+        loads: Whether its weights are loaded, and have to be whole.
+    """
     try:
         model_sizes(model)
+        if loads:
+            require_whole_weights(model)
     except ConfigError as error:
         return error.faults
     return ()
@@ -44,9 +54,10 @@ def model_sizes(model: ModelConfig) -> Mapping[str, Any]:
                 f"`{download_command(model.model, 'model')}`, or set model.download: true"
             )
             raise ConfigError.of("model.model", reason) from None
-        raise ConfigError.of(
-            "model.model", f"{model.model} is no folder with a config.json that names a model_type"
-        ) from None
+        reason = f"{model.model} is no folder with a config.json that names a model_type"
+        if (path.parent / "adapter_config.json").is_file():
+            reason = f"{model.model} holds adapters, and no model: merge them into theirs, and name what that gives"
+        raise ConfigError.of("model.model", reason) from None
     return sizes
 
 
@@ -89,18 +100,114 @@ def refuse_other_layers(model: ModelConfig) -> None:
         raise ConfigError.of("model.model", reason)
 
 
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+"""Files of weights, in the order in which transformers looks for them."""
+
+_ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
+
+_POINTER = b"version "
+"""How a file begins that git-lfs has not fetched."""
+
+
+def _first_of(folder: Path, names: Collection[str]) -> Path | None:
+    return next((folder / name for name in names if (folder / name).is_file()), None)
+
+
 def _weight_names(folder: Path) -> Collection[str]:
     """Return the names of the weights in a folder's safetensors; none where there are none."""
-    index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    path = _first_of(folder, _WEIGHTS[:2])
+    if path is None:
+        return ()
+    return (_shards(path) if path.suffix == ".json" else _header(path)[0]).keys()
+
+
+def require_whole_weights(model: ModelConfig) -> None:
+    """
+    Refuse files of weights that are cut off, missing or no weights, as far as their sizes and
+    headers show; adapters beside a config.json too. A folder without weights is left to what loads
+    it.
+
+    Raises:
+        ConfigError: One is.
+    """
+    folder = Path(model.model)
+    files = [path for path in (_first_of(folder, _WEIGHTS), _first_of(folder, _ADAPTERS)) if path is not None]
+    adapter = folder / "adapter_config.json"
+    if adapter.is_file() and not isinstance(_read_json(adapter), dict):
+        raise _torn(adapter, "is no configuration of adapters")
+    for path in files:
+        if path.suffix != ".json":
+            _require_whole(path)
+            continue
+        named = _shards(path)
+        for name in sorted(set(named.values())):
+            if not (folder / name).is_file():
+                raise _torn(folder / name, f"is missing, though {path.name} names it")
+            _require_whole(folder / name)
+
+
+def _torn(path: Path, fact: str, remedy: str = "copy or download it again") -> ConfigError:
+    return ConfigError.of("model.model", f"{path} {fact}: {remedy}")
+
+
+def _read_json(path: Path) -> Any:
     try:
-        if index.is_file():
-            return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"]).keys()
-        if whole.is_file():
-            with whole.open("rb") as file:
-                return dict(json.loads(file.read(int.from_bytes(file.read(8), "little")))).keys()
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, MemoryError) as error:
-        raise ConfigError.of("model.model", f"{folder} has weights whose header cannot be read: {error}") from error
-    return ()
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise _torn(path, f"cannot be read ({error})") from error
+
+
+def torn_json(folder: str) -> str:
+    """Return which file of a model's folder is no JSON, with what to do; empty if all are."""
+    for path in sorted(Path(folder).glob("*.json")):
+        try:
+            _read_json(path)
+        except ConfigError as error:
+            return error.faults[0].reason
+    return ""
+
+
+def _shards(index: Path) -> Mapping[str, str]:
+    """Return the file of each weight that an index names."""
+    content = _read_json(index)
+    named = content.get("weight_map") if isinstance(content, dict) and "metadata" in content else None
+    if not named or not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
+        raise _torn(index, "is no index of weights (metadata and weight_map)")
+    return named
+
+
+def _header(path: Path) -> tuple[Mapping[str, Any], int]:
+    """
+    Return what the header of a safetensors file says of each weight, and how many bytes the file
+    has to have.
+    """
+    size = path.stat().st_size
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > size - 8:
+                raise _torn(path, f"has {counted(size, 'byte')}, which end within its header")
+            weights = dict(json.loads(file.read(length)))
+        weights.pop("__metadata__", None)
+        return weights, 8 + length + max((int(one["data_offsets"][1]) for one in weights.values()), default=0)
+    except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+        raise _torn(path, f"has a header that cannot be read ({error})") from error
+
+
+def _require_whole(path: Path) -> None:
+    """Refuse a file of weights that is cut off, or is none."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+    if start == _POINTER:
+        raise _torn(path, f"has {counted(size, 'byte')}, which are a pointer of git-lfs", "fetch it with git lfs pull")
+    if path.suffix == ".safetensors":
+        if size != (expected := _header(path)[1]):
+            raise _torn(path, f"has {counted(size, 'byte')}, but its header describes {expected:,}")
+    # An archive of torch ends with its table of contents; what older versions wrote begins as a
+    # pickle.
+    elif not (zipfile.is_zipfile(path) or start.startswith(b"\x80")):
+        raise _torn(path, f"has {counted(size, 'byte')}, which are no weights of torch, or cut off")
 
 
 def config_digest(model: ModelConfig) -> str:

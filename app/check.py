@@ -243,7 +243,7 @@ def main(arguments: list[str] | None = None) -> int:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ConfigError.of("", "packplan check compares on one process: start it without torchrun")
         config = stores.read_config(options.config, options.overrides)
-        stores.require_inputs(config, trains=True)
+        stores.require_inputs(config, loads=True, trains=True)
 
         with loading_libraries():
             from packplan.app.wiring import training

@@ -95,7 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     def command() -> None:
         config = stores.read_config(options.config, options.overrides)
-        stores.require_inputs(config, trains=True)
+        stores.require_inputs(config, loads=True, trains=True)
 
         with loading_libraries():
             from packplan.app.training import stream

@@ -18,7 +18,7 @@ from swift.template import TEMPLATE_MAPPING, Template
 
 from packplan.adapters.config_names import configs_by_name
 from packplan.adapters.families import embeds_itself, is_shown, settled_types
-from packplan.adapters.model_folder import config_architecture, model_sizes
+from packplan.adapters.model_folder import config_architecture, model_sizes, torn_json
 from packplan.adapters.samples.video import prepare_videos
 from packplan.core.config import ModelConfig, TemplateConfig
 from packplan.core.errors import ConfigError, Fault
@@ -185,11 +185,14 @@ def open_template(
         )
     except AssertionError as error:
         raise ConfigError.of("template", f"is refused by ms-swift: {error}") from error
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except Exception as error:  # what tokenizers make of broken files has no common kind
         remedy = ": pip install 'packplan[omni]'" if "qwen_omni_utils" in f"{error}" else ""
-        reason = f"{model.model} cannot be opened by ms-swift: {error}{remedy}"
+        reason = f"{model.model} cannot be opened by ms-swift: {torn_json(model.model) or error}{remedy}"
         raise ConfigError.of("model.model", reason) from error
     _refuse_other_kind(opened)
+    if not opened.tokenizer("a").input_ids:  # transformers makes one of no words where tokenizer.json is missing
+        reason = f"{model.model} has a tokenizer that knows no words: copy the files of its tokenizer there"
+        raise ConfigError.of("model.model", reason)
     if not cuts:  # ms-swift fills in the model's own limit, and would refuse what is longer
         opened.max_length = None
     opened.set_mode("train")

@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from swift.trainers.patcher import PrinterCallbackNew, ProgressCallbackNew
 from transformers import TrainerControl
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 
-from packplan.adapters.files import saving
+from packplan.adapters.files import loading, saving
 from packplan.adapters.lifeline import lost_processes_named
 from packplan.adapters.progress import progress
 from packplan.adapters.samples.encoder import IGNORED_LABEL, VIDEO_SECONDS
@@ -69,6 +70,10 @@ _ENDED = (
     "training.resume_from_checkpoint), or look at the samples of that step"
 )
 """What a number that is not finite comes to in training."""
+
+
+_RESTORE = "restore the settings that it was trained with, or name another checkpoint"
+"""What to do where the model or the optimizer of a run is another one than its checkpoint's."""
 
 
 class PackingTrainer(Seq2SeqTrainer):
@@ -238,8 +243,14 @@ class PackingTrainer(Seq2SeqTrainer):
         return mean_size(self.model.parameters(), sharded=self.group.world_size > 1)
 
     def _load_optimizer_and_scheduler(self, *arguments: Any, **options: Any) -> None:
-        asked = _optimizer_settings(self.optimizer)
-        super()._load_optimizer_and_scheduler(*arguments, **options)
+        asked, needed = _optimizer_settings(self.optimizer), {*chain(*self.optimizer.param_groups)}
+        fact = f"is {self.saved}, whose optimizer this run cannot take"
+        with loading("training.resume_from_checkpoint", fact, _RESTORE):
+            super()._load_optimizer_and_scheduler(*arguments, **options)
+            # What it lacks, the first step would miss.
+            if lacking := sorted(needed.difference(*self.optimizer.param_groups)):
+                message = f"it has no {', '.join(lacking)}, so another training.optim made it"
+                raise ValueError(message)
         for key, number in asked.items() if self.group.rank == 0 else ():
             kept = _optimizer_settings(self.optimizer)[key]
             if kept != number:
@@ -409,8 +420,10 @@ class PackingTrainer(Seq2SeqTrainer):
             self.template.remove_post_encode_hook()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if not self._load_strictly(resume_from_checkpoint, model or self.model):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        fact = f"is {resume_from_checkpoint}, whose weights this run cannot take"
+        with loading("training.resume_from_checkpoint", fact, _RESTORE):
+            if not self._load_strictly(resume_from_checkpoint, model or self.model):
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
         if not self._load_strictly(self.state.best_model_checkpoint, self.model):

@@ -18,7 +18,7 @@ import cattrs
 from cattrs.errors import BaseValidationError
 
 from packplan.adapters.progress import BRIEF_S, progress
-from packplan.core.errors import ConfigError
+from packplan.core.errors import ConfigError, counted
 from packplan.core.ports import RankGroup
 from packplan.core.schedule import ResumeState
 
@@ -36,6 +36,9 @@ _ATTENTION = "packplan_attention"
 _FILES = "packplan_files"
 """Where the sizes of the checkpoint's files are: weights, optimizer, generators of all ranks."""
 
+
+_AGAIN = "copy it again, or name another checkpoint (last takes the newest whole one)"
+"""What to do about a file that is not what was saved."""
 
 _CHUNK = 2**20
 """Bytes of a file that are in memory at once."""
@@ -109,6 +112,18 @@ def read_attention(folder: Path) -> str | None:
     does not say.
     """
     name: str | None = _state(folder)["stateful_callbacks"].get(_ATTENTION, {}).get("attn_impl")
+    return name
+
+
+def read_base_model(folder: Path) -> str | None:
+    """
+    Return the model that a checkpoint's adapters were trained on, as its adapter_config.json names
+    it; None if it holds no adapters.
+    """
+    file = folder / "adapter_config.json"
+    if not file.is_file():
+        return None
+    name: str | None = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
     return name
 
 
@@ -199,10 +214,7 @@ def _damage(folder: Path, group: RankGroup) -> str | None:
     except (ValueError, TypeError) as error:
         return f"but its digests are damaged ({error}): name another checkpoint, or last for the newest whole one"
     if damaged:
-        return (
-            f"but its {damaged[0]} is damaged, for it has another digest than what was saved: copy it again, or name "
-            "another checkpoint (last takes the newest whole one)"
-        )
+        return f"but its {damaged[0]} is damaged, for it has another digest than what was saved: {_AGAIN}"
     if files and group.rank == 0:
         log.info("%s is what was saved: its files were read in %.1f s", folder, time.perf_counter() - started)
     return None
@@ -232,7 +244,10 @@ def _why_not(folder: Path) -> str | None:
     for name, size in files.items():
         file = folder / name
         if not file.is_file() or file.stat().st_size != size:
-            return f"but its {name} is missing or torn"
+            found = (
+                f"has {counted(file.stat().st_size, 'byte')} instead of {size:,}" if file.is_file() else "is missing"
+            )
+            return f"but its {name} {found}: {_AGAIN}"
     return None
 
 

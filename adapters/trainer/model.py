@@ -18,6 +18,8 @@ from transformers.utils import logging as transformers_logging
 
 from packplan.adapters.attention import attend_as, project_patches
 from packplan.adapters.config_names import configs_by_name
+from packplan.adapters.files import loading
+from packplan.adapters.model_folder import require_whole_weights
 from packplan.adapters.samples.template import swift_model_type
 from packplan.adapters.trainer.tuners import prepare_tuner, quantisation_of
 from packplan.core.config import ModelConfig, TrainingConfig
@@ -46,8 +48,9 @@ def open_model(
         hide_progress_bars()
     dtype = None if model.torch_dtype is None else getattr(torch, model.torch_dtype)
     quantisation = quantisation_of(model, on_cpu=device is None or device.type == "cpu")
-    try:
-        with configs_by_name():
+    require_whole_weights(model)
+    with loading("model.model", f"{model.model} cannot be loaded by ms-swift"), configs_by_name():
+        try:
             opened, _ = get_model_processor(
                 model.model,
                 model_type=model_type,
@@ -56,8 +59,14 @@ def open_model(
                 device_map=None if device is None else str(device),
                 quantization_config=quantisation,
             )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ConfigError.of("model.model", f"{model.model} cannot be loaded by ms-swift: {error}") from error
+        except RuntimeError as error:
+            if "ignore_mismatched_sizes" not in str(error):  # transformers names its own option
+                raise
+            reason = (
+                f"{model.model} has a config.json of other sizes than the weights beside it: take the config.json "
+                "that belongs to the weights"
+            )
+            raise ConfigError.of("model.model", reason) from error
     project_patches(opened)
     attend_as(opened, attention)
     # With the cache on, transformers builds no block-diagonal mask, and packed samples attend to

@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     def command() -> None:
         config = stores.read_config(options.config, options.overrides, rl=True)
-        stores.require_inputs(config)
+        stores.require_inputs(config, loads=True)
 
         with loading_libraries():
             from packplan.app.rl import loop

@@ -68,19 +68,21 @@ def read_config(path: str | Path, overrides: Sequence[str] = (), *, rl: bool = F
     return with_inputs(load_config(path, keys, overrides=overrides, rl=rl))
 
 
-def require_inputs(config: RunConfig, *, trains: bool = False) -> None:
+def require_inputs(config: RunConfig, *, loads: bool = False, trains: bool = False) -> None:
     """
     Refuse a model or data that are not there, before libraries are imported that take seconds.
 
     Args:
         config: The run.
 
+        loads: Whether the model is loaded: its weights have to be whole.
+
         trains: Whether the trainer is built: its packages, files and devices have to be there too.
 
     Raises:
         ConfigError: All that is not there.
     """
-    found = list(model_faults(config.model))
+    found = list(model_faults(config.model, loads=loads))
     for key, paths in (("train_jsonl", config.custom.train_jsonl), ("val_jsonl", config.custom.val_jsonl)):
         found += [Fault(f"custom.{key}", reason) for reason in file_faults(paths)]
     if trains:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -16,10 +17,12 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
 from packplan.adapters.trainer.arguments import TrainingArguments
 from packplan.adapters.trainer.static import PackTrainer
+from packplan.app import __main__ as packplan
 from packplan.app import sft
 from packplan.app.plan import __main__ as plan
 
@@ -281,8 +284,6 @@ def test_a_missing_yaml(capfd):
 
 def test_a_model_that_brings_code_is_refused_unless_trusted(outcome, demo, tmp_path):
     """ms-swift would run it unasked."""
-    import shutil
-
     model = tmp_path / "model"
     shutil.copytree(demo / "models" / "qwen3", model)
     config = json.loads((model / "config.json").read_text())
@@ -293,6 +294,81 @@ def test_a_model_that_brings_code_is_refused_unless_trusted(outcome, demo, tmp_p
 
     assert 2 == status
     assert "model.trust_remote_code: true" in message
+
+
+@pytest.fixture
+def broken_model(demo, tmp_path):
+    """
+    Return a function that copies the demo's text model, a file of it cut off after so many bytes,
+    or with other content; None removes it.
+    """
+
+    def copied(name: str, content: bytes | int | None) -> Path:
+        model = tmp_path / "model"
+        shutil.copytree(demo / "models" / "qwen2", model)
+        whole = (model / name).read_bytes() if (model / name).exists() else b""
+        if content is None:
+            (model / name).unlink()
+        else:
+            (model / name).write_bytes(whole[:content] if isinstance(content, int) else content)
+        return model
+
+    return copied
+
+
+@pytest.mark.parametrize("command", ["sft", "check", "rl"])
+def test_weights_that_are_cut_off_are_named_before_anything_is_measured(  # noqa: PLR0917  # fixtures
+    broken_model, write_run, write_rl, tmp_path, capfd, command
+):
+    """By every command that loads them, with both sizes."""
+    model = broken_model("model.safetensors", 5000)
+    path = write_rl("run") if command == "rl" else write_run("qwen2")
+
+    assert 2 == packplan.main([command, str(path), f"model.model={model}"])
+
+    said = capfd.readouterr().err
+    assert f"model.model: {model / 'model.safetensors'} has 5,000 bytes, but its header describes " in said
+    assert "Traceback" not in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_weights_of_another_kind_that_are_cut_off_are_named(broken_model, outcome):
+    """Those whose size nothing describes: what loads them says that they end."""
+    model = broken_model("model.safetensors", None)
+    torch.save({"w": torch.zeros(999)}, model / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    os.truncate(model / "pytorch_model.bin", 900)
+
+    status, message = outcome(of="qwen2", model={"model": str(model)})
+
+    assert 2 == status
+    assert f"model.model: {model} cannot be loaded by ms-swift: unexpected EOF" in message
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "says"),
+    [
+        ("tokenizer.json", 300, "{} cannot be opened by ms-swift: {}/tokenizer.json cannot be read (Unterminated"),
+        ("tokenizer_config.json", b"[]", "{} cannot be opened by ms-swift: 'list' object has no attribute"),
+        ("tokenizer.json", None, "{} has a tokenizer that knows no words: copy the files of its tokenizer there"),
+        (
+            "config.json",
+            {"intermediate_size": 24},
+            "{} has a config.json of other sizes than the weights beside it: take",
+        ),
+        ("config.json", {"vocab_size": 9}, "{} cannot be loaded by ms-swift: Padding_idx must be within"),
+    ],
+)
+def test_a_model_whose_files_do_not_go_together_is_named(  # noqa: PLR0917  # fixtures
+    broken_model, demo, outcome, file, content, says
+):
+    """With what it lacks, in words of its own or of the library."""
+    if isinstance(content, dict):
+        content = json.dumps({**json.loads((demo / "models" / "qwen2" / file).read_text()), **content}).encode()
+    model = broken_model(file, content)
+
+    status, message = outcome(of="qwen2", model={"model": str(model)})
+
+    assert (2, True) == (status, f"model.model: {says.replace('{}', str(model))}" in message), message
 
 
 def test_the_command_line_trains_and_says_what_it_did(write_run):

@@ -223,16 +223,16 @@ def tear(folder: Path, part: str) -> None:
     [
         ("state", "is damaged"),
         ("resume state", "was not written by this program"),
-        ("optimizer.pt", "its optimizer.pt is missing or torn"),
-        ("model.safetensors", "its model.safetensors is missing or torn"),
-        ("rng_state.pth", "its rng_state.pth is missing or torn"),
+        ("optimizer.pt", "its optimizer.pt is missing: copy it again, or name another checkpoint"),
+        ("model.safetensors", r"its model.safetensors has [\d,]+ bytes instead of [\d,]+: copy it again"),
+        ("rng_state.pth", r"its rng_state.pth has [\d,]+ bytes instead of"),
         (
             "64 bytes of model.safetensors",
             "its model.safetensors is damaged, .*: copy it again, or name another checkpoint",
         ),
         ("64 bytes of optimizer.pt", "its optimizer.pt is damaged"),
         ("64 bytes of packplan_digests_0.json", "its .* damaged"),
-        ("packplan_digests_0.json", "its packplan_digests_0.json is missing or torn"),
+        ("packplan_digests_0.json", "its packplan_digests_0.json is missing"),
     ],
 )
 def test_a_torn_or_foreign_checkpoint_is_no_checkpoint(  # noqa: PLR0917  # fixtures
@@ -286,6 +286,45 @@ def test_a_checkpoint_without_digests_is_taken_by_its_sizes(trained, write_run, 
 
     assert (str(old), 2) == (found.folder, found.resume_state.progress.step)
     assert "checkpoint-2 has no digests" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"lora_rank": 4}, "whose weights this run cannot take: .* size mismatch .*; restore the settings"),
+        ({"target_modules": ["q_proj"]}, "whose optimizer this run cannot take: .* parameter group .*; restore"),
+        ({"optim": "adafactor"}, "whose optimizer .*: it has no beta1, .* so another training.optim made it; restore"),
+    ],
+)
+def test_adapters_of_other_settings_are_nothing_to_go_on_from(adapted, write_run, execute, changed, says):
+    """The checkpoint is named with the library's reason, in one line."""
+    keys = {**KEYS, **LORA, "max_steps": 2, "resume_from_checkpoint": str(adapted)}
+
+    with pytest.raises(ConfigError, match=rf"training\.resume_from_checkpoint: is {adapted}, {says}") as raised:
+        execute(write_run("qwen2", training={**keys, **changed}))
+
+    assert len(str(raised.value).splitlines()) == 2
+
+
+def test_adapters_of_another_base_model_are_told(adapted, write_run, demo, tmp_path, caplog):
+    """With both models; those of the same model are not."""
+    logging.getLogger("packplan").propagate = True
+    keys = {**KEYS, **LORA, "resume_from_checkpoint": str(adapted)}
+    assert training.open_checkpoint(training.read_config(write_run("qwen2", training=keys)), OneRank())
+    assert "adapters" not in caplog.text
+
+    shutil.copytree(demo / "models" / "qwen2", tmp_path / "other")
+    other = write_run("qwen2", model={"model": str(tmp_path / "other")}, training=keys)
+    assert training.open_checkpoint(training.read_config(other), OneRank())
+
+    assert f"trained on {demo / 'models' / 'qwen2'}, and goes on with model.model {tmp_path / 'other'}" in caplog.text
+
+
+@pytest.fixture
+def adapted(write_run, execute, tmp_path):
+    """Return a checkpoint of a step of adapters."""
+    execute(write_run("qwen2", training={**KEYS, **LORA, "max_steps": 1}))
+    return tmp_path / "run" / "checkpoint-1"
 
 
 def test_weights_alone_are_nothing_to_resume_from(write_run, execute, tmp_path):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -14,7 +15,7 @@ import numpy as np
 from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.samples.video import sees_videos_apart
 from packplan.adapters.trainer.arguments import TrainingArguments, shards_weights, training_arguments
-from packplan.adapters.trainer.checkpoints import Checkpoint, find_checkpoint, newest_checkpoint
+from packplan.adapters.trainer.checkpoints import Checkpoint, find_checkpoint, newest_checkpoint, read_base_model
 from packplan.adapters.trainer.dynamic_dataset import DynamicDataset
 from packplan.adapters.trainer.equality import PackComparison
 from packplan.adapters.trainer.model import hide_progress_bars, open_model
@@ -61,7 +62,17 @@ def open_checkpoint(config: RunConfig, group: RankGroup) -> Checkpoint | None:
                 newest,
             )
         return None
-    checkpoint = Checkpoint.read(find_checkpoint(training.resume_from_checkpoint, training.output_dir, group=group))
+    folder = find_checkpoint(training.resume_from_checkpoint, training.output_dir, group=group)
+    base = read_base_model(folder)
+    if group.rank == 0 and base is not None and Path(base).resolve() != Path(config.model.model).resolve():
+        log.warning(
+            "%s holds adapters that were trained on %s, and goes on with model.model %s: right where that is the same "
+            "model in another folder",
+            folder,
+            base,
+            config.model.model,
+        )
+    checkpoint = Checkpoint.read(folder)
     require_same(group, flat_values({"checkpoint": attrs.asdict(checkpoint.resume_state)}))
     return checkpoint
 

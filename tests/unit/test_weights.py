@@ -1,0 +1,163 @@
+"""
+Weights that are cut off, missing or none are named with their sizes, before libraries are imported.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+import zipfile
+
+import pytest
+import yaml
+
+from packplan.app.wiring import stores
+from packplan.core.errors import ConfigError
+
+_WHOLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_SHARD = "model-00002-of-00002.safetensors"
+
+
+def safetensors(*names: str) -> bytes:
+    """Return a file of weights of 16 bytes each."""
+    described = {
+        name: {"dtype": "F32", "shape": [4], "data_offsets": [16 * at, 16 * at + 16]} for at, name in enumerate(names)
+    }
+    header = json.dumps({"__metadata__": {"format": "pt"}, **described}).encode()
+    return struct.pack("<Q", len(header)) + header + bytes(16 * len(names))
+
+
+def archive() -> bytes:
+    """Return a file as torch saves weights, as far as its outside shows."""
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as file:
+        file.writestr("archive/data.pkl", b"weights")
+    return content.getvalue()
+
+
+def index(suffix: str = "safetensors") -> bytes:
+    """Return the index of two shards."""
+    stem = "model" if suffix == "safetensors" else "pytorch_model"
+    shards = {f"w{n}": f"{stem}-0000{n}-of-00002.{suffix}" for n in (1, 2)}
+    return json.dumps({"metadata": {"total_size": 32}, "weight_map": shards}).encode()
+
+
+SHARDED = {_INDEX: index(), "model-00001-of-00002.safetensors": safetensors("w1"), _SHARD: safetensors("w2")}
+BINS = {
+    "pytorch_model.bin.index.json": index("bin"),
+    "pytorch_model-00001-of-00002.bin": archive(),
+    "pytorch_model-00002-of-00002.bin": archive(),
+}
+
+
+@pytest.fixture
+def faults_of(tmp_path):
+    """
+    Return a function that writes a model's folder, and returns what is wrong with its weights.
+    """
+    (tmp_path / "data.jsonl").write_text('{"query": "say", "response": "blue"}\n')
+    sections = {
+        "model": {"model": str(tmp_path / "model")},
+        "template": {"max_length": 80},
+        "custom": {"train_jsonl": str(tmp_path / "data.jsonl")},
+        "training": {"output_dir": str(tmp_path / "run")},
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(sections))
+    (tmp_path / "model").mkdir()
+
+    def faults(files: dict[str, bytes]) -> list[str]:
+        for file in (tmp_path / "model").iterdir():
+            file.unlink()
+        for name, content in {"config.json": b'{"model_type": "qwen2"}', **files}.items():
+            (tmp_path / "model" / name).write_bytes(content)
+        config = stores.read_config(tmp_path / "run.yaml")
+        stores.require_inputs(config)  # a plan needs no weights
+        try:
+            stores.require_inputs(config, loads=True)
+        except ConfigError as error:
+            return [str(fault).replace(f"{tmp_path}/model/", "") for fault in error.faults]
+        return []
+
+    return faults
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {},
+        {_WHOLE: safetensors("w1", "w2")},
+        {_WHOLE: safetensors()},
+        {_WHOLE: safetensors("w1"), _INDEX: b"of shards that are gone"},
+        SHARDED,
+        {"pytorch_model.bin": archive()},
+        {"pytorch_model.bin": b"\x80\x02 a pickle of torch before 1.6"},
+        BINS,
+        {_WHOLE: safetensors("w1"), "adapter_config.json": b"{}", "adapter_model.safetensors": safetensors("a")},
+    ],
+)
+def test_whole_weights_and_none_are_left_to_what_loads_them(faults_of, files):
+    """A file that transformers does not read, because it finds another first, may be anything."""
+    assert [] == faults_of(files)
+
+
+@pytest.mark.parametrize(
+    ("files", "torn"),
+    [
+        ({_WHOLE: safetensors("w1", "w2")}, _WHOLE),
+        (SHARDED, _SHARD),
+        ({**SHARDED, "adapter_model.safetensors": safetensors("a")}, "adapter_model.safetensors"),
+    ],
+)
+def test_a_file_cut_off_anywhere_is_named_with_its_size(faults_of, files, torn):
+    """And with the size that its header describes, as far as that is left."""
+    whole = files[torn]
+    end_of_header = 8 + struct.unpack("<Q", whole[:8])[0]
+    for size in range(len(whole)):
+        expected = (
+            f"but its header describes {len(whole):,}" if size >= end_of_header else "which end within its header"
+        )
+        counted = f"{size:,} byte{'' if size == 1 else 's'}"
+        assert [f"model.model: {torn} has {counted}, {expected}: copy or download it again"] == faults_of(
+            {**files, torn: whole[:size]}
+        )
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        ({_WHOLE: safetensors("w1") + b"more"}, f"{_WHOLE} has 125 bytes, but its header describes 121"),
+        ({_WHOLE: b"\xff" * 64}, f"{_WHOLE} has 64 bytes, which end within its header"),
+        ({_WHOLE: struct.pack("<Q", 4) + b"[1]}"}, f"{_WHOLE} has a header that cannot be read ("),
+        ({_WHOLE: struct.pack("<Q", 10) + b'{"w": [1]}'}, f"{_WHOLE} has a header that cannot be read ("),
+        ({_WHOLE: b"version https://git-lfs.github.com/spec/v1\n"},
+         f"{_WHOLE} has 43 bytes, which are a pointer of git-lfs: fetch it with git lfs pull"),
+        ({**SHARDED, _INDEX: index()[:40]}, f"{_INDEX} cannot be read ("),
+        ({**SHARDED, _INDEX: b"[]"}, f"{_INDEX} is no index of weights (metadata and weight_map): copy"),
+        ({**SHARDED, _INDEX: b'{"metadata": {}, "weight_map": {"w1": 1}}'}, f"{_INDEX} is no index of weights"),
+        ({**SHARDED, _INDEX: b'{"metadata": {}, "weight_map": {}}'}, f"{_INDEX} is no index of weights"),
+        ({_INDEX: index()}, f"model-00001-of-00002.safetensors is missing, though {_INDEX} names it: copy"),
+        ({"pytorch_model.bin": archive()[:-30]}, "pytorch_model.bin has 107 bytes, which are no weights of"),
+        ({"pytorch_model.bin": b""}, "pytorch_model.bin has 0 bytes, which are no weights of torch, or cut off: copy"),
+        ({**BINS, "pytorch_model-00002-of-00002.bin": b"PK"}, "pytorch_model-00002-of-00002.bin has 2 bytes, which"),
+        ({_WHOLE: safetensors("w1"), "adapter_config.json": b"{"}, "adapter_config.json cannot be read ("),
+        ({_WHOLE: safetensors("w1"), "adapter_config.json": b"3"}, "adapter_config.json is no configuration of"),
+    ],
+)  # fmt: skip
+def test_what_is_no_weights_is_named(faults_of, files, says):
+    """The file, why, and one thing to do."""
+    (fault,) = faults_of(files)
+
+    assert f"model.model: {says}" == fault[: len(says) + 13]
+    assert fault.endswith((": copy or download it again", ": fetch it with git lfs pull"))
+
+
+def test_a_folder_of_adapters_alone_is_no_model(tmp_path, faults_of):
+    """It says what to do with them, where a checkpoint of a run is taken for one."""
+    faults_of({})
+    (tmp_path / "model" / "config.json").unlink()
+    (tmp_path / "model" / "adapter_config.json").write_text("{}")
+
+    with pytest.raises(ConfigError, match="holds adapters, and no model: merge them into theirs, and name"):
+        stores.require_inputs(stores.read_config(tmp_path / "run.yaml"))
