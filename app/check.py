@@ -240,8 +240,9 @@ def main(arguments: list[str] | None = None) -> int:
         if options.vision is not None:
             list_vision(options.vision, as_json=options.json, output=options.output)
             return
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise ConfigError.of("", "packplan check compares on one process: start it without torchrun")
+        if (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
+            reason = f"is {ranks[:40]!r}, but packplan check compares on one process: start it without torchrun"
+            raise ConfigError.of("WORLD_SIZE", reason)
         config = stores.read_config(options.config, options.overrides)
         stores.require_inputs(config, loads=True, trains=True)
 

@@ -94,6 +94,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(parser, arguments)
 
     def command() -> None:
+        stores.require_ranks()
         config = stores.read_config(options.config, options.overrides)
         stores.require_inputs(config, loads=True, trains=True)
 

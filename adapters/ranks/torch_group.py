@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from packplan.adapters.ranks.heartbeat import BEAT, DIED, Heartbeat
-from packplan.core.errors import PackplanError, RankGoneError, RankZeroError, counted
+from packplan.core.errors import ConfigError, Fault, PackplanError, RankGoneError, RankZeroError, counted
 from packplan.core.ports import Arrays, ReportProgress
 
 log = logging.getLogger(__name__)
@@ -94,7 +94,11 @@ class TorchGroup:
         """
         cuda = torch.cuda.is_available() and not use_cpu
         if cuda:
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+            device, devices = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+            if device >= devices:
+                reason = f"is {device}, but this machine shows {counted(devices, 'GPU')}: start as many ranks on it"
+                raise ConfigError("the environment of this process", (Fault("LOCAL_RANK", reason),))
+            torch.cuda.set_device(device)
         store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
         # An earlier attempt or launch may have had the same store: what it wrote must not be seen.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

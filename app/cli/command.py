@@ -273,8 +273,16 @@ def _share_cores() -> None:
     they wait for, where other processes want it too.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if (ranks := int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) > 1:
+    if (ranks := _variable("LOCAL_WORLD_SIZE", 1)) > 1:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // ranks)))
+
+
+def _variable(name: str, default: int) -> int:
+    """
+    Return a number of torchrun's; *default* where it is none, which those that join ranks refuse.
+    """
+    text = os.environ.get(name, "")
+    return int(text) if text.isdecimal() and len(text) < 10 else default
 
 
 def _num_cores() -> int:
@@ -301,7 +309,7 @@ def _set_up_logging(*, verbose: bool, quiet: bool) -> None:
     Log to standard error: all of ours on rank 0, warnings of other ranks, of the libraries, and in
     quiet.
     """
-    rank = int(os.environ.get("RANK", "0"))
+    rank = _variable("RANK", 0)
     handler = logging.StreamHandler()
     handler.setFormatter(_MarkWarnings("packplan" if rank == 0 else f"packplan rank {rank}"))
     logger = logging.getLogger("packplan")

@@ -43,6 +43,8 @@ def run(options: argparse.Namespace) -> None:
     """Build, or list what cannot be built."""
     if (options.json or options.write_good) and not options.list_failures:
         raise ConfigError.of("--write-good" if options.write_good else "--json", "goes with --list-failures: add it")
+    if not options.list_failures:
+        stores.require_ranks()
     config = stores.read_config(options.config, options.overrides)
     stores.require_inputs(config)
 

@@ -45,6 +45,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(parser, arguments)
 
     def command() -> None:
+        if not options.ray_workers:
+            stores.require_ranks()
         config = stores.read_config(options.config, options.overrides, rl=True)
         stores.require_inputs(config, loads=True)
 

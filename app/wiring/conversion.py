@@ -20,6 +20,7 @@ from packplan.adapters.conversion.source import Source, read_source
 from packplan.adapters.conversion.table import stored_arguments
 from packplan.adapters.hub_caches import cached
 from packplan.adapters.progress import loading_libraries
+from packplan.adapters.ranks.environment import named_world_size
 from packplan.core.config import REFUSED_TRAINING_KEYS
 from packplan.core.conversion import (
     Argument,
@@ -133,7 +134,7 @@ def convert_back(path: Path) -> tuple[Back, str]:
     given = frozenset(
         f"{section}.{key}" for section, keys in document.items() if isinstance(keys, dict) for key in keys
     )
-    back = to_swift(config, given=given, world_size=int(os.environ.get("WORLD_SIZE", "1")))
+    back = to_swift(config, given=given, world_size=named_world_size())
     head = f"# {path} without packing: swift sft this file\n"
     return back, head + yaml.safe_dump(dict(back.arguments), sort_keys=False, allow_unicode=True, width=100)
 

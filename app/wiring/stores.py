@@ -20,6 +20,7 @@ from packplan.adapters.config.run import load_config
 from packplan.adapters.config.trainer_keys import lacking, stored_keys
 from packplan.adapters.model_folder import config_digest, config_model_type, model_faults, model_sizes
 from packplan.adapters.policy_folder import PolicyFolder
+from packplan.adapters.ranks import environment
 from packplan.adapters.samples.files import file_faults, open_records
 from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.adapters.stores.lock import FolderLock
@@ -66,6 +67,17 @@ def read_config(path: str | Path, overrides: Sequence[str] = (), *, rl: bool = F
 
         keys = installed_keys()
     return with_inputs(load_config(path, keys, overrides=overrides, rl=rl))
+
+
+def require_ranks() -> int:
+    """
+    Return the number of ranks that torchrun's environment describes, before torch is imported; 1
+    where there is none.
+
+    Raises:
+        ConfigError: It is incomplete, or contradicts itself.
+    """
+    return environment.require_ranks()
 
 
 def require_inputs(config: RunConfig, *, loads: bool = False, trains: bool = False) -> None:

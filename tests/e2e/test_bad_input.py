@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import shutil
+import socket
 import struct
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from packplan.adapters.trainer.static import PackTrainer
 from packplan.app import __main__ as packplan
 from packplan.app import sft
 from packplan.app.plan import __main__ as plan
+from tests.network import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -385,6 +387,70 @@ def test_the_command_line_trains_and_says_what_it_did(write_run):
     for said in ("packplan: train: raw_plan checksum", "packplan: optimizer steps:", "1 in total"):
         assert said in run.stderr
     assert "Traceback" not in run.stderr
+
+
+@pytest.mark.parametrize("words", [["sft"], ["plan", "build"], ["check"], ["rl"], ["convert", "--back"]])
+def test_a_world_size_that_is_no_number_is_named(write_run, write_rl, tmp_path, monkeypatch, capfd, words):  # noqa: PLR0917  # fixtures
+    """By every command that asks for it, before anything is read or written."""
+    monkeypatch.chdir(tmp_path)
+    path = write_rl("run") if words == ["rl"] else write_run("qwen2")
+    monkeypatch.setenv("WORLD_SIZE", "two")
+
+    assert 2 == packplan.main([*words, str(path)])
+
+    said = capfd.readouterr().err
+    assert "WORLD_SIZE: is 'two', but" in said
+    assert "torchrun" in said
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("words", [["sft"], ["plan", "build"], ["rl", "--overwrite"]])
+def test_ranks_without_a_place_to_meet_leave_everything_as_it_is(  # noqa: PLR0917  # fixtures
+    write_run, write_rl, tmp_path, monkeypatch, capfd, words
+):
+    """They say which variables are missing, and remove nothing of an earlier run."""
+    path = write_rl("run") if words[0] == "rl" else write_run("qwen2")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "rl.jsonl").write_text("kept")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+    assert 2 == packplan.main([*words, str(path)])
+
+    missing = (
+        "RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT: are not set, but WORLD_SIZE is: start the ranks with torchrun"
+    )
+    assert missing in capfd.readouterr().err
+    assert ["rl.jsonl"] == [file.name for file in (tmp_path / "run").iterdir()]
+
+
+def test_commands_that_join_no_ranks_read_no_variables_of_ranks(monkeypatch, capfd):
+    """They answer whatever these are."""
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
+        monkeypatch.setenv(name, "two")
+
+    assert 2 == plan.main(["show", "gone.yaml"])
+    assert "gone.yaml" in capfd.readouterr().err
+
+
+def test_ranks_that_cannot_meet_end_with_one_message(write_run, monkeypatch, capfd):
+    """A port that is taken; a rank whose others never come."""
+    path = str(write_run("qwen2", training={"ddp_timeout": 1, "use_cpu": True}))
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for name, value in {**ranks, "MASTER_PORT": str(port)}.items():
+            monkeypatch.setenv(name, value)
+        assert 2 == sft.main([path])
+        said = capfd.readouterr().err
+        assert f"rank 0 cannot meet the 2 ranks at 127.0.0.1:{port} (MASTER_ADDR, MASTER_PORT): " in said
+        assert "EADDRINUSE" in said
+        assert "Traceback" not in said
+
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    assert 2 == sft.main([path])
+    said = capfd.readouterr().err
+    assert "1/2 clients joined" in said
+    assert "Traceback" not in said
 
 
 def test_a_fault_of_ours_keeps_its_traceback(write_run, monkeypatch):

@@ -19,6 +19,7 @@ from filelock import FileLock, Timeout
 
 from packplan.adapters.config.run import load_mix
 from packplan.adapters.files import writing
+from packplan.adapters.ranks.environment import meeting, require_ranks
 from packplan.adapters.ranks.torch_group import OneRank, TorchGroup
 from packplan.adapters.ranks.weight_digests import weight_digests
 from packplan.adapters.trainer.arguments import runs_on_cpu
@@ -74,14 +75,19 @@ def join_ranks(
         options: Options of the command line that decide what ranks do together.
 
     Raises:
+        ConfigError: The environment does not describe them.
+
+        RankGoneError: They cannot meet.
+
         DifferentRunsError: Ranks have other configurations, options or versions; on all of them.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if require_ranks() == 1:
         return OneRank()
     settings = {} if config is None else config.training.trainer
     values = {} if config is None else _given(config, options or {})
     on_cpu = use_cpu or runs_on_cpu(settings)
-    group = TorchGroup(use_cpu=on_cpu, timeout_s=float(settings.get("ddp_timeout", 1800)))
+    with meeting():
+        group = TorchGroup(use_cpu=on_cpu, timeout_s=float(settings.get("ddp_timeout", 1800)))
     require_same(group, values)
     return group
 

@@ -1,0 +1,97 @@
+"""Variables by which a launcher tells a process which rank it is, checked before any is used."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from packplan.core.errors import ConfigError, Fault, RankGoneError, agree
+
+_MOST_RANKS, _MOST_PORT = 100_000, 2**16 - 1
+
+
+def require_ranks(environment: Mapping[str, str] = os.environ) -> int:
+    """
+    Return the number of ranks, 1 where no launcher says it.
+
+    Args:
+        environment: The variables of this process.
+
+    Raises:
+        ConfigError: One of torchrun's variables is missing beside the others, or is no number, or
+            one that they rule out.
+    """
+    _refuse(_faults(environment))
+    return named_world_size(environment)
+
+
+def named_world_size(environment: Mapping[str, str] = os.environ) -> int:
+    """Return WORLD_SIZE, 1 where it is not set; ConfigError if it is no number of ranks."""
+    _refuse(_beyond("WORLD_SIZE", environment, 1, _MOST_RANKS))
+    return int(environment.get("WORLD_SIZE", "1"))
+
+
+def _refuse(faults: Iterator[Fault]) -> None:
+    if found := tuple(faults):
+        raise ConfigError("the environment of this process", found)
+
+
+def _faults(environment: Mapping[str, str]) -> Iterator[Fault]:
+    found = {name: _number(environment[name]) for name in _NUMBERS if name in environment}
+    ranks = found.get("WORLD_SIZE")
+    most = ranks or _MOST_RANKS
+    bounds = {
+        "WORLD_SIZE": (1, _MOST_RANKS),
+        "LOCAL_WORLD_SIZE": (1, most),
+        "RANK": (0, most - 1),
+        "LOCAL_RANK": (0, (found.get("LOCAL_WORLD_SIZE") or most) - 1),
+    }
+    needed: list[str] = []
+    if (ranks or 1) > 1 or "LOCAL_RANK" in found:
+        bounds["MASTER_PORT"] = (1, _MOST_PORT)
+        needed += ["RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"]
+    if {"RANK", "LOCAL_RANK"} & found.keys():
+        needed += ["WORLD_SIZE"]
+    missing = [name for name in needed if not environment.get(name)]
+    if missing:
+        beside = next(name for name in ("WORLD_SIZE", "LOCAL_RANK", "RANK") if name in found)
+        reason = f"{agree(len(missing))} not set, but {beside} is: start the ranks with torchrun, which sets all"
+        yield Fault(", ".join(missing), reason)
+    for name, (lowest, highest) in bounds.items():
+        if name not in missing:
+            yield from _beyond(name, environment, lowest, highest)
+
+
+def _beyond(name: str, environment: Mapping[str, str], lowest: int, highest: int) -> Iterator[Fault]:
+    """Yield a fault where a variable is set, and is no whole number of these bounds."""
+    number = _number(text := environment.get(name, str(lowest)))
+    if number is None or not lowest <= number <= highest:
+        allowed = f"a whole number from {lowest} to {highest:,}" if highest > lowest else str(lowest)
+        reason = f"is {text[:40]!r}, but has to be {allowed}: start the ranks with torchrun, which sets it"
+        yield Fault(name, reason)
+
+
+_NUMBERS = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT")
+
+
+def _number(text: str) -> int | None:
+    text = text.strip()
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else None
+
+
+@contextmanager
+def meeting(environment: Mapping[str, str] = os.environ) -> Iterator[None]:
+    """
+    Turn what torch makes of ranks that cannot meet into a RankGoneError.
+
+    Args:
+        environment: The variables of this process, which say where they meet.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        place = f"{environment.get('MASTER_ADDR')}:{environment.get('MASTER_PORT')} (MASTER_ADDR, MASTER_PORT)"
+        who = f"rank {environment.get('RANK')} cannot meet the {environment.get('WORLD_SIZE')} ranks at {place}"
+        reason = " ".join(str(error).split())[:250]
+        raise RankGoneError(f"{who}: {reason}; start all with torchrun, at a --master-port that is free") from error

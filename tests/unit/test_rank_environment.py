@@ -1,0 +1,101 @@
+"""
+The variables of a launcher are complete and agree, or each that is wrong is named with its bounds.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import event, given
+from hypothesis import strategies as st
+
+from packplan.adapters.ranks.environment import meeting, named_world_size, require_ranks
+from packplan.core.errors import ConfigError, RankGoneError
+
+RANKS = {
+    "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "RANK": "3", "LOCAL_RANK": "1", "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29500",
+}  # fmt: skip
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.data())
+def test_what_torchrun_sets_is_taken(nodes, per_node, data):
+    """Of any rank of any launch; without LOCAL_WORLD_SIZE too, which other launchers leave out."""
+    rank = data.draw(st.integers(0, nodes * per_node - 1))
+    environment = {
+        **RANKS, "WORLD_SIZE": str(nodes * per_node), "LOCAL_WORLD_SIZE": str(per_node), "RANK": str(rank),
+        "LOCAL_RANK": str(rank % per_node),
+    }  # fmt: skip
+
+    assert nodes * per_node == require_ranks(environment)
+    del environment["LOCAL_WORLD_SIZE"]
+    assert nodes * per_node == require_ranks(environment)
+
+
+values = st.sampled_from(["", "0", "1", "2", "7", "-1", "two", "2.0", "9" * 5000, "\u0662", "70000"])
+
+
+@given(st.fixed_dictionaries({}, optional=dict.fromkeys(RANKS, values)))
+def test_anything_else_is_one_rank_or_names_a_variable(environment):
+    """One line each, with torchrun; several ranks have all the variables that they need."""
+    try:
+        ranks = require_ranks(environment)
+    except ConfigError as error:
+        event("refused")
+        for fault in error.faults:
+            assert set(fault.path.split(", ")) <= set(RANKS)
+            assert "start the ranks with torchrun" in fault.reason
+            assert len(str(fault)) < 250
+    else:
+        event(f"several ranks: {ranks > 1}")
+        assert 1 == ranks or set(RANKS) - {"LOCAL_WORLD_SIZE"} <= environment.keys()
+        assert int(environment.get("RANK", "0")) < ranks
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"MASTER_ADDR": None, "MASTER_PORT": None}, "MASTER_ADDR, MASTER_PORT: are not set, but WORLD_SIZE is: start"),
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR: is not set, but WORLD_SIZE is"),
+        ({"RANK": None}, "RANK: is not set, but WORLD_SIZE is"),
+        ({"LOCAL_RANK": None}, "LOCAL_RANK: is not set, but WORLD_SIZE is"),
+        ({"WORLD_SIZE": None}, "WORLD_SIZE: is not set, but LOCAL_RANK is"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE: is 'two', but has to be a whole number from 1 to 100,000: start"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE: is '0', but has to be"),
+        ({"RANK": "4"}, "RANK: is '4', but has to be a whole number from 0 to 3"),
+        ({"RANK": "-1"}, "RANK: is '-1', but has to be"),
+        ({"LOCAL_RANK": "2"}, "LOCAL_RANK: is '2', but has to be a whole number from 0 to 1"),
+        ({"LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE: is '8', but has to be a whole number from 1 to 4"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT: is '99999', but has to be a whole number from 1 to 65,535"),
+    ],
+)
+def test_the_variable_that_is_wrong_is_named(changes, says):
+    """It alone, with its value and its bounds."""
+    environment = {name: value for name, value in {**RANKS, **changes}.items() if value is not None}
+
+    with pytest.raises(ConfigError, match=f"has 1 fault:\n  {re.escape(says)}"):
+        require_ranks(environment)
+
+
+def test_variables_of_other_programs_are_left_alone():
+    """A cluster may set where its own service listens; a lone WORLD_SIZE of 1 is one rank."""
+    assert 1 == require_ranks({"MASTER_PORT": "tcp://10.0.0.1:6379", "MASTER_ADDR": "10.0.0.1"})
+    assert 1 == require_ranks({"WORLD_SIZE": "1"})
+
+
+def test_a_number_of_ranks_to_convert_for_needs_no_launcher():
+    """WORLD_SIZE alone says it."""
+    assert (1, 8) == (named_world_size({}), named_world_size({"WORLD_SIZE": "8"}))
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE: is '8\.5'"):
+        named_world_size({"WORLD_SIZE": "8.5"})
+
+
+def test_ranks_that_cannot_meet_say_where():
+    """With torch's reason, in one line."""
+    with pytest.raises(RankGoneError) as raised, meeting(RANKS):
+        raise RuntimeError("the address\nis in use")
+
+    assert "rank 3 cannot meet the 4 ranks at node0:29500 (MASTER_ADDR, MASTER_PORT): the address is in use; start" in (
+        str(raised.value)
+    )
