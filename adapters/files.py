@@ -14,7 +14,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,19 +96,28 @@ def write_bytes(path: Path, data: bytes | memoryview) -> None:
 
 def write_chunks(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
     """Publish *chunks*, one after the other, as `write_bytes` does."""
-    with writing(path):
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=_UNPUBLISHED, dir=path.parent)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.writelines(chunks)
-                file.flush()
-                os.fsync(file.fileno())
-            Path(name).chmod(0o644)
-            Path(name).replace(path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
-        sync_folder(path.parent)
+    with writing(path), publishing(path) as file:
+        file.writelines(chunks)
+
+
+@contextmanager
+def publishing(path: Path) -> Iterator[BinaryIO]:
+    """
+    Yield a file under another name, which is flushed and renamed to *path* at the end; removed
+    where an error ends this.
+    """
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=_UNPUBLISHED, dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        Path(name).chmod(0o644)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
 
 
 def append_bytes(path: Path, data: bytes | memoryview) -> None:

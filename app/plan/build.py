@@ -11,13 +11,14 @@ import argparse
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import add_config_arguments, positive_number
 from packplan.app.planning.split import GatheredSplit
 from packplan.app.training.schedule import require_static
 from packplan.app.wiring import stores
-from packplan.app.wiring.mixes import write_records
+from packplan.app.wiring.mixes import write_records, writing_failures
 from packplan.core.errors import ConfigError
 
 
@@ -30,19 +31,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--list-failures", action="store_true",
-        help="encode every record in full, list all that cannot become samples, and store nothing",
+        help="encode every record in full, list those that cannot become samples, beyond 100 by reason, and store "
+        "nothing",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="with --list-failures: print one JSON document")
     parser.add_argument(
         "--write-good", type=Path, metavar="FILE", help="with --list-failures: write the other records as JSON Lines"
+    )
+    parser.add_argument(
+        "--write-failures", type=Path, metavar="FILE", help="with --list-failures: write all of them as JSON Lines"
     )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
     """Build, or list what cannot be built."""
-    if (options.json or options.write_good) and not options.list_failures:
-        raise ConfigError.of("--write-good" if options.write_good else "--json", "goes with --list-failures: add it")
+    others = {"--write-good": options.write_good, "--write-failures": options.write_failures, "--json": options.json}
+    if not options.list_failures and (given := [name for name, value in others.items() if value]):
+        raise ConfigError.of(given[0], "goes with --list-failures: add it")
     if not options.list_failures:
         stores.require_ranks()
     config = stores.read_config(options.config, options.overrides)
@@ -63,7 +69,12 @@ def run(options: argparse.Namespace) -> None:
             name = chosen[0].name
             paths = config.custom.train_jsonl if name == "train" else config.custom.val_jsonl
             write_good = partial(write_records, gathered.samples[name].records, options.write_good, paths)
-        list_failures(chosen, as_json=options.json, write_good=write_good)
+        listed: dict[str, Any] = {}
+        if options.write_failures:
+            custom, good = config.custom, [str(options.write_good)] if options.write_good else []
+            read = [*custom.train_jsonl, *custom.val_jsonl, *good]
+            listed["open_file"] = partial(writing_failures, options.write_failures, read)
+        list_failures(chosen, as_json=options.json, write_good=write_good, **listed)
         return
     together = {"--split": options.split, "--world-size": options.world_size}
     with joined_ranks(config, use_cpu=True, options=together) as group:

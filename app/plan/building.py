@@ -6,9 +6,13 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
+import numpy as np
+
+from packplan.app.planning.bad import ReasonCounts
 from packplan.app.planning.log_lines import log_plan
 from packplan.app.planning.measure import failures
 from packplan.app.planning.measure_slices import measure_slices
@@ -20,6 +24,12 @@ from packplan.core.errors import DataSetError, counted
 from packplan.core.ports import RankGroup
 
 log = logging.getLogger(__name__)
+
+MOST_LISTED = 100
+"""Failures that are printed one by one, and reasons that they are counted by, at most."""
+
+WriteFailure = Callable[[Mapping[str, str]], None]
+"""What takes a failure: its split, where it is, and its reason."""
 
 
 def build(
@@ -58,10 +68,14 @@ def build(
 
 
 def list_failures(
-    splits: Sequence[GatheredSplit], *, as_json: bool = False, write_good: Callable[[list[int]], None] | None = None
+    splits: Sequence[GatheredSplit],
+    *,
+    as_json: bool = False,
+    write_good: Callable[[list[int]], None] | None = None,
+    open_file: Callable[[], AbstractContextManager[WriteFailure | None]] = nullcontext,
 ) -> None:
     """
-    Print every record that cannot become a sample.
+    Print the first records that cannot become a sample, and count all by reason.
 
     Args:
         splits: What is looked through.
@@ -70,25 +84,37 @@ def list_failures(
 
         write_good: Takes the other records of the only split.
 
+        open_file: Opens what takes all failures.
+
     Raises:
         DataSetError: There is one.
     """
-    found, documents = 0, []
-    for split in splits:
-        bad: set[int] = set()
-        for index, error in failures(split.name, split.source):
-            documents.append({"split": split.name, "where": error.where, "reason": error.why})
-            bad.add(index)
-            if not as_json:
-                print(error)
-        found += len(bad)
-        if write_good is not None:
-            write_good([index for index in range(len(split.source)) if index not in bad])
+    reasons, first = ReasonCounts(), []
+    with open_file() as write:
+        for split in splits:
+            bad = np.zeros(len(split.source), dtype=bool)
+            for index, error in failures(split.name, split.source):
+                bad[index] = True
+                failure = {"split": split.name, "where": error.where, "reason": error.why}
+                if write is not None:
+                    write(failure)
+                if reasons.total < MOST_LISTED:
+                    first.append(failure)
+                    if not as_json:
+                        print(error)
+                reasons.add(error.reason)
+            if write_good is not None:
+                write_good(np.flatnonzero(~bad).tolist())
+        found, total = reasons.total, sum(len(split.source) for split in splits)
+        by_reason = reasons.most_common(MOST_LISTED)
     if as_json:
-        total = sum(len(split.source) for split in splits)
-        print(json.dumps({"records": total, "failures": documents}, indent=2, ensure_ascii=False))
+        document = {"records": total, "num_failures": found, "failures": first, "reasons": by_reason}
+        print(json.dumps(document, indent=2, ensure_ascii=False))
+    elif found > MOST_LISTED:
+        print(f"… and {found - MOST_LISTED:,} more; all by reason, without what each record says:")
+        print("\n".join(f"{count:>12,}  {reason}" for reason, count in by_reason.items()))
     if found:
-        total = sum(len(split.source) for split in splits)
-        message = f"{found:,} of {counted(total, 'record')} cannot become samples: fix or remove what is named above"
+        named = "what is named above" if found <= MOST_LISTED else "them (--write-failures FILE names all)"
+        message = f"{found:,} of {counted(total, 'record')} cannot become samples: fix or remove {named}"
         raise DataSetError(message)
     log.info("all records can become samples")

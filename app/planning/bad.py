@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import re
+from collections import Counter
 from collections.abc import Sequence
 from decimal import Decimal
 
-from packplan.core.errors import DataSetError, RecordError, counted
+from packplan.core.errors import MAX_LINE, DataSetError, RecordError, counted
 from packplan.core.ports import LengthSource
 from packplan.core.samples import BadRecord
 
@@ -17,6 +19,42 @@ _SHOWN = 5
 
 
 _OTHERWISE = "plan build --list-failures names all such records, custom.on_bad_record: skip leaves them out"
+
+
+MOST_REASONS = 1000
+"""Reasons that are counted apart, at most: others count together."""
+
+OTHER_REASONS = "other reasons"
+
+_OF_ONE_RECORD = re.compile(
+    r"""'[^']*'|"[^"]*"|(?<!\S)(?!\W*(?:model|template|custom|training)\.)\S*(?:[/\\\d]|\w\.\w)\S*"""
+)
+"""What a reason quotes of its record: texts in quotes, numbers, names of files, addresses."""
+
+
+class ReasonCounts:
+    """How many failures have which reason, in bounded memory, whatever the reasons quote."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    @property
+    def total(self) -> int:
+        """Number of failures."""
+        return self._counts.total()
+
+    def add(self, reason: str) -> None:
+        """Count a failure, by its reason without what it quotes of its record."""
+        kind = " ".join(_OF_ONE_RECORD.sub("…", reason[:MAX_LINE]).split())
+        kind = re.sub(r"…(?: …)+", "…", kind)
+        self._counts[kind if kind in self._counts or len(self._counts) < MOST_REASONS else OTHER_REASONS] += 1
+
+    def most_common(self, number: int) -> dict[str, int]:
+        """Return the most frequent reasons, with the sum of all others, frequent ones first."""
+        ordered = self._counts.most_common()
+        shown = [(reason, count) for reason, count in ordered if reason != OTHER_REASONS][:number]
+        others = self.total - sum(count for _, count in shown)
+        return dict(shown) | ({OTHER_REASONS: others} if others else {})
 
 
 class LeftOut:

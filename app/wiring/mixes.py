@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -63,17 +64,11 @@ def materialise(path: str, output: Path, *, overrides: Sequence[str] = (), seed:
         written.
     """
     mix, records = open_mix(path, overrides, cache=output.parent / "records")
-    if output.is_dir() or any(output.resolve() == Path(source.jsonl).resolve() for source in mix.sources):
-        reason = "is a folder" if output.is_dir() else "is one of the sources, which would be lost"
-        raise ConfigError.of("--output", f"{output} {reason}: name another file")
+    _require_other("--output", output, [source.jsonl for source in mix.sources])
     drawn = schedule(mix, [len(one) for one in records], seed=seed, epoch=epoch)
-    try:
+    with _written("--output", output):
         output.parent.mkdir(parents=True, exist_ok=True)
         files.write_chunks(output, _lines(records, drawn, output.parent))
-    except OSError as error:
-        raise ConfigError.of("--output", f"{output} cannot be written: {error.strerror or error}") from error
-    except OutputError as error:
-        raise ConfigError.of("--output", f"{output} cannot be written: {error.reason}") from error
     for source, count in zip(mix.sources, np.bincount(drawn.source, minlength=len(records)).tolist(), strict=True):
         log.info("%s: %s of %s from %s", output, f"{count:,}", counted(len(drawn), "sample"), source.jsonl)
 
@@ -94,15 +89,56 @@ def write_records(records: Records, output: Path, sources: Sequence[str], indice
     Raises:
         ConfigError: The file cannot be written, or is one of the sources.
     """
-    if output.is_dir() or any(output.resolve() == Path(source).resolve() for source in sources):
-        reason = "is a folder" if output.is_dir() else "is one of the data files, which would be lost"
-        raise ConfigError.of("--write-good", f"{output} {reason}: name another file")
-    lines = (_line(records, index, output.parent) for index in indices)
-    try:
-        files.write_chunks(output, lines)
-    except OutputError as error:
-        raise ConfigError.of("--write-good", f"{output} cannot be written: {error.reason}") from error
+    _require_other("--write-good", output, sources)
+    with _written("--write-good", output):
+        files.write_chunks(output, (_line(records, index, output.parent) for index in indices))
     log.info("%s: %s", output, counted(len(indices), "record"))
+
+
+@contextmanager
+def writing_failures(output: Path, sources: Sequence[str]) -> Iterator[Callable[[Mapping[str, str]], None]]:
+    """
+    Yield what writes one failure as a line of a JSON Lines file, which readers see whole at the
+    end, or not at all.
+
+    Args:
+        output: The file.
+
+        sources: Names of files that are not written over.
+
+    Raises:
+        ConfigError: The file cannot be written, or is one of the sources.
+    """
+    _require_other("--write-failures", output, sources)
+    with ExitStack() as opened:
+        with _written("--write-failures", output):
+            file = opened.enter_context(files.publishing(output))
+
+        def write(failure: Mapping[str, str]) -> None:
+            with _written("--write-failures", output):
+                file.write(json.dumps(failure, ensure_ascii=False).encode(errors="backslashreplace") + b"\n")
+
+        yield write
+        with _written("--write-failures", output):
+            opened.pop_all().close()
+    log.info("%s: all failures", output)
+
+
+def _require_other(option: str, output: Path, sources: Sequence[str]) -> None:
+    """Refuse to write over a folder or one of the sources."""
+    if output.is_dir() or any(output.resolve() == Path(source).resolve() for source in sources):
+        reason = "is a folder" if output.is_dir() else "is one of the sources, which would be lost"
+        raise ConfigError.of(option, f"{output} {reason}: name another file")
+
+
+@contextmanager
+def _written(option: str, output: Path) -> Iterator[None]:
+    """Turn a refusal to write an option's file into a ConfigError."""
+    try:
+        with files.writing(output):
+            yield
+    except OutputError as error:
+        raise ConfigError.of(option, f"{output} cannot be written: {error.reason}") from error
 
 
 def _lines(records: list[Records], drawn: Schedule, onto: Path) -> Iterator[bytes]:

@@ -222,6 +222,44 @@ def test_the_text_of_a_sample_is_shown_with_what_of_it_is_trained(write_run, tmp
     assert "the data have 1 sample now, but 4 were measured" in capsys.readouterr().err
 
 
+def test_failures_are_written_whole_whatever_is_printed(write_run, tmp_path, capsys, monkeypatch):
+    """Beyond a hundred too; into no file that is read, and none is left where the writing stops."""
+    rows = [{"query": "say", "response": "blue"}, *({"query": f"no answer {n}"} for n in range(103)), {"id": 7}]
+    data, good, bad = (tmp_path / name for name in ("mixed.jsonl", "good.jsonl", "bad.jsonl"))
+    data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    path = str(write_run("qwen2", custom={"train_jsonl": str(data)}))
+    options = ["--list-failures", "--write-good", str(good), "--write-failures", str(bad)]
+
+    assert 2 == plan.main(["build", path, *options])
+
+    said = capsys.readouterr()
+    lines = said.out.splitlines()
+    assert [f"{data}, line {line}" for line in range(2, 102)] == [line.split(":")[0] for line in lines[:100]]
+    assert "… and 4 more; all by reason, without what each record says:" == lines[100]
+    assert ["103", "1"] == [line.split()[0] for line in lines[101:]]
+    assert "104 of 105 records cannot become samples" in said.err
+    written = [json.loads(line) for line in bad.read_text().splitlines()]
+    assert [f"{data}, line {line}" for line in range(2, 106)] == [one["where"] for one in written]
+    assert {("train", "split, where, reason")} == {(one["split"], ", ".join(one)) for one in written}
+    assert [rows[0]] == [json.loads(line) for line in good.read_text().splitlines()]
+    assert 2 == plan.main(["build", path, "--list-failures", "--json"])
+    document = json.loads(capsys.readouterr().out)
+    assert (105, 104, 100) == (document["records"], document["num_failures"], len(document["failures"]))
+    assert [103, 1] == list(document["reasons"].values())
+
+    monkeypatch.setattr("packplan.app.plan.building.failures", lambda *_: 1 / 0)
+    for file in (data, tmp_path, good, tmp_path / "gone" / "bad.jsonl"):
+        assert 2 == plan.main(["build", path, *options[:3], "--write-failures", str(file)])
+        assert f"--write-failures: {file} " in capsys.readouterr().err
+    assert 2 == plan.main(["build", path, "--write-failures", str(bad)])
+    assert "--write-failures: goes with --list-failures" in capsys.readouterr().err
+    before = {file: file.stat() for file in tmp_path.iterdir()}
+    with pytest.raises(ZeroDivisionError):
+        plan.main(["build", path, *options])
+    assert before.keys() == set(tmp_path.iterdir())
+    assert before[bad] == bad.stat()
+
+
 def test_failures_are_listed_for_programs_and_the_rest_is_written(write_run, tmp_path, capsys):
     """The file that is written has no failures; no data file is written over."""
     rows = [{"query": "say", "response": "blue"}, {"query": "no answer"}, {"query": "say", "response": "red"}]

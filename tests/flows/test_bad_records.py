@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from decimal import Decimal
 from functools import partial
 
@@ -9,10 +10,13 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
+from packplan.app.plan.building import list_failures
 from packplan.app.planning.measure import measure
+from packplan.app.planning.split import GatheredSplit, Stores
 from packplan.core.errors import DataSetError, RecordError
+from packplan.core.policy import PlanPolicy
 from packplan.core.samples import from_row
-from tests.fakes import ListSource, MemoryLengthStore
+from tests.fakes import FreeLock, ListSource, MemoryLengthStore, MemoryPlanStore
 
 
 class FaultySource(ListSource):
@@ -64,6 +68,47 @@ def test_more_than_the_share_stop_the_run():
         measured(FaultySource(lengths), MemoryLengthStore(), "0.01")
     with pytest.raises(DataSetError, match="none of the train records"):
         measured(FaultySource([-1]), MemoryLengthStore())
+
+
+def test_a_million_failures_are_a_page(capsys):
+    """The first hundred, then counts by reason, which add up; where asked, each is written once."""
+    sources = {"train": FaultySource([-1] * 60 + [5] * 40 + [-1] * 100_000), "eval": ManyReasons([1] * 5000)}
+    splits = [split_of(name, source) for name, source in sources.items()]
+    written = []
+
+    with pytest.raises(DataSetError, match=r"105,060 of 105,100 records .* \(--write-failures FILE names all\)$"):
+        list_failures(splits, open_file=lambda: nullcontext(written.append))
+
+    lines = capsys.readouterr().out.splitlines()
+    assert [f"data, line {n}: is bad" for n in [*range(1, 61), *range(101, 141)]] == lines[:100]
+    assert "… and 104,960 more; all by reason, without what each record says:" == lines[100]
+    counts = {reason: int(count.replace(",", "")) for count, reason in (line.split(None, 1) for line in lines[101:])}
+    assert 100_060 == counts["is bad"]
+    assert (105_060, True) == (sum(counts.values()), len(counts) <= 101)
+    assert [100_060, 5000] == [sum(one["split"] == name for one in written) for name in sources]
+    assert 105_060 == len({one["where"] for one in written}) == len(written)
+
+
+def test_up_to_a_hundred_failures_are_lines_alone(capsys):
+    """Nothing is counted that is named."""
+    with pytest.raises(DataSetError, match=r"100 of 101 records cannot .*: fix or remove what is named above$"):
+        list_failures([split_of("train", FaultySource([-1] * 100 + [1]))])
+
+    assert [f"data, line {n}: is bad" for n in range(1, 101)] == capsys.readouterr().out.splitlines()
+
+
+class ManyReasons(ListSource):
+    """Records that are each bad in a way of their own, in words that no pattern tells apart."""
+
+    def measure(self, index):
+        letters = "".join(chr(ord("a") + int(digit)) for digit in str(index))
+        raise RecordError(f"more, line {index + 1}", f"looks like {letters}")
+
+
+def split_of(name, source):
+    """Return a split of which nothing is stored."""
+    stores = Stores(MemoryLengthStore(), MemoryPlanStore(), FreeLock())
+    return GatheredSplit(name, PlanPolicy(packing_length=80), source, stores)
 
 
 class UnreadSource(ListSource):
