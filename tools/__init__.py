@@ -1,0 +1,1 @@
+"""Programs for maintainers: page writers and a line counter. They are not installed."""
