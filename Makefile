@@ -33,7 +33,7 @@ lint: $(READY)
 	$(VENV)/bin/lint-imports
 
 reference: $(READY)
-	$(RUN) -m app.reference docs/configuration.md docs/mixing.md adapters/config/trainer_keys.json adapters/conversion/swift_arguments.json
+	$(RUN) -m tools.configuration docs/configuration.md docs/mixing.md adapters/config/trainer_keys.json adapters/conversion/swift_arguments.json
 
 $(READY): constraints.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Packplan needs Python 3.11 or later")'

@@ -21,7 +21,6 @@ COMMANDS = MappingProxyType(
         "check": ("packplan.app.check", "show that packed training is the same training, on your own model"),
         "convert": ("packplan.app.convert", "make a run of a command, a script or a YAML of ms-swift"),
         "rl": ("packplan.app.rl.__main__", "train on the model's own answers, in sharded microbatches"),
-        "bench": ("packplan.app.bench.__main__", "measure what this project claims"),
         "demo": ("packplan.app.demo.__main__", "make tiny models and a data set, and train on them"),
     }
 )

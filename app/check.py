@@ -5,8 +5,7 @@ run.yaml`.
 Takes packs from the run's own plan and compares them, through the run's model, template and
 attention backend, with their samples alone: positions, labels, logits, losses, gradients; and
 changes one sample at a time, which may move no other sample's logits. Exit status 0 if all is
-equal, 3 if not. With --families and no run, lists which architectures may pack; with --vision, how
-tiny models of families that see are measured and packed.
+equal, 3 if not.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import os
 from collections import Counter
 from collections.abc import Mapping
 from math import isfinite
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -34,8 +32,6 @@ from packplan.app.cli.command import (
     run_command,
     run_program,
 )
-from packplan.app.families import list_families
-from packplan.app.vision import list_vision
 from packplan.app.wiring import stores
 from packplan.core.config import RunConfig
 from packplan.core.equality import CHECKS, Finding, Verdict, choose_packs, judge, kind
@@ -210,36 +206,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="packplan check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add_config_arguments(parser, required=False)
-    parser.add_argument(
-        "--families", nargs="*", metavar="NAME",
-        help="instead of a run: ask a small random model of these families, or of all, whether it may pack",
-    )  # fmt: skip
-    parser.add_argument(
-        "--vision", nargs="*", metavar="NAME",
-        help="instead of a run: measure, pack and compare tiny models of these families that see, or of all",
-    )  # fmt: skip
-    parser.add_argument(
-        "--output", type=Path, metavar="PAGE.md", help="with --families or --vision: also write the table to this page"
-    )
+    add_config_arguments(parser)
     parser.add_argument(
         "--packs", type=positive_number, default=4, metavar="N", help="packs to compare, at most (default: %(default)s)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
     add_logging_options(parser)
     options = parse_arguments(parser, arguments)
-    if [options.config, options.families, options.vision].count(None) != 2:
-        parser.error("name a run's YAML, --families or --vision, and one of them alone")
-    if options.output is not None and options.config is not None:
-        parser.error("--output goes with --families and --vision")
 
     def command() -> None:
-        if options.families is not None:
-            list_families(options.families, as_json=options.json, output=options.output)
-            return
-        if options.vision is not None:
-            list_vision(options.vision, as_json=options.json, output=options.output)
-            return
         if (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
             reason = f"is {ranks[:40]!r}, but packplan check compares on one process: start it without torchrun"
             raise ConfigError.of("WORLD_SIZE", reason)

@@ -14,7 +14,7 @@ from swift import get_model_processor, get_template
 from swift.agent_template import agent_template_map
 from swift.loss_scale import ALL_BASE_STRATEGY, loss_scale_map
 from swift.model import MODEL_MAPPING, get_matched_model_meta
-from swift.template import TEMPLATE_MAPPING, Template
+from swift.template import Template
 
 from packplan.adapters.config_names import configs_by_name
 from packplan.adapters.families import embeds_itself, is_shown, settled_types
@@ -121,11 +121,6 @@ def refuse_unshown(name: str) -> None:
             "shown to pack: set training.packing: false"
         )
         raise ConfigError.of("template.template", reason)
-
-
-def templates_that_pack() -> list[str]:
-    """Return the templates that ms-swift declares to collate packed samples of models that see."""
-    return [name for name, meta in TEMPLATE_MAPPING.items() if meta.template_cls.support_padding_free]
 
 
 def refuse_packing(template: Template) -> None:

@@ -63,7 +63,6 @@ def add_config_arguments(
     *,
     metavar: str = "run.yaml",
     about: str = RUN,
-    required: bool = True,
 ) -> None:
     """
     Declare a YAML, and what overrides its keys; `parse_arguments` reads them.
@@ -76,10 +75,8 @@ def add_config_arguments(
         metavar: What the help calls the YAML.
 
         about: What the help says of it.
-
-        required: Whether the command does nothing without it.
     """
-    parser.add_argument(name, metavar=metavar, help=about, nargs=None if required else "?")
+    parser.add_argument(name, metavar=metavar, help=about)
     add_overrides(parser)
 
 

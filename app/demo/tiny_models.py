@@ -72,7 +72,7 @@ _VISION = {"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 6
 
 
 def write_model(
-    folder: Path, model_type: str, text: Iterable[str], *, seed: int, shape: str = "tiny", vocabulary: int = _VOCABULARY
+    folder: Path, model_type: str, text: Iterable[str], *, seed: int, vocabulary: int = _VOCABULARY
 ) -> None:
     """
     Write a model, its tokenizer and its processor to *folder*.
@@ -86,8 +86,6 @@ def write_model(
 
         seed: Decides the weights.
 
-        shape: `tiny`, or `3b`: the layout of Qwen2.5-VL-3B, in bfloat16.
-
         vocabulary: Tokens of the tokenizer, at most, the special ones aside.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -98,7 +96,7 @@ def write_model(
     # change.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = _qwen2_5_vl_3b(ids) if shape == "3b" else _BUILDERS[model_type](size, ids)
+        model = _BUILDERS[model_type](size, ids)
     model.save_pretrained(folder)
     processor = _processor(model_type, tokenizer)
     processor.save_pretrained(folder)
@@ -198,26 +196,6 @@ def _qwen2_5_vl(size: int, ids: dict[str, int]) -> Any:
             **_media_ids(ids),
         )
     )
-
-
-def _qwen2_5_vl_3b(ids: dict[str, int]) -> Any:
-    """Return random weights of the layout that the released model's config.json describes."""
-    text = {
-        "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
-        "num_attention_heads": 16, "num_key_value_heads": 2, "max_position_embeddings": 128000,
-    }  # fmt: skip
-    rope = {"rope_type": "default", "type": "default", "mrope_section": [16, 24, 24], "rope_theta": 1000000.0}
-    vision = {
-        "depth": 32, "hidden_size": 1280, "num_heads": 16, "intermediate_size": 3420, "out_hidden_size": 2048,
-        "patch_size": 14, "fullatt_block_indexes": [7, 15, 23, 31], "window_size": 112,
-    }  # fmt: skip
-    config = Qwen2_5_VLConfig(
-        text_config={**text, **_token_ids(ids), "rope_parameters": rope},
-        vision_config=vision,
-        tie_word_embeddings=True,
-        **_media_ids(ids),
-    )
-    return Qwen2_5_VLForConditionalGeneration(config).to(torch.bfloat16)
 
 
 def _qwen3_vl(size: int, ids: dict[str, int]) -> Any:

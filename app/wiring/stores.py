@@ -254,14 +254,6 @@ def write_page(path: Path, page: str) -> None:
         raise ConfigError.of("--output", f"{path} cannot be written: {error.reason}") from error
 
 
-def write_text(path: Path, text: str) -> None:
-    """Publish a text; ConfigError if it cannot be written."""
-    try:
-        files.write_bytes(path, text.encode())
-    except OutputError as error:
-        raise ConfigError.of("--output", f"{path} cannot be written: {error.reason}") from error
-
-
 def open_slice(config: RunConfig, split: str, start: int, stop: int) -> tuple[DiskLengthStore, FolderLock]:
     """
     Return where a rank that measures with others keeps its slice, and the lock of that place.

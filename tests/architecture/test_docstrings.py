@@ -12,7 +12,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-MODULES = sorted(path for layer in ("core", "adapters", "app") for path in (ROOT / layer).rglob("*.py"))
+FOLDERS = ("core", "adapters", "app", "benchmarks", "tools")
+
+MODULES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 
 MANY = 3
 """Arguments from which on each is documented."""

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 ROW = re.compile(r"^\| ([\w-]+) \| \w+ \|", re.MULTILINE)
 
-ALLOWED = ("core/work/text.py", "app/demo/", "app/bench/")
+ALLOWED = ("core/work/text.py", "app/demo/")
 """
 What no key of a config.json says of a family's work; models that are made to try things out.
 """

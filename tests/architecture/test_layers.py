@@ -85,7 +85,7 @@ def test_rooms_of_core_are_imported_through_their_faces():
     """
     rooms = {f"packplan.core.{path.parent.name}" for path in (ROOT / "core").glob("*/__init__.py")} - FACELESS
     past = []
-    for layer in ("core", "adapters", "app"):
+    for layer in ("core", "adapters", "app", "benchmarks", "tools"):
         for path in (ROOT / layer).rglob("*.py"):
             here = ".".join(("packplan", *path.relative_to(ROOT).with_suffix("").parts))
             for node in imports_of(path):
@@ -125,7 +125,7 @@ def test_linters_find_nothing(command):
 
 def test_no_pickle_and_no_unsafe_yaml():
     """Neither is imported or called anywhere."""
-    for package in ("core", "adapters", "app"):
+    for package in ("core", "adapters", "app", "benchmarks", "tools"):
         for path in (ROOT / package).rglob("*.py"):
             assert not imported(path) & {"pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
             assert "allow_pickle=True" not in text_of(path)
@@ -271,13 +271,14 @@ print(json.dumps(loaded))
 @pytest.mark.slow
 def test_every_help_answers_without_torch_and_without_swift():
     """Each program is asked, and each of their commands, in a fresh process."""
-    from packplan.app.bench.__main__ import BENCHMARKS
+    from benchmarks.__main__ import BENCHMARKS
     from packplan.app.plan.__main__ import COMMANDS
 
     calls = [["packplan.app.__main__"], *([name] for name in sorted(programs()))]
     calls += [["packplan.app.plan.__main__", name] for name in COMMANDS] + [
-        ["packplan.app.bench.__main__", name] for name in BENCHMARKS
+        ["benchmarks.__main__", name] for name in BENCHMARKS
     ]
+    calls += [["benchmarks.__main__"], ["tools.models"], ["tools.configuration"]]
     run = subprocess.run(
         [sys.executable, "-c", HELP, json.dumps(calls)], capture_output=True, text=True, check=True, cwd=ROOT
     )

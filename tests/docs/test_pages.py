@@ -22,10 +22,10 @@ from packplan.adapters.stores.plans import DiskPlanStore
 from packplan.app.__main__ import COMMANDS
 from packplan.app.planning.deadline import Deadline
 from packplan.app.planning.split import GatheredSplit, Planner, Stores
-from packplan.app.reference import rewritten
 from packplan.core.config import OWN, PATHS
 from packplan.core.policy import PlanPolicy
 from tests.fakes import FreeLock, ListSource, ScriptedGroup
+from tools.configuration import rewritten
 
 ROOT = Path(__file__).parents[2]
 
@@ -119,18 +119,18 @@ def wrong_commands(page: Path) -> list[str]:
     shown = "\n".join([*fences(page, "bash"), *CODE.findall(FENCE.sub("", text_of(page)))]).replace("\\\n", " ")
     wrong = []
     for line in shown.splitlines():
-        start = r"(?:-m (?:packplan\.)?app\.|-m (?=benchmarks\b)|\bpackplan )"
-        found = re.search(rf"{start}(\w+)(?: (.*))?$", line.split("#")[0].strip())
+        start = r"(?:-m (?:packplan\.)?app\.|-m (?=benchmarks\b|tools\.)|\bpackplan )"
+        found = re.search(rf"{start}([\w.]+)(?: (.*))?$", line.split("#")[0].strip())
         if not found:
             continue
-        module = found[1] if found[1] == "benchmarks" else f"packplan.app.{found[1]}"
+        module = found[1] if found[1].startswith(("benchmarks", "tools.")) else f"packplan.app.{found[1]}"
         rest = (found[2] or "").split()
         if (found[0].startswith("packplan ") and found[1] not in COMMANDS) or find_spec(module) is None:
             wrong.append(line)
         else:
             known = words_of(module)
             options = {word.split("=")[0] for word in rest if re.match(r"--?[a-z]", word)}
-            with_subcommands = {"packplan.app.plan", "packplan.app.bench", "benchmarks"}
+            with_subcommands = {"packplan.app.plan", "benchmarks", "tools.models"}
             subcommand = {word for word in rest[:1] if module in with_subcommands and re.match(r"[a-z]+$", word)}
             wrong += [line] * (not options | subcommand <= known | {"--help"})
     return wrong
@@ -147,6 +147,7 @@ def test_a_wrong_command_is_found(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(
         "`packplan trian`, `packplan plan build run.yaml --list-failures`, `packplan plan biuld run.yaml`\n"
+        "`python -m benchmarks train --width 512`, `python -m benchmarks loss`, `python3 -m tools.size`\n"
         "```bash\ntorchrun --nproc-per-node 4 -m packplan.app.sft run.yaml\npython -m app.gone\n"
         "packplan check x.yaml --jsn\ntorchrun -m packplan.app.gone run.yaml\npython -m benchmarks gone\n```\n"
     )
@@ -158,6 +159,7 @@ def test_a_wrong_command_is_found(tmp_path):
         "python -m benchmarks gone",
         "packplan trian",
         "packplan plan biuld run.yaml",
+        "python -m benchmarks loss",
     ] == (wrong_commands(page))
 
 
@@ -175,7 +177,7 @@ def lost_names(page: Path) -> list[str]:
     """
     lost = []
     for word in CODE.findall(FENCE.sub("", text_of(page))):
-        if re.fullmatch(r"(tests|core|adapters|app|docs|ADR)/[\w/.-]*", word):
+        if re.fullmatch(r"(tests|core|adapters|app|benchmarks|tools|docs|ADR)/[\w/.-]*", word):
             found = (ROOT / word).exists()
         elif re.fullmatch(r"(packplan\.)?(core|adapters|app)(\.\w+)+", word):
             found = is_defined(word)

@@ -238,7 +238,7 @@ def losses_in_packs(trainer) -> dict[str, float]:
 
 def test_the_table_is_that_of_the_installed_ms_swift():
     """`make reference` writes it."""
-    from packplan.app.reference import arguments_table
+    from tools.configuration import arguments_table
 
     assert TABLE.read_text(encoding="utf-8") == arguments_table()
     assert len(stored_arguments() or ()) > 300

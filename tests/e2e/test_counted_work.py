@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from packplan.app.bench.__main__ import main
+from benchmarks.__main__ import main
 from packplan.core.work import WorkModel
 
 pytestmark = [pytest.mark.slow, pytest.mark.covers]
@@ -180,14 +180,14 @@ def test_families_are_counted_by_name(capsys):
     """What is known is near what torch counts; what is not, or cannot be built, says why."""
     names = ["qwen2", "falcon", "xlnet"]
     assert 0 == main(["work", "--families", *names, "--json"])
-    known, unknown, unbuilt = json.loads(capsys.readouterr().out)["families"]
+    known, unknown, unbuilt = json.loads(capsys.readouterr().out)["rows"]
 
     assert ["near", "not known", "not counted"] == [known["verdict"], unknown["verdict"], unbuilt["verdict"]]
     assert known["ratios"] == pytest.approx([1, 1], abs=0.02)
     assert "falcon" in unknown["reason"]
     assert unbuilt["reason"]
     assert 0 == main(["work", "--families", *names])
-    *_, total = capsys.readouterr().out.splitlines()
+    *_, total, _ = capsys.readouterr().out.splitlines()
     assert {"1 of 3 near", "1 of 3 not known", "1 of 3 not counted"} == set(total.split(", "))
 
 
@@ -208,7 +208,7 @@ def test_torch_counts_about_the_same_in_towers_of_tiles_and_of_wide_layers(famil
     from torch.utils.flop_counter import FlopCounterMode
     from transformers import AutoConfig, AutoModelForImageTextToText
 
-    from packplan.app.demo.vision_models import VISION_FAMILIES
+    from tests.made.vision_models import VISION_FAMILIES
 
     sizes = VISION_FAMILIES[family].config
     config = AutoConfig.for_model(model_type, **sizes)

@@ -1,11 +1,11 @@
 """
-Looking at a million samples takes seconds: CPU seconds of whole processes, which other load leaves
-alone.
+A million samples are inspected within seconds and planned within little memory.
+
+Seconds are CPU seconds, which other load leaves alone.
 """
 
 from __future__ import annotations
 
-import json
 import resource
 import subprocess
 import sys
@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from packplan.app.bench.__main__ import main
-from packplan.app.bench.distributions import DISTRIBUTIONS
-from packplan.app.bench.inspection import store
+from benchmarks.distributions import DISTRIBUTIONS
 from packplan.app.plan import __main__ as plan
+from tests.e2e import million
+from tests.processes import finished
 
 pytestmark = pytest.mark.slow
 
@@ -45,21 +45,27 @@ def cpu_seconds(*arguments: object) -> float:
     return time.process_time() - before
 
 
-def test_a_million_samples_are_looked_at_in_seconds(tmp_path):
-    """Show in 2 with its start, two combinations in 3, a page in 9 and under 3 MB."""
+@pytest.fixture(scope="module")
+def path(tmp_path_factory) -> Path:
+    """The YAML of a run whose plan of a million samples is stored."""
     distribution = DISTRIBUTIONS["vlm-16384"]
-    path, _ = store(tmp_path, distribution.lengths(1_000_000, seed=0), packing_length=distribution.capacity)
+    lengths = distribution.lengths(1_000_000, seed=0)
+    return million.store(
+        tmp_path_factory.mktemp("million"), lengths, packing_length=distribution.capacity, world_size=8
+    )
 
+
+def test_a_million_samples_are_looked_at_in_seconds(path, tmp_path):
+    """Show in 2 with its start, two combinations in 3, a page in 9 and under 3 MB."""
     assert started_cpu_seconds("show", path, "--json") < 2
     assert cpu_seconds("whatif", path, "--max-length", "3000", "--world-size", "4,8") < 3
     assert cpu_seconds("report", path, "-o", tmp_path / "plan.html") < 9
     assert (tmp_path / "plan.html").stat().st_size < 3_000_000
 
 
-def test_the_benchmark_measures_every_command(capsys):
-    """With what each took, and what it gave."""
-    assert 0 == main(["inspect", "--samples", "3000", "--distributions", "chat-8192", "--repeat", "1", "--json"])
-    rows = json.loads(capsys.readouterr().out)["rows"]
+def test_another_rank_takes_a_plan_of_a_million_in_little_memory(server, path, tmp_path):
+    """Below 60 MB beyond what it held; the plan comes from rank 0."""
+    ranks = server.ranks(2, million.plan_as_rank, str(path), 1_000_000, str(tmp_path), folder=tmp_path)
 
-    assert ["show", "whatif, 12 combinations", "diff", "report"] == [row["command"] for row in rows]
-    assert all(row["seconds"] > 0 and row["num_bytes"] > 100 for row in rows)
+    assert [0, 0] == finished(ranks)
+    assert 0 < int((tmp_path / "bytes1").read_text()) < 60e6

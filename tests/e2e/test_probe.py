@@ -6,6 +6,7 @@ of a verdict.
 from __future__ import annotations
 
 import json
+import re
 from functools import wraps
 
 from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
@@ -26,10 +27,10 @@ from packplan.adapters.probe.families import default_config, family_names, probe
 from packplan.adapters.probe.shrink import LONGEST, shrink
 from packplan.adapters.probe.small_model import build_small
 from packplan.adapters.stores.verdicts import DiskVerdictStore
-from packplan.app import check
 from packplan.core.equality import EQUAL, Attention, PackingVerdict
 from packplan.core.errors import CorruptArtefactError, IsolationError, PackplanError
 from packplan.core.fingerprint import Fingerprint
+from tools import models
 
 pytestmark = pytest.mark.slow
 
@@ -540,23 +541,22 @@ def test_a_model_that_cannot_be_asked_or_leaks_is_refused_before_measuring(write
     assert not list(tmp_path.rglob("lengths*"))
 
 
-def test_families_are_listed_for_people_and_programs(capsys, tmp_path):
-    """Rows of family, strategy, isolation, equality and whether it passes; a page with versions."""
+def test_families_are_listed(capsys, tmp_path):
+    """With strategy, isolation and equality; a page names the versions."""
     page = tmp_path / "models.md"
 
-    assert 0 == check.main(["--families", "llama", "bloom", "--json", "--quiet", "--output", str(page)])
-    llama, bloom = json.loads(capsys.readouterr().out)["families"]
-    assert {"family": "llama", "strategy": "varlen", "isolation": 0, "passes": True}.items() <= llama.items()
-    assert llama["equality"] < EQUAL["float32"]
-    assert (bloom["strategy"], bloom["passes"]) == (None, False)
-    assert "1 of 2 pass" in " ".join(page.read_text().split())
-    assert f"transformers {__import__('transformers').__version__}" in page.read_text()
-    assert 0 == check.main(["--families", "llama"])
-    assert "varlen" in capsys.readouterr().out
-    assert 2 == check.main(["--families", "nope"])
-    assert "names nope, which transformers" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        check.main([])
+    assert 0 == models.main(["families", str(page), "--names", "llama", "bloom"])
+    written = page.read_text()
+    isolation, equality = re.search(r"^\| llama \| varlen \| (\S+) \| (\S+) \|", written, re.MULTILINE).groups()
+    assert 0 == float(isolation)
+    assert float(equality) < EQUAL["float32"]
+    assert "\n| bloom | none |" in written
+    assert "1 of 2 pass" in " ".join(written.split())
+    assert f"transformers {__import__('transformers').__version__}" in written
+    assert 0 == models.main(["families", "--names", "llama"])
+    assert "| llama | varlen |" in capsys.readouterr().out
+    assert 2 == models.main(["families", "--names", "nope"])
+    assert "nope: no such family" in capsys.readouterr().err
 
 
 def test_every_architecture_of_text_that_transformers_knows_is_listed():

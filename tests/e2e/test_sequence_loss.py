@@ -20,13 +20,23 @@ from packplan.adapters.sequence_loss import (
     refuse_whole_batch,
     token_log_probabilities,
 )
-from packplan.app.bench.loss_cost import plain_policy_loss
 from packplan.core.config import GrpoConfig
 from packplan.core.context_parallel import PackedLayout
 from packplan.core.errors import WholeBatchLossError
 from tests.nearness import FLOAT32, assert_near
 
 VOCABULARY = 11
+
+
+def plain_policy_loss(logits, data, *, num_sequences, num_tokens):  # every loss is given both
+    """Return the clipped policy loss of padded rows as it is commonly written; token mean."""
+    mask, advantages = data["token_mask"][:, 1:], data["advantages"][:, None]
+    every = torch.log_softmax(logits[:, :-1].float(), -1)
+    log_probabilities = every.gather(-1, data["input_ids"][:, 1:, None])[..., 0]
+    ratios = (log_probabilities - data["old_log_probabilities"][:, 1:]).exp()
+    losses = torch.maximum(-ratios * advantages, -ratios.clamp(0.8, 1.2) * advantages)
+    return (losses * mask).sum() / num_tokens, {"ratio": (ratios.detach() * mask).sum() / num_tokens}
+
 
 LOSSES = [
     ClippedPolicyLoss(),

@@ -85,7 +85,7 @@ def made(tmp_path_factory) -> tuple[list[MadeVideo], list[Path]]:
     Twenty videos over containers, codecs, rates, durations to ten seconds, sizes and turns, and
     their files.
     """
-    from packplan.app.bench.measuring.videos import write_videos
+    from benchmarks.measuring import write_videos
 
     videos = [attrs.evolve(video, num_frames=min(video.num_frames, 420)) for video in made_videos(20)]
     return videos, write_videos(tmp_path_factory.mktemp("made"), videos)
@@ -97,13 +97,13 @@ def test_containers_give_the_lengths_of_full_encodes(model, demo, made, tmp_path
     Over containers, codecs, rates, durations, sizes and turns: zero tolerance, most without
     decoding.
     """
-    from packplan.app.bench.measuring.videos import compared, outcomes
+    from benchmarks.measuring import differing, video_lengths
 
     (tmp_path / model).symlink_to(demo / "models" / model)
     videos, paths = made
-    quick = outcomes(tmp_path, model, paths, in_full=False)
+    quick = video_lengths(tmp_path / model, paths, in_full=False)
 
-    assert [] == compared(model, paths, quick, outcomes(tmp_path, model, paths, in_full=True))
+    assert [] == differing(paths, quick, video_lengths(tmp_path / model, paths, in_full=True))
     decoded = [video.rate is None for video, one in zip(videos, quick, strict=True) if one.images[0].decoded]
     assert decoded
     assert all(decoded)

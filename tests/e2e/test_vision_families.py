@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import shutil
 import sys
 from importlib.metadata import PackageNotFoundError
@@ -29,18 +30,18 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.samples import measurer as measuring
 from packplan.adapters.samples.measurer import SwiftMeasurer
-from packplan.adapters.samples.template import templates_that_pack
 from packplan.adapters.trainer.equality import PackComparison
 from packplan.adapters.trainer.packed_dataset import EncodedPack
 from packplan.adapters.trainer.vision import DummyImage
-from packplan.app import check, vision
-from packplan.app.demo import vision_data
-from packplan.app.demo.vision_data import IMAGES_OF, record, texts, write_scenes, write_sizes
-from packplan.app.demo.vision_models import NOT_BUILT, VISION_FAMILIES, write_vision_model
 from packplan.core.errors import ConfigError, RecordError
 from tests.e2e import rank_main, sharded_main
+from tests.made import pictures as made_pictures
+from tests.made.pictures import IMAGES_OF, record, texts, write_scenes, write_sizes
+from tests.made.vision_models import VISION_FAMILIES, write_vision_model
 from tests.processes import finished, train_under_torchrun
 from tests.stored import asked
+from tools import models
+from tools.models import NOT_BUILT, templates_that_pack
 
 pytestmark = [
     pytest.mark.slow,
@@ -68,7 +69,7 @@ OMNI = pytest.param(
 NAMES = ["internvl", "glm4v", "qwen3_5", "minicpmv4_6", "paddleocr_vl"]
 
 CHECKED = ["internvl", "glm4v", "minicpmv4_6", "paddleocr_vl", OMNI]
-"""Those outside of Qwen; `packplan check --vision` compares all."""
+"""Those outside of Qwen; `python -m tools.models vision` compares all."""
 
 
 @pytest.fixture(scope="module")
@@ -431,26 +432,20 @@ def test_what_was_not_shown_to_pack_is_refused_by_name(vision_run):
             wiring.open_samples(wiring.read_config(path))
 
 
-def test_the_command_shows_a_family_and_keeps_the_page(tmp_path, monkeypatch, capsys):
-    """`packplan check --vision` gives rows for programs, and writes its section of a page alone."""
-    monkeypatch.setattr(vision_data, "write_scenes", lambda folder, **_: write_scenes(folder, count=4))
+def test_the_page_of_models_shows_a_family_that_sees(tmp_path, monkeypatch, capsys):
+    """Its own section is written, and the page above stays; a family that is not known is named."""
+    monkeypatch.setattr(made_pictures, "write_scenes", lambda folder, **_: write_scenes(folder, count=4))
     page = tmp_path / "models.md"
     page.write_text("# Which models pack\n\n| llama |\n")
 
-    assert 0 == check.main(["--vision", "qwen2_vl", "--json", "--quiet", "--output", str(page)])
-    (row,) = json.loads(capsys.readouterr().out)["families"]
-    assert row["passes"]
-    assert row["headers"]
-    assert [49, 49] == row["sizes"]
-    assert [1, 4] == row["packed"]
-    assert "varlen" == row["strategy"]
-    assert row["equality"] < 1e-5
+    assert 0 == models.main(["vision", str(page), "--names", "qwen2_vl"])
     written = page.read_text()
     assert written.startswith("# Which models pack\n\n| llama |\n\n## Models that see\n")
-    assert "| qwen2_vl | qwen2_vl | varlen | headers | 49 of 49 |" in written
-    assert written == vision.with_section(written, vision.section_of(written).lstrip())
-    assert 2 == check.main(["--vision", "nobody"])
-    assert "names nobody: tiny models are of internvl" in capsys.readouterr().err
+    equality = re.search(r"\n\| qwen2_vl \| qwen2_vl \| varlen \| headers \| 49 of 49 \| 4 in 1 \| (\S+) \|", written)
+    assert float(equality[1]) < 1e-5
+    assert "differs:" not in written
+    assert 2 == models.main(["vision", "--names", "nobody"])
+    assert "nobody: no such family; there are internvl" in capsys.readouterr().err
 
 
 def test_all_templates_that_declare_packing_are_on_the_page():

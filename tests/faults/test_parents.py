@@ -119,11 +119,7 @@ STARTERS = {
     "adapters/lifeline.py": {"multiprocessing", "concurrent"},
     "adapters/ranks/heartbeat.py": {"multiprocessing"},
     "adapters/samples/urls.py": {"concurrent"},  # threads, which end with their process
-    "app/bench/process.py": {"multiprocessing"},
-    "app/bench/measuring/cost.py": {"multiprocessing"},
-    "app/bench/measuring/records.py": {"subprocess"},
-    "app/bench/inspection.py": {"subprocess"},
-    "app/bench/work/ranks.py": {"multiprocessing"},
+    "benchmarks/child.py": {"multiprocessing"},
 }
 """
 What starts processes, each of a kind that the tests above kill the parent of, or that is waited for
@@ -134,7 +130,8 @@ at once.
 def test_nothing_else_starts_processes():
     """A new kind of process comes with its end."""
     found = {}
-    for path in [path for package in ("core", "adapters", "app") for path in (ROOT / package).rglob("*.py")]:
+    folders = ("core", "adapters", "app", "benchmarks", "tools")
+    for path in [path for folder in folders for path in (ROOT / folder).rglob("*.py")]:
         names, text = set(), path.read_text(encoding="utf-8")
         if not any(name in text for name in STARTING):
             continue

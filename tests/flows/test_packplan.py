@@ -109,9 +109,9 @@ def test_the_folders_of_a_checkout_are_the_installed_packages():
 
 LOADED = """
 import os, runpy, sys
-sys.argv = ["packplan.app.plan", "show", sys.argv[1]]
+sys.argv = ["plan", "show", sys.argv[1]]
 try:
-    runpy.run_module("packplan.app.plan", run_name="__main__", alter_sys=True)
+    runpy.run_module("app.plan", run_name="__main__", alter_sys=True)
 finally:
     files = [os.path.realpath(module.__file__ or "") for module in set(sys.modules.values())
              if hasattr(module, "__file__")]
@@ -122,7 +122,7 @@ finally:
 
 @pytest.mark.slow
 def test_a_command_of_a_checkout_loads_no_module_twice(tmp_path):
-    """`packplan plan` takes every module under one name."""
+    """`python -m app.plan` takes every module under one name."""
     path = store_run(tmp_path, world_sizes=(1,))
     run = subprocess.run(
         [sys.executable, "-c", LOADED, str(path)], capture_output=True, text=True, check=False, cwd=ROOT

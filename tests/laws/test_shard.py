@@ -13,7 +13,7 @@ import pytest
 from hypothesis import assume, event, given
 from hypothesis import strategies as st
 
-from packplan.app.bench.distributions import DISTRIBUTIONS
+from benchmarks.distributions import DISTRIBUTIONS
 from packplan.core.errors import BatchError, OverBudgetError, UnevenShardsError
 from packplan.core.packers import ALGORITHMS, pack
 from packplan.core.shard import batch_metrics, pooled, shard_dynamic, shard_packed, shard_plain

@@ -435,38 +435,3 @@ VISION_FAMILIES = {
 Name -> family. The models that the demo trains are here as well; the last ones have the model of
 another family, under another template.
 """
-
-_OWN_CODE = "its model brings its own code, which transformers does not have"
-
-_NO_TEXT = "its model gives embeddings or scores, and writes no text"
-
-NOT_BUILT = {
-    "clef": _NO_TEXT,
-    "deepseek_v41": _OWN_CODE,
-    "glm5_next": "its configuration takes no sizes of a tiny model, as its row above says",
-    "interns1": f"{_OWN_CODE}; ms-swift asks for transformers below 4.56",
-    "internvl": _OWN_CODE,
-    "internvl2": _OWN_CODE,
-    "internvl2_5": f"{_OWN_CODE}; its lengths alone are tested, as full encodes give them",
-    "internvl2_phi3": _OWN_CODE,
-    "internvl3_5": _OWN_CODE,
-    "internvl3_5_gpt": _OWN_CODE,
-    "internvl_phi3": _OWN_CODE,
-    "jev": _NO_TEXT,
-    "jina_reranker_m0": _NO_TEXT,
-    "kimi_k25": f"{_OWN_CODE}; ms-swift asks for transformers below 5",
-    "kimi_k3": _OWN_CODE,
-    "kimi_vl": f"{_OWN_CODE}; ms-swift asks for transformers below 4.49",
-    "llava_onevision1_5": _OWN_CODE,
-    "llava_onevision2": _OWN_CODE,
-    "omnijev": _NO_TEXT,
-    "ovis2_5": f"{_OWN_CODE}; ms-swift asks for moviepy below 2",
-    "qwen2_gme": _NO_TEXT,
-    "qwen3_5_emb": _NO_TEXT,
-    "qwen3_asr": "its model hears, and sees nothing; ms-swift asks for transformers 4.57.6",
-    "qwen3_omni": "refused by name: no tiny model of its kind has been trained whole",
-    "qwen3_vl_emb": _NO_TEXT,
-    "qwen3_vl_reranker": _NO_TEXT,
-    "wemm_embedding": _NO_TEXT,
-}
-"""Template that declares packing -> why no tiny model of it is built here."""

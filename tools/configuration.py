@@ -1,5 +1,5 @@
 """
-Write the keys of a YAML into the pages that describe them: `python -m app.reference
+Write the keys of a YAML into the pages that describe them: `python -m tools.configuration
 docs/configuration.md …`.
 
 A page says where, and of what: the tables between `<!-- keys of core.config.RunConfig -->` and
@@ -183,7 +183,7 @@ def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Iterator[s
 def main(arguments: list[str] | None = None) -> None:
     """Rewrite the pages that are named."""
     parser = argparse.ArgumentParser(
-        prog="python -m app.reference", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tools.configuration", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("pages", nargs="+", type=Path, metavar="page.md", help="what to rewrite")
     for page in parser.parse_args(arguments).pages:

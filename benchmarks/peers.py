@@ -1,10 +1,9 @@
-"""What else a user would install to pack samples: real packages, called as they are meant to be."""
+"""Packages that a user would install to pack samples, each called as it is meant to be."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,29 +13,20 @@ import numpy as np
 from packplan.core.lengths import IntArray
 
 MAX_TOKENS = 4_000_000_000
-"""A peer that packs tokens, not lengths, is not asked for more: one byte each, twice."""
+"""Most tokens for a peer that packs tokens, not lengths: it needs one byte each, twice."""
 
 
 @attrs.frozen
 class Peer:
-    """Another planner."""
-
-    name: str
+    """Planner of another package."""
 
     package: str
 
     module: str
-    """What to import before processes are forked, so that it is imported once."""
+    """Module that is imported before processes are forked."""
 
-    call: Callable[[IntArray, int], Callable[[], Any]]
-    """From lengths and capacity: its input, made; returns what is timed."""
-
-    num_packs: Callable[[Any], int]
-
-    @property
-    def title(self) -> str:
-        """Name and installed version."""
-        return f"{self.name} {version(self.package)}"
+    prepare: Callable[[IntArray, int], Callable[[], Any]]
+    """Lengths and capacity -> the call to measure, which returns the packs."""
 
     def load(self) -> None:
         """Import the package."""
@@ -58,7 +48,7 @@ def _ms_swift(lengths: IntArray, capacity: int) -> Callable[[], Any]:
     template = SimpleNamespace(max_length=capacity)
 
     class Data(dict):  # type: ignore[type-arg]
-        """As long as its rows; by column, as in `datasets`."""
+        """Columns by name, with the length of one, as in `datasets`."""
 
         def __len__(self) -> int:
             return len(self["lengths"])
@@ -83,11 +73,8 @@ def _trl(lengths: IntArray, capacity: int) -> Callable[[], Any]:
 
 
 PEERS = {
-    peer.name: peer
-    for peer in (
-        Peer("binpacking", "binpacking", "binpacking", _binpacking, len),
-        Peer("ms-swift", "ms-swift", "swift.dataset.packing", _ms_swift, len),
-        Peer("trl-bfd", "trl", "trl.data_utils", _trl, len),
-    )
+    "binpacking": Peer("binpacking", "binpacking", _binpacking),
+    "ms-swift": Peer("ms-swift", "swift.dataset.packing", _ms_swift),
+    "trl-bfd": Peer("trl", "trl.data_utils", _trl),
 }
-"""By name."""
+"""Peers by the name that a row gives them."""

@@ -1,1 +1,0 @@
-"""Benchmarks: `python -m app.bench planner`."""

@@ -1,1 +1,0 @@
-"""Measuring lengths: seconds and bytes, for `app.bench lengths` and `app.bench records`."""

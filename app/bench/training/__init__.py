@@ -1,1 +1,0 @@
-"""`packplan bench train`: packed training against other ways to train."""

@@ -1,1 +1,0 @@
-"""Equal work in every step: by FLOPs of many ways, and by the clock on two ranks."""

@@ -1,0 +1,158 @@
+"""
+Lengths of samples that benchmarks pack.
+
+`traces.npz` holds token counts of real data, no text. Chat is from the answers of
+github.com/tatsu-lab/alpaca_eval. Sft is from github.com/teknium1/GPTeacher and
+github.com/openai/grade-school-math. Detcap has the element lists of
+github.com/google-research-datasets/screen_annotation, with image tokens of common screen sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from packplan.core.lengths import IntArray
+from packplan.core.work import SampleWorks, VisionWork, WorkModel
+
+TRACES = Path(__file__).parent / "traces.npz"
+
+IMAGE_TOKENS, IMAGE_SHARES = (256, 576, 1024, 1280, 2560), (0.2, 0.3, 0.25, 0.15, 0.1)
+"""Tokens of images of common sizes, and how often each size is drawn."""
+
+TEXT_MODEL = WorkModel(per_position=14 * 10**9, per_pair=4 * 28 * 3584)
+"""Forward FLOPs of a text model of 7B."""
+
+MODEL = attrs.evolve(
+    TEXT_MODEL, vision=VisionWork(per_patch=1_340_000_000, per_image_pair=4 * 1280, per_window_pair=0, window=0)
+)
+"""The same with a vision tower of 0.67B, most of whose layers attend within small windows."""
+
+PATCHES_OF_A_TOKEN = 4
+
+
+@attrs.frozen
+class Distribution:
+    """Lengths to draw, and the capacity to pack them into."""
+
+    name: str
+    capacity: int
+    """Tokens of a pack."""
+
+    draw: Callable[[np.random.Generator, int, int], NDArray[np.integer]]
+    """Generator, number of samples and capacity -> lengths."""
+
+    def lengths(self, num_samples: int, *, seed: int) -> IntArray:
+        """Return lengths from 1 to the capacity; shape (num_samples,)."""
+        drawn = self.draw(np.random.default_rng(seed), num_samples, self.capacity)
+        lengths: IntArray = np.clip(drawn, 1, self.capacity).astype(np.int64)
+        return lengths
+
+
+def trace(name: str) -> NDArray[np.uint16]:
+    """Return a recorded trace: `chat`, `sft` or `detcap`."""
+    with np.load(TRACES) as traces:
+        recorded: NDArray[np.uint16] = traces[name]
+    return recorded
+
+
+def _bootstrap(name: str) -> Callable[[np.random.Generator, int, int], NDArray[np.integer]]:
+    def draw(rng: np.random.Generator, num: int, capacity: int) -> NDArray[np.integer]:
+        recorded = trace(name)
+        drawn: NDArray[np.integer] = rng.choice(recorded[recorded <= capacity], num)
+        return drawn
+
+    return draw
+
+
+def _vision(rng: np.random.Generator, num: int, _capacity: int) -> NDArray[np.integer]:
+    images = rng.choice(IMAGE_TOKENS, num, p=IMAGE_SHARES)
+    text = rng.lognormal(5.5, 0.8, num)
+    lengths: IntArray = (images * rng.choice([1, 1, 1, 2, 3], num) + text).astype(np.int64)
+    return lengths
+
+
+def _uniform(rng: np.random.Generator, num: int, capacity: int) -> NDArray[np.integer]:
+    return rng.integers(1, capacity, num, endpoint=True)
+
+
+def _zipf(rng: np.random.Generator, num: int, _capacity: int) -> NDArray[np.integer]:
+    return rng.zipf(1.3, num)
+
+
+DISTRIBUTIONS = {
+    one.name: one
+    for one in (
+        Distribution("chat-8192", 8192, _bootstrap("chat")),
+        Distribution("chat-2048", 2048, _bootstrap("chat")),
+        Distribution("sft-2048", 2048, _bootstrap("sft")),
+        Distribution("detcap-12288", 12288, _bootstrap("detcap")),
+        Distribution("detcap-8192", 8192, _bootstrap("detcap")),
+        Distribution("vlm-16384", 16384, _vision),
+        Distribution("vlm-8192", 8192, _vision),
+        Distribution("vlm-4096", 4096, _vision),
+        Distribution("uniform-8192", 8192, _uniform),
+        Distribution("zipf-8192", 8192, _zipf),
+    )
+}
+"""Distributions by name."""
+
+
+@attrs.frozen(eq=False)
+class Samples:
+    """Samples with images; arrays of shape (num_samples,)."""
+
+    tokens: IntArray
+    images: IntArray
+    patches: IntArray
+
+    @property
+    def works(self) -> NDArray[np.float64]:
+        """FLOPs of each sample, forward and backward."""
+        return SampleWorks.of(MODEL.trained(), self.tokens, images=self.images, patches=self.patches).samples
+
+    def take(self, chosen: IntArray) -> Samples:
+        """Return the samples of these indices."""
+        return Samples(self.tokens[chosen], self.images[chosen], self.patches[chosen])
+
+
+def made_mix(num_samples: int, *, seed: int) -> Samples:
+    """Return short texts with no image, one, two or four of common sizes."""
+    rng = np.random.default_rng(seed)
+    text = np.clip(rng.lognormal(5.2, 0.9, num_samples), 16, 8000).astype(np.int64)
+    images = rng.choice([0, 1, 1, 1, 2, 4], num_samples)
+    return _with_images(text, images, rng.choice(IMAGE_TOKENS, int(images.sum()), p=IMAGE_SHARES))
+
+
+def documents(num_samples: int, *, seed: int) -> Samples:
+    """Return longer texts with up to six images of any size."""
+    rng = np.random.default_rng(seed)
+    text = np.clip(rng.lognormal(6.2, 1.1, num_samples), 32, 12_000).astype(np.int64)
+    images = rng.choice([0, 0, 1, 2, 3, 6], num_samples)
+    return _with_images(text, images, rng.integers(80, 1600, int(images.sum())))
+
+
+def texts(name: str, num_samples: int, *, seed: int) -> Samples:
+    """
+    Return texts of real lengths, or of a distribution.
+
+    Args:
+        name: `chat`, whose lengths no capacity limits, or one of `DISTRIBUTIONS`.
+        num_samples: Number of samples.
+        seed: Seed of the draw.
+    """
+    if name == "chat":
+        tokens = np.random.default_rng(seed).choice(trace(name), num_samples).astype(np.int64)
+    else:
+        tokens = DISTRIBUTIONS[name].lengths(num_samples, seed=seed)
+    return Samples(tokens, np.zeros_like(tokens), np.zeros_like(tokens))
+
+
+def _with_images(text: IntArray, images: IntArray, sizes: NDArray[np.integer]) -> Samples:
+    shown = np.zeros_like(text)
+    np.add.at(shown, np.repeat(np.arange(text.size), images), sizes)
+    return Samples(text + shown, images, shown * PATCHES_OF_A_TOKEN)

@@ -1,0 +1,93 @@
+"""
+Measure the lengths of samples, beside encoding them in full: samples a second and CPU time.
+
+Made text, small images and photographs are measured from the template's texts and the images'
+headers, and by full encodes, with each number of worker processes. Chats are measured beside the
+bare tokenizer, on the same rows. Videos are measured from their containers; their lengths are
+compared with full encodes, and a clip of 30 s at 720p is timed. For chats and the clip, samples/s
+are per second of CPU time.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import attrs
+
+from benchmarks.child import NotMeasuredError
+from benchmarks.table import Columns, show
+from packplan.app.cli.command import positive_number
+
+PARTS = ("kinds", "chats", "videos")
+
+
+@attrs.frozen
+class Row:
+    """One kind of sample, measured in one way."""
+
+    sample: str
+    way: str
+    workers: int
+    samples_per_s: float
+    cpu_ms: float
+    """CPU time of a sample, of all processes."""
+
+
+COLUMNS: Columns = {
+    "sample": lambda row: row.sample,
+    "from": lambda row: row.way,
+    "workers": lambda row: str(row.workers),
+    "samples/s": lambda row: f"{row.samples_per_s:,.1f}",
+    "CPU ms/sample": lambda row: f"{row.cpu_ms:.2f}",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure (default: all)")
+    parser.add_argument(
+        "--workers",
+        type=positive_number,
+        nargs="+",
+        default=[1, 2],
+        metavar="N",
+        help="kinds: processes (default: 1 2)",
+    )
+    parser.add_argument(
+        "--samples",
+        type=positive_number,
+        metavar="N",
+        help="kinds: of each at most (default: 1600 texts to 128 photographs)",
+    )
+    parser.add_argument("--rows", type=positive_number, default=4096, metavar="N", help="chats: number (default: 4096)")
+    parser.add_argument("--model", metavar="FOLDER", help="chats: model whose tokenizer and template measure them")
+    parser.add_argument(
+        "--videos", type=positive_number, default=200, metavar="N", help="videos: number compared (default: 200)"
+    )
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure, then print."""
+    # Seconds to load, for this benchmark alone.
+    from benchmarks import measuring
+
+    rows: list[Row] = []
+    notes: list[str] = []
+    differences: list[str] = []
+    if "kinds" in options.parts:
+        rows += measuring.measure_kinds(options.workers, options.samples)
+    if "chats" in options.parts:
+        found, tokens = measuring.measure_chats(options.rows, options.model)
+        rows += found
+        notes.append(f"a chat has {tokens:.0f} tokens on average")
+    if "videos" in options.parts:
+        found, decoded, differences = measuring.measure_videos(options.videos)
+        rows += found
+        notes.append(
+            f"{options.videos:,} videos, {len(measuring.VIDEO_MODELS)} models: {len(differences):,} lengths differ "
+            f"from full encodes; {decoded:,} videos were decoded to be measured"
+        )
+    packages = ("torch", "transformers", "ms-swift", "pillow")
+    show(rows, COLUMNS, left={"sample", "from"}, as_json=options.json, notes=notes, packages=packages)
+    if differences:
+        raise NotMeasuredError("\n".join(differences[:20]))

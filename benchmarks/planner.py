@@ -1,0 +1,155 @@
+"""
+Compare packing algorithms with other packages: time, packs above the lower bound, peak memory.
+
+Every planner runs in a process of its own, several times; the median counts. Times are also given
+as multiples of a stable argsort of the same lengths, and of the fastest peer, since machines
+differ. A planner that takes longer than the limit is ended, and gets no more samples of that
+distribution.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import attrs
+import numpy as np
+
+from benchmarks.child import Cost, NotMeasuredError, measure
+from benchmarks.distributions import DISTRIBUTIONS, Distribution
+from benchmarks.peers import PEERS
+from benchmarks.table import Columns, show
+from packplan.adapters.progress import progress
+from packplan.app.cli.command import positive_number, whole_number
+from packplan.core.bounds import lower_bound
+from packplan.core.lengths import IntArray
+from packplan.core.packers import ALGORITHMS, pack
+
+WARM_UP = 500
+"""Samples that are packed before the clock starts, so that late imports are done."""
+
+DEFAULT_SAMPLES = (10_000, 100_000, 1_000_000, 10_000_000)
+
+PLANNERS = (*ALGORITHMS, *PEERS)
+
+
+@attrs.frozen
+class Row:
+    """Figures of one planner on one data set; a problem instead where there are none."""
+
+    distribution: str
+    samples: int
+    planner: str
+    problem: str | None = None
+    seconds: float = 0.0
+    times_argsort: float = 0.0
+    times_fastest_peer: float | None = None
+    packs: int = 0
+    lower_bound: int = 0
+    gap: float = 0.0
+    """Packs above the lower bound, over the bound."""
+
+    peak_bytes: int = 0
+
+
+COLUMNS: Columns = {
+    "lengths": lambda row: row.distribution,
+    "samples": lambda row: f"{row.samples:,}",
+    "planner": lambda row: row.planner,
+    "seconds": lambda row: row.problem or f"{row.seconds:.3g}",
+    "x argsort": lambda row: "" if row.problem else f"{row.times_argsort:.3g}",
+    "x fastest peer": lambda row: f"{row.times_fastest_peer:.3g}" if row.times_fastest_peer else "",
+    "packs": lambda row: "" if row.problem else f"{row.packs:,}",
+    "gap": lambda row: "" if row.problem else f"{100 * row.gap:.3f} %" if row.gap else "0",
+    "peak MB": lambda row: "" if row.problem else f"{row.peak_bytes / 1e6:,.0f}",
+    # The memory of a process moves by megabytes anyway, so few samples say nothing of each.
+    "B/sample": lambda row: f"{row.peak_bytes / row.samples:.0f}" if row.samples >= 10**6 and row.packs else "",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument(
+        "--samples",
+        type=positive_number,
+        nargs="+",
+        default=DEFAULT_SAMPLES,
+        metavar="N",
+        help="(default: 10^4 to 10^7)",
+    )
+    parser.add_argument(
+        "--distributions", nargs="+", choices=DISTRIBUTIONS, default=list(DISTRIBUTIONS), metavar="NAME",
+        help=f"any of {', '.join(DISTRIBUTIONS)}; the number is the capacity (default: all)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--planners", nargs="+", choices=PLANNERS, default=PLANNERS, metavar="NAME",
+        help=f"any of {', '.join(PLANNERS)} (default: all)",
+    )  # fmt: skip
+    parser.add_argument("--repeat", type=positive_number, default=5, metavar="N", help="runs of each (default: 5)")
+    parser.add_argument(
+        "--limit-s", type=positive_number, default=60, metavar="S", help="seconds of a run (default: 60)"
+    )
+    parser.add_argument("--seed", type=whole_number, default=0, help="seed of the lengths (default: 0)")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure, then print."""
+    used = [PEERS[name] for name in options.planners if name in PEERS]
+    for peer in used:
+        peer.load()
+    rows = [row for name in options.distributions for row in _rows_of(DISTRIBUTIONS[name], options)]
+    packages = ("numpy", "scipy", *(peer.package for peer in used))
+    show(rows, COLUMNS, left={"lengths", "planner"}, as_json=options.json, packages=packages)
+
+
+def _rows_of(distribution: Distribution, options: argparse.Namespace) -> Iterator[Row]:
+    given_up: dict[str, str] = {}
+    for num_samples in sorted(options.samples):
+        lengths = distribution.lengths(num_samples, seed=options.seed)
+        costs: dict[str, Cost] = {}
+        names = list(dict.fromkeys(options.planners))
+        for name in progress(names, desc=f"{distribution.name}, {num_samples:,}", leave=False):
+            if name in given_up:
+                continue
+            prepare = _preparation(name, lengths, distribution.capacity)
+            try:
+                costs[name] = measure(prepare, len, repeat=options.repeat, limit_s=options.limit_s)
+            except NotMeasuredError as error:
+                given_up[name] = f"{error} at {num_samples:,}"
+        compared = _compared(distribution, lengths, costs)
+        for name in names:
+            row = Row(distribution.name, num_samples, name)
+            yield attrs.evolve(row, **compared[name] if name in compared else {"problem": given_up[name]})
+
+
+def _preparation(name: str, lengths: IntArray, capacity: int) -> Callable[[], Callable[[], Any]]:
+    def prepare() -> Callable[[], Any]:
+        if name in PEERS:
+            PEERS[name].prepare(lengths[:WARM_UP], capacity)()
+            return PEERS[name].prepare(lengths, capacity)
+        if name == "certified":
+            import scipy.optimize  # noqa: F401  # half a second that is not its own
+        pack(lengths[:WARM_UP], capacity=capacity, algorithm=name)
+        return lambda: pack(lengths, capacity=capacity, algorithm=name)
+
+    return prepare
+
+
+def _compared(distribution: Distribution, lengths: IntArray, costs: dict[str, Cost]) -> dict[str, dict[str, Any]]:
+    argsort = measure(lambda: lambda: np.argsort(lengths, kind="stable"), lambda _: None, repeat=5, limit_s=600)
+    fastest = min((cost.seconds for name, cost in costs.items() if name in PEERS), default=None)
+    fewest = min((cost.result for cost in costs.values()), default=None)
+    bound = lower_bound(lengths, capacity=distribution.capacity, known=fewest)
+    return {
+        name: {
+            "seconds": cost.seconds,
+            "times_argsort": cost.seconds / argsort.seconds,
+            "times_fastest_peer": cost.seconds / fastest if fastest else None,
+            "packs": cost.result,
+            "lower_bound": bound,
+            "gap": (cost.result - bound) / bound,
+            "peak_bytes": cost.peak_bytes,
+        }
+        for name, cost in costs.items()
+    }

@@ -1,0 +1,247 @@
+"""
+Train the same samples on packs, in padded batches, and in padded batches sorted by length.
+
+Samples are text of real lengths, and images with text. A padded batch holds as many samples as a
+pack does on average, so all ways take about as many optimizer steps. Each way trains in a process
+of its own, one epoch in each round, and is compared with the others round by round. Samples are
+encoded beforehand.
+
+"allowed" is the ratio of the operations of both ways, counted by `WorkModel`. If time were
+operations alone, a way would be so many times as fast. Only a wide model comes near: at a width of
+64, Python's own time decides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import attrs
+
+from benchmarks.table import Columns, show
+from packplan.app.cli.command import positive_number
+from packplan.core.work import WorkModel
+
+PADDED, SORTED = "padded", "padded-sorted"
+"""Ways that the others are compared with."""
+
+DEFAULT_WAYS = ("packed", PADDED, SORTED)
+
+WIDTH_STEP = 128
+"""Divisor of every width: the vision tower has half of the width, in heads of 64 dimensions."""
+
+Batch = Sequence[Sequence[int]]
+"""Forward pass as rows, each of which lists the tokens of its samples."""
+
+
+@attrs.frozen
+class Way:
+    """How samples become forward passes."""
+
+    rows: Literal["packs", "padded", "sorted", "alone"]
+    """A pack, a padded batch of random samples, one of samples of like length, or one sample."""
+
+    attn_impl: str
+    whole_rows: bool
+    """Whether attention compares all positions of a row, because it takes a dense mask."""
+
+    def positions_and_pairs(self, batch: Batch) -> tuple[int, float]:
+        """
+        Return the positions of a forward pass, and the pairs of positions that attention compares.
+
+        >>> WAYS["padded"].positions_and_pairs([[2], [3]])
+        (6, 18)
+        >>> WAYS["packed"].positions_and_pairs([[2, 3]])
+        (5, 9.0)
+        """
+        width = max(sum(row) for row in batch)
+        positions = len(batch) * width
+        if self.whole_rows:
+            return positions, positions * width
+        return positions, sum(tokens * (tokens + 1) / 2 for row in batch for tokens in row)
+
+
+WAYS: Mapping[str, Way] = {
+    "packed": Way("packs", "auto", whole_rows=False),
+    "packed-dense": Way("packs", "sdpa", whole_rows=True),
+    "packed-flex": Way("packs", "flex_attention", whole_rows=False),
+    "packed-flash": Way("packs", "flash_attention_2", whole_rows=False),
+    PADDED: Way("padded", "auto", whole_rows=True),
+    SORTED: Way("sorted", "auto", whole_rows=True),
+    "alone": Way("alone", "auto", whole_rows=False),
+}
+"""Ways by name."""
+
+
+@attrs.frozen
+class Setting:
+    """Options that all cases share."""
+
+    device: str
+    width: int
+    layers: int
+    num_samples: int
+    rounds: int
+
+
+@attrs.frozen
+class Ratio:
+    """Speed of one way over that of another in the same rounds."""
+
+    median: float
+    low: float
+    high: float
+    allowed: float
+    """Ratio of their operations."""
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ({self.low:.2f} to {self.high:.2f})"
+
+
+@attrs.frozen(kw_only=True)
+class Row:
+    """One kind of samples at one packing length, trained in one way."""
+
+    kind: str
+    budget: int
+    """Packing length in tokens."""
+
+    way: str
+    attention: str
+    batch_size: int
+    num_steps: int
+    padding_share: float
+    """Share of padding among the positions of all forward passes."""
+
+    flops: float
+    """Forward operations of an epoch."""
+
+    seconds: tuple[float, ...]
+    """Seconds of an epoch over its samples, one value for each round."""
+
+    tokens_per_sample: float
+    peak_bytes: int
+    """Memory beyond the loaded model and the encoded samples; on a GPU, all memory."""
+
+    over_padded: Ratio | None = None
+    over_sorted: Ratio | None = None
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of samples trained in a second; the median over rounds."""
+        return self.tokens_per_sample / statistics.median(self.seconds)
+
+
+def over(row: Row, other: Row) -> Ratio:
+    """Return how many times as fast *row* is as *other*, round by round."""
+    ratios = [theirs / mine for mine, theirs in zip(row.seconds, other.seconds, strict=True)]
+    return Ratio(statistics.median(ratios), min(ratios), max(ratios), other.flops / row.flops)
+
+
+def compared(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows of one kind and packing length, each compared with the padded ways."""
+    ways = {row.way: row for row in rows}
+    return [
+        attrs.evolve(
+            row,
+            over_padded=over(row, ways[PADDED]) if PADDED in ways and row.way != PADDED else None,
+            over_sorted=over(row, ways[SORTED]) if SORTED in ways and row.way != SORTED else None,
+        )
+        for row in rows
+    ]
+
+
+def operations(way: Way, batches: Sequence[Batch], work: WorkModel, images: float) -> tuple[float, float]:
+    """
+    Return the forward operations of an epoch, and the share of padding in its positions.
+
+    Args:
+        way: Way of the batches.
+        batches: Forward passes of the epoch.
+        work: Forward operations of the model.
+        images: Forward operations of all images in the vision tower.
+    """
+    counts = [way.positions_and_pairs(batch) for batch in batches]
+    positions, pairs = (sum(column) for column in zip(*counts, strict=True))
+    useful = sum(tokens for batch in batches for row in batch for tokens in row)
+    return float(work.of_positions(positions, pairs)) + images, 1 - useful / positions
+
+
+COLUMNS: Columns = {
+    "samples": lambda row: row.kind,
+    "pack": lambda row: f"{row.budget:,}",
+    "way": lambda row: row.way,
+    "attention": lambda row: row.attention,
+    "batch": lambda row: str(row.batch_size),
+    "steps": lambda row: str(row.num_steps),
+    "padding": lambda row: f"{row.padding_share:.1%}",
+    "s/sample": lambda row: f"{statistics.median(row.seconds):.4f}",
+    "tokens/s": lambda row: f"{row.tokens_per_s:,.0f}",
+    "over padded": lambda row: "" if row.over_padded is None else str(row.over_padded),
+    "allowed over padded": lambda row: "" if row.over_padded is None else f"{row.over_padded.allowed:.2f}",
+    "over sorted": lambda row: "" if row.over_sorted is None else str(row.over_sorted),
+    "allowed over sorted": lambda row: "" if row.over_sorted is None else f"{row.over_sorted.allowed:.2f}",
+    "peak MB": lambda row: f"{row.peak_bytes / 1e6:,.0f}",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument(
+        "--packs",
+        type=positive_number,
+        nargs="+",
+        default=[2048],
+        metavar="TOKENS",
+        help="packing lengths (default: 2048)",
+    )
+    parser.add_argument(
+        "--kinds", nargs="+", choices=["text", "images"], default=["text", "images"], help="samples (default: both)"
+    )
+    parser.add_argument(
+        "--ways", nargs="+", choices=list(WAYS), default=DEFAULT_WAYS, metavar="WAY",
+        help=f"any of {', '.join(WAYS)} (default: {' '.join(DEFAULT_WAYS)}). packed-flex and packed-flash need a GPU, "
+        "where each way holds a model and an optimizer of its own",
+    )  # fmt: skip
+    parser.add_argument("--samples", type=positive_number, default=120, metavar="N", help="of each kind (default: 120)")
+    parser.add_argument("--rounds", type=positive_number, default=5, metavar="R", help="that count (default: 5)")
+    parser.add_argument("--width", type=model_width, default=512, metavar="W", help="of the model (default: 512)")
+    parser.add_argument("--layers", type=positive_number, default=4, metavar="L", help="of the model (default: 4)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="(default: cpu)")
+
+
+def model_width(text: str) -> int:
+    """Read the width of a model, for argparse."""
+    width = positive_number(text)
+    if width % WIDTH_STEP:
+        message = f"is {width}, but has to be a multiple of {WIDTH_STEP}"
+        raise argparse.ArgumentTypeError(message)
+    return width
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure, then print."""
+    # Seconds to load, for this benchmark alone.
+    from benchmarks.training import measure_training
+
+    setting = Setting(options.device, options.width, options.layers, options.samples, options.rounds)
+    rows = measure_training(setting, kinds=options.kinds, budgets=options.packs, ways=options.ways)
+    notes = [sentence for row in rows if row.way == "packed" for sentence in _sentences(row)]
+    notes.append(
+        f"Qwen2.5-VL of random weights, width {options.width}, {options.layers} layers; {options.device}; "
+        f"{options.samples} samples of each kind; {options.rounds} rounds"
+    )
+    left, packages = {"samples", "way", "attention"}, ("torch", "transformers", "ms-swift")
+    show(rows, COLUMNS, left=left, as_json=options.json, notes=notes, packages=packages)
+
+
+def _sentences(row: Row) -> list[str]:
+    others = {"padding": row.over_padded, "sorted padding": row.over_sorted}
+    return [
+        f"{row.kind}, packs of {row.budget:,}: packing is {one.median:.2f} times as fast as {name}, where operations "
+        f"allow {one.allowed:.2f} ({one.median / one.allowed:.2f} of it)"
+        for name, one in others.items()
+        if one is not None
+    ]

@@ -1,0 +1,230 @@
+"""Processes that train one way each, for `benchmarks.train`; they load torch and ms-swift."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
+
+import attrs
+import numpy as np
+import torch
+from transformers import TrainerCallback
+
+from benchmarks.child import Child, NotMeasuredError, peak_bytes, reset_peak, run_in_child
+from benchmarks.records import write_sized_model, write_training_data
+from benchmarks.train import WAYS, Batch, Row, Setting, Way, compared, operations
+from packplan.adapters.progress import progress
+from packplan.adapters.ranks.torch_group import OneRank
+from packplan.adapters.samples.encoder import SwiftEncoder
+from packplan.app.training.prepare import Prepared, prepare
+from packplan.core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
+from packplan.core.lengths import IntArray
+from packplan.core.samples import Table
+from packplan.core.schedule import EpochSchedule
+from packplan.core.shuffling import shuffled
+from packplan.core.work import WorkModel
+
+LIMIT_S = 3600.0
+"""Seconds of a preparation or an epoch after which a process is ended."""
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class SortedSchedule(EpochSchedule):
+    """
+    Batches of samples of like length, in a drawn order.
+
+    `group_by_length` sorts only parts of the data, so it pads more.
+    """
+
+    lengths: IntArray
+    """Tokens of each sample; shape (num_packs,)."""
+
+    def order(self, epoch: int) -> IntArray:
+        """Return the samples of *epoch*, batch after batch; the smaller batch comes last."""
+        ascending = np.argsort(self.lengths, kind="stable")
+        # The shortest samples remain, so that the smaller batch is the cheapest too.
+        rest, full = np.split(ascending, [ascending.size % self.batch_size])
+        batches = full.reshape(-1, self.batch_size)
+        return np.concatenate([batches[shuffled(len(batches), seed=(self.seed, epoch))].ravel(), rest])
+
+
+class Encoded:
+    """Samples that were encoded beforehand; each is compared with the plan when it is fetched."""
+
+    def __init__(self, samples: SwiftEncoder) -> None:
+        self._samples = samples
+        self._encoded = [samples.encode(index) for index in range(len(samples))]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sample."""
+        return [len(sample["input_ids"]) for sample in self._encoded]
+
+    @property
+    def grids(self) -> list[list[int]]:
+        """Grid of patches of each image: frames, rows, columns."""
+        found = (sample.get("image_grid_thw") for sample in self._encoded)
+        return [grid for grids in found if grids is not None for grid in grids.tolist()]
+
+    def fetch(self, index: int, planned: Table) -> dict[str, Any]:
+        """Return sample *index*; ContractError if it is not the planned one."""
+        # The collator adds to a sample.
+        return self._samples.checked(index, dict(self._encoded[index]), planned)
+
+
+class EpochClock(TrainerCallback):
+    """Seconds of the last epoch."""
+
+    def __init__(self, *, on_gpu: bool) -> None:
+        self._on_gpu, self._start, self.seconds = on_gpu, 0.0, 0.0
+
+    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+        """Start the clock."""
+        self._start = time.perf_counter()
+
+    def on_epoch_end(self, *_: Any, **__: Any) -> None:
+        """Stop the clock."""
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        self.seconds = time.perf_counter() - self._start
+
+
+def measure_training(
+    setting: Setting, *, kinds: Sequence[str], budgets: Sequence[int], ways: Sequence[str]
+) -> list[Row]:
+    """
+    Train each kind of samples at each packing length in each way, the ways in turn.
+
+    Args:
+        setting: Options that all cases share.
+        kinds: `text`, `images` or both.
+        budgets: Packing lengths in tokens.
+        ways: Names in `WAYS`.
+
+    Raises:
+        NotMeasuredError: A process failed, or there is no such device.
+    """
+    if setting.device == "cuda" and not run_in_child(torch.cuda.is_available, limit_s=LIMIT_S):
+        raise NotMeasuredError("--device cuda: torch sees no GPU on this machine")
+    rows: list[Row] = []
+    epochs = len(kinds) * len(budgets) * len(ways) * (setting.rounds + 1)
+    with TemporaryDirectory() as name, progress(total=epochs, desc="training", leave=False) as bar:
+        folder = Path(name)
+        model = partial(write_sized_model, folder / "model", setting.width, setting.layers)
+        run_in_child(model, limit_s=LIMIT_S)
+        for kind, budget in product(kinds, budgets):
+            data = write_training_data(folder, kind, setting.num_samples)
+            config = _config(setting, folder, data, budget)
+            size = run_in_child(partial(_samples_of_a_pack, config), limit_s=LIMIT_S)
+            epochs_of = {way: partial(_epochs, config, WAYS[way], size, setting.device) for way in ways}
+            found = _in_turn(epochs_of, setting, bar.update)
+            rows += compared([Row(kind=kind, budget=budget, way=way, **one) for way, one in found.items()])
+    return rows
+
+
+def _in_turn(
+    epochs_of: Mapping[str, Callable[[], Iterator[dict[str, Any]]]], setting: Setting, on_epoch: Callable[[], object]
+) -> dict[str, dict[str, Any]]:
+    rounds: list[dict[str, dict[str, Any]]] = []
+    with ExitStack() as stack:
+        children = {way: stack.enter_context(Child(epochs)) for way, epochs in epochs_of.items()}
+        facts = {way: child.next(LIMIT_S) for way, child in children.items()}
+        for _ in range(setting.rounds + 1):
+            rounds.append({})
+            for way, child in children.items():
+                rounds[-1][way] = child.next(LIMIT_S)
+                on_epoch()
+    # The first round warms up; its memory counts, since it makes the optimizer's.
+    return {
+        way: {
+            **facts[way],
+            "seconds": tuple(one[way]["seconds"] / setting.num_samples for one in rounds[1:]),
+            "peak_bytes": max(one[way]["peak_bytes"] for one in rounds),
+        }
+        for way in children
+    }
+
+
+def _config(setting: Setting, folder: Path, data: Path, budget: int) -> RunConfig:
+    on_gpu = setting.device == "cuda"
+    return RunConfig(
+        model=ModelConfig(model=str(folder / "model"), torch_dtype="bfloat16" if on_gpu else None),
+        template=TemplateConfig(max_length=budget),
+        custom=CustomConfig(train_jsonl=(str(data),)),
+        training=TrainingConfig(
+            output_dir=str(folder / f"{data.stem}-{budget}"),
+            packing_drop_last=False,
+            effective_batch_size=1,
+            num_train_epochs=1,
+            trainer={
+                "use_cpu": not on_gpu,
+                "gradient_checkpointing": False,
+                "save_strategy": "no",
+                "report_to": [],
+                "dataloader_num_workers": 0,
+                "disable_tqdm": True,
+                "logging_steps": 1000,
+            },
+        ),
+    )
+
+
+def _samples_of_a_pack(config: RunConfig) -> int:
+    """Plan the packs, which all ways find stored; return the mean number of samples of a pack."""
+    packs = prepare(config, OneRank()).planned["train"].raw.packs
+    return max(1, round(packs.indices.size / len(packs)))
+
+
+def _epochs(config: RunConfig, way: Way, size: int, device: str) -> Iterator[dict[str, Any]]:
+    on_gpu = device == "cuda"
+    config = attrs.evolve(config, model=attrs.evolve(config.model, attn_impl=way.attn_impl))
+    if way.rows != "packs":
+        batch = 1 if way.rows == "alone" else size
+        unpacked: dict[str, Any] = {
+            "packing": False,
+            "per_device_train_batch_size": batch,
+            "effective_batch_size": size,
+        }
+        config = attrs.evolve(config, training=attrs.evolve(config.training, **unpacked))
+    prepared = prepare(config, OneRank())
+    trainer, encoded = prepared.trainer, Encoded(prepared.samples["train"])
+    trainer.train_dataset.samples = encoded
+    if way.rows == "sorted":
+        fields = attrs.asdict(prepared.schedule, recurse=False, filter=lambda field, _: field.init)
+        trainer.schedule = SortedSchedule(**fields, lengths=np.array(encoded.lengths))
+    yield _facts(prepared, encoded, way)
+    clock = EpochClock(on_gpu=on_gpu)
+    trainer.add_callback(clock)
+    while True:
+        before = reset_peak()
+        trainer.train()
+        peak = torch.cuda.max_memory_allocated() if on_gpu else peak_bytes() - before
+        if on_gpu:
+            torch.cuda.empty_cache()  # the other ways come next, on the same GPU
+        yield {"seconds": clock.seconds, "peak_bytes": peak}
+
+
+def _facts(prepared: Prepared, encoded: Encoded, way: Way) -> dict[str, Any]:
+    trainer, lengths = prepared.trainer, encoded.lengths
+    packs, schedule = trainer.train_dataset.packs, trainer.schedule
+    batches: list[Batch] = [
+        [[lengths[index] for index in packs[pack]] for pack in batch] for batch in schedule.batches(0, rank=0)
+    ]
+    work = WorkModel.from_config(trainer.model.config.to_dict())
+    flops, padding = operations(way, batches, work, float(work.of_images(encoded.grids).sum()))
+    return {
+        "attention": trainer.attention.name,
+        "batch_size": schedule.batch_size,
+        "num_steps": schedule.num_steps(0),
+        "padding_share": padding,
+        "flops": flops,
+        "tokens_per_sample": sum(lengths) / len(lengths),
+    }

@@ -1,0 +1,311 @@
+"""
+Count how even the work of ranks is, by the packs of a step and by the ranks that compute them.
+
+Work is in FLOPs of a 7B model, with a vision tower where samples have images. A step takes as long
+as its busiest rank. Every way is compared with random steps of packs of best fit. With one pack of
+each rank, "floor" is the part that whole samples of more than a pack's mean work leave uneven,
+whichever packs they are in. Seconds are of processor time.
+
+With --families, the work that config.json gives is compared with torch's own counter, for small
+copies of each architecture that transformers has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import product
+from typing import Any
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.child import measure
+from benchmarks.distributions import DISTRIBUTIONS, PATCHES_OF_A_TOKEN, Samples, documents, made_mix, texts
+from benchmarks.table import Columns, show
+from packplan.app.cli.command import positive_number, positive_numbers, whole_number
+from packplan.core.errors import ConfigError
+from packplan.core.lengths import IntArray
+from packplan.core.packers import pack
+from packplan.core.packs import Packs, concatenate
+from packplan.core.shuffling import shuffled
+from packplan.core.work import WorkModel, assign_steps, expected_imbalance, floor_of, group_steps, in_units
+
+LIMIT_S = 600
+
+WINDOW = 16
+"""Steps of a window whose packs are grouped by work."""
+
+FAMILY_ROWS, NEAR = (60, 480), 0.02
+"""Tokens of the rows that families compute, and the relative difference that is near."""
+
+DATA: Mapping[str, Callable[..., Samples]] = {
+    "vision": made_mix,
+    "documents": documents,
+    **{name: partial(texts, name) for name in ("chat", *DISTRIBUTIONS)},
+}
+"""Samples by name."""
+
+ASIDE = ("none", "long", "alone")
+
+Order = Callable[[IntArray, int, int], IntArray]
+"""Works of packs in a random order, ranks, packs of a rank -> positions, step by step."""
+
+
+def _as_drawn(works: IntArray, _ranks: int, _accumulation: int) -> IntArray:
+    return np.arange(works.size)
+
+
+def _sorted(works: IntArray, _ranks: int, _accumulation: int) -> IntArray:
+    return np.argsort(works, kind="stable")
+
+
+def _by_work(works: IntArray, ranks: int, accumulation: int) -> IntArray:
+    return assign_steps(works, world_size=ranks, accumulation=accumulation, meeting="step")
+
+
+def _grouped(works: IntArray, ranks: int, accumulation: int) -> IntArray:
+    return group_steps(works, packs_per_step=ranks * accumulation, steps=WINDOW, seed=(0,))
+
+
+WAYS: Mapping[str, tuple[str, Order]] = {
+    "random": ("best_fit_decreasing", _as_drawn),
+    "sorted": ("best_fit_decreasing", _sorted),
+    "by work": ("best_fit_decreasing", _by_work),
+    "grouped": ("best_fit_decreasing", _grouped),
+    "balanced": ("balanced", _as_drawn),
+    "balanced, by work": ("balanced", _by_work),
+    "balanced, grouped": ("balanced", _grouped),
+}
+"""Way -> packing algorithm, and order of the packs."""
+
+
+@attrs.frozen
+class Row:
+    """One way on one number of ranks."""
+
+    data: str
+    packing_length: int
+    way: str
+    ranks: int
+    accumulation: int
+    packs: int
+    planning_s: float
+    """Processor time of packing, in a process of its own."""
+
+    planning_bytes: int
+    """Memory of packing beyond the samples."""
+
+    mean_step: float
+    """Work of the busiest rank over that of the mean rank, all steps together."""
+
+    worst_step: float
+    floor: float | None
+    """Least *mean_step* of random steps of any packs; None with several packs of a rank."""
+
+    saved: float | None
+    """Share of a run's time saved over random steps of best fit; None where packs are set aside."""
+
+    step_spread: float
+    """Standard deviation of the work of steps, over its mean."""
+
+    image_spread: float
+    """Standard deviation over steps of the share of tokens that are images'."""
+
+
+COLUMNS: Columns = {
+    "data": lambda row: row.data,
+    "pack": lambda row: f"{row.packing_length:,}",
+    "way": lambda row: row.way,
+    "ranks": lambda row: f"{row.ranks:,}",
+    "packs of a rank": lambda row: str(row.accumulation),
+    "packs": lambda row: f"{row.packs:,}",
+    "planning s": lambda row: f"{row.planning_s:.2f}",
+    "planning MB": lambda row: f"{row.planning_bytes / 1e6:.0f}",
+    "busiest over mean": lambda row: f"{row.mean_step:.4f}",
+    "worst step": lambda row: f"{row.worst_step:.4f}",
+    "floor": lambda row: "" if row.floor is None else f"{row.floor:.4f}",
+    "saved": lambda row: "" if row.saved is None else f"{row.saved:.2%}",
+    "steps differ": lambda row: f"{row.step_spread:.2%}",
+    "images differ": lambda row: f"{row.image_spread:.4f}",
+}
+
+
+@attrs.frozen
+class FamilyRow:
+    """Work of a model family by its config.json, beside torch's counter."""
+
+    family: str
+    verdict: str
+    """`near`, `off`, `not known` (by its keys) or `not counted` (by torch)."""
+
+    ratios: tuple[float, ...]
+    """FLOPs by config.json over torch's, for each of `FAMILY_ROWS`; empty unless both are known."""
+
+    reason: str
+
+
+FAMILY_COLUMNS: Columns = {
+    "family": lambda row: row.family,
+    "verdict": lambda row: row.verdict,
+    "over torch's": lambda row: ", ".join(f"{ratio:.4f}" for ratio in row.ratios),
+    "reason": lambda row: row.reason[:100],
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument(
+        "--data", nargs="+", choices=list(DATA), default=["vision", "chat"], metavar="NAME",
+        help=f"any of {', '.join(DATA)} (default: vision chat)",
+    )  # fmt: skip
+    parser.add_argument("--samples", type=positive_number, default=100_000, metavar="N", help="(default: 100000)")
+    parser.add_argument(
+        "--packing-lengths",
+        type=positive_numbers,
+        default=[8192],
+        metavar="N,N",
+        help="tokens of a pack (default: 8192)",
+    )
+    parser.add_argument(
+        "--ranks", type=positive_numbers, default=[8, 64, 512], metavar="N,N", help="(default: 8,64,512)"
+    )
+    parser.add_argument(
+        "--accumulation", type=positive_numbers, default=[1, 4, 8], metavar="N,N",
+        help="packs of a rank in a step (default: 1,4,8)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--ways", nargs="+", choices=list(WAYS), default=list(WAYS), metavar="WAY",
+        help=f"any of {', '.join(repr(way) for way in WAYS)}; random is always there (default: all)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--aside", choices=ASIDE, default="long",
+        help="packs that no step has: none; samples of the packing length or more; all packs of one sample "
+        "(default: long)",
+    )  # fmt: skip
+    parser.add_argument("--seed", type=whole_number, default=0, help="seed of samples and steps (default: 0)")
+    parser.add_argument("--families", nargs="*", metavar="NAME", help="compare the work of these families, or of all")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure, then print."""
+    if options.families is not None:
+        _show_families(options)
+        return
+    rows = [
+        row for name in options.data for length in options.packing_lengths for row in _rows_of(name, length, options)
+    ]
+    show(rows, COLUMNS, left={"data", "way"}, as_json=options.json)
+
+
+def _rows_of(name: str, packing_length: int, options: argparse.Namespace) -> Iterator[Row]:
+    drawn = DATA[name](options.samples, seed=options.seed)
+    is_long = drawn.tokens >= packing_length
+    # The long samples come last, so that the others' indices do not depend on them.
+    samples, num_short = drawn.take(np.argsort(is_long, kind="stable")), int((~is_long).sum())
+    works = samples.works
+    ways = [way for way in WAYS if way == "random" or way in options.ways]
+    planned: dict[str, tuple[Packs, dict[str, Any]]] = {}
+    for algorithm in dict.fromkeys(WAYS[way][0] for way in ways):
+        lengths = samples.tokens[:num_short]
+        call = partial(pack, lengths, capacity=packing_length, algorithm=algorithm)
+        if algorithm == "balanced":
+            call = partial(call, works=works[:num_short])
+        planned[algorithm] = (_set_aside(call(), samples, num_short, options.aside), _cost(call))
+    for ranks, accumulation in product(options.ranks, options.accumulation):
+        plain: float | None = None
+        for way in ways:
+            packs, costs = planned[WAYS[way][0]]
+            if len(packs) < ranks * accumulation:
+                continue
+            of_packs = packs.sums(works)
+            chosen = _chosen(of_packs, way, ranks, accumulation, options.seed)
+            figures = _figures(packs, samples, of_packs, chosen)
+            seconds = figures.pop("busiest") * len(packs) / (ranks * accumulation)
+            plain = plain or seconds
+            floor = expected_imbalance(floor_of(works[packs.indices], num_packs=len(packs)), world_size=ranks)
+            yield Row(
+                data=name, packing_length=packing_length, way=way, ranks=ranks, accumulation=accumulation,
+                packs=len(packs), **costs, **figures, floor=floor if accumulation == 1 else None,
+                saved=None if options.aside == "alone" else 1 - seconds / plain,
+            )  # fmt: skip
+
+
+def _cost(call: Callable[[], Packs]) -> dict[str, Any]:
+    cost = measure(lambda: call, lambda _: None, repeat=1, limit_s=LIMIT_S)
+    return {"planning_s": cost.cpu_s, "planning_bytes": cost.peak_bytes}
+
+
+def _set_aside(packs: Packs, samples: Samples, num_short: int, aside: str) -> Packs:
+    if aside == "alone":
+        return packs.take(np.flatnonzero(packs.sizes() > 1))
+    long = range(num_short, samples.tokens.size) if aside == "none" else ()
+    return concatenate([packs, Packs.from_lists([[index] for index in long])])
+
+
+def _chosen(works: NDArray[np.float64], way: str, ranks: int, accumulation: int, seed: int) -> IntArray:
+    """Return the packs of an epoch's whole steps; shape (steps, packs of a rank, ranks)."""
+    per_step = ranks * accumulation
+    drawn = shuffled(works.size, seed=seed)[: works.size // per_step * per_step]
+    chosen: IntArray = drawn[WAYS[way][1](in_units(works[drawn]), ranks, accumulation)]
+    return chosen.reshape(-1, accumulation, ranks)
+
+
+def _figures(packs: Packs, samples: Samples, works: NDArray[np.float64], chosen: IntArray) -> dict[str, Any]:
+    """
+    Return the figures of steps; `busiest` is the mean work of the busiest rank, *works* are of packs.
+    """
+    tokens, patches = (packs.loads(all_of)[chosen] for all_of in (samples.tokens, samples.patches))
+    of_ranks, of_steps = works[chosen].sum(axis=1), works[chosen].sum(axis=(1, 2))
+    busiest, mean = of_ranks.max(axis=1), of_ranks.mean(axis=1)
+    images = patches.sum(axis=(1, 2)) / PATCHES_OF_A_TOKEN / tokens.sum(axis=(1, 2))
+    return {
+        "busiest": float(busiest.mean()),
+        "mean_step": float(busiest.sum() / mean.sum()),
+        "worst_step": float((busiest / mean).max()),
+        "step_spread": float(of_steps.std() / of_steps.mean()),
+        "image_spread": float(images.std()),
+    }
+
+
+def _show_families(options: argparse.Namespace) -> None:
+    from packplan.adapters.probe.families import family_names
+
+    rows = [_family(name) for name in options.families or family_names()]
+    verdicts = Counter(row.verdict for row in rows)
+    notes = [", ".join(f"{number} of {len(rows)} {verdict}" for verdict, number in verdicts.most_common())]
+    packages = ("torch", "transformers")
+    show(rows, FAMILY_COLUMNS, left=set(FAMILY_COLUMNS), as_json=options.json, notes=notes, packages=packages)
+
+
+def _family(family: str) -> FamilyRow:
+    """Build a family's small copy, and compare its work with torch's counter."""
+    from packplan.adapters.probe.families import default_config
+    from packplan.adapters.probe.small_model import build_small, quiet
+
+    try:
+        with quiet():
+            model = build_small(default_config(family), attention="eager")
+        # The kernels that compute experts together are not counted.
+        if hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation("eager")
+        work = WorkModel.from_config(json.loads(json.dumps(model.config.to_dict(), default=str)))
+        ratios = tuple(float(work.of_positions(num, num**2)) / _counted_by_torch(model, num) for num in FAMILY_ROWS)
+    except Exception as error:  # noqa: BLE001  # whatever the code of a family raises
+        verdict = "not known" if isinstance(error, ConfigError) else "not counted"
+        return FamilyRow(family, verdict, (), " ".join(str(error).split()))
+    return FamilyRow(family, "near" if all(abs(ratio - 1) <= NEAR for ratio in ratios) else "off", ratios, "")
+
+
+def _counted_by_torch(model: Any, num_tokens: int) -> int:
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(input_ids=torch.full((1, num_tokens), 5), use_cache=False)
+    operations: int = counter.get_total_flops()
+    return max(1, operations)

@@ -1,0 +1,90 @@
+"""A million stored lengths and their plan, and ranks that take the plan from rank 0."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.child import peak_bytes, reset_peak
+from packplan.app.planning.deadline import Deadline
+from packplan.app.planning.split import GatheredSplit, Planner
+from packplan.app.wiring.stores import open_stores, read_config
+from packplan.core.align import align_plan
+from packplan.core.fingerprint import Fingerprint
+from packplan.core.plan import build_raw_plan
+from packplan.core.policy import PlanPolicy
+from packplan.core.samples import COLUMNS, IMAGE_COLUMNS, DataFile, ImageFacts
+
+KEY, DIGEST = Fingerprint({}), "data"
+
+
+def store(folder: Path, lengths: np.ndarray, *, packing_length: int, world_size: int) -> Path:
+    """Store lengths with an image each, and their plan; return the YAML of the run."""
+    path = folder / "run.yaml"
+    sections = {
+        "model": {"model": "none"},
+        "template": {"max_length": packing_length},
+        "custom": {"train_jsonl": str(folder / "data.jsonl")},
+        "training": {"output_dir": str(folder / "run"), "effective_batch_size": 4 * world_size},
+    }
+    path.write_text(json.dumps(sections), encoding="utf-8")  # which is YAML too
+    config = read_config(path)
+    stores, policy = open_stores(config, "train"), PlanPolicy.of(config, "train")
+    rows = np.zeros((lengths.size, len(COLUMNS)), dtype=np.int32)
+    rows[:, COLUMNS.index("length")] = lengths
+    rows[:, COLUMNS.index("images")] = 1
+    images = np.zeros((lengths.size, len(IMAGE_COLUMNS)), dtype=np.int64)
+    images[:, :4] = np.column_stack([np.arange(lengths.size), np.full((lengths.size, 2), 28), np.arange(lengths.size)])
+    with stores.lock.held(timeout_s=60, report=lambda _: None):
+        stores.lengths.resume(KEY, lengths.size, str)
+        stores.lengths.append(rows, images, DIGEST, in_full=False, probe={})
+        raw, key = build_raw_plan(lengths, policy), policy.fingerprint(stores.lengths.digest())
+        stores.plans.save(key, raw)
+        stores.plans.save_aligned(key, align_plan(raw, world_size=world_size, dataloader_drop_last=False))
+    return path
+
+
+class StoredSamples:
+    """Samples whose lengths are all stored."""
+
+    mixes = False
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __len__(self) -> int:
+        return self._number
+
+    def fingerprint(self) -> Fingerprint:
+        return KEY
+
+    def data_digest(self, _: int) -> str:
+        return DIGEST
+
+    def data_files(self) -> tuple[DataFile, ...]:
+        return ()
+
+    def leave_out(self, numbers: Sequence[int]) -> None:
+        assert not numbers
+
+    def images(self, index: int, *, decode: bool = False) -> tuple[ImageFacts, ...]:
+        return (ImageFacts(index, 28, 28, index),)
+
+
+def plan_as_rank(path: str, number: int, out: str) -> int:
+    """Plan stored samples on one rank; write the bytes that this took beyond what the rank held."""
+    from packplan.app.wiring import training
+
+    config = read_config(Path(path))
+    source: Any = StoredSamples(number)
+    stores, policy = open_stores(config, "train"), PlanPolicy.of(config, "train")
+    with training.joined_ranks({"use_cpu": True}) as group:
+        before = reset_peak()
+        Planner(group, Deadline(600)).plan(GatheredSplit("train", policy, source, stores))
+        Path(out, f"bytes{os.environ['RANK']}").write_text(str(peak_bytes() - before))
+    return 0
