@@ -257,7 +257,8 @@ def _chosen(works: NDArray[np.float64], way: str, ranks: int, accumulation: int,
 
 def _figures(packs: Packs, samples: Samples, works: NDArray[np.float64], chosen: IntArray) -> dict[str, Any]:
     """
-    Return the figures of steps; `busiest` is the mean work of the busiest rank, *works* are of packs.
+    Return the figures of steps over packs of these *works*; `busiest` is the mean work of the
+    busiest rank.
     """
     tokens, patches = (packs.loads(all_of)[chosen] for all_of in (samples.tokens, samples.patches))
     of_ranks, of_steps = works[chosen].sum(axis=1), works[chosen].sum(axis=(1, 2))
