@@ -25,16 +25,22 @@ DIGEST_BYTES = 32
 
 _DATA_URI = re.compile(r"data:[\w.+-]+/[\w.+-]+;base64,")
 
-_BASE64 = re.compile(r"(?:/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk[0-3])[A-Za-z0-9+/]{60,}={0,2}\Z")
+_BASE64_START = re.compile(r"(?:/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk[0-3])[A-Za-z0-9+/]{60}")
 """A JPEG, PNG, GIF, WebP or BMP in base64, by the bytes that it starts with."""
+
+_ALPHABET = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 
 _WRITTEN = ("tools", "arguments", "parameters", "input", "content")
 """Keys whose objects the model sees as they are written; tools may be a list of them."""
 
-_MAY_DIFFER = re.compile(
-    rf'null|"(?:data:|/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk[0-3])|"(?:{"|".join(_WRITTEN)})":\{{|"tools":\['
-)
-"""What a record's text has to have, for its canonical form to be another than its plain one."""
+_MAY_DIFFER = re.compile(rf'"(?:data:|/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk[0-3]|(?:{"|".join(_WRITTEN)})":\{{|tools":\[)')
+"""
+What a record's text has to have, or else `null`, for its canonical form to be another than its
+plain one; it begins with one character, which is found five times as fast as one of two.
+"""
+
+_LONG, _FIRST = 4096, 2
+"""Characters of a text, perhaps an image, that is encoded once; entries of a list that are asked."""
 
 
 def digest_of(record: object) -> bytes:
@@ -44,8 +50,8 @@ def digest_of(record: object) -> bytes:
     >>> digest_of({"a": 1, "b": None}) == digest_of({"a": 1})
     True
     """
-    text = _encode(record)
-    if _MAY_DIFFER.search(text):
+    text = None if isinstance(record, dict) and _holds_long(record) else _encode(record)
+    if text is None or "null" in text or _MAY_DIFFER.search(text):
         text = _encode(_canonical(record))
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
 
@@ -65,7 +71,21 @@ def inline_image(text: str) -> str | None:
     """
     if (prefix := _DATA_URI.match(text)) is not None:
         return text[prefix.end() :]
-    return text if _BASE64.match(text) else None
+    if not _BASE64_START.match(text) or not text.isascii():
+        return None
+    digits = text.rstrip("=")
+    return text if len(text) - len(digits) <= 2 and not digits.encode().translate(None, _ALPHABET) else None
+
+
+def _holds_long(value: Any) -> bool:
+    """Return whether an object or a list holds a long text, by the first entries of its lists."""
+    for held in value.values() if isinstance(value, dict) else value[:_FIRST]:
+        if isinstance(held, str):
+            if len(held) > _LONG:
+                return True
+        elif isinstance(held, (dict, list)) and _holds_long(held):
+            return True
+    return False
 
 
 def _bytes_or_text(value: object) -> str:
@@ -95,15 +115,15 @@ def _under(key: object, value: Any) -> Any:
 
 
 def _canonical(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _under(key, held) for key, held in value.items() if held is not None}
-    if isinstance(value, (list, tuple)):
-        return [_canonical(held) for held in value]
-    if isinstance(value, str) and (coded := inline_image(value)) is not None:
+    if isinstance(value, str):
+        if (coded := inline_image(value)) is None:
+            return value
         # The head alone is decoded: four characters for three bytes.
         try:
             head = base64.b64decode(coded[: -(-HEAD_BYTES // 3) * 4], validate=True)[:HEAD_BYTES]
         except ValueError:
             return value
         return _medium(len(coded) * 3 // 4 - coded[-2:].count("="), head)
-    return value
+    if isinstance(value, Mapping):
+        return {key: _under(key, held) for key, held in value.items() if held is not None}
+    return [_canonical(held) for held in value] if isinstance(value, (list, tuple)) else value

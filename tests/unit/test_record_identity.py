@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import base64
 import datetime as dt
+import hashlib
 import json
+import re
 
 import pytest
-from hypothesis import given
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 from packplan.core.samples import HEAD_BYTES, digest_of, inline_image, unreadable_digest
@@ -29,6 +31,49 @@ def test_order_blanks_and_absent_keys_are_no_content(record):
     assert digest_of(record) == digest_of({**record, "a key of its own": None})
 
 
+def canonical(value, key=None):
+    """The form of a record that is digested, by the rules of `core.samples.identity` and no shortcut."""
+    if isinstance(value, dict) and key in {"tools", "arguments", "parameters", "input", "content"}:
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, list) and key == "tools":
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, dict):
+        return {name: canonical(held, name) for name, held in value.items() if held is not None}
+    if isinstance(value, list):
+        return [canonical(held) for held in value]
+    found = isinstance(value, str) and re.fullmatch(
+        r"(data:image/png;base64,)?(iVBORw0KGgo[A-Za-z0-9+/]{60,}=*)", value
+    )
+    if not found:
+        return value
+    image = base64.b64decode(found[2])
+    return f"medium of {len(image)} bytes {hashlib.sha256(image[:HEAD_BYTES]).hexdigest()}"
+
+
+MEDIA = [
+    f"{start}{base64.b64encode(PNG[:size]).decode()}" for start in ("", "data:image/png;base64,") for size in (90, 5000)
+]
+TEXTS = ["null", "x" * 5000, "a"]
+
+
+@given(
+    st.recursive(
+        st.none() | st.integers() | st.sampled_from(MEDIA + TEXTS),
+        lambda inner: (
+            st.lists(inner, max_size=4)
+            | st.dictionaries(st.sampled_from(["tools", "content", "images", "a"]), inner, max_size=4)
+        ),
+        max_leaves=8,
+    )
+)
+def test_a_digest_is_that_of_the_canonical_form_whatever_the_shortcut(record):
+    """Long texts, images, nulls and objects that count as they are written, anywhere in a record."""
+    text = json.dumps(canonical(record), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    event(f"the canonical form is another: {text != json.dumps(record, sort_keys=True, separators=(',', ':'))}")
+
+    assert hashlib.sha256(text.encode()).digest() == digest_of(record)
+
+
 @given(values, values)
 def test_other_values_are_other_records(one, other):
     """1 is not true, and a text is not its number."""
@@ -47,6 +92,18 @@ def test_an_image_in_a_record_is_known_by_size_and_head(size):
     assert digest_of({"bytes": PNG[:size]}) != digest_of({"bytes": PNG[: size - 1]})
     assert digest_of({"bytes": PNG[:size]}) != digest_of({"bytes": b"\x88" + PNG[1:size]})
     assert coded == inline_image(coded) == inline_image(uri)
+
+
+LOOKS_LIKE_ONE = "iVBORw0KGgo" + "A" * 81
+
+
+@pytest.mark.parametrize("end", ["-", "ä", "\ud83d", "===", "=A", "\n"])
+def test_base64_is_whole_or_text(end):
+    """Up to two fillers end it; nothing else does."""
+    assert inline_image(LOOKS_LIKE_ONE) == LOOKS_LIKE_ONE
+    assert inline_image(f"{LOOKS_LIKE_ONE}==") == f"{LOOKS_LIKE_ONE}=="
+    assert inline_image(LOOKS_LIKE_ONE + end) is None
+    assert digest_of([LOOKS_LIKE_ONE + end]) != digest_of([f"{LOOKS_LIKE_ONE}{end}x"])
 
 
 @pytest.mark.parametrize("text", ["data:image/png;base64,ä", "data:image/png;base64,A", "iVBORw0KGgo.png", "data:x"])
