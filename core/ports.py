@@ -74,8 +74,12 @@ class Records(Protocol):
 
     def read(self, index: int, /) -> tuple[Any, bytes]:
         """
-        Return a record's JSON value, and its digest for `remember`, nothing if there is nothing to
-        remember; RecordError naming its place if there is no value.
+        Return a record's JSON value, and its digest for `remember`, nothing if that is known.
+
+        Raises:
+            RecordError: There is no value.
+
+            ContractError: It is not the record whose digest is known.
         """
 
     def remember(self, numbers: NDArray[np.int64], digests: NDArray[np.uint8], /) -> None:

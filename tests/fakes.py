@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from packplan.core.align import AlignedPlan
-from packplan.core.errors import CorruptArtefactError, Difference, RecordError, StaleLengthsError
+from packplan.core.errors import ContractError, CorruptArtefactError, Difference, RecordError, StaleLengthsError
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.plan import RawPlan
 from packplan.core.ports import Arrays, Origin, ReportProgress, Stored, StoredLengths, StoredPlan
@@ -121,6 +121,24 @@ class FailingSource(ListSource):
         if index in self.bad:
             raise RecordError(f"{self.name}, line {index + 1}", "cannot be measured")
         return super().measure(index)
+
+
+class EditedSource(ListSource):
+    """One record is no longer what it was when it was digested."""
+
+    edited = 3
+
+    def images(self, index: int, *, decode: bool = False) -> tuple[ImageFacts, ...]:
+        self._require_same(index)
+        return super().images(index, decode=decode)
+
+    def measure(self, index: int) -> Measurement:
+        self._require_same(index)
+        return super().measure(index)
+
+    def _require_same(self, index: int) -> None:
+        if index == self.edited:
+            raise ContractError(index, f"{self.name}, line {index + 1}", (Difference("content", "ad", "8b"),))
 
 
 class RestlessSource(ListSource):

@@ -12,9 +12,13 @@ from numpy.typing import NDArray
 
 from packplan.adapters.progress import BRIEF_S, progress
 from packplan.adapters.samples.formats.spans import Named
+from packplan.core.errors import ContractError, Difference
 from packplan.core.samples import DIGEST_BYTES, Place
 
 _NOTHING = hashlib.sha256()
+
+_SHOWN_DIGITS = 12
+"""Digits of a digest that a message shows."""
 
 
 class RecordFile(Protocol):
@@ -46,10 +50,11 @@ class RecordFile(Protocol):
         """Return in what the file is another one than was kept of it; all of it is read."""
 
     def digest_of(self, row: int, value: Any, /) -> bytes:
-        """
-        Return the digest of a record that was read, by its JSON value; nothing where that is not
-        what decides it, or it is known already.
-        """
+        """Return the digest of a record that was read, by its JSON value where that decides it."""
+
+    @property
+    def copy(self) -> str | None:
+        """Folder of the copy that is read in the file's place; None if the file itself is read."""
 
 
 class FileRecords:
@@ -100,12 +105,42 @@ class FileRecords:
 
     def read(self, index: int) -> tuple[Any, bytes]:
         """
-        Return the JSON value of record *index*, and its digest for `remember`, nothing if there is
-        nothing to remember; RecordError naming file and line.
+        Return the JSON value of record *index*, and its digest for `remember`, nothing if that is
+        known already.
+
+        Raises:
+            RecordError: It has no JSON value.
+
+            ContractError: It is not the record whose digest is known.
         """
         file, row = self._find(index)
         value = file[row]
-        return value, file.digest_of(row, value)
+        digest, known = file.digest_of(row, value), self._known_digest(file, row, index)
+        if digest == known:
+            return value, b""
+        if not known:
+            return value, digest
+        changed = Difference("content", known.hex()[:_SHOWN_DIGITS], digest.hex()[:_SHOWN_DIGITS])
+        causes = (f"Its copy was changed: delete {file.copy}, which is made again",) if file.copy else ()
+        raise ContractError(index, str(file.where(row)), (changed,), *causes)
+
+    def _known_digest(self, file: RecordFile, row: int, index: int) -> bytes:
+        """
+        Return the digest that a record had before; nothing if it was not digested yet.
+
+        Args:
+            file: The file.
+
+            row: The record there.
+
+            index: Its index among the records that are not left out.
+        """
+        if file.knows_digests:
+            return file.digests(row, row + 1)
+        if self._known is None:
+            return b""
+        known: bytes = self._known[self.number(index) if len(self._left_out) else index].tobytes()
+        return known if any(known) else b""
 
     def remember(self, numbers: NDArray[np.int64], digests: NDArray[np.uint8]) -> None:
         """
@@ -231,11 +266,11 @@ class FileRecords:
         return index + count
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("_files", "_ends", "_left_out", "num_with_media_tags")
+        kept = ("_files", "_ends", "_left_out", "num_with_media_tags", "_known")
         return {name: self.__dict__[name] for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _known=None, _firsts=None, _digest=_NOTHING.copy(), _digested=range(0))
+        self.__dict__.update(state, _firsts=None, _digest=_NOTHING.copy(), _digested=range(0))
 
     def _find(self, index: int) -> tuple[RecordFile, int]:
         """Return the file of a record, and its row there."""

@@ -179,8 +179,15 @@ class SwiftEncoder:
         return [(trained, self.template.safe_decode([token for _, token in run])) for trained, run in runs]
 
     def read(self, index: int) -> tuple[dict[str, Any], list[Image]]:
-        """Return sample *index* as messages, and its images: paths, or the bytes of files."""
-        return self.sample_of(index, self.records[index])
+        """
+        Return sample *index* as messages, and its images: paths, or the bytes of files.
+
+        Raises:
+            RecordError: Its record cannot become a sample.
+
+            ContractError: Its record is not the one whose digest is known.
+        """
+        return self.sample_of(index, self.records.read(index)[0])
 
     def sample_of(self, index: int, record: object) -> tuple[dict[str, Any], list[Image]]:
         """

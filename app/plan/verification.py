@@ -17,6 +17,7 @@ from packplan.adapters.progress import progress
 from packplan.app.planning.bad import LeftOut
 from packplan.app.planning.split import GatheredSplit, plan_with_progress
 from packplan.core.errors import (
+    ContractError,
     CorruptArtefactError,
     Difference,
     DroppedTokensError,
@@ -160,7 +161,7 @@ def _check_images(name: str, lengths: StoredLengths, source: LengthSource, *, de
     for index, measured in progress(stored, total=indices.size, desc=f"{verb} {name} images", unit=" samples"):
         try:
             found = source.images(index, decode=decode)
-        except RecordError as error:
+        except (RecordError, ContractError) as error:
             yield Finding("images", f"sample {index}", str(error))
             continue
         if len(found) != len(measured.images):
@@ -193,7 +194,7 @@ def _check_samples(name: str, lengths: StoredLengths, source: LengthSource, coun
         stored = from_row(lengths.rows.table, index)
         try:
             differences = stored.differences(source.measure(index))
-        except RecordError as error:
+        except (RecordError, ContractError) as error:
             yield Finding("samples", f"sample {index}", str(error))
             continue
         if differences:

@@ -71,13 +71,15 @@ class ContractError(UserError):
     index: int
     record: str
     differences: tuple[Difference, ...]
+    cause: str = (
+        "The data changed after it was measured: restore it, or use another training.output_dir to measure and plan "
+        "again"
+    )
+    """What happened, and what to do, as a sentence without its full stop."""
 
     def _text(self) -> str:
         changes = "; ".join(f"{d.key} planned {d.stored}, fetched {d.current}" for d in self.differences)
-        return (
-            f"sample {self.index} ({self.record}) is not the one that was planned: {changes}. The data changed after "
-            "it was measured: restore it, or use another training.output_dir to measure and plan again"
-        )
+        return f"sample {self.index} ({self.record}) is not the one that was planned: {changes}. {self.cause}"
 
 
 @attrs.define(eq=False)

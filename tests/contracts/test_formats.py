@@ -11,6 +11,7 @@ import io
 import json
 import os
 import pickle
+import re
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
@@ -28,7 +29,7 @@ from packplan.adapters.samples import files
 from packplan.adapters.samples.files import file_faults, open_records
 from packplan.adapters.samples.formats import arrow_rows, kept, mapped, rewriting, spans
 from packplan.adapters.samples.formats.json_value import without_nulls
-from packplan.core.errors import DataSetError, OutputError, PackplanError, RecordError
+from packplan.core.errors import ContractError, DataSetError, OutputError, PackplanError, RecordError
 from packplan.core.samples import DIGEST_BYTES, to_messages
 
 MESSAGES = [
@@ -187,6 +188,47 @@ def test_a_file_that_changed_unseen_is_found(tmp_path, name, monkeypatch):
 
     assert len(RECORDS) == len(opened(path))
     assert ["the file is another one than its copy"] == [reason[:37] for reason in faults(path)]
+
+
+@every_format
+@pytest.mark.parametrize("is_sent", [False, True], ids=["here", "in another process"])
+def test_a_record_that_changed_after_it_was_digested_is_refused_by_name(tmp_path, name, is_sent):
+    """
+    In its file or in its copy, under the same size and times, with which other records come back as
+    they were; where the copy changed, its folder is named.
+    """
+    rows = [{"query": f"text {number}", "response": "a"} for number in range(7)]
+    path = write(tmp_path, name, rows)
+    records = opened(path)
+    records.digest(7)
+    held = next(iter((*tmp_path.glob("cache/*/text"), *tmp_path.glob("cache/*/rows.arrow"))), path)
+    before, changed = held.stat(), held.read_bytes().replace(b"text 3", b"text B")
+    with held.open("r+b") as file:
+        file.write(changed)
+    os.utime(held, ns=(before.st_atime_ns, before.st_mtime_ns))
+    records.leave_out([1])
+    if is_sent:
+        records = pickle.loads(pickle.dumps(records))  # noqa: S301  # our own bytes
+
+    cause = f"Its copy was changed: delete {held.parent}" if name in PACKED else "The data changed after"
+    place = re.escape(str(records.where(2)))
+    named = rf"sample 2 \({place}\) is .*: content planned \w{{12}}, fetched \w{{12}}\. {re.escape(cause)}"
+    with pytest.raises(ContractError, match=named):
+        records.read(2)
+    assert [rows[number] for number in (0, 2, 4, 5, 6)] == [records.read(index)[0] for index in (0, 1, 3, 4, 5)]
+
+
+def test_a_record_too_long_to_be_parsed_for_its_digest_is_compared_too(tmp_path, monkeypatch):
+    """By its text; unchanged, it comes back."""
+    monkeypatch.setattr(spans, "LONGEST_PARSED", 20)
+    path = write(tmp_path, "a.jsonl", [{"query": "long and longer"}, {"query": "a"}])
+    records = opened(path)
+    records.digest(2)
+    assert {"query": "long and longer"} == records.read(0)[0]
+    path.write_bytes(path.read_bytes().replace(b"longer", b"langer"))
+
+    with pytest.raises(ContractError, match="content planned"):
+        records.read(0)
 
 
 @every_format

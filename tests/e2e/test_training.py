@@ -7,11 +7,14 @@ import logging
 import math
 import multiprocessing
 import os
+import shutil
 import signal
 from collections import Counter
 from pathlib import Path
 from unittest.mock import patch
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -291,6 +294,39 @@ def test_a_sample_that_changed_after_planning_stops_the_run_and_is_named(write_r
     with patch.object(prepare, "build_trainer", build_trainer), pytest.raises(ContractError, match=named) as raised:
         execute(path)
     assert {"length", "patches"} == {difference.key for difference in raised.value.differences}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_text_edited_in_a_copy_after_planning_stops_the_run_and_is_named(write_run, execute, text_jsonl, workers):
+    """
+    In the Arrow copy of a Parquet file, under the same size and times, with the same tokens: nothing
+    else would see it. Once the copy is deleted, the next start trains.
+    """
+    from packplan.app.training import prepare
+
+    data = text_jsonl.with_suffix(".parquet")
+    lines = text_jsonl.read_text().splitlines()
+    pq.write_table(pa.Table.from_pylist([json.loads(line) for line in lines]), data)
+    keys = {"dataloader_num_workers": workers, "packing_drop_last": False}
+    path = write_run("qwen2", custom={"train_jsonl": str(data)}, training=keys)
+    plain = prepare.build_trainer
+
+    def build_trainer(*args, **kwargs):
+        (copy,) = data.parent.glob("run/records/*/rows.arrow")
+        before = copy.stat()
+        with copy.open("r+b") as file:
+            file.write(copy.read_bytes().replace(b"say 13", b"say 31"))
+        os.utime(copy, ns=(before.st_atime_ns, before.st_mtime_ns))
+        return plain(*args, **kwargs)
+
+    named = r"sample 13 .*text\.parquet, row 14\) .*: content planned .* delete .*records.*, which is made again"
+    with patch.object(prepare, "build_trainer", build_trainer), pytest.raises(ContractError, match=named):
+        execute(path)
+    with pytest.raises(ContractError, match=named):
+        execute(path)
+    (copy,) = data.parent.glob("run/records/*/rows.arrow")
+    shutil.rmtree(copy.parent)
+    assert execute(path).num_steps
 
 
 def test_cut_samples_are_counted_apart_from_those_that_fit(write_run, execute, caplog):

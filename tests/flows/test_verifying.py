@@ -13,7 +13,7 @@ from packplan.app.planning.split import GatheredSplit, Planner, Stores
 from packplan.core.errors import NotBuiltError, RecordError
 from packplan.core.packs import Packs
 from packplan.core.plan import build_raw_plan
-from tests.fakes import FailingSource, FreeLock, ListSource, RestlessSource, ScriptedGroup
+from tests.fakes import EditedSource, FailingSource, FreeLock, ListSource, RestlessSource, ScriptedGroup
 from tests.flows.test_planning import LENGTHS, UNMATCHED, policy
 
 
@@ -55,6 +55,19 @@ def test_copies_that_are_not_what_their_files_hold_are_found(built):
     source.faulty_copies = [("a.gz", "line 3 of its copy is another one"), ("b.parquet", "x")]
 
     assert ["copies: a.gz: line 3 of its copy is another one", "copies: b.parquet: x"] == found(built, source)
+
+
+def test_a_record_that_is_another_one_hides_no_other_fault(built):
+    """It is named where its images are compared, and where it is encoded again."""
+    source = EditedSource(LENGTHS)
+    source.widths = {5: 99}
+
+    findings = found(built, source)
+
+    assert ["images: sample 3", "images: image 0 of sample 5", "samples: sample 3"] == [
+        finding.split(":")[0] + ":" + finding.split(":")[1] for finding in findings
+    ]
+    assert all("content planned ad, fetched 8b" in finding for finding in (findings[0], findings[2]))
 
 
 def test_nothing_to_verify_is_no_success(tmp_path):

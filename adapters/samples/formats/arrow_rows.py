@@ -111,6 +111,8 @@ class ArrowFile:
             message = f"{self._digest_file.parent} is damaged: delete it, and it is made again"
             raise DataSetError(message)
         self._digests: NDArray[np.uint8] | None = None
+        if self._digest_file is not None and len(self):
+            self._digests = np.asarray(np.memmap(self._digest_file, np.uint8, "r")).reshape(-1, DIGEST_BYTES)
         if found is not None:
             self._restore(*found)
 
@@ -127,7 +129,7 @@ class ArrowFile:
     @property
     def knows_digests(self) -> bool:
         """Whether no row has to be read for its digest."""
-        return self._digest_file is not None or self._digests is not None
+        return self._digests is not None
 
     def keep(self, digests: NDArray[np.uint8]) -> None:
         """Keep the digests of all rows for later starts."""
@@ -136,7 +138,7 @@ class ArrowFile:
 
     def kept_fault(self) -> str | None:
         """Return in what the file is another one than was kept of it; all of it is read."""
-        if self._digests is None:
+        if self._digests is None or self.copy is not None:
             return None
         for row in progress(range(len(self)), desc=f"comparing {self.named.name}", leave=False, delay=BRIEF_S):
             if self._digest(row) != self._digests[row].tobytes():
@@ -211,17 +213,18 @@ class ArrowFile:
 
     def digests(self, start: int, stop: int) -> bytes:
         """Return the digests of the records from *start* to before *stop*, one behind the other."""
-        if self._digest_file is not None:
-            with self._digest_file.open("rb") as file:
-                file.seek(start * DIGEST_BYTES)
-                return file.read((stop - start) * DIGEST_BYTES)
         if self._digests is not None:
             return self._digests[start:stop].tobytes()
         return b"".join(map(self._digest, range(start, stop)))
 
     def digest_of(self, _: int, value: Any) -> bytes:
-        """Return the digest of a record that was read; nothing where all are known."""
-        return b"" if self.knows_digests else digest_of(value)
+        """Return the digest of a record that was read."""
+        return digest_of(value)
+
+    @property
+    def copy(self) -> str | None:
+        """Folder of the copy that is read in the file's place; None if the file itself is read."""
+        return None if self._digest_file is None else str(self._digest_file.parent)
 
     def _digest(self, row: int) -> bytes:
         try:

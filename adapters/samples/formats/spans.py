@@ -214,11 +214,13 @@ class SpanFile:
             return unreadable_digest([text])
 
     def digest_of(self, row: int, value: Any) -> bytes:
-        """
-        Return the digest of a record that was read; nothing if its text alone decides it, or it is
-        known already.
-        """
-        return b"" if self.knows_digests or self._size(row) > LONGEST_PARSED else digest_of(value)
+        """Return the digest of a record that was read."""
+        return self._digest(row) if self._size(row) > LONGEST_PARSED else digest_of(value)
+
+    @property
+    def copy(self) -> str | None:
+        """Folder of the copy that is read in the file's place; None if the file itself is read."""
+        return None if str(self.path) == self.named.name else str(self.path.parent)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_descriptor": None}
