@@ -10,7 +10,7 @@ from types import MappingProxyType
 import numpy as np
 
 from packplan.app.planning.split import PlannedSplit
-from packplan.core.errors import agree, counted
+from packplan.core.errors import agree, counted, in_ranges
 from packplan.core.inspection import LowFill, longest_pack, low_fill
 from packplan.core.patterns.certificate import BoundKind
 from packplan.core.policy import PlanPolicy
@@ -21,6 +21,9 @@ WORTH_A_WARNING = Fraction(1, 100)
 Share of the tokens that may be dropped without a warning, where
 `training.packing_max_dropped_share` is no lower.
 """
+
+SHOWN = 10
+"""Ranges of samples that a line names, where they may lie anywhere; the stored plan has all."""
 
 BOUNDS: Mapping[BoundKind, str] = MappingProxyType(
     {"quick": "quick bound", "relaxation": "linear relaxation", "reached": "a packing reaches it"}
@@ -67,7 +70,7 @@ def describe(planned: PlannedSplit, policy: PlanPolicy) -> Iterator[tuple[int, s
     share = supervised / raw.planned_tokens
     yield info, f"{name}: {counted(supervised, 'token')} of planned samples ({share:.1%}) are supervised"
     if aligned.pad_needed:
-        shown = ", ".join(map(str, aligned.repeated[:20])) + (", …" if aligned.pad_needed > 20 else "")
+        shown = in_ranges(aligned.repeated)
         yield info, f"{name}: pad_needed {aligned.pad_needed:,}, repeated packs of the raw plan [{shown}]"
     if aligned.num_dropped:
         first = len(raw.packs) - aligned.num_dropped
@@ -145,7 +148,7 @@ def _describe_exceptions(planned: PlannedSplit, policy: PlanPolicy) -> Iterator[
                 f"{name}: {counted(len(raw.single_long), 'sample')} {agree(len(raw.single_long), 'has', 'have')} "
                 f"{counted(raw.packing_length, 'token')} or "
                 f"more and {agree(len(raw.single_long), 'is a pack of its own', 'are packs of their own')}, "
-                f"{len(raw.single_long) - cut:,} not truncated: {_shown(raw.single_long)}"
+                f"{len(raw.single_long) - cut:,} not truncated: {in_ranges(raw.single_long, most=SHOWN)}"
             ),
         )
     if raw.skipped_long:
@@ -154,8 +157,8 @@ def _describe_exceptions(planned: PlannedSplit, policy: PlanPolicy) -> Iterator[
             (
                 f"{name}: {counted(len(raw.skipped_long), 'sample')} ({counted(raw.skipped_tokens, 'token')}) "
                 f"{agree(len(raw.skipped_long), 'has', 'have')} {raw.packing_length:,} "
-                f"tokens or more and {agree(len(raw.skipped_long))} skipped: {_shown(raw.skipped_long)}; raise "
-                "template.max_length, lower "
+                f"tokens or more and {agree(len(raw.skipped_long))} skipped: "
+                f"{in_ranges(raw.skipped_long, most=SHOWN)}; raise template.max_length, lower "
                 "template.max_pixels, or set training.packing_allow_single_long: true"
             ),
         )
@@ -171,7 +174,3 @@ def _describe_exceptions(planned: PlannedSplit, policy: PlanPolicy) -> Iterator[
                 "training.packing_min_fill_ratio keeps more"
             ),
         )
-
-
-def _shown(indices: tuple[int, ...]) -> str:
-    return ", ".join(map(str, indices[:10])) + (", …" if len(indices) > 10 else "")

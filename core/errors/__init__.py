@@ -94,7 +94,7 @@ from packplan.core.errors.stored import (
     StaleLengthsError,
     UnsoundError,
 )
-from packplan.core.errors.words import MAX_LINE, MAX_LINES, agree, counted, ranging, shortened
+from packplan.core.errors.words import MAX_LINE, MAX_LINES, agree, counted, in_ranges, ranging, shortened
 
 __all__ = [
     "MAX_LINE",
@@ -144,6 +144,7 @@ __all__ = [
     "WorkerError",
     "agree",
     "counted",
+    "in_ranges",
     "ranging",
     "shortened",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import attrs
 
 from packplan.core.errors.base import RankDifference, UserError, VerificationError
+from packplan.core.errors.words import in_ranges
 
 
 @attrs.define(eq=False)
@@ -96,11 +97,5 @@ class CoverageError(VerificationError):
     """Packs that were consumed too often."""
 
     def _text(self) -> str:
-        return (
-            f"{self.what} did not consume what was planned: packs missing {_first(self.missing)}, packs in excess "
-            f"{_first(self.surplus)}"
-        )
-
-
-def _first(items: tuple[int, ...]) -> str:
-    return ", ".join(map(str, items[:10])) + (", …" if len(items) > 10 else "") or "none"
+        missing, surplus = (in_ranges(packs, most=10) or "none" for packs in (self.missing, self.surplus))
+        return f"{self.what} did not consume what was planned: packs missing {missing}, packs in excess {surplus}"

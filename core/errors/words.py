@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import groupby
+
 
 def counted(number: int, name: str) -> str:
     """
@@ -37,6 +40,32 @@ def ranging(lowest: int, highest: int, name: str) -> str:
         name: The noun, in the singular.
     """
     return counted(highest, name) if lowest == highest else f"{lowest:,} to {counted(highest, name)}"
+
+
+def in_ranges(indices: Iterable[int], *, most: int | None = None) -> str:
+    """
+    Return all indices in their order, those that follow each other as a range, and ranges that
+    repeat as one.
+
+    Args:
+        indices: Whole numbers.
+
+        most: Ranges that are written; an ellipsis stands for the others. None writes all.
+
+    >>> in_ranges([0, 1, 2, 7, 9, 10]), in_ranges([0, 1, 0, 1, 0]), in_ranges([1, 3, 5], most=2)
+    ('0..2, 7, 9..10', '0..1 x 2, 0', '1, 3, …')
+    """
+    ranges: list[tuple[int, int]] = []
+    for index in indices:
+        if ranges and index == ranges[-1][1] + 1:
+            ranges[-1] = ranges[-1][0], index
+        else:
+            ranges.append((index, index))
+    parts = []
+    for (first, last), same in groupby(ranges):
+        times = len(list(same))
+        parts.append((f"{first}..{last}" if first < last else f"{first}") + (f" x {times}" if times > 1 else ""))
+    return ", ".join([*parts[:most], "…"] if most is not None and len(parts) > most else parts)
 
 
 MAX_LINE, MAX_LINES = 500, 60

@@ -40,7 +40,7 @@ plain one; it begins with one character, which is found five times as fast as on
 """
 
 _LONG, _FIRST = 4096, 2
-"""Characters of a text, perhaps an image, that is encoded once; entries of a list that are asked."""
+"""Characters of a text, perhaps an image, to encode once; entries of a list that are asked."""
 
 
 def digest_of(record: object) -> bytes:

@@ -299,7 +299,7 @@ def test_a_sample_that_changed_after_planning_stops_the_run_and_is_named(write_r
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_text_edited_in_a_copy_after_planning_stops_the_run_and_is_named(write_run, execute, text_jsonl, workers):
     """
-    In the Arrow copy of a Parquet file, under the same size and times, with the same tokens: nothing
+    In the Arrow copy of a Parquet file, under the same size and times, with as many tokens: nothing
     else would see it. Once the copy is deleted, the next start trains.
     """
     from packplan.app.training import prepare

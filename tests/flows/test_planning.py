@@ -354,6 +354,20 @@ def test_what_is_said_of_one_agrees_with_its_number(lengths, changes):
     ]
 
 
+@pytest.mark.parametrize(
+    ("world_size", "shown"), [(7, "3, repeated packs of the raw plan [0..2]"),
+                              (9, "5, repeated packs of the raw plan [0..3, 0]"),
+                              (4096, "4,092, repeated packs of the raw plan [0..3 x 1023]")],
+)  # fmt: skip
+def test_all_packs_that_repeat_are_logged(world_size, shown):
+    """As ranges of the raw plan, whatever their number."""
+    planned = Desk(group=ScriptedGroup(world_size=world_size)).plan()
+
+    assert 4 == len(planned.raw.packs)
+    lines = [line for _, line in describe(planned, policy()) if "pad_needed" in line]
+    assert [f"train: pad_needed {shown}"] == lines
+
+
 def test_training_and_evaluation_share_one_deadline():
     """
     What one wait has taken, the next ones do not have; for ever stays for ever; what is late still

@@ -32,7 +32,7 @@ def test_order_blanks_and_absent_keys_are_no_content(record):
 
 
 def canonical(value, key=None):
-    """The form of a record that is digested, by the rules of `core.samples.identity` and no shortcut."""
+    """Return the form of a record that is digested, by the rules alone, without a shortcut."""
     if isinstance(value, dict) and key in {"tools", "arguments", "parameters", "input", "content"}:
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, list) and key == "tools":
@@ -67,7 +67,7 @@ TEXTS = ["null", "x" * 5000, "a"]
     )
 )
 def test_a_digest_is_that_of_the_canonical_form_whatever_the_shortcut(record):
-    """Long texts, images, nulls and objects that count as they are written, anywhere in a record."""
+    """With long texts, images, nulls, and objects that count as they are written, anywhere."""
     text = json.dumps(canonical(record), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     event(f"the canonical form is another: {text != json.dumps(record, sort_keys=True, separators=(',', ':'))}")
 

@@ -1,0 +1,62 @@
+"""Indices in a message: all of them, and short where they follow each other."""
+
+from __future__ import annotations
+
+from hypothesis import event, given
+from hypothesis import strategies as st
+
+from packplan.core.align import align_plan
+from packplan.core.errors import CoverageError, in_ranges
+from packplan.core.plan import build_raw_plan
+
+indices = st.lists(st.integers(0, 9), max_size=30) | st.integers(1, 9).flatmap(
+    lambda num: st.integers(0, 40).map(lambda size: [place % num for place in range(size)])
+)
+
+
+def expanded(text: str) -> list[int]:
+    """The indices that a text of ranges stands for."""
+    found: list[int] = []
+    for part in text.split(", ") if text else []:
+        bounds, _, times = part.partition(" x ")
+        first, _, last = bounds.partition("..")
+        found += [*range(int(first), int(last or first) + 1)] * int(times or 1)
+    return found
+
+
+@given(indices)
+def test_ranges_stand_for_all_indices_in_their_order(indices):
+    """Scattered, following each other, or over and over again."""
+    text = in_ranges(indices)
+    event(f"{'repeated' if ' x ' in text else 'once'}, {'ranges' if '..' in text else 'alone'}")
+
+    assert indices == expanded(text)
+
+
+@given(indices, st.integers(1, 5))
+def test_of_many_ranges_the_first_are_written(indices, most):
+    """An ellipsis stands for the others, and for nothing else."""
+    whole = in_ranges(indices).split(", ")
+
+    expected = whole if len(whole) <= most else [*whole[:most], "…"]
+    assert ", ".join(expected) == in_ranges(indices, most=most)
+
+
+@given(st.integers(1, 40), st.integers(1, 5000))
+def test_packs_that_fill_the_ranks_take_a_short_line(num_packs, world_size):
+    """However many ranks there are: they come from the front, again and again."""
+    plan = build_raw_plan([5] * num_packs, packing_length=5)
+    repeated = align_plan(plan, world_size=world_size, dataloader_drop_last=False).repeated
+
+    assert list(repeated) == expanded(in_ranges(repeated))
+    assert len(in_ranges(repeated)) < 30
+
+
+def test_what_was_not_consumed_is_told_in_ranges():
+    """None at all, or the first of many."""
+    told = str(CoverageError("epoch 3", (), (*range(100), *range(200, 300, 2))))
+
+    assert told == (
+        "epoch 3 did not consume what was planned: packs missing none, packs in excess 0..99, 200, 202, 204, 206, "
+        "208, 210, 212, 214, 216, …"
+    )
