@@ -158,6 +158,12 @@ class LengthSource(Measurable, Protocol):
         Measure sample *index* by encoding it in full; RecordError if it cannot become a sample.
         """
 
+    def measure_quickly(self, index: int, /) -> Measurement:
+        """
+        Measure sample *index* without decoding its images and videos, where that is proven to give
+        the same; RecordError if it cannot become a sample.
+        """
+
     def measure_elsewhere(self, indices: Sequence[int], /, *, epoch: int) -> list[Outcome]:
         """
         Encode samples in full, in the order given, in another process and as in training's epoch

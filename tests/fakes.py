@@ -42,6 +42,7 @@ class ListSource:
         self.everything = lengths
         self.left_out: set[int] = set()
         self.measured: list[int] = []
+        self.undecoded: list[int] = []
         self.image_bytes = 1000
         self.widths: dict[int, int] = {}
         self.elsewhere: list[int] = []
@@ -82,6 +83,10 @@ class ListSource:
     def measure(self, index: int) -> Measurement:
         self.measured.append(index)
         return Measurement(self.lengths[index], 1, 1, 4)
+
+    def measure_quickly(self, index: int) -> Measurement:
+        self.undecoded.append(index)
+        return self.measure(index)
 
     def measure_many(self, indices: range, *, in_full: bool) -> Iterator[Outcome]:
         self.is_measuring = True
@@ -156,6 +161,26 @@ class OrderedSource(ListSource):
         before = self.measured[-1] if self.measured else -1
         plain = super().measure(index)
         return Measurement(plain.length + (before > index), 1, 1, 4)
+
+
+class DriftedSource(ListSource):
+    """One sample measures otherwise than it did, though nothing that is fingerprinted changed."""
+
+    def __init__(self, lengths: list[int], *, drifted: int) -> None:
+        super().__init__(lengths)
+        self.drifted = drifted
+
+    def measure(self, index: int) -> Measurement:
+        plain = super().measure(index)
+        return Measurement(plain.length + (index == self.drifted), 1, 1, 4)
+
+
+class FilmSource(ListSource):
+    """Each sample has a video."""
+
+    def measure(self, index: int) -> Measurement:
+        self.measured.append(index)
+        return Measurement(self.lengths[index], 1, 0, 0, False, 1, 2, 8)  # noqa: FBT003  # as a table has it
 
 
 class ElsewhereSource(ListSource):

@@ -50,6 +50,16 @@ measured at once.
 """
 
 
+COMPARED_S = 0.3
+"""
+Seconds that encoding stored samples again may take, about, before all of them are trusted: fewer
+than `PROBED_SAMPLES` are encoded where they take longer.
+"""
+
+_TOKEN_S, _PIXEL_S = 4e-6, 2e-8
+"""Seconds that encoding takes for each token, and for each pixel of images and of videos, about."""
+
+
 def measure(
     name: str,
     source: LengthSource,
@@ -83,7 +93,8 @@ def measure(
         RecordError: A record cannot become a sample; what was measured before it is kept.
 
         DataSetError: More records than may be cannot become samples; or encoding a sample twice
-        gives two results; where many are to be measured, this is found before.
+        gives two results; where many are to be measured, this is found before; or a sample encodes
+        to another measurement than is stored of it.
 
         ChangedImageError: An image is not the one that was measured.
     """
@@ -93,7 +104,9 @@ def measure(
     stored = store.resume(source.fingerprint(), total, source.data_digest)
     _check_images(source, stored)
     if len(stored.table) == total and stored.probe is not None:
-        log.info("%s: the lengths of all %s are stored", name, counted(total, "sample"))
+        num = _compare_stored(source, stored)
+        again = f"{counted(num, 'sample')} encoded again {agree(num, 'has', 'have')} the same"
+        log.info("%s: the lengths of all %s are stored; %s", name, counted(total, "sample"), again)
         bad.warn(name)
         return stored.table
     known = len(stored.table)
@@ -275,6 +288,42 @@ def probe_first(source: LengthSource, known: int, *, report: ReportProgress, ski
         if (encoded := source.measure(index)) != first[index]:
             raise _unsteady(index, first[index], encoded, "later")
     _compare_elsewhere(source, first)
+
+
+def _compare_stored(source: LengthSource, stored: Stored) -> int:
+    """
+    Encode a few stored samples again, the last first, where they were measured the first first.
+
+    Returns:
+        How many.
+
+    Raises:
+        DataSetError: One encodes to another measurement than is stored.
+    """
+    indices = list(_spread(len(stored.table)))
+    samples = dict(zip(indices, from_tables(stored.table, stored.images, indices), strict=True))
+    # Decoding a video takes seconds; its length is found without, unless that proved to be wrong.
+    undecoded = set() if stored.in_full else {index for index, one in samples.items() if one.measurement.videos}
+    seconds = {index: 0.0 if index in undecoded else _encoding_s(one) for index, one in samples.items()}
+    lightest = sorted(indices, key=seconds.__getitem__)
+    fitting = int((np.cumsum([seconds[index] for index in lightest]) <= COMPARED_S).sum())
+    few = sorted(lightest[: max(fitting, 1)], reverse=True)
+    for index in few:
+        encoded = (source.measure_quickly if index in undecoded else source.measure)(index)
+        if encoded != (measured := samples[index].measurement):
+            message = (
+                f"sample {index} encodes to {to_row(encoded)}, but {to_row(measured)} are stored of it "
+                f"({', '.join(COLUMNS)}), so the stored lengths are wrong: something that they depend on has changed "
+                "unseen; use another training.output_dir to measure and plan again"
+            )
+            raise DataSetError(message)
+    return len(few)
+
+
+def _encoding_s(sample: Measured) -> float:
+    """Return about how many seconds encoding a sample takes."""
+    pixels = sum(image.width * image.height * max(image.num_frames, 1) for image in sample.images)
+    return _TOKEN_S * sample.measurement.length + _PIXEL_S * pixels
 
 
 def _compare_elsewhere(source: LengthSource, measured: Mapping[int, Measurement]) -> None:

@@ -6,7 +6,15 @@ import pytest
 
 from packplan.app.planning.measure import PROBED_FIRST_ABOVE, PROBED_SAMPLES
 from packplan.core.errors import DataSetError
-from tests.fakes import ElsewhereSource, ListSource, OrderedSource, RestlessSource
+from tests.fakes import (
+    DriftedSource,
+    ElsewhereSource,
+    FilmSource,
+    ListSource,
+    OrderedSource,
+    RestlessSource,
+    ScriptedGroup,
+)
 from tests.flows.test_planning import LENGTHS, Desk
 
 
@@ -35,6 +43,55 @@ def test_many_samples_are_not_measured_when_a_few_measure_differently(kind, opti
     assert len(set(desk.source.measured)) <= PROBED_SAMPLES
     assert len(desk.source.measured) <= 2 * PROBED_SAMPLES
     assert known == sum(desk.lengths.flushes)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("drifted", [0, 57, 399])
+def test_stored_lengths_are_not_trusted_when_samples_encode_to_others(drifted, world_size):
+    """
+    The first of a few that differs is named, with both measurements; nothing is planned, measured
+    or thrown away, however many ranks there are.
+    """
+    desk = Desk(ListSource(LENGTHS * 50), group=ScriptedGroup(world_size=world_size))
+    desk.plan()
+    desk.source = DriftedSource(LENGTHS * 50, drifted=drifted)
+    length = LENGTHS[drifted % 8]
+
+    with pytest.raises(
+        DataSetError,
+        match=rf"sample {drifted} encodes to \({length + 1}, .*\), but \({length}, .* another training.output_dir",
+    ):
+        desk.plan(packing_length=90)
+
+    assert (desk.plans.saves, [256, 144]) == (1, desk.lengths.flushes)
+    assert desk.source.measured == sorted(desk.source.measured, reverse=True)
+    assert len(desk.source.measured) <= PROBED_SAMPLES
+    assert [] == desk.source.elsewhere, "no process is started"
+
+
+def test_what_is_compared_at_a_start_is_little_however_long_samples_are():
+    """So many as take a fraction of a second, the lightest first, and one at least."""
+    for length, num in ((100, PROBED_SAMPLES), (20_000, 4), (10_000_000, 1)):
+        lengths = [length] * 100
+        lengths[14] = 50
+        desk = Desk(ListSource(lengths))
+        desk.plan()
+        desk.source.measured.clear()
+        desk.plan()
+        assert (num, True) == (len(desk.source.measured), 14 in desk.source.measured)
+
+
+@pytest.mark.parametrize("in_full", [False, True])
+def test_videos_are_compared_without_decoding_them(in_full):
+    """Unless the lengths that containers tell have proved to be wrong."""
+    desk = Desk(FilmSource(LENGTHS))
+    desk.plan()
+    desk.lengths.in_full = in_full
+    desk.source.measured.clear()
+    desk.plan()
+
+    assert [7, 6, 5, 4, 3, 2, 1, 0] == desk.source.measured
+    assert ([] if in_full else desk.source.measured) == desk.source.undecoded
 
 
 @pytest.mark.parametrize("left", [PROBED_FIRST_ABOVE, PROBED_FIRST_ABOVE + 1])
