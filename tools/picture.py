@@ -31,7 +31,7 @@ def spread_packs(lengths: Sequence[int], *, packing_length: int) -> list[list[in
     return packs[:: len(packs) // NUM_PACKS][:NUM_PACKS]
 
 
-def corners(widths: Sequence[float], *, top: float, height: float) -> list[tuple[float, float]]:
+def _corners(widths: Sequence[float], *, top: float, height: float) -> list[tuple[float, float]]:
     """Return the upper left corners of blocks of one height that flow into lines of `WIDTH`."""
     found, x, y = [], 0.0, top
     for width in widths:
@@ -42,7 +42,7 @@ def corners(widths: Sequence[float], *, top: float, height: float) -> list[tuple
     return found
 
 
-def bar(x: float, y: float, width: float, colour: str = "") -> str:
+def _bar(x: float, y: float, width: float, colour: str = "") -> str:
     """Return a rectangle: a sample, or positions that hold none."""
     kind = f'fill="{colour}"' if colour else 'class="empty"'
     return f'<rect {kind} x="{x:.1f}" y="{y:.1f}" width="{width - 1:.1f}" height="{BAR - 1}"/>'
@@ -56,17 +56,17 @@ def picture(packs: Sequence[Sequence[int]], *, packing_length: int) -> str:
     batches = [samples[start : start + BATCH_SIZE] for start in range(0, len(samples), BATCH_SIZE)]
     widths = [max(packs[pack][place] for pack, place in batch) for batch in batches]
     colours, bars = {}, []
-    for number, (x, y) in enumerate(corners([scale * width for width in widths], top=TEXT, height=BATCH_SIZE * BAR)):
+    for number, (x, y) in enumerate(_corners([scale * width for width in widths], top=TEXT, height=BATCH_SIZE * BAR)):
         for row, (pack, place) in enumerate(batches[number]):
             colours[pack, place] = COLOURS[number % len(COLOURS)]
-            bars.append(bar(x, y + row * BAR, scale * widths[number]))
-            bars.append(bar(x, y + row * BAR, scale * packs[pack][place], colours[pack, place]))
+            bars.append(_bar(x, y + row * BAR, scale * widths[number]))
+            bars.append(_bar(x, y + row * BAR, scale * packs[pack][place], colours[pack, place]))
     top = y + BATCH_SIZE * BAR + TEXT
-    for number, (x, y) in enumerate(corners([scale * packing_length] * len(packs), top=top + GAP, height=BAR)):
-        bars.append(bar(x, y, scale * packing_length))
+    for number, (x, y) in enumerate(_corners([scale * packing_length] * len(packs), top=top + GAP, height=BAR)):
+        bars.append(_bar(x, y, scale * packing_length))
         for place, end in enumerate(accumulate(packs[number])):
             length = packs[number][place]
-            bars.append(bar(x + scale * (end - length), y, scale * length, colours[number, place]))
+            bars.append(_bar(x + scale * (end - length), y, scale * length, colours[number, place]))
     tokens, padded = sum(map(sum, packs)), sum(len(batch) * width for batch, width in zip(batches, widths, strict=True))
     share, limit = f"{1 - tokens / padded:.0%}", f"{packing_length:,}"
     titles = (
