@@ -53,15 +53,12 @@ def context_parallel(model: Any, *, layout: PackedLayout, group: dist.ProcessGro
 
     Args:
         model: One of transformers', whose layers attend to everything before them.
-
         layout: The whole row, the same on every rank.
-
         group: The ranks that share the row; all of them by default.
 
     Raises:
         ValueError: The layout is for another number of ranks. Inside: the part has another size, a
-        mask or keys of
-            earlier calls are given, or a layer has a sliding window.
+            mask or keys of earlier calls are given, or a layer has a sliding window.
     """
     if layout.cp_size != dist.get_world_size(group):
         message = f"the layout is for {layout.cp_size} ranks, but the group has {dist.get_world_size(group)}"
@@ -95,12 +92,9 @@ def gather_row(
 
     Args:
         part: Any tensor with num_positions / cp_size entries along *dim*, the same shape on every
-        rank.
-
+            rank.
         layout: The whole row.
-
         group: The ranks that share it; all of them by default.
-
         dim: Where the positions are.
 
     Returns:

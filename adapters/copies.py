@@ -19,7 +19,6 @@ def held(path: Path, source: Path) -> Iterator[None]:
 
     Args:
         path: File of the lock.
-
         source: What is copied, for the line that waits.
     """
     lock = FileLock(path)

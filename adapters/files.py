@@ -71,9 +71,7 @@ def loading(key: str, fact: str, remedy: str = "") -> Iterator[None]:
 
     Args:
         key: The key that names them.
-
         fact: That they cannot be loaded; the library's reason follows.
-
         remedy: What to do; stands behind the reason.
     """
     try:
@@ -208,9 +206,7 @@ def map_array(path: Path, dtype: np.dtype[Any], size: int) -> tuple[NDArray[Any]
 
     Args:
         path: The file.
-
         dtype: Type of its elements.
-
         size: How many elements are read.
     """
     if not path.is_file():

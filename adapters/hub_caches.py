@@ -32,9 +32,7 @@ def cached(name: str, kind: Kind, *, hub: str | None = None) -> Path | None:
 
     Args:
         name: The id, `owner/name`.
-
         kind: Which of the two it is.
-
         hub: `hf` or `ms` to look into one hub's cache; None looks into both.
     """
     looks = {"hf": _hugging_face, "ms": _modelscope}
@@ -57,9 +55,7 @@ def download_command(name: str, kind: Kind, *, hub: str | None = None) -> str:
 
     Args:
         name: The id.
-
         kind: Which of the two it is.
-
         hub: `hf` or `ms`; None takes the one that comes first.
     """
     if hub == "hf" or (hub is None and prefers_hugging_face()):

@@ -137,9 +137,7 @@ def open_pool(workers: int, prepare: Callable[..., None], *arguments: Any) -> Pr
 
     Args:
         workers: Processes.
-
         prepare: Called in each of them first.
-
         *arguments: What it is called with.
     """
     return ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), _prepared, (prepare, arguments))
@@ -174,7 +172,6 @@ def lost_processes_named(doing: str, keys: str) -> Iterator[None]:
 
     Args:
         doing: What these processes do.
-
         keys: The keys to change, and how: `lower training.dataloader_num_workers`.
     """
     try:

@@ -61,18 +61,14 @@ class BatchedData:
 
         Args:
             fields: Tensors of shape (batch, …), and lists of `batch` entries; `input_ids` is
-            (batch, width).
-
+                (batch, width).
             lengths: Tokens of each sequence.
-
             sequence_dims: Dimensions that run along the sequence, by field; None: the second,
-            wherever it is as long as
-                that of `input_ids`.
+                wherever it is as long as that of `input_ids`.
 
         Raises:
             BatchError: A field has another number of entries, a sequence is longer than the batch
-            is wide, or
-                `input_ids` or lengths are not what they have to be.
+                is wide, or `input_ids` or lengths are not what they have to be.
         """
         lengths = torch.as_tensor(lengths)
         if lengths.ndim != 1 or (len(lengths) and (lengths.is_floating_point() or int(lengths.min()) < 1)):
@@ -191,7 +187,7 @@ def concatenate(batches: Sequence[BatchedData]) -> BatchedData:
 
     Raises:
         BatchError: There is no batch, or one has other fields than the first: in name, in kind, or
-        in shape.
+            in shape.
     """
     if not batches:
         message = "there is no batch to concatenate: give at least one"
@@ -252,7 +248,6 @@ class ShardedData:
 
         Args:
             batch: Its number.
-
             row_length: Positions of every packed row; see `pack_row`.
         """
         first = sum(len(earlier.indices) for earlier in self.global_batches[:batch])
@@ -329,12 +324,9 @@ def pack_row(batch: BatchedData, *, multiple: int, row_length: int | None = None
 
     Args:
         batch: What becomes a row; at least one sequence.
-
         multiple: Each sequence is padded to a multiple of it.
-
         row_length: Positions that the row is padded to, behind its last sequence: stages of a
-        pipeline exchange buffers
-            of one shape.
+            pipeline exchange buffers of one shape.
 
     Raises:
         BatchError: There is no sequence, or they need more than *row_length* positions.

@@ -26,7 +26,6 @@ def model_faults(model: ModelConfig, *, loads: bool = False) -> tuple[Fault, ...
 
     Args:
         model: The model.
-
         loads: Whether its weights are loaded, and have to be whole.
     """
     try:

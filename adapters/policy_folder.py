@@ -35,7 +35,6 @@ class PolicyFolder:
 
         Raises:
             ConfigError: It does, and that is not to be overwritten.
-
             OutputError: It cannot be written.
         """
         folder = self._folder

@@ -50,9 +50,7 @@ def waiting(what: str, *, file: TextIO | None = None, noticed_s: float = NOTICED
 
     Args:
         what: What it does.
-
         file: The terminal; None is standard error.
-
         noticed_s: Seconds after which it is shown.
     """
     file = sys.stderr if file is None else file
@@ -89,18 +87,7 @@ def loading_libraries() -> Iterator[None]:
 
 
 def _show(what: str, file: TextIO, over: threading.Event, noticed_s: float) -> None:
-    """
-    Show a line from a while after now until it is *over*.
-
-    Args:
-        what: What the line says.
-
-        file: The terminal.
-
-        over: Set when the line is to go.
-
-        noticed_s: Seconds until it is shown.
-    """
+    """Show a line from a while after now until it is *over*."""
     if over.wait(noticed_s):
         return
     # At the line's start again, so that what others print meanwhile replaces it. A line that wraps
@@ -125,12 +112,9 @@ def progress(
 
     Args:
         items: What to iterate over; None for a bar that is updated by hand.
-
         on_terminal: Whether a terminal is to have a bar; not where another one is shown for the
-        same stage.
-
+            same stage.
         clock: Gives the seconds now, for the lines where there is no terminal.
-
         **options: tqdm's.
     """
     file = options.get("file") or sys.stderr
@@ -165,18 +149,12 @@ class Lines:
 
         Args:
             items: What to iterate over, if anything.
-
             clock: Gives the seconds now.
-
             desc: What is being done.
-
             total: Items in all, those of an earlier run included; None takes the length of *items*,
-            if that has one.
-
+                if that has one.
             initial: Items that an earlier run has done.
-
             unit: What an item is, in the plural and after a space.
-
             **_: What tqdm draws its bar with.
         """
         self._items, self._clock, self._desc, self._unit = items, clock, desc, unit

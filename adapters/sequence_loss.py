@@ -50,11 +50,8 @@ class SequenceLoss(Protocol):
 
         Args:
             logits: Of shape (batch, length, vocabulary).
-
             data: Fields of the batch.
-
             num_sequences: Sequences of the global batch that have a token that counts.
-
             num_tokens: Tokens of the global batch that count.
         """
 
@@ -78,10 +75,8 @@ class TokenLoss(Protocol):
 
         Args:
             log_probabilities: Of each token; float32 of shape (num_tokens,).
-
             fields: Those asked for, of shape (num_tokens, …); log-probabilities and fields are 0
-            where a token does not
-                count.
+                where a token does not count.
         """
 
 
@@ -91,7 +86,7 @@ def refuse_whole_batch(loss: object) -> None:
 
     Raises:
         WholeBatchLossError: It says `needs_whole_batch`, or says nothing and is named like a
-        preference loss.
+            preference loss.
     """
     while isinstance(loss, partial):
         loss = loss.func
@@ -126,16 +121,11 @@ class PackedLoss:
 
         Args:
             logits: Of the whole row; shape (1, num_positions, vocabulary). Of a row that ranks
-            share, gather them
-                first, or use `FusedLoss`.
-
+                share, gather them first, or use `FusedLoss`.
             data: Fields of the sequences, unpacked: tensors, lists, anything that a slice of
-            sequences is taken of.
-
+                sequences is taken of.
             layout: Where the sequences lie.
-
             num_sequences: See `SequenceLoss`.
-
             num_tokens: See `SequenceLoss`.
         """
         _check_size(logits, layout.num_positions)
@@ -179,13 +169,9 @@ class PaddedLoss:
 
         Args:
             logits: Of all rows, one after the other; shape (1, num_sequences * width, vocabulary).
-
             data: Fields of the sequences, padded to one width.
-
             layout: Where the sequences lie.
-
             num_sequences: See `SequenceLoss`.
-
             num_tokens: See `SequenceLoss`.
         """
         rows = logits.view(layout.lengths.size, -1, logits.shape[-1])
@@ -217,20 +203,13 @@ class FusedLoss:
 
         Args:
             logits: Of a packed row, or a rank's part of it, of shape (1, num_positions / cp_size,
-            vocabulary); without
-                a layout, of shape (num_sequences, width, vocabulary).
-
+                vocabulary); without a layout, of shape (num_sequences, width, vocabulary).
             data: Fields of all sequences, unpacked, also where ranks share them: `input_ids` and
-            `token_mask` of
-                shape (num_sequences, width), and those of the loss. Without a layout, padding has
-                the weight 0.
-
+                `token_mask` of shape (num_sequences, width), and those of the loss. Without a
+                layout, padding has the weight 0.
             num_sequences: See `SequenceLoss`.
-
             num_tokens: See `SequenceLoss`.
-
             layout: Where the sequences lie in the row.
-
             cp_rank: Which part of a row that ranks share.
         """
         if layout is None:
@@ -271,8 +250,7 @@ def token_log_probabilities(logits: torch.Tensor, targets: torch.Tensor) -> torc
 
     Args:
         logits: Any floating type; shape (num_rows, vocabulary). Of a row that ranks share, a rank's
-        part.
-
+            part.
         targets: The token that each row predicts, or `NO_TARGET`; shape (num_rows,).
 
     Returns:

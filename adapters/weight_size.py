@@ -37,7 +37,6 @@ def mean_size(weights: Iterable[torch.Tensor], *, sharded: bool = False) -> floa
 
     Args:
         weights: Of the model, or this rank's part of them.
-
         sharded: Sum over all ranks, which all call this.
     """
     sums = torch.zeros(2, dtype=torch.float64)
@@ -58,7 +57,6 @@ def is_ruined(size: float, *, before: float) -> bool:
 
     Args:
         size: Root mean square of the trained weights now.
-
         before: The same before the first step.
 
     >>> [is_ruined(size, before=0.02) for size in (0.5, 1e30, float("nan"))]

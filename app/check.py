@@ -74,7 +74,6 @@ def check(config: RunConfig, *, num_packs: int) -> Report:
 
     Args:
         config: The run.
-
         num_packs: How many packs, at most.
 
     Raises:
@@ -99,9 +98,7 @@ def compare(config: RunConfig, prepared: Prepared, *, num_packs: int) -> Report:
 
     Args:
         config: The run.
-
         prepared: The run, ready to train.
-
         num_packs: Packs of the plan to compare.
     """
     from packplan.app.wiring import training

@@ -76,9 +76,7 @@ def go_back(source: list[str], output: Path, *, strict: bool) -> None:
 
     Args:
         source: The name of the run's YAML, alone.
-
         output: What to write.
-
         strict: Fail, and write nothing, if something of the run cannot be said to ms-swift.
 
     Raises:

@@ -54,14 +54,11 @@ def align_plan(raw_plan: RawPlan, *, world_size: int, dataloader_drop_last: bool
 
     Args:
         raw_plan: Packs in canonical order; at least one.
-
         world_size: Data-parallel learners, >= 1.
-
         dataloader_drop_last: Drop the remainder if true, else repeat packs from the front,
-        cyclically.
-
+            cyclically.
         batch_size: Packs of a rank in one forward pass, >= 1: where the remainder is dropped, a
-        smaller batch is, too.
+            smaller batch is, too.
 
     Raises:
         PlanTooShortError: No pack, or dropping would leave no batch.
@@ -96,9 +93,7 @@ def aligned_positions(num: int, world_size: int, drop_last: bool) -> IntArray:  
 
     Args:
         num: How many there are, >= 0.
-
         world_size: Data-parallel learners, >= 1.
-
         drop_last: Cut at the end if true, else repeat from the front.
 
     >>> aligned_positions(3, 2, False).tolist(), aligned_positions(3, 2, True).tolist()
@@ -114,9 +109,7 @@ def aligned_size(num: int, world_size: int, drop_last: bool) -> int:  # noqa: FB
 
     Args:
         num: How many there are, >= 0.
-
         world_size: Data-parallel learners, >= 1.
-
         drop_last: Cut at the end if true, else repeat from the front.
 
     >>> aligned_size(3, 2, False), aligned_size(3, 2, True), aligned_size(0, 2, False)
@@ -131,9 +124,7 @@ def batches_of(num: int, *, batch_size: int, drop_last: bool) -> int:
 
     Args:
         num: Packs of one rank, >= 0.
-
         batch_size: Packs of a rank in one forward pass, >= 1.
-
         drop_last: Drop a last batch that is smaller.
 
     >>> batches_of(7, batch_size=3, drop_last=False), batches_of(7, batch_size=3, drop_last=True)
@@ -148,11 +139,8 @@ def require_a_batch(num: int, *, world_size: int, batch_size: int, drop_last: bo
 
     Args:
         num: Packs of the raw plan.
-
         world_size: Data-parallel learners, >= 1.
-
         batch_size: Packs of a rank in one forward pass, >= 1.
-
         drop_last: Drop packs and batches that do not fill all ranks.
 
     Raises:

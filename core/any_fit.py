@@ -49,13 +49,9 @@ def fit_decreasing(
 
     Args:
         runs: Lengths from 1 to *capacity*; counts may be 0.
-
         capacity: Tokens a bin may hold.
-
         fullest: Prefer the fullest bin (best fit), else the first (first fit).
-
         trace: Where to go on writing; a new one by default.
-
         num_bins: Bins that are in the trace, and closed.
     """
     trace = PackingTrace() if trace is None else trace

@@ -37,14 +37,10 @@ def resolve_accumulation(
 
     Args:
         effective_batch_size: Packs an optimizer step over all ranks; None keeps what the other two
-        imply.
-
+            imply.
         per_device_train_batch_size: As the user wrote it, >= 1.
-
         gradient_accumulation_steps: As the user wrote it; None means 1.
-
         world_size: Data-parallel learners, >= 1.
-
         forced_batch_size: The per-device batch that training will use: 1 when packing.
 
     Raises:

@@ -44,15 +44,11 @@ def find_bound(lengths: Lengths, *, capacity: int, known: int | None = None, eff
 
     Args:
         lengths: Tokens of each sample, each from 1 to *capacity*.
-
         capacity: Tokens a pack may hold, >= 1.
-
         known: Packs of a packing that is known; a bound of so many ends the search.
-
         effort: Steps that may be spent beyond the quick bounds, each of about a third of a
-        microsecond
-            (`core.patterns.effort`); 0 leaves the relaxation out. Counted, so that the bound is the
-            same on every machine.
+            microsecond (`core.patterns.effort`); 0 leaves the relaxation out. Counted, so that the
+            bound is the same on every machine.
 
     Raises:
         InvalidLengthError: A length is not a whole number from 1 to *capacity*.

@@ -25,9 +25,7 @@ def padded_length(length: int, *, cp_size: int, tp_size: int = 1) -> int:
 
     Args:
         length: Tokens of the sequence, >= 1.
-
         cp_size: Ranks that share a row, >= 1.
-
         tp_size: Ranks that share a layer, >= 1.
 
     Returns:
@@ -45,7 +43,6 @@ def cu_seqlens(lengths: Lengths, *, pad_to_multiple_of: int = 1) -> list[int]:
 
     Args:
         lengths: Tokens of each sequence, >= 1.
-
         pad_to_multiple_of: What every sequence is padded to a multiple of, >= 1.
 
     >>> cu_seqlens([8, 5, 7]), cu_seqlens([8, 5, 7], pad_to_multiple_of=4)
@@ -63,14 +60,12 @@ def chunk_positions(length: int, *, cp_size: int, cp_rank: int) -> list[int]:
 
     Args:
         length: Tokens of the padded sequence, >= 1.
-
         cp_size: Ranks that share it, >= 1; one rank has all positions.
-
         cp_rank: From 0.
 
     Raises:
         ValueError: The length is no multiple of 2 * cp_size, where more than one rank share it;
-        there is no such rank.
+            there is no such rank.
 
     >>> chunk_positions(8, cp_size=2, cp_rank=0), chunk_positions(8, cp_size=2, cp_rank=1)
     ([0, 1, 6, 7], [2, 3, 4, 5])
@@ -97,8 +92,7 @@ class PackedLayout:
 
     Raises:
         ValueError: The two arrays do not describe one row, a sequence has no token, or more than
-        one rank share a
-            row whose sequences they cannot cut.
+            one rank share a row whose sequences they cannot cut.
     """
 
     cu_seqlens: IntArray = attrs.field(converter=_frozen)
@@ -137,9 +131,7 @@ class PackedLayout:
 
         Args:
             lengths: Tokens of each sequence, >= 1.
-
             cp_size: Ranks that share the row, >= 1.
-
             tp_size: Ranks that share a layer, >= 1.
 
         >>> PackedLayout.of([5, 8, 1, 3], cp_size=2).cu_seqlens_padded.tolist()

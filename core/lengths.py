@@ -28,9 +28,7 @@ def as_lengths(lengths: Lengths) -> IntArray:
 
     Raises:
         InvalidLengthError: The first value that is not a positive whole number, or with which the
-        total passes 64
-            bits, with its index.
-
+            total passes 64 bits, with its index.
         TypeError: They have no order, or no length.
 
     >>> as_lengths([3, 1, 2]).tolist()
@@ -141,9 +139,7 @@ def checked_works(works: Any, num: int, *, of: str = "packs") -> NDArray[np.floa
 
     Args:
         works: Work of each, in any unit.
-
         num: How many there have to be.
-
         of: What they are of, in the plural, for the error.
 
     Raises:

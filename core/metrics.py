@@ -72,14 +72,10 @@ def packing_metrics(
 
     Args:
         lengths: Tokens of each sample, >= 1.
-
         packs: At least one.
-
         capacity: Tokens a pack may hold, >= 1.
-
         bound: Lower bound for the samples in the packs, where it is known; otherwise it is
-        computed. A sample over
-            the capacity counts as a pack of its own.
+            computed. A sample over the capacity counts as a pack of its own.
 
     Raises:
         ValueError: There is no pack, or one of a sample that has no length.
@@ -110,9 +106,7 @@ def metrics_of_loads(loads: IntArray, *, capacity: int, bound: int) -> PackingMe
 
     Args:
         loads: Tokens in each pack; at least one pack.
-
         capacity: Tokens a pack may hold, >= 1.
-
         bound: Lower bound on the number of packs.
     """
     different, times = np.unique(loads, return_counts=True)
@@ -159,7 +153,6 @@ def padded_positions(lengths: Lengths, *, batch_size: int) -> float:
 
     Args:
         lengths: Tokens of each sample, >= 1; at least one.
-
         batch_size: Samples of a batch, each padded to its longest; at most all of them share one.
 
     >>> round(padded_positions([1, 1, 4, 4], batch_size=2), 9)

@@ -98,7 +98,7 @@ class Packs(Sequence[list[int]]):
 
         Args:
             values: A whole number >= 0 for each sample, of any magnitude; float64, shape
-            (num_samples,).
+                (num_samples,).
 
         >>> Packs.from_lists([[0, 1], [2]]).sums(np.array([2.0**63, 1.0, 3.0])).tolist()
         [9.223372036854776e+18, 3.0]
@@ -202,9 +202,7 @@ def count_up(counts: IntArray, *, starts: IntArray, dtype: type[np.signedinteger
 
     Args:
         counts: How many numbers follow each start, >= 0; shape (num_starts,).
-
         starts: The first number of each; shape (num_starts,).
-
         dtype: Integer type of the result.
 
     >>> count_up(np.array([2, 0, 3]), starts=np.array([7, 5, 1])).tolist()

@@ -103,30 +103,22 @@ def build_raw_plan(
 
     Args:
         lengths: Tokens of each sample, >= 1.
-
         policy: How they are planned; by default what *fields* say alone, `packing_length` at least.
-
         works: Work of each sample in any unit, >= 0, where the algorithm's packs depend on it
-        (`balanced`); None takes tokens and squares of lengths.
-
+            (`balanced`); None takes tokens and squares of lengths.
         quick_bound: Take a lower bound that is found at once, though a stronger one may be known:
-        for plans that are
-            only compared. Otherwise a stronger one is looked for with an effort in proportion to
-            the plan's, but that of `certified`, whatever it takes. The packs are the same.
-
+            for plans that are only compared. Otherwise a stronger one is looked for with an effort
+            in proportion to the plan's, but that of `certified`, whatever it takes. The packs are
+            the same.
         report: Hears how far `certified` is.
-
         fields: Fields of `PlanPolicy` by name, in place of those of *policy*: `packing_length`,
-        `algorithm`,
-            `min_fill_ratio`, `drop_last`, `allow_single_long`, `seed`, …
+            `algorithm`, `min_fill_ratio`, `drop_last`, `allow_single_long`, `seed`, …
 
     Raises:
         InvalidLengthError: A length is not a positive whole number.
-
         EmptyPlanError: No pack remains.
-
         ValueError: A field has no meaning; TypeError if there is no such field, or no
-        `packing_length`.
+            `packing_length`.
 
     >>> build_raw_plan([80, 81, 20, 20, 20, 20], packing_length=80).packs.tolist()
     [[0], [1], [2, 3, 4, 5]]
@@ -245,14 +237,12 @@ def refuse_dropped(plan: RawPlan, lengths: Lengths, policy: PlanPolicy) -> None:
 
     Args:
         plan: What was planned.
-
         lengths: Tokens of each sample that was planned, shape (num_samples,).
-
         policy: How it was planned.
 
     Raises:
         DroppedTokensError: More than one pack, and more than the policy's `max_dropped_share` of
-        the tokens, is dropped.
+            the tokens, is dropped.
 
     >>> policy = PlanPolicy(packing_length=100, min_fill_ratio="0.5")
     >>> refuse_dropped(build_raw_plan([51, 51, 90], policy), [51, 51, 90], policy)
@@ -279,9 +269,7 @@ def one_sample_packs(lengths: Lengths, *, packing_length: int, allow_single_long
 
     Args:
         lengths: Tokens of each sample, >= 1.
-
         packing_length: A sample of that many tokens or more is long.
-
         allow_single_long: Keep long samples; otherwise skip them.
 
     Raises:

@@ -78,7 +78,6 @@ class Records(Protocol):
 
         Raises:
             RecordError: There is no value.
-
             ContractError: It is not the record whose digest is known.
         """
 
@@ -88,7 +87,6 @@ class Records(Protocol):
 
         Args:
             numbers: Their positions among all; shape (num_records,).
-
             digests: Their digests, all zero where there is none; shape (num_records, DIGEST_BYTES).
         """
 
@@ -176,7 +174,6 @@ class LengthSource(Measurable, Protocol):
 
         Args:
             index: Of the sample.
-
             decode: Read their pixels too, to find damage behind the headers.
 
         Raises:
@@ -231,9 +228,7 @@ class Origin:
 
         Args:
             key: What its measurements depend on, the data aside.
-
             num_samples: Of its data; more than were measured are no difference.
-
             data_digest: Of its first so many samples.
         """
         differences = self.key.differences(key)
@@ -316,14 +311,11 @@ class LengthStore(Inspectable[StoredLengths], Protocol):
 
         Args:
             key: What measurements depend on, the data aside.
-
             num_samples: Of the data as it is now.
-
             data_digest: Digest of the first so many samples of the data as it is now.
 
         Raises:
             StaleLengthsError: Something was measured under another key, or of other data.
-
             CorruptArtefactError: It is not what was written.
         """
 
@@ -333,9 +325,7 @@ class LengthStore(Inspectable[StoredLengths], Protocol):
 
         Args:
             key: What measurements depend on, the data aside.
-
             num_samples: Samples of the data as it is now.
-
             data_digest: Digest of the first so many samples of the data as it is now.
         """
 
@@ -358,16 +348,11 @@ class LengthStore(Inspectable[StoredLengths], Protocol):
 
         Args:
             rows: Of the next samples.
-
             images: Theirs.
-
             data_digest: Of all samples so far.
-
             in_full: Whether all so far were encoded in full.
-
             probe: How all samples so far were found to encode the same each time; None if they were
-            not, yet.
-
+                not, yet.
             bad: Records that were left out so far.
         """
 
@@ -408,11 +393,9 @@ class Lock(Protocol):
 
         Args:
             timeout_s: Seconds to wait for another job; 0 means for ever.
-
             report: Hears for whom this waits.
-
             limit_s: Seconds that all waits of this run may take, for the error; None means those of
-            this one.
+                this one.
 
         Raises:
             LockedError: Another job held it all the time.
@@ -438,15 +421,13 @@ class RankGroup(Protocol):
 
         Args:
             build: Runs on rank 0 alone; it may take hours. What it tells, the waiting ranks show.
-
             timeout_s: Seconds that the others wait; 0 means for ever.
-
             limit_s: Seconds that all waits of this run may take, for the error; None means those of
-            this one.
+                this one.
 
         Raises:
             RankZeroError: On the other ranks, with rank 0's own reason, when it failed, died, or
-            was too slow.
+                was too slow.
         """
 
     def gather(self, value: str, /, *, timeout_s: float | None = None, limit_s: float | None = None) -> tuple[str, ...]:
@@ -455,12 +436,10 @@ class RankGroup(Protocol):
 
         Args:
             value: Of this rank.
-
             timeout_s: Seconds to wait for the others, 0 for ever; None waits as long as a
-            collective may take.
-
+                collective may take.
             limit_s: Seconds that all waits of this run may take, for the error; None means those of
-            this one.
+                this one.
 
         Raises:
             RankGoneError: A rank did not respond in time.
@@ -495,9 +474,7 @@ class Workers(Protocol):
 
         Args:
             method: Its name; it takes a shard and the options.
-
             shards: One for each worker, in their order.
-
             options: The same for all.
 
         Raises:

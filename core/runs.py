@@ -67,7 +67,6 @@ class PackingTrace:
 
         Args:
             lengths: Tokens of each sample; at least one.
-
             runs: Of these lengths; every sample has to be in an entry.
         """
         return Packs.from_labels(_to_samples(lengths, runs, self._bins()))

@@ -16,7 +16,6 @@ def shuffled(num: int, *, seed: int | Sequence[int]) -> IntArray:
 
     Args:
         num: >= 0.
-
         seed: A number from 0, or several.
     """
     # numpy promises that the raw stream of a bit generator never changes; it promises no such thing

@@ -32,12 +32,9 @@ def apart(found: Tensors, expected: Tensors, *, scale: float | None = None) -> f
 
     Args:
         found: Tensors by name.
-
         expected: What they are to be.
-
         scale: Of the terms that were summed: the sum of the norms of what each contributes. None
-        takes the norm of
-            *expected*, for what does not cancel.
+            takes the norm of *expected*, for what does not cancel.
     """
     zero = torch.zeros(())
     names = found.keys() | expected.keys()
@@ -51,9 +48,7 @@ def assert_near(found: torch.Tensor | float, expected: torch.Tensor | float, *, 
 
     Args:
         found: What was computed.
-
         expected: What it is to be, of the same shape.
-
         scale: Sum of the absolute terms; where it is 0, nothing may differ.
     """
     found, expected = torch.as_tensor(found).double(), torch.as_tensor(expected).double()

@@ -114,13 +114,9 @@ class Server:
 
         Args:
             target: The function, importable by its name.
-
             *arguments: What it is called with.
-
             log: File for standard error.
-
             out: File for standard output; None is *log*.
-
             env: Environment beyond that of the tests.
         """
         for path in (log, out or log):
@@ -154,13 +150,9 @@ class Server:
 
         Args:
             world_size: Number of ranks, all on this machine.
-
             target: The function, importable by its name.
-
             *arguments: What it is called with.
-
             folder: Where the ranks' logs go, as `rank<R>.log`.
-
             env: Environment beyond that of the tests and of torchrun.
         """
         port = free_port()
@@ -205,7 +197,6 @@ def each_ends(folder: Path, parent: int) -> None:
     Args:
         folder: Holds their numbers in `pids.json`, once all are started; see
             `tests.faults.parents`.
-
         parent: Number of the parent.
     """
     wait_for((folder / "pids.json").exists, "the parent has not started its processes")
@@ -254,14 +245,7 @@ def fork_server() -> None:
 
 
 def _forked(_executable: object, _arguments: object, files: list[int], *, start: Callable[..., int]) -> int:
-    """
-    Fork the server instead of starting an interpreter; return its process id.
-
-    Args:
-        files: The socket that it listens to, and the pipe that ends when its clients have.
-
-        start: Starts interpreters, for processes that come from the server and spawn others.
-    """
+    """Fork the server instead of starting an interpreter; return its process id."""
     if pid := os.fork():
         return pid
     try:
@@ -339,7 +323,6 @@ def train_under_torchrun(config: Path | str, out: Path) -> subprocess.CompletedP
 
     Args:
         config: YAML of the run.
-
         out: Folder that each rank writes what it did to; see `tests.e2e.rank_main`.
     """
     _compile_deepspeed()

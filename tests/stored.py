@@ -47,23 +47,14 @@ def store_run(
 
     Args:
         folder: Where to.
-
         name: Of the YAML and of the output folder.
-
         lengths: Tokens of each sample of `train`; the first one has an image.
-
         eval_lengths: Of `eval`; None for a run without.
-
         world_sizes: For which the plan is aligned.
-
         measured: Samples that are measured; None is all. Fewer have no plan.
-
         probe: Whether they were encoded twice.
-
         verdict: On the model, which has a folder then; None if it was not asked.
-
         files: Data files of `train`, which are kept beside its lengths; none are not kept.
-
         overlay: Sections of the YAML, over the plain ones.
     """
     sections: dict[str, dict[str, Any]] = {
@@ -122,7 +113,6 @@ def asked(path: Path, *, rl: bool = False) -> Path:
 
     Args:
         path: The run's YAML.
-
         rl: Whether it is one of reinforcement learning.
     """
     from packplan.app.wiring import training

@@ -73,7 +73,6 @@ def attend_as(model: Any, attention: Attention) -> None:
 
     Args:
         model: Of transformers.
-
         attention: Of the run.
     """
     follows, part = attention.follows_rows or bool(attention.split), trained_part(model)
@@ -117,7 +116,6 @@ def native_attention(model: Any, native: str = NATIVE) -> Iterator[None]:
 
     Args:
         model: Of transformers.
-
         native: The name of transformers' attention that computes what the model means.
     """
     model = trained_part(model)

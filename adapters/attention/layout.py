@@ -63,11 +63,9 @@ class Layout:
 
         Args:
             cu_seqlens: Where blocks begin, and the row's end; integers of shape (blocks + 1,).
-
             is_causal: Tokens attend to no later token.
-
             longest: Tokens of the longest block, if they are known; else a GPU is waited for when
-            they are needed.
+                they are needed.
         """
         return cls(cu_seqlens.to(torch.int32), is_causal, longest=longest)
 
@@ -106,12 +104,9 @@ def read_layout(mask_function: MaskFunction, *, length: int, window: int | None,
 
     Args:
         mask_function: What the model means by its mask; it takes index tensors that broadcast.
-
         length: Tokens of the row.
-
         window: Tokens that transformers says a token attends to at most, itself included; None if
-        it says nothing.
-
+            it says nothing.
         device: Where the row is.
     """
     zero = torch.zeros((), dtype=torch.long, device=device)
@@ -149,13 +144,9 @@ def _is_causal_within(
 
     Args:
         attends: Answers for queries and keys, both of shape (questions,).
-
         first: First token of each block; shape (blocks,).
-
         last: Last token of each block; shape (blocks,).
-
         own: Each token's block; shape (tokens,).
-
         reach: Tokens, itself included.
     """
     tokens = torch.arange(len(own), device=own.device)

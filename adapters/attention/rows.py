@@ -54,11 +54,8 @@ class Row:
 
         Args:
             batch: Index of the batch; there is one.
-
             head: Index of the head; all have the same mask.
-
             queries: Places of tokens in the row.
-
             keys: Places of tokens in the row; of a shape that broadcasts with the queries'.
         """
         return self.own[queries] == self.own[keys]

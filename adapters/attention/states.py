@@ -25,7 +25,6 @@ def split_states(model: torch.nn.Module, classes: Collection[str]) -> None:
 
     Args:
         model: Has them.
-
         classes: Names of the layers' classes.
     """
     for module in model.modules():

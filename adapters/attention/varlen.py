@@ -113,19 +113,12 @@ def attend(
 
     Args:
         module: The layer.
-
         query: Shape (batch, heads, tokens, size).
-
         key: Shape (batch, key heads, tokens, size); so is *value*. Key heads divide the query's.
-
         value: See *key*.
-
         attention_mask: What `row_mask` returned.
-
         dropout: Share of attention weights that are dropped.
-
         scaling: Factor of the products; by default, of the head's size.
-
         **options: What else transformers hands to attention functions.
 
     Returns:
@@ -152,9 +145,7 @@ def within_samples(mask_function: MaskFunction, row: Row, local_size: int | None
 
     Args:
         mask_function: What the model means by its mask.
-
         row: The samples.
-
         local_size: Tokens of a window or a chunk, if the mask has one.
     """
     if local_size is not None and _mentions(mask_function, chunked_overlay):
@@ -222,7 +213,6 @@ def own_attention(module: torch.nn.Module, options: Mapping[str, Any]) -> OwnAtt
 
     Args:
         module: The layer.
-
         options: What transformers hands to its attention function.
     """
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
@@ -319,15 +309,10 @@ def attend_within(
 
     Args:
         query: Shape (1, heads, length, size).
-
         key: Shape (1, key heads, length, size).
-
         value: As *key*.
-
         layout: Where the row's blocks are.
-
         dropout: Share of the weights that are dropped.
-
         scaling: Factor of the products; None means the root of 1 / size.
     """
     capability = _capability(query.device)
@@ -348,11 +333,8 @@ def why_not_fused(
 
     Args:
         query: Shape (1, heads, tokens, size).
-
         layout: Of the row.
-
         dropout: Share of attention weights that are dropped.
-
         capability: Of the GPU, as CUDA counts it; None on other devices.
     """
     dtype, size = _dtype(query), query.shape[-1]

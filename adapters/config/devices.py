@@ -28,7 +28,6 @@ def surely_without_gpu(
 
     Args:
         environment: The variables of this process.
-
         exists: Whether there is a file of a name.
     """
     if environment.get("CUDA_VISIBLE_DEVICES") in {"", "-1"} or sys.platform == "darwin":
@@ -44,7 +43,6 @@ def device_faults(settings: Mapping[str, Any], *, on_cpu: bool) -> Iterator[Faul
 
     Args:
         settings: Of the trainer.
-
         on_cpu: Whether training uses no GPU.
     """
     if settings.get("fp16") and on_cpu:

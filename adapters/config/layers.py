@@ -64,7 +64,6 @@ def read_document(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
 
     Args:
         path: The YAML.
-
         above: The files, resolved, that extend it.
 
     Raises:
@@ -121,14 +120,7 @@ def read_overrides(texts: Iterable[str]) -> list[Override]:
 
 
 def _yaml_fault(error: yaml.YAMLError, *, in_file: bool = True) -> str:
-    """
-    Return where YAML stopped to understand a text, why, and what helps.
-
-    Args:
-        error: What YAML raised.
-
-        in_file: Whether to name the line, and show it with a mark under the place.
-    """
+    """Return where YAML stopped to understand a text, why, and what helps."""
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         return f": {' '.join(str(error).split())}"
     mark, why = error.problem_mark, str(error.problem)

@@ -35,15 +35,12 @@ def load_config(
 
     Args:
         path: The YAML; a relative `extends:` starts at its folder, all other relative paths at the
-        working directory.
-
+            working directory.
         trainer_keys: Settings that `training.` passes to the trainer, and what each takes.
-
         overrides: Values for single keys, as `training.learning_rate=1e-4`, in place of the YAML's;
-        null unsets a key.
-
+            null unsets a key.
         rl: Whether the run is one of reinforcement learning; others have no `policy:` and no
-        `grpo:`.
+            `grpo:`.
 
     Raises:
         ConfigError: All faults of the configuration.
@@ -64,13 +61,9 @@ def parse_config(
 
     Args:
         document: What the YAML holds.
-
         source: Name of the YAML, for errors.
-
         trainer_keys: See `load_config`.
-
         overrides: See `load_config`.
-
         rl: See `load_config`.
 
     Raises:
@@ -103,13 +96,12 @@ def load_mix(path: str | Path, overrides: Sequence[str] = ()) -> Mix:
 
     Args:
         path: The mix, a YAML.
-
         overrides: Values for single keys, as `samples_per_epoch=100`, in place of the YAML's; null
-        unsets a key.
+            unsets a key.
 
     Raises:
         ConfigError: All faults of the YAML; those that the data decide are
-        `core.stream.mix_faults`.
+            `core.stream.mix_faults`.
     """
     given = read_overrides(overrides)
     document = _overridden(read_document(Path(path)), given)

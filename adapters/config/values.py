@@ -37,9 +37,7 @@ def structured(document: Mapping[str, Any], kind: type[T], advise: Advise) -> T 
 
     Args:
         document: Keys, and sections of keys.
-
         kind: The class.
-
         advise: Says what is wrong with a key that the class does not have.
     """
     try:

@@ -36,9 +36,7 @@ def draw_files(records: Sequence[Records], drawn: Sequence[Draw], cache: Path) -
 
     Args:
         records: The data sets.
-
         drawn: What is drawn of each.
-
         cache: Folder that the files' folder stands in.
 
     Returns:

@@ -52,15 +52,10 @@ def write_data_set(
 
     Args:
         entry: The data set; its count is not looked at.
-
         folder: Where it is on this machine; None lets ms-swift download it.
-
         cache: Folder that the file's folder stands in.
-
         model_name: What `swift/self-cognition` calls the model.
-
         model_author: Whom it says to have made it.
-
         key: Of the YAML, for errors.
 
     Raises:

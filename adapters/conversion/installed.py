@@ -65,17 +65,11 @@ def model_facts(
 
     Args:
         name: As the command has it: a folder or an id.
-
         folder: Where the model is on this machine; None if it is not here.
-
         model_type: ms-swift's, if the command gives it.
-
         template: ms-swift's, if the command gives it.
-
         torch_dtype: Type of the weights, if the command gives it.
-
         loss_scale: Which tokens are trained, as the command says.
-
         ignores_empty_thoughts: Whether ms-swift may leave empty thoughts out of training.
 
     Raises:
@@ -131,13 +125,6 @@ def _ambiguous(folder: str, model_type: str | None, template: str | None) -> Fau
     """
     Return which argument a command has to have, with its candidates, because ms-swift knows several
     for a model; None if that is not why it fails.
-
-    Args:
-        folder: Of the model.
-
-        model_type: ms-swift's, if the command gives it.
-
-        template: ms-swift's, if the command gives it.
     """
     architecture = config_architecture(ModelConfig(model=folder))
     metas = [meta for meta in MODEL_MAPPING.values() if architecture in (meta.architectures or ())]
@@ -151,18 +138,7 @@ def _ambiguous(folder: str, model_type: str | None, template: str | None) -> Fau
 
 
 def _choose(argument: str, what: str, architecture: str, candidates: Sequence[str]) -> Fault:
-    """
-    Return the fault of an argument that is not given, where ms-swift asks for it.
-
-    Args:
-        argument: Its name.
-
-        what: What its values are, in the plural.
-
-        architecture: Of the model.
-
-        candidates: Its values that go with the architecture.
-    """
+    """Return the fault of an argument that is not given, where ms-swift asks for it."""
     reason = (
         f"is not given, and ms-swift knows several {what} of {architecture}: add --{argument} and one of "
         f"{', '.join(candidates[:_MOST])} to the command"

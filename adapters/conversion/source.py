@@ -56,7 +56,6 @@ def read_source(words: Sequence[str], table: Mapping[str, Argument]) -> Source:
 
     Args:
         words: The name of a file, or of a run's folder; or the words of a command.
-
         table: Every argument of `swift sft`.
 
     Raises:

@@ -29,7 +29,6 @@ def measure_images(model: Any, *, native: str) -> Measured:
 
     Args:
         model: Of transformers, as it is to pack; one that takes images.
-
         native: The attention of transformers that images alone are computed by.
     """
     error = None
@@ -52,16 +51,7 @@ def _images_of(model: Any) -> list[list[dict[str, torch.Tensor]]]:
 
 
 def _compare(model: Any, images: list[dict[str, torch.Tensor]], native: str) -> Measured:
-    """
-    Compare the features of some images.
-
-    Args:
-        model: As it is to pack.
-
-        images: Each as the arguments of `get_image_features`.
-
-        native: The attention of transformers that images alone are computed by.
-    """
+    """Compare the features of some images."""
     together = _features(model, images)
     with native_attention(model, native), torch.no_grad():
         alone = [_features(model, [image])[0] for image in images]

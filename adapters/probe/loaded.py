@@ -69,7 +69,6 @@ def probe_loaded(model: Any, *, native: str) -> Measured:
 
     Args:
         model: Of transformers, perhaps with adapters; it is left as it was.
-
         native: The attention of transformers that samples alone are computed by.
     """
     row = ProbeRow.draw(model, LENGTHS, ids=_plain_ids(trained_config(model.config)))

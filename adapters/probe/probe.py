@@ -62,9 +62,7 @@ def apply_trial(model: Any, trial: Trial, split: tuple[str, ...] = ()) -> None:
 
     Args:
         model: Of transformers, with its native attention.
-
         trial: The strategy.
-
         split: Classes of layers that run sample by sample.
 
     Raises:
@@ -87,11 +85,8 @@ def probe_config(
 
     Args:
         config: Of transformers, of the user's own model.
-
         attn_impl: What `model.attn_impl` says.
-
         trust_remote_code: Whether code beside the configuration may run.
-
         on_cpu: Whether the model trains on a CPU; a GPU is used for what runs there alone.
     """
     with quiet(), _one_thread():
@@ -131,9 +126,7 @@ class _Place:
 
         Args:
             build: Builds a copy with an attention of transformers, on the CPU in float32.
-
             device: Where copies are computed.
-
             precision: How precisely.
         """
 
@@ -211,11 +204,6 @@ def _settled(config: Any, build: Callable[..., Any]) -> tuple[Trials, list[str]]
     """
     Return what numbers that may be lengths, and that no rule knows, are in small copies; and those
     that cannot be shrunk and are no size of weights.
-
-    Args:
-        config: Of the whole model.
-
-        build: Builds a small copy.
     """
     text = config.get_text_config()
     part = next((name for name in config.sub_configs if getattr(config, name, None) is text), None)
@@ -244,15 +232,6 @@ def _row(model: Any) -> ProbeRow:
 def _gives_the_same(build: Callable[[str], Any], row: ProbeRow, eager: Alone, limit: float) -> bool:
     """
     Return whether torch's attention computes what the model's own does: no soft cap, no sinks.
-
-    Args:
-        build: Builds a copy with an attention.
-
-        row: The samples.
-
-        eager: What they give alone under the model's own attention.
-
-        limit: Largest relative difference.
     """
     try:
         alone = measure_alone(build(NATIVE), row, with_gradients=False)
@@ -292,13 +271,6 @@ def _with_images(model: Any, place: _Place, outcome: _Outcome) -> _Outcome:
     """
     Return what a trial gives with images too. A tower that sees all images of a row in one pass has
     to be asked; another one sees each by itself.
-
-    Args:
-        model: The small copy as the trial has it, whose rows of text passed.
-
-        place: Where the copy is computed.
-
-        outcome: What the rows of text gave.
     """
     project_patches(model)  # as in the model that trains
     try:

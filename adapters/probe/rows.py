@@ -41,11 +41,8 @@ class ProbeRow:
 
         Args:
             model: Of transformers.
-
             lengths: Tokens of each sample.
-
             ids: Of tokens, to draw from.
-
             seed: Decides the tokens.
         """
         generator = torch.Generator().manual_seed(seed)
@@ -94,9 +91,7 @@ def measure_alone(model: Any, row: ProbeRow, *, with_gradients: bool = True) -> 
 
     Args:
         model: In evaluation, under its native attention.
-
         row: The samples.
-
         with_gradients: Compute the gradients of the weights too.
     """
     logits, losses, norms = [], [], 0.0
@@ -120,13 +115,9 @@ def measure_packed(
 
     Args:
         model: In evaluation, as it is to pack.
-
         row: The samples.
-
         alone: What they give alone.
-
         with_gradients: Compare the gradients of the weights too.
-
         typical: Compare each sample's typical token, not the worst, and no losses.
     """
     with _embedded(model) as seen:

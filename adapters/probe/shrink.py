@@ -189,7 +189,6 @@ def shrink(config: Mapping[str, Any], *, times: int = 1) -> dict[str, Any]:
 
     Args:
         config: To be shrunk.
-
         times: How often each kind of layer is to be there, where it is so often.
     """
     return _shrink(config, outer=HIDDEN, times=times)
@@ -267,13 +266,6 @@ def _list(key: str, value: Sequence[Any], context: _Context) -> list[Any]:
 def _kept_layers(config: Mapping[str, Any], layers: int, times: int) -> int:
     """
     Return how many of the first layers show each kind of layer, and each kind after each other.
-
-    Args:
-        config: To be shrunk.
-
-        layers: How many it has.
-
-        times: How often each kind is to be there.
     """
     kept = 2
     shared = 1 if config.get("num_kv_shared_layers") else 0

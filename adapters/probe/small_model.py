@@ -84,11 +84,8 @@ def build_small(
 
     Args:
         config: Of transformers; of the user's own model.
-
         attention: The attention of transformers that it is built with.
-
         trust_remote_code: Whether code beside the configuration may run.
-
         trials: Numbers to put in place of what `shrink` left.
 
     Raises:
@@ -123,16 +120,7 @@ class SmallModels:
         raise ProbeError(self.config.model_type, f"no small copy of it can be built ({failures[0][:300]})")
 
     def _built(self, attention: str, trials: Trials, times: int) -> Any:
-        """
-        Build a copy in one way.
-
-        Args:
-            attention: The attention of transformers.
-
-            trials: Numbers to put in place.
-
-            times: How often the configuration is shrunk.
-        """
+        """Build a copy in one way."""
         key = (times, tuple(trials.items()))
         build_one = partial(_small, self.config, attention=attention, trust_remote_code=self.trust_remote_code)
         if key not in self._outlines:
@@ -151,18 +139,7 @@ class SmallModels:
 
 
 def _small(config: Any, small: Any, *, attention: str, trust_remote_code: bool) -> Any:
-    """
-    Return a small model, of the class that the configuration names, if it is transformers'.
-
-    Args:
-        config: Of the whole model.
-
-        small: Of the small one; it stays as it is.
-
-        attention: The attention of transformers that it is built with.
-
-        trust_remote_code: Whether code beside the configuration may run.
-    """
+    """Return a small model, of the class that the configuration names, if it is transformers'."""
     small = copy.deepcopy(small)
     named = getattr(transformers, (config.architectures or [""])[0], None)
     if named is not None and issubclass(named, transformers.PreTrainedModel):

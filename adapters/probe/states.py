@@ -27,7 +27,6 @@ def split_found_states(model: Any, row: ProbeRow) -> tuple[str, ...]:
 
     Args:
         model: Follows its rows.
-
         row: To look at them with.
     """
     found: set[str] = set()

@@ -49,7 +49,6 @@ def unknown_places(small: Mapping[str, Any], *, text: str | None) -> dict[Place,
 
     Args:
         small: What `shrink` gave.
-
         text: Key of the part that describes the text model; None if there are no parts.
     """
     part = small if text is None else small[text]
@@ -76,7 +75,6 @@ def shrink_by_trial(places: Sequence[Place], runs: Callable[[Trials], bool]) -> 
 
     Args:
         places: Of numbers that may be lengths.
-
         runs: Whether a small copy with other numbers can be built, and computes a sample.
     """
     together = dict.fromkeys(places, _SHORT[0])

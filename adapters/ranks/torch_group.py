@@ -89,7 +89,6 @@ class TorchGroup:
 
         Args:
             use_cpu: Use gloo alone, even where CUDA is at hand.
-
             timeout_s: Seconds a collective may take; waiting for rank 0's plan is not one.
         """
         cuda = torch.cuda.is_available() and not use_cpu

@@ -110,7 +110,6 @@ class FileRecords:
 
         Raises:
             RecordError: It has no JSON value.
-
             ContractError: It is not the record whose digest is known.
         """
         file, row = self._find(index)
@@ -125,16 +124,7 @@ class FileRecords:
         raise ContractError(index, str(file.where(row)), (changed,), *causes)
 
     def _known_digest(self, file: RecordFile, row: int, index: int) -> bytes:
-        """
-        Return the digest that a record had before; nothing if it was not digested yet.
-
-        Args:
-            file: The file.
-
-            row: The record there.
-
-            index: Its index among the records that are not left out.
-        """
+        """Return the digest that a record had before; nothing if it was not digested yet."""
         if file.knows_digests:
             return file.digests(row, row + 1)
         if self._known is None:
@@ -149,7 +139,6 @@ class FileRecords:
 
         Args:
             numbers: Their positions among all; shape (num_records,).
-
             digests: Their digests, all zero where there is none; shape (num_records, DIGEST_BYTES).
         """
         known = digests.any(axis=1)
@@ -159,18 +148,7 @@ class FileRecords:
             self._known[numbers[known]] = digests[known]
 
     def _digests(self, file: RecordFile, row: int, number: int, count: int) -> bytes:
-        """
-        Return the digests of records of a file, one behind the other.
-
-        Args:
-            file: The file.
-
-            row: The first of them there.
-
-            number: Its position among all records.
-
-            count: Of them.
-        """
+        """Return the digests of records of a file, one behind the other."""
         if self._known is not None:
             known = self._known[number : number + count]
             if known.any(axis=1).all():
@@ -243,13 +221,6 @@ class FileRecords:
         """
         Add some records of the file of record *index* to the digest, and return the first that is
         not in it.
-
-        Args:
-            index: The first of them.
-
-            start: First record of all that are digested.
-
-            stop: The one behind the last of all.
         """
         file, row = self._find(index)
         folder = file.named.folder

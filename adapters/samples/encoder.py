@@ -88,7 +88,6 @@ class SwiftEncoder:
 
         Args:
             spec: What decides how records become samples.
-
             template: To share with a trainer; built from the spec if None.
         """
         self.spec = spec
@@ -146,7 +145,6 @@ class SwiftEncoder:
 
         Args:
             index: Of the sample.
-
             answer: What its last message says instead of its own.
         """
         sample, images = self.read(index)
@@ -184,7 +182,6 @@ class SwiftEncoder:
 
         Raises:
             RecordError: Its record cannot become a sample.
-
             ContractError: Its record is not the one whose digest is known.
         """
         return self.sample_of(index, self.records.read(index)[0])
@@ -195,7 +192,6 @@ class SwiftEncoder:
 
         Args:
             index: Its sample.
-
             record: Its JSON value.
 
         Raises:
@@ -230,13 +226,6 @@ class SwiftEncoder:
     def _located(self, index: int, image: Image, folder: str) -> Image:
         """
         Return an image of a record by its path, or as bytes; RecordError if it cannot be fetched.
-
-        Args:
-            index: Its sample.
-
-            image: As the record has it.
-
-            folder: Where relative paths start.
         """
         if isinstance(image, bytes):
             return image
@@ -322,7 +311,6 @@ class SwiftEncoder:
 
         Args:
             index: Its sample.
-
             shape: What the record has.
         """
         first, expected = self._first_shape(index)
@@ -341,9 +329,7 @@ class SwiftEncoder:
 
         Args:
             index: Position of the sample.
-
             image: Path of the image, or what its file would hold.
-
             decode: Read its pixels too, to find damage behind the header.
 
         Raises:
@@ -434,9 +420,7 @@ class SwiftEncoder:
 
         Args:
             index: Of the sample.
-
             video: Its video.
-
             sampling: Which frames; None decodes all.
 
         Raises:
@@ -457,9 +441,7 @@ class SwiftEncoder:
 
         Args:
             index: Of the sample.
-
             reason: Why it cannot become a sample.
-
             remedy: What to set, where the run is to be changed, not the record.
         """
         return RecordError(str(self.records.where(index)), reason, remedy)
@@ -497,16 +479,7 @@ class SwiftEncoder:
         }
 
     def _refuse_video_tokens(self, index: int, tokens: list[int], measurement: Measurement) -> None:
-        """
-        Refuse a sample whose video tokens are not those of its videos.
-
-        Args:
-            index: Of the sample.
-
-            tokens: Of the sample.
-
-            measurement: What its encoding holds.
-        """
+        """Refuse a sample whose video tokens are not those of its videos."""
         if not self.sees_images or not reads_videos(self.template):
             return
         merge = self.template.processor.image_processor.merge_size**2
@@ -531,9 +504,7 @@ class SwiftEncoder:
 
         Args:
             index: Its position in the data, from 0.
-
             encoded: The sample as the template gives it.
-
             planned: Measurements that the plan rests on; int32, shape (num_samples, num_columns).
         """
         expected = from_row(planned, index)

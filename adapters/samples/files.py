@@ -73,15 +73,12 @@ def open_records(paths: tuple[str, ...], *, max_line_bytes: int | None = None, c
 
     Args:
         paths: Names of the files, or patterns of names (`data/*.parquet`), or folders of
-        `datasets.save_to_disk`.
-
+            `datasets.save_to_disk`.
         max_line_bytes: A record of more text is refused when it is asked for; None reads all.
-
         cache: Where copies are kept of what cannot be read in any order; None refuses such files.
 
     Raises:
         DataSetError: A file cannot be read, or holds no record.
-
         OutputError: There is no room for a copy.
     """
     opened = []
@@ -102,7 +99,6 @@ def copy_faults(paths: tuple[str, ...], *, cache: Path | None) -> Iterator[tuple
 
     Args:
         paths: As `open_records` takes them.
-
         cache: Where the copies are.
     """
     for path in _expanded(paths):
@@ -198,7 +194,6 @@ def sources_of(paths: tuple[str, ...], names: Mapping[str, str]) -> dict[str, st
 
     Args:
         paths: As `open_records` takes them.
-
         names: Some of them -> names of their sources.
     """
     ends = Counter(Path(path).name for path in paths)
@@ -249,20 +244,7 @@ def _head(path: Path) -> bytes:
 
 
 def _open_text(text: Path, suffix: str, named: Named, max_bytes: int | None, cache: Path | None) -> SpanFile:
-    """
-    Open a file of text.
-
-    Args:
-        text: The file.
-
-        suffix: How its name ends, or ended before it was packed.
-
-        named: How it is spoken of.
-
-        max_bytes: A longer record is refused.
-
-        cache: Where is kept what was found out about the file; None keeps nothing.
-    """
+    """Open a file of text."""
     head = _head(text)
     what = next((what for start, what in _OTHER.items() if head.startswith(start)), None)
     if head[_TAR[0] :].startswith(_TAR[1]):
@@ -287,9 +269,7 @@ def rebased(record: Any, folder: Path, onto: Path) -> Any:
 
     Args:
         record: A record's JSON value, or that of a column.
-
         folder: Where its relative images start.
-
         onto: Folder of the file that it is written to.
     """
     record = as_json(record)

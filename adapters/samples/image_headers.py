@@ -21,7 +21,6 @@ def read_size(image: Held, *, decode: bool = False) -> tuple[int, int]:
 
     Args:
         image: Path of the file, or what it would hold.
-
         decode: Read the pixels too, to find damage behind the header.
 
     Raises:
@@ -57,7 +56,6 @@ def image_facts(image: Held, *, decode: bool = False) -> ImageFacts:
 
     Args:
         image: Path of the file, or what it would hold.
-
         decode: Read the pixels too, to find damage behind the header.
 
     Raises:

@@ -55,9 +55,7 @@ def shrunk(width: int, height: int, max_pixels: int | None) -> tuple[int, int]:
 
     Args:
         width: In pixels.
-
         height: In pixels.
-
         max_pixels: Of the template; None shrinks nothing.
     """
     if max_pixels is None or not 0 < max_pixels < width * height:
@@ -148,14 +146,7 @@ def _encoded_cost(template: Template, size: tuple[int, int]) -> ImageCost:
 
 
 def _candidates(template: Template, stands: ImageCost) -> Iterator[Arithmetic]:
-    """
-    Yield the ways that a template may have.
-
-    Args:
-        template: Of a model that sees.
-
-        stands: What the dummy's sample costs.
-    """
+    """Yield the ways that a template may have."""
     images = getattr(template.processor, "image_processor", None)
     patch, merge = (getattr(images, name, None) for name in ("patch_size", "merge_size"))
     # A template that resizes by qwen_vl_utils names its function.
@@ -169,14 +160,7 @@ def _candidates(template: Template, stands: ImageCost) -> Iterator[Arithmetic]:
 
 
 def _why_not(arithmetic: Arithmetic, encoded: dict[tuple[int, int], ImageCost]) -> str | None:
-    """
-    Return in what a way differs from encodings; None if in nothing.
-
-    Args:
-        arithmetic: The way.
-
-        encoded: Width and height of images -> what they cost beyond the dummy, encoded.
-    """
+    """Return in what a way differs from encodings; None if in nothing."""
     for (width, height), cost in encoded.items():
         found = arithmetic.cost(width, height) - arithmetic.cost(*DUMMY_SIZE)
         if found != cost:

@@ -115,14 +115,11 @@ class SwiftMeasurer:
 
         Args:
             encoder: Gives the samples.
-
             workers: Processes that measure, at most as many as there are cores; 1 measures in this
-            one.
-
+                one.
             sharers: Processes like this one that measure on this machine at the same time.
-
             pool_start_s: Seconds that a pool takes to start; what is left has to take longer than
-            that in this process.
+                that in this process.
         """
         self._encoder = encoder
         self._pool_start_s = pool_start_s
@@ -191,13 +188,6 @@ class SwiftMeasurer:
         """
         Measure a sample with others in place of its images and videos, and add what these cost by
         their headers; None if that cannot be known.
-
-        Args:
-            index: Of the sample.
-
-            sample: As messages.
-
-            images: Of the sample.
         """
         encoder, videos = self._encoder, sample.get("videos", ())
         of_images, of_videos = (self.image_lengths[0] if images else None), (encoder.video_lengths if videos else None)
@@ -332,7 +322,6 @@ class SwiftMeasurer:
 
         Args:
             numbers: The positions; int64, shape (num_records,).
-
             in_full: Encode each by itself, without a shortcut.
 
         Raises:

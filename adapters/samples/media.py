@@ -58,7 +58,6 @@ class Medium:
 
         Args:
             encoded: A sample as its template gives it.
-
             patch_size: Pixels of a patch's side, for templates that hold whole tiles.
         """
         for key in (*self.grids, *self.slices):
@@ -98,7 +97,6 @@ def encode_image(template: Template, size: tuple[int, int] | None) -> dict[str, 
 
     Args:
         template: Of a model that sees.
-
         size: Width and height of the image; None encodes the sample without one.
     """
     images = [] if size is None else [Image.new("RGB", size)]
@@ -155,7 +153,6 @@ class ImageTokens:
 
         Args:
             input_ids: The sample's tokens.
-
             patches: Of all its images.
         """
         tokens = input_ids.count(self.token)

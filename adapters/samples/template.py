@@ -149,11 +149,8 @@ def open_template(
 
     Args:
         model: What is trained: its tokenizer and processor are read.
-
         template: How a record becomes tokens.
-
         packing_length: Tokens of a pack; the limit where the template truncates.
-
         packs: Whether samples are to share packs.
     """
     refuse_remote_code(model)

@@ -81,7 +81,6 @@ class MediaCache:
 
         Args:
             folder: Made if there is none.
-
             patience: How long to wait for an image.
         """
         self.folder, self._patience = folder, patience or Patience()
@@ -94,7 +93,6 @@ class MediaCache:
 
         Raises:
             ValueError: It cannot be had, or is no image, and why.
-
             OutputError: There is no room for it.
         """
         known = self._note(url)
@@ -155,14 +153,7 @@ class MediaCache:
             lock.release()
 
     def _fetched(self, url: str, known: dict[str, Any] | None) -> dict[str, Any]:
-        """
-        Fetch an image, and keep it; ValueError if it cannot be had.
-
-        Args:
-            url: Its URL.
-
-            known: What is known of it, where its file is gone.
-        """
+        """Fetch an image, and keep it; ValueError if it cannot be had."""
         if (reason := self._failed.get(url)) is not None:
             raise ValueError(reason)
         try:

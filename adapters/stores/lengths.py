@@ -103,9 +103,8 @@ class DiskLengthStore:
 
         Args:
             folder: Of this run's split.
-
             lengths_from: Of another run's, which is only read; taken over when this one has no
-            lengths yet.
+                lengths yet.
         """
         self.folder, self._lengths_from = folder, lengths_from
         self._manifest = folder / "lengths.json"

@@ -42,9 +42,7 @@ def training_arguments(
 
     Args:
         config: The run.
-
         per_device_train_batch_size: What training uses, 1 when packing.
-
         gradient_accumulation_steps: Batches of a rank in one optimizer step.
     """
     training = config.training

@@ -93,11 +93,8 @@ class PackingTrainer(Seq2SeqTrainer):
 
         Args:
             group: The ranks.
-
             eval_dataset: The packs of the evaluation's raw plan, or None.
-
             reduction: How samples of unequal length are weighed in the loss.
-
             **options: Of ms-swift's trainer: model, args, template and train_dataset.
 
         Raises:
@@ -182,7 +179,6 @@ class PackingTrainer(Seq2SeqTrainer):
 
         Raises:
             ConfigError: A setting fails that only the model in training shows.
-
             LostProcessError: A loader's process ended before.
         """
         if resumed := options.get("resume_from_checkpoint"):
@@ -338,7 +334,6 @@ class PackingTrainer(Seq2SeqTrainer):
 
         Raises:
             CoverageError: A pack was not counted exactly once.
-
             NotFiniteError: The loss is not.
         """
         del description
@@ -472,9 +467,7 @@ def require_packs(what: str, planned: list[int], consumed: list[int]) -> None:
 
     Args:
         what: What was consumed, for the error: an epoch, or an evaluation.
-
         planned: Positions of the packs of this rank.
-
         consumed: Positions of the packs that it consumed, in any order.
     """
     if planned == consumed:

@@ -74,14 +74,12 @@ def find_checkpoint(wanted: str, output_dir: str, *, group: RankGroup) -> Path:
 
     Args:
         wanted: A checkpoint's folder, or `last` for the newest whole one of *output_dir*.
-
         output_dir: Of the run.
-
         group: The ranks, which take the same checkpoint.
 
     Raises:
         ConfigError: There is no such checkpoint, or it is torn or damaged, or it holds no resume
-        state.
+            state.
     """
     candidates = _newest_first(Path(output_dir)) if wanted == "last" else iter([Path(wanted)])
     for folder in candidates:
@@ -157,9 +155,7 @@ def write_digests(folder: Path, *, share: int, num_shares: int) -> int:
 
     Args:
         folder: The checkpoint, with all but the trainer's state.
-
         share: Which one, from 0; another one for each rank.
-
         num_shares: Number of ranks that write to the folder.
     """
     others = {*folder.glob(_DIGESTS), folder / STATE}

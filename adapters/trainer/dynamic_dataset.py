@@ -107,11 +107,8 @@ class DynamicDataset(IterableDataset[StreamedPack | Ended | PackplanError]):
 
         Args:
             stream: The same on every rank.
-
             options: How it is packed.
-
             rank: Of this process.
-
             world_size: How many ranks there are.
         """
         self.stream, self.options, self.rank, self.world_size = stream, options, rank, world_size

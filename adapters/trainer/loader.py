@@ -174,11 +174,8 @@ def loss_weights(
 
     Args:
         labels: Of shape (rows, length).
-
         starts: Where samples start, the first of each row included; bool of the same shape.
-
         reduction: How samples of unequal length are weighed.
-
         scale: What each label weighs by itself, of the same shape; None: 1.
     """
     counted = (labels != IGNORED_LABEL).float()
@@ -197,9 +194,7 @@ def open_worker(number: int, *, num_workers: int, rank: int) -> None:
 
     Args:
         number: Of the worker, from 0.
-
         num_workers: Workers of each rank.
-
         rank: That the worker loads for.
     """
     end_with_parent()

@@ -36,11 +36,8 @@ def open_model(
 
     Args:
         model: What to load.
-
         training: What is frozen, and which adapters.
-
         attention: As `core.equality.choose_attention` gives it.
-
         device: Where to; None leaves it to the engine that shards the weights.
     """
     model_type = swift_model_type(model)

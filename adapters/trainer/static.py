@@ -47,13 +47,9 @@ class PackTrainer(PackingTrainer):
 
         Args:
             schedule: Which packs are trained, in which order.
-
             pack_stats: Of these packs, for the log.
-
             resume_state: Makes what a checkpoint says of the plan.
-
             attention: The attention that trains, which a checkpoint names too.
-
             **options: Of `PackingTrainer`; the train_dataset serves the packs of the raw plan.
         """
         self.schedule, self.pack_stats, self.resume_state = schedule, pack_stats, resume_state

@@ -68,12 +68,9 @@ class StreamTrainer(PackingTrainer):
 
         Args:
             packing_length: Tokens of a pack, for its fill.
-
             max_dropped_share: Share of the tokens in dropped packs above which the log warns, once.
-
             extra: Sums and counts of what else to log as means of the steps since it was last
-            called; the same names on every rank.
-
+                called; the same names on every rank.
             **options: Of `PackingTrainer`; the train_dataset is a `DynamicDataset`.
         """
         self.packing_length, self.max_dropped_share, self.extra = packing_length, max_dropped_share, extra

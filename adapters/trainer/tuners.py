@@ -39,7 +39,6 @@ def prepare_tuner(model: Any, training: TrainingConfig) -> Any:
 
     Args:
         model: As ms-swift loaded it.
-
         training: What is frozen, and which adapters.
 
     Returns:
@@ -83,7 +82,6 @@ def quantisation_of(model: ModelConfig, *, on_cpu: bool) -> Any:
 
     Args:
         model: What is loaded.
-
         on_cpu: Whether it trains on a CPU.
 
     Raises:

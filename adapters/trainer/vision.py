@@ -52,7 +52,6 @@ def token_types(config: Any, input_ids: torch.Tensor) -> torch.Tensor:
 
     Args:
         config: Of a model that sees.
-
         input_ids: Tokens.
     """
     types: torch.Tensor = (input_ids == config.image_token_id).long()
@@ -67,7 +66,6 @@ def model_media(model: Any, encoded: Mapping[str, Any]) -> dict[str, torch.Tenso
 
     Args:
         model: Of transformers, perhaps with adapters.
-
         encoded: The sample, as its template gives it.
     """
     plain = plain_model(model)
@@ -100,11 +98,8 @@ def complete(batch: dict[str, Any], template: Template, samples: list[dict[str, 
 
     Args:
         batch: As ms-swift collates it; it is added to.
-
         template: It knows its model.
-
         samples: Encoded samples, in the order of the batch.
-
         packed: They share one row; else each has a row of its own, padded.
     """
     batch.setdefault(IMAGES.pixels, None)  # which some templates take without asking
@@ -157,7 +152,6 @@ class DummyImage:
 
         Args:
             model: That takes images.
-
             template: Encodes them.
 
         Raises:

@@ -95,9 +95,7 @@ class PolicyWorker:
 
         Args:
             shard: Padded prompts with `input_ids`, their record's own `answers`, and `records`,
-            which say where they
-                stand.
-
+                which say where they stand.
             seed: Of this step; workers draw differently, unless they hold the same shard.
 
         Returns:
@@ -131,7 +129,6 @@ class PolicyWorker:
 
         Args:
             shard: Sequences with `input_ids`.
-
             of_reference: Of the model that training started with, instead of the policy.
 
         Returns:
@@ -165,9 +162,7 @@ class PolicyWorker:
 
         Args:
             shard: Sequences with `input_ids`, `token_mask` and the loss's fields.
-
             num_sequences: Of each global batch, over all workers: those with a token that counts.
-
             num_tokens: Of each global batch, over all workers: tokens that count.
 
         Returns:
@@ -176,8 +171,7 @@ class PolicyWorker:
 
         Raises:
             NotFiniteError: Loss or gradients are not, and nothing is updated then; or the weights
-            are ruined by the
-                update.
+                are ruined by the update.
         """
         rows = []
         for batch, (sequences, tokens) in enumerate(zip(num_sequences, num_tokens, strict=True)):

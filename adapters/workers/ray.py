@@ -80,10 +80,8 @@ class RayWorkers:
 
         Args:
             make: Builds a worker in its own process, whose environment is that of a rank of
-            torchrun.
-
+                torchrun.
             num_workers: Ranks of the group.
-
             gpus_each: GPUs of a worker.
 
         Raises:
@@ -157,13 +155,6 @@ def _first_cause(done: Any, error: RayError, left: Sequence[Any]) -> tuple[Any, 
     """
     Return the call that failed first, and its error: a worker that loses another in a collective
     may say so before Ray finds that one dead.
-
-    Args:
-        done: A call that failed.
-
-        error: Its error.
-
-        left: Calls that are not known to have ended.
     """
     if not _misses_another(error):
         return done, error

@@ -69,11 +69,8 @@ def add_config_arguments(
 
     Args:
         parser: Of the command.
-
         name: Attribute that the YAML's path becomes.
-
         metavar: What the help calls the YAML.
-
         about: What the help says of it.
     """
     parser.add_argument(name, metavar=metavar, help=about)
@@ -104,11 +101,8 @@ def run_command(command: Callable[[], None], *, verbose: bool, quiet: bool = Fal
 
     Args:
         command: What to run.
-
         verbose: Also show what the libraries log.
-
         quiet: Show neither progress nor notes.
-
         kept: What is said after Ctrl-C: what is left, and how to go on.
 
     Any other exception is our own fault, and keeps its traceback.

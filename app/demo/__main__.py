@@ -35,11 +35,8 @@ def make(folder: Path, *, seed: int, num_train: int, num_val: int) -> None:
 
     Args:
         folder: Where everything is written.
-
         seed: What data and weights are drawn from.
-
         num_train: Records of the training data.
-
         num_val: Records of the evaluation data.
     """
     with loading_libraries():

@@ -55,11 +55,8 @@ def write_data(folder: Path, *, seed: int, num_train: int, num_val: int) -> None
 
     Args:
         folder: Made if missing.
-
         seed: Decides every byte.
-
         num_train: Records to learn from; as many again in `messages.jsonl`, over the same images.
-
         num_val: Records of other scenes, never learned from.
     """
     (folder / "images").mkdir(parents=True, exist_ok=True)

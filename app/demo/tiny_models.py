@@ -79,13 +79,9 @@ def write_model(
 
     Args:
         folder: Made if missing.
-
         model_type: One of `MODEL_TYPES`.
-
         text: What the tokenizer's vocabulary is learned from.
-
         seed: Decides the weights.
-
         vocabulary: Tokens of the tokenizer, at most, the special ones aside.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -116,15 +112,10 @@ def learned_tokenizer(
 
     Args:
         text: What it is learned from.
-
         tokens: Special tokens.
-
         eos_token: The one that ends a turn.
-
         pad_token: The one that pads.
-
         named: Names of the tokenizer's own for some of them, as `image_token`.
-
         vocabulary: Tokens that are learned, at most.
     """
     learner = ByteLevelBPETokenizer()

@@ -40,11 +40,8 @@ def build(
 
     Args:
         config: The run.
-
         group: The ranks that measure.
-
         splits: What is to be built.
-
         world_size: Ranks to align for; None takes those that measure.
 
     Raises:
@@ -79,11 +76,8 @@ def list_failures(
 
     Args:
         splits: What is looked through.
-
         as_json: Print one JSON document instead of lines.
-
         write_good: Takes the other records of the only split.
-
         open_file: Opens what takes all failures.
 
     Raises:

@@ -120,15 +120,6 @@ def _compare(first: Side, second: Side, split: str, world_size: int | None) -> d
 def _schedule(config: RunConfig, stored: StoredSplit, world_size: int | None, works: SampleWorks) -> EpochSchedule:
     """
     Return the schedule over a stored plan; by default on the most ranks that it was aligned for.
-
-    Args:
-        config: The run.
-
-        stored: Its lengths and plan.
-
-        world_size: Ranks, or None.
-
-        works: What its samples cost.
     """
     world_size = world_size or max(stored.plan.world_sizes, default=1)
     aligned = Alignment.of(config, stored.name).align(stored.plan.plan, world_size=world_size)

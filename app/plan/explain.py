@@ -107,7 +107,6 @@ def as_text(explanation: dict[str, Any], *, emphasise: Callable[[str], str] = st
 
     Args:
         explanation: Of a pack or a sample.
-
         emphasise: Marks a text that is trained, for a terminal.
     """
     if "sample" in explanation:

@@ -73,16 +73,7 @@ def in_green(text: str) -> str:
 
 
 def _text_of(config: RunConfig, view: PlanView, sample: int) -> list[dict[str, Any]]:
-    """
-    Return a sample's runs of tokens that are trained or not, decoded.
-
-    Args:
-        config: The run.
-
-        view: Its split.
-
-        sample: Position of the sample.
-    """
+    """Return a sample's runs of tokens that are trained or not, decoded."""
     # ms-swift takes seconds to import, which no other look at a plan needs.
     from packplan.app.wiring.training import open_samples
 

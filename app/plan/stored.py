@@ -109,7 +109,6 @@ def open_lengths(store: LengthStore) -> StoredLengths:
 
     Raises:
         NotBuiltError: None are stored, or not all.
-
         CorruptArtefactError: They are not what was written.
     """
     lengths = store.inspect()
@@ -131,7 +130,6 @@ def open_split(name: str, kept: Stores) -> StoredSplit:
 
     Raises:
         NotBuiltError: They are not stored, or not both of the same lengths.
-
         CorruptArtefactError: They are not what was written.
     """
     lengths, plan = open_lengths(kept.lengths), kept.plans.inspect()
@@ -163,9 +161,7 @@ def inspect_plan(config: RunConfig, split: str, *, world_size: int | None) -> Pl
 
     Args:
         config: The run.
-
         split: `train` or `eval`.
-
         world_size: Ranks; None takes the most that the plan was aligned for.
 
     Raises:
@@ -218,13 +214,10 @@ def split_schedule(
 
     Args:
         config: The run.
-
         split: `train` or `eval`.
-
         aligned: The plan of the split.
-
         works: Work of each pack of the raw plan, shape (num_raw_packs,); None where who trains a
-        pack is of no interest.
+            pack is of no interest.
     """
     if split == "eval":
         return evaluation_schedule_of(aligned)

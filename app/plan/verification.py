@@ -57,9 +57,7 @@ def verify(split: GatheredSplit, *, num_samples: int = 0, decode: bool = False) 
 
     Args:
         split: What the run plans, as it is now.
-
         num_samples: So many, all over the data, are encoded again.
-
         decode: Read the pixels of every image.
 
     Raises:

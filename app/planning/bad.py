@@ -66,9 +66,8 @@ class LeftOut:
 
         Args:
             source: The samples.
-
             max_share: Share of all records that may be left out; None lets a bad record stop the
-            run.
+                run.
         """
         source.leave_out(())
         self._source, self._max_share, self._total = source, max_share, len(source)
@@ -127,7 +126,6 @@ def left_out(records: Sequence[BadRecord], total: int) -> str:
 
     Args:
         records: Those that are left out.
-
         total: All records of the data.
     """
     first = "; ".join(f"{one.where}: {one.reason}" for one in records[:_SHOWN])

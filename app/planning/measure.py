@@ -77,25 +77,18 @@ def measure(
 
     Args:
         name: Of the split, for messages.
-
         source: Its samples.
-
         store: Keeps what is measured, while it is measured.
-
         flush_every: Samples between two flushes; None adapts to the number of samples.
-
         report: Hears how many are measured.
-
         max_bad_share: Share of all records that are left out where they cannot become samples; None
-        lets the first stop the run.
+            lets the first stop the run.
 
     Raises:
         RecordError: A record cannot become a sample; what was measured before it is kept.
-
         DataSetError: More records than may be cannot become samples; or encoding a sample twice
-        gives two results; where many are to be measured, this is found before; or a sample encodes
-        to another measurement than is stored of it.
-
+            gives two results; where many are to be measured, this is found before; or a sample
+            encodes to another measurement than is stored of it.
         ChangedImageError: An image is not the one that was measured.
     """
     bad = LeftOut(source, max_share=max_bad_share)
@@ -163,17 +156,11 @@ def measure_rows(
 
     Args:
         name: Of the samples, for messages.
-
         source: The samples.
-
         store: Resumed.
-
         stored: What it has; where that was encoded in full, no shortcut is taken.
-
         bad: Takes records that cannot become samples; None lets the first stop this.
-
         flush_every: Samples between two flushes; None adapts to their number.
-
         report: Hears how many are measured.
 
     Raises:
@@ -236,7 +223,6 @@ def _probe(source: LengthSource, stored: Stored) -> dict[str, Any]:
 
     Raises:
         DataSetError: A sample encodes otherwise each time.
-
         ShortcutError: It does not, but the shortcut measured it otherwise.
     """
     table = stored.table
@@ -261,16 +247,12 @@ def probe_first(source: LengthSource, known: int, *, report: ReportProgress, ski
 
     Args:
         source: The samples.
-
         known: How many of them, from the first, are measured already.
-
         report: Hears that this is done.
-
         skips: Whether records that cannot become samples are passed over.
 
     Raises:
         RecordError: One of them cannot become a sample.
-
         DataSetError: One of them encodes differently each time.
     """
     left = len(source) - known

@@ -38,13 +38,9 @@ def measure_slices(
 
     Args:
         split: What is measured; rank 0 alone touches its stores.
-
         open_slice: Opens a slice's store.
-
         group: All ranks.
-
         flush_every: Samples between two flushes; None adapts to their number.
-
         deadline: For other ranks and other jobs.
 
     Raises:

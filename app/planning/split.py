@@ -151,13 +151,12 @@ class Planner:
 
         Args:
             split: What is planned.
-
             world_size: Ranks to align for, if not those of the group.
 
         Raises:
             PackplanError: Whatever rank 0 finds wrong, on every rank; RanksDisagreeError if ranks
-            hold different plans; DataSetError if the source mixes its samples again in each epoch;
-            EmptyPlanError, before anything is stored, if it has none.
+                hold different plans; DataSetError if the source mixes its samples again in each
+                epoch; EmptyPlanError, before anything is stored, if it has none.
         """
         _require_steady(split)
         world_size = world_size or self.group.world_size
@@ -218,9 +217,7 @@ def resume_state_of(planned: PlannedSplit, schedule: EpochSchedule, config: RunC
 
     Args:
         planned: The plan of `train`.
-
         schedule: What is trained when.
-
         config: The run.
     """
     tuner = config.training.tuner_type
@@ -268,13 +265,9 @@ def plan_with_progress(
 
     Args:
         name: Of the split, for messages.
-
         policy: How it is planned.
-
         table: Measurements of the samples; shape (num_samples, num_columns).
-
         quick_bound: Take a bound that is found at once, where plans are only compared.
-
         report: Hears how far it is, too.
     """
     look = "{desc}{postfix} [{elapsed}]"
@@ -297,11 +290,8 @@ def plan_of(
 
     Args:
         table: Measurements of the samples; shape (num_samples, num_columns).
-
         policy: How they are planned.
-
         quick_bound: Take a bound that is found at once, where plans are only compared.
-
         report: Hears how far it is.
     """
     lengths, works = column(table, "length").astype(np.int64), None
@@ -319,9 +309,7 @@ def require_agreement(group: RankGroup, what: str, value: str) -> None:
 
     Args:
         group: All ranks.
-
         what: The value's name, for the error.
-
         value: This rank's.
     """
     values = group.gather(value)

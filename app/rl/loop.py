@@ -82,9 +82,7 @@ def run(config: RunConfig, workers: Workers, samples: SwiftEncoder) -> list[dict
 
     Args:
         config: The run.
-
         workers: They hold the policy.
-
         samples: The prompts, with their records' own answers.
 
     Raises:
@@ -128,15 +126,10 @@ def cut(
 
     Args:
         config: The run.
-
         lengths: Tokens of each sequence.
-
         work: What a sequence costs.
-
         shards: Data-parallel workers.
-
         batch_size: Sequences of an optimizer step; None: all.
-
         training: Whether gradients are computed, or log-probabilities alone.
     """
     policy = config.policy
@@ -177,13 +170,9 @@ def run_on_all(workers: Workers, method: str, shards: list[Any], config: RunConf
 
     Args:
         workers: They hold the policy.
-
         method: Name of the method; it takes a shard and the options.
-
         shards: One for each group of workers that share rows.
-
         config: The run; it says how many workers share rows.
-
         options: The same for all workers.
     """
     size = config.policy.context_parallel_size
@@ -194,22 +183,7 @@ def run_on_all(workers: Workers, method: str, shards: list[Any], config: RunConf
 def _step(
     config: RunConfig, workers: Workers, asked: BatchedData, work: WorkModel, *, shards: int, step: int
 ) -> dict[str, Any]:
-    """
-    Answer prompts, learn from the answers, and return the step's figures.
-
-    Args:
-        config: The run.
-
-        workers: They hold the policy.
-
-        asked: The prompts.
-
-        work: What a sequence costs.
-
-        shards: Data-parallel workers.
-
-        step: Of the run, from 0.
-    """
+    """Answer prompts, learn from the answers, and return the step's figures."""
     started = time.perf_counter()
     rollouts = _roll_out(config, workers, asked, shards=shards, step=step)
     answered = time.perf_counter()

@@ -52,13 +52,6 @@ def _command(config: RunConfig, trainer: PackingTrainer, checkpoint: str) -> str
     """
     Return the command of ms-swift that loads a checkpoint, and is told what no folder of weights
     says.
-
-    Args:
-        config: The run.
-
-        trainer: Of the run.
-
-        checkpoint: Its folder.
     """
     words = ["swift", "infer", "--model", checkpoint]
     if config.training.tuner_type != "full":

@@ -76,13 +76,10 @@ def schedule_of(
 
     Args:
         config: The run.
-
         batch: What an optimizer step is made of.
-
         aligned: The plan of its training data.
-
         works: Work of each pack of the raw plan, shape (num_raw_packs,), to assign the packs of a
-        step by; None where that is of no interest.
+            step by; None where that is of no interest.
     """
     training, meeting = config.training, meeting_of(config)
     return EpochSchedule.of(

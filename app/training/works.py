@@ -43,7 +43,6 @@ def work_of(config: RunConfig, table: Table) -> Work:
 
     Args:
         config: The run.
-
         table: Measurements of the samples; shape (num_samples, num_columns).
     """
     model, estimated = trained_work(config)

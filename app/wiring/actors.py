@@ -14,7 +14,6 @@ def build_in_actor(path: str, overrides: Sequence[str]) -> Any:
 
     Args:
         path: The run's YAML.
-
         overrides: What the command line sets over the YAML.
     """
     with loading_libraries():

@@ -84,7 +84,6 @@ def run_text(converted: Converted, *, output: str) -> str:
 
     Args:
         converted: The run.
-
         output: Name of the YAML.
     """
     sections = {name: dict(keys) for name, keys in converted.conversion.document.items() if keys}

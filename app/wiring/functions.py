@@ -17,9 +17,7 @@ def named_function(name: str, known: Mapping[str, Named], *, key: str) -> Named:
 
     Args:
         name: As the configuration says.
-
         known: Ours, by name.
-
         key: Of the configuration, for the error.
 
     Raises:

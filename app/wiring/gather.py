@@ -34,9 +34,7 @@ def gather(config: RunConfig, *, measuring_ranks: int = 1, train_paths: tuple[st
 
     Args:
         config: The run.
-
         measuring_ranks: Ranks on this machine that measure at the same time, and share its cores.
-
         train_paths: Data files of `train`, if not those of `custom.train_jsonl`.
     """
     samples = open_samples(config, train_paths=train_paths)

@@ -26,8 +26,7 @@ def with_inputs(config: RunConfig) -> RunConfig:
 
     Raises:
         ConfigError: Data that are named by id are not on this machine; the model too, if that is
-        not there either.
-
+            not there either.
         DataSetError: They are too few to split.
     """
     model = _with_model(config.model)
@@ -102,18 +101,7 @@ def _missing(names: Sequence[str], key: str) -> Iterator[Fault]:
 
 
 def _files(names: Sequence[str], key: str, custom: CustomConfig, cache: Path) -> list[_Named]:
-    """
-    Return the files of each entry.
-
-    Args:
-        names: The entries.
-
-        key: Of `custom.`, for errors.
-
-        custom: Says what a data set calls its model.
-
-        cache: Where copies are kept.
-    """
+    """Return the files of each entry."""
     found = []
     for name in names:
         entry = parse_entry(name, exists=os.path.exists)

@@ -27,9 +27,7 @@ def open_mix(path: str, overrides: Sequence[str] = (), *, cache: Path) -> tuple[
 
     Args:
         path: The mix, a YAML.
-
         overrides: Values for single keys of the mix, as `samples_per_epoch=100`.
-
         cache: Where copies of packed sources are kept.
 
     Raises:
@@ -50,18 +48,14 @@ def materialise(path: str, output: Path, *, overrides: Sequence[str] = (), seed:
 
     Args:
         path: The mix, a YAML.
-
         output: The file; readers see it whole or not at all.
-
         overrides: Values for single keys of the mix, as `samples_per_epoch=100`.
-
         seed: Of draw and order.
-
         epoch: From 0.
 
     Raises:
         PackplanError: Something is wrong with the mix or its records, or the file cannot be
-        written.
+            written.
     """
     mix, records = open_mix(path, overrides, cache=output.parent / "records")
     _require_other("--output", output, [source.jsonl for source in mix.sources])
@@ -79,11 +73,8 @@ def write_records(records: Records, output: Path, sources: Sequence[str], indice
 
     Args:
         records: The data.
-
         output: The file; readers see it whole or not at all.
-
         sources: Names of the data files, which are not written over.
-
         indices: Which records, in this order.
 
     Raises:
@@ -103,7 +94,6 @@ def writing_failures(output: Path, sources: Sequence[str]) -> Iterator[Callable[
 
     Args:
         output: The file.
-
         sources: Names of files that are not written over.
 
     Raises:

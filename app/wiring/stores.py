@@ -52,9 +52,7 @@ def read_config(path: str | Path, overrides: Sequence[str] = (), *, rl: bool = F
 
     Args:
         path: The YAML.
-
         overrides: Values for single keys, as `training.learning_rate=1e-4`, in place of the YAML's.
-
         rl: Whether the run is one of reinforcement learning.
 
     Raises:
@@ -86,9 +84,7 @@ def require_inputs(config: RunConfig, *, loads: bool = False, trains: bool = Fal
 
     Args:
         config: The run.
-
         loads: Whether the model is loaded: its weights have to be whole.
-
         trains: Whether the trainer is built: its packages, files and devices have to be there too.
 
     Raises:
@@ -169,9 +165,7 @@ def refuse_leaks(config: RunConfig, verdict: PackingVerdict | None, *, on_cpu: b
 
     Args:
         config: The run.
-
         verdict: On its model; None if it was not asked yet, where only the settings are looked at.
-
         on_cpu: Whether it trains on a CPU; None if only its settings are known.
 
     Raises:
@@ -204,11 +198,9 @@ def stores_in(output_dir: str, split: str, *, lengths_from: str | None = None) -
 
     Args:
         output_dir: Output folder of a run.
-
         split: `train` or `eval`.
-
         lengths_from: Output folder of another run, whose lengths are taken over where this one has
-        none.
+            none.
     """
     folder = split_folder(output_dir, split)
     lengths = DiskLengthStore(folder, lengths_from=split_folder(lengths_from, split) if lengths_from else None)
@@ -260,11 +252,8 @@ def open_slice(config: RunConfig, split: str, start: int, stop: int) -> tuple[Di
 
     Args:
         config: The run.
-
         split: `train` or `eval`.
-
         start: First sample of the slice.
-
         stop: The sample behind its last.
     """
     folder = slices_folder(config, split) / f"{start}-{stop}"

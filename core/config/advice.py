@@ -29,14 +29,11 @@ def unknown_key(name: str, level: str, known: Iterable[str], *, refused: Mapping
 
     Args:
         name: The key, as it is written.
-
         level: The section that it stands in, `training` or `policy.sequence_packing`; empty at the
-        top.
-
+            top.
         known: All keys that there are, each with its section: `training.learning_rate`.
-
         refused: Keys, with their sections, that are known and always refused -> why, and what to
-        do.
+            do.
 
     >>> unknown_key("learning_rate", "", ["training.learning_rate"], refused={})
     'is no key of the top level: write training.learning_rate'

@@ -16,9 +16,7 @@ def plan_policy(config: RunConfig, split: str, *, work: WorkModel | None = None)
 
     Args:
         config: The run.
-
         split: `train` or `eval`.
-
         work: What samples cost, for algorithms whose packs depend on it.
     """
     training, is_train = config.training, split == "train"
@@ -45,9 +43,7 @@ def configured_inputs(template: TemplateConfig, custom: CustomConfig, *, packing
 
     Args:
         template: How a record becomes tokens.
-
         custom: How records are read.
-
         packing_length: Tokens of a pack; it decides lengths only where the template truncates.
     """
     cut = template.truncation_strategy if template.truncation_strategy in {"left", "right"} else None

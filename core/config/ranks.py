@@ -50,7 +50,6 @@ def run_values(config: RunConfig, files: Mapping[str, Any]) -> dict[str, str]:
 
     Args:
         config: The run.
-
         files: Key -> content of the file that it names, which is compared in place of the path.
     """
     sections = attrs.asdict(config)

@@ -64,9 +64,7 @@ def read_words(words: Sequence[Word], table: Mapping[str, Argument], *, source: 
 
     Args:
         words: What follows `swift sft`.
-
         table: Every argument of ms-swift.
-
         source: Name of the command's file, for errors.
 
     Raises:
@@ -110,9 +108,7 @@ def read_keys(document: Mapping[str, Any], table: Mapping[str, Argument], *, sou
 
     Args:
         document: Its keys.
-
         table: See `read_words`.
-
         source: Name of the file, for errors.
 
     Raises:
@@ -149,7 +145,6 @@ def read_resolved(document: Mapping[str, Any], table: Mapping[str, Argument]) ->
 
     Args:
         document: What an old run's args.json holds.
-
         table: See `read_words`.
     """
     given, others = [], 0
@@ -170,18 +165,7 @@ def _as_text(value: Any) -> str:
 
 
 def _one(name: str, several: Sequence[Sequence[Word]], written: str, table: Mapping[str, Argument]) -> Given:
-    """
-    Return one argument; ValueError if it is none.
-
-    Args:
-        name: The name that ms-swift has for it now.
-
-        several: Its values each time that it is given.
-
-        written: The name as it is given.
-
-        table: See `read_words`.
-    """
+    """Return one argument; ValueError if it is none."""
     if name not in table:
         meant = closest(name, table)[:3]
         message = "is no argument of ms-swift" + (

@@ -42,9 +42,7 @@ def to_swift(config: RunConfig, *, given: frozenset[str], world_size: int = 1) -
 
     Args:
         config: The run, with data and model as they are named.
-
         given: Keys of the run's YAML, with their sections.
-
         world_size: Ranks that the run is started on, which its effective batch is divided by.
 
     Raises:

@@ -128,9 +128,7 @@ class Conversion:
 
         Args:
             shown: The argument, or the decision, that asks for them: its line is replaced.
-
             keys: Key with its section -> value; each is in the run already.
-
             reason: Reason of the change.
         """
         document = {section: dict(held) for section, held in self.document.items()}
@@ -150,11 +148,8 @@ def convert(given: Sequence[Given], table: Mapping[str, Argument], world: World,
 
     Args:
         given: The command's arguments.
-
         table: Every argument of ms-swift, with its default.
-
         world: What is known of the model, the files and the ranks.
-
         source: Name of the command's file, for errors.
 
     Raises:
@@ -299,7 +294,6 @@ class _Builder:
 
         Args:
             keys: Key with its section -> value.
-
             also: What else the line says.
         """
         for key, value in keys.items():
@@ -481,7 +475,6 @@ def batch_keys(batches: int, training: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         batches: Samples, or packs, that a rank takes.
-
         training: The section as it is, whose batch of a forward pass is kept where it divides them.
     """
     size = int(training.get("per_device_train_batch_size", 1))

@@ -61,7 +61,6 @@ def find_launch(commands: Iterable[Command], *, source: str) -> Launch:
 
     Args:
         commands: Of the script, in order.
-
         source: Name of the script, for errors.
 
     Raises:

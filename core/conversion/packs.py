@@ -21,7 +21,6 @@ def packs_of_step(samples: int, *, samples_per_pack: float) -> int | None:
 
     Args:
         samples: Samples of the step without packs, >= 1.
-
         samples_per_pack: Mean over all packs.
 
     >>> packs_of_step(16, samples_per_pack=8.6), packs_of_step(4, samples_per_pack=8.6)
@@ -39,13 +38,9 @@ def with_packs(
 
     Args:
         conversion: The run as its command has it.
-
         packs: Packs of a rank's step.
-
         samples_per_pack: Mean over all packs.
-
         steps: Optimizer steps of the run before and after.
-
         world_size: Ranks of the run.
     """
     training = conversion.document["training"]

@@ -99,12 +99,9 @@ def loss_difference(found: float, expected: float, *, terms: float) -> float:
 
     Args:
         found: Of the pack.
-
         expected: Of the samples alone, >= 0.
-
         terms: Mean size of what a token's loss is the difference of: its log-sum-exp, and the
-        target's logit, absolute;
-            not below *expected*.
+            target's logit, absolute; not below *expected*.
 
     >>> loss_difference(2.5, 2.0, terms=4.0), loss_difference(0.5, 0.0, terms=20.0)
     (0.25, 0.25)
@@ -164,9 +161,7 @@ def choose_packs(packs: Packs, table: Table, *, count: int) -> list[int]:
 
     Args:
         packs: Of the plan.
-
         table: Measurements of all samples.
-
         count: >= 1.
     """
     sizes = packs.sizes()

@@ -45,7 +45,6 @@ def asked_attention(attn_impl: str, *, context_parallel_size: int = 1) -> str:
 
     Args:
         attn_impl: What `model.attn_impl` says.
-
         context_parallel_size: Ranks that share a packed row.
     """
     return NATIVE if attn_impl == AUTO and context_parallel_size > 1 else attn_impl
@@ -57,9 +56,7 @@ def choose_attention(attn_impl: str, verdict: PackingVerdict | None, *, context_
 
     Args:
         attn_impl: What `model.attn_impl` says.
-
         verdict: On the model; None where it was not asked, since nothing is packed.
-
         context_parallel_size: Ranks that share a packed row.
 
     Raises:
@@ -96,9 +93,7 @@ def why_not_here(attn_impl: str, *, flash_installed: bool, on_cpu: bool) -> str 
 
     Args:
         attn_impl: The backend's name.
-
         flash_installed: Whether the package flash-attn is.
-
         on_cpu: Whether the model trains on a CPU.
     """
     if attn_impl in FLASH_BACKENDS and not flash_installed:
@@ -116,14 +111,12 @@ def check_isolation(attn_impl: str, verdict: PackingVerdict, *, context_parallel
 
     Args:
         attn_impl: What `model.attn_impl` says.
-
         verdict: On the model.
-
         context_parallel_size: Ranks that share a packed row.
 
     Raises:
         IsolationError: The verdict is that it may not, or its layers carry a state from rank to
-        rank.
+            rank.
     """
     if not verdict.passes:
         raise IsolationError(verdict.model_type, attn_impl, verdict.reason)

@@ -55,7 +55,6 @@ def loaded_limit(epsilon: float, *, layers: int) -> float:
 
     Args:
         epsilon: The step between 1 and the next number of the type that is computed in.
-
         layers: Of the text model, >= 1.
 
     >>> [round(loaded_limit(2.0**-step, layers=36), 6) for step in (7, 10, 23)]
@@ -86,9 +85,7 @@ def trials(attn_impl: str, *, native: str, flash: bool) -> Iterator[Trial]:
 
     Args:
         attn_impl: What `model.attn_impl` says.
-
         native: The attention of transformers that computes what the model means: sdpa or eager.
-
         flash: Whether flash attention runs here.
 
     >>> [trial.strategy for trial in trials("auto", native="sdpa", flash=False)]

@@ -20,9 +20,7 @@ def agree(number: int, one: str = "is", many: str = "are") -> str:
 
     Args:
         number: How many there are.
-
         one: The verb for exactly one.
-
         many: The verb for any other number.
     """
     return one if number == 1 else many
@@ -34,9 +32,7 @@ def ranging(lowest: int, highest: int, name: str) -> str:
 
     Args:
         lowest: The least of them.
-
         highest: The greatest.
-
         name: The noun, in the singular.
     """
     return counted(highest, name) if lowest == highest else f"{lowest:,} to {counted(highest, name)}"
@@ -49,7 +45,6 @@ def in_ranges(indices: Iterable[int], *, most: int | None = None) -> str:
 
     Args:
         indices: Whole numbers.
-
         most: Ranges that are written; an ellipsis stands for the others. None writes all.
 
     >>> in_ranges([0, 1, 2, 7, 9, 10]), in_ranges([0, 1, 0, 1, 0]), in_ranges([1, 3, 5], most=2)

@@ -38,11 +38,8 @@ def plan_difference(first: RawPlan, second: RawPlan, first_lengths: Lengths, sec
 
     Args:
         first: A plan.
-
         second: Another one, perhaps of more or fewer samples.
-
         first_lengths: Tokens of each sample of the first plan, >= 1.
-
         second_lengths: Of the second.
 
     >>> from packplan.core.plan import build_raw_plan

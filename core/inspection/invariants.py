@@ -28,11 +28,8 @@ def plan_faults(
 
     Args:
         plan: To be checked.
-
         lengths: Tokens of each sample, >= 1.
-
         packed: Whether samples share packs; if not, each is alone, whatever its length.
-
         min_fill_ratio: Of the fill filter; None if nothing was to be dropped.
     """
     array = as_lengths(lengths)

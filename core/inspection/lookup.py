@@ -70,9 +70,7 @@ def scheduled_steps(schedule: EpochSchedule, pack: int, *, epoch: int = 0) -> tu
 
     Args:
         schedule: What is trained when.
-
         pack: Its position in the raw plan.
-
         epoch: Which epoch, from 0.
     """
     batches = schedule.num_batches(epoch) * schedule.batch_size * schedule.world_size

@@ -78,7 +78,6 @@ def low_fill(plan: RawPlan, lengths: Lengths) -> LowFill | None:
 
     Args:
         plan: What was planned, packed.
-
         lengths: Tokens of each sample that was planned, shape (num_samples,).
     """
     if len(plan.packs) <= MIN_PACKS or plan.fill >= MAX_FILL:

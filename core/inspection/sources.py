@@ -81,14 +81,10 @@ def summarise_sources(
 
     Args:
         plan: Of the samples.
-
         table: Their measurements; int32, shape (num_samples, num_columns).
-
         files: Files of the data, in order.
-
         images: What is stored of the samples' images and videos; int64, shape (num_media,
             num_image_columns).
-
         bad: Positions of the records that are no samples, among all records.
 
     Raises:

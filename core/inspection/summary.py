@@ -200,11 +200,8 @@ def summarise(
 
     Args:
         plan: Of samples of these lengths.
-
         lengths: Tokens of each sample, >= 1.
-
         packed: Whether samples share packs; if not, each is planned alone.
-
         supervised: Tokens of each sample that the loss counts, if they were measured.
 
     >>> from packplan.core.plan import build_raw_plan
@@ -273,13 +270,9 @@ def summarise_schedule(
 
     Args:
         plan: Of samples of these lengths.
-
         lengths: Tokens of each sample, >= 1.
-
         schedule: Over the plan's packs, from the beginning.
-
         packed: Whether samples share packs; if not, they are padded to the longest of their batch.
-
         works: What samples cost; None counts the squares of their lengths.
     """
     aligned = schedule.packs_per_epoch
@@ -340,13 +333,9 @@ def works_per_step(
 
     Args:
         plan: The raw plan.
-
         lengths: Tokens of each sample; int64, shape (num_samples,).
-
         schedule: Over the plan's packs, from the beginning.
-
         packed: Whether samples share packs; if not, they are padded to the longest of their batch.
-
         works: What samples cost; None counts the squares of their lengths.
     """
     stats = EpochStats.of(PackStats.of(plan, lengths, packed=packed, works=works), schedule, 0)

@@ -66,15 +66,10 @@ def what_if(
 
     Args:
         lengths: Tokens of each sample, >= 1.
-
         packing_lengths: Tokens a pack may hold.
-
         world_sizes: Data-parallel learners.
-
         plan: Plans the samples for a packing length; may raise UserError.
-
         schedule: Gives the schedule over a plan at a world size; may raise UserError.
-
         works: What samples cost; None counts the squares of their lengths.
     """
     array = as_lengths(lengths)

@@ -100,31 +100,21 @@ def pack(
 
     Args:
         lengths: Tokens of each sample, each from 1 to *capacity*; a numpy array of integers is the
-        fastest.
-
+            fastest.
         capacity: Tokens a pack may hold, >= 1.
-
         algorithm: A name in `ALGORITHMS`.
-
         seed: For `first_fit_shuffle`, from 0 to 2**64 - 1.
-
         min_bin_count: Packs at least; the fullest are split where there are fewer.
-
         bin_count_multiple: The number of packs is made a multiple of this, likewise.
-
         works: Work of each sample, for `balanced`, >= 0 in any unit; None takes tokens and squares
-        of lengths in the proportion of an ordinary model.
-
+            of lengths in the proportion of an ordinary model.
         report: Hears how far `certified` and `balanced` are; the others are done at once.
 
     Raises:
         InvalidLengthError: A length is not a whole number from 1 to *capacity*.
-
         WorkError: The works are of another number than the lengths, or one is negative or not
-        finite.
-
+            finite.
         ValueError: Works are given to an algorithm whose packs do not depend on them.
-
         TooFewSamplesError: More packs are wanted than there are samples.
 
     >>> pack([60, 20, 50, 30, 40, 40], capacity=80).tolist()

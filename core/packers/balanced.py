@@ -56,12 +56,9 @@ def balanced(
 
     Args:
         lengths: Tokens, each from 1 to *capacity*.
-
         capacity: Tokens a pack may hold.
-
         works: Work of each sample, in any unit, >= 0; of the shape of *lengths*. None takes tokens
-        and squares of lengths in the proportion of an ordinary model.
-
+            and squares of lengths in the proportion of an ordinary model.
         report: Hears how far it is.
     """
     units = in_units(WorkModel.estimated({}).trained().of(lengths) if works is None else works)
@@ -117,20 +114,7 @@ def _fewest(lengths: IntArray, *, capacity: int, report: Callable[[str], None]) 
 def _spread(
     lengths: IntArray, units: IntArray, *, num: int, capacity: int, report: Callable[[str], None]
 ) -> IntArray | None:
-    """
-    Return the pack of each sample in *num* packs of equal work; None if they do not all fit.
-
-    Args:
-        lengths: Tokens of each sample.
-
-        units: Work of each sample, in whole units.
-
-        num: Packs.
-
-        capacity: Tokens a pack may hold.
-
-        report: Hears which group is levelled.
-    """
+    """Return the pack of each sample in *num* packs of equal work; None if they do not all fit."""
     labels = np.empty(lengths.size, dtype=np.int64)
     num_groups = _num_groups(lengths.size, num)
     order = np.lexsort((-units, -lengths))
@@ -150,20 +134,7 @@ def _spread(
 def _levelled(
     lengths: IntArray, units: IntArray, labels: IntArray, *, capacity: int, report: Callable[[str], None]
 ) -> IntArray:
-    """
-    Level packs that fit, groups of them by themselves; return the pack of each sample.
-
-    Args:
-        lengths: Tokens of each sample.
-
-        units: Work of each sample, in whole units.
-
-        labels: The pack of each sample.
-
-        capacity: Tokens a pack may hold.
-
-        report: Hears which group is levelled.
-    """
+    """Level packs that fit, groups of them by themselves; return the pack of each sample."""
     num = int(labels.max()) + 1
     sums = np.zeros(num, dtype=np.int64)
     np.add.at(sums, labels, units)
@@ -206,15 +177,6 @@ def _fitted(lengths: IntArray, units: IntArray, *, num: int, capacity: int) -> E
     """
     Return packs of which none is too full, the samples of much work in emptier ones as far as that
     can be; None if they do not all fit.
-
-    Args:
-        lengths: Tokens of each sample.
-
-        units: Work of each sample, in whole units.
-
-        num: Packs.
-
-        capacity: Tokens a pack may hold.
     """
     for share in _KEPT_EMPTY:
         rooms = _rooms(lengths, units, num=num, capacity=capacity, share=share)
@@ -233,17 +195,6 @@ def _rooms(lengths: IntArray, units: IntArray, *, num: int, capacity: int, share
 
     What stays empty beside samples of much work is room that other packs lack. Where there is not
     enough of it, all such samples give up as much, so that the heaviest packs are lowered first.
-
-    Args:
-        lengths: Tokens of each sample.
-
-        units: Work of each sample, in whole units.
-
-        num: Packs.
-
-        capacity: Tokens a pack may hold.
-
-        share: Percent of the room of all packs that may be kept empty.
     """
     light = float(np.sort(units / lengths)[lengths.size // _LIGHT])
     if not light:
@@ -258,16 +209,7 @@ def _rooms(lengths: IntArray, units: IntArray, *, num: int, capacity: int, share
 
 
 def _left_empty(wanted: IntArray, beside: IntArray, given_up: int) -> IntArray:
-    """
-    Return the tokens that stay empty beside each sample.
-
-    Args:
-        wanted: Tokens that would have to.
-
-        beside: Tokens that its pack has room for beside it.
-
-        given_up: Tokens that each gets fewer than wanted.
-    """
+    """Return the tokens that stay empty beside each sample."""
     left: IntArray = np.clip(wanted - given_up, 0, beside)
     return left
 

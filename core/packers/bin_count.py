@@ -20,11 +20,8 @@ def with_bin_count(packs: Packs, lengths: IntArray, *, minimum: int, multiple: i
 
     Args:
         packs: In canonical order.
-
         lengths: Tokens of each sample.
-
         minimum: 1 asks for nothing, so that no samples may give no packs.
-
         multiple: >= 1.
 
     Raises:

@@ -34,11 +34,8 @@ def certified(lengths: IntArray, *, capacity: int, seed: int, report: Callable[[
 
     Args:
         lengths: Tokens, each from 1 to *capacity*.
-
         capacity: Tokens a pack may hold.
-
         seed: Of first-fit-shuffle, which is tried last.
-
         report: Hears what is looked for, and how many packs are found.
     """
     runs = Runs.of(lengths)

@@ -17,7 +17,6 @@ def concatenative(lengths: IntArray, *, capacity: int) -> Packs:
 
     Args:
         lengths: Tokens, each from 1 to *capacity*; at least one.
-
         capacity: Tokens a pack may hold.
     """
     offsets = [0]

@@ -113,14 +113,7 @@ class Exchange:
         self._exchange(level=True, few=self.num // _FEW)
 
     def _exchange(self, *, level: bool, few: int) -> None:
-        """
-        Exchange samples, then parts.
-
-        Args:
-            level: Whether to level work, or to make packs fit.
-
-            few: Packs that may be left as they are.
-        """
+        """Exchange samples, then parts."""
         singles = _sorting(self.tokens)
         idle = 0
         for _ in range(_SAMPLE_ROUNDS[level]):
@@ -165,18 +158,7 @@ class Exchange:
         return True
 
     def _exchange_parts(self, order: IntArray, parts: _Parts, touched: NDArray[np.bool_], *, level: bool) -> bool:
-        """
-        Exchange parts of several samples; return whether any changed places.
-
-        Args:
-            order: Samples in order of packs.
-
-            parts: Of these.
-
-            touched: Packs that have changed since their parts were drawn; changed in place.
-
-            level: Whether to level work, or to make packs fit.
-        """
+        """Exchange parts of several samples; return whether any changed places."""
         low, high = self._chosen(parts, touched, level=level)
         if not low.size:
             return False

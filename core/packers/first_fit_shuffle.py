@@ -15,9 +15,7 @@ def first_fit_shuffle(lengths: IntArray, *, capacity: int, seed: int) -> Packs:
 
     Args:
         lengths: Tokens, each from 1 to *capacity*.
-
         capacity: Tokens a bin may hold.
-
         seed: Of the order, >= 0.
     """
     order = shuffled(lengths.size, seed=seed)

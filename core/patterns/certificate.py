@@ -47,11 +47,8 @@ def certify(runs: Runs, *, capacity: int, known: int, effort: Effort) -> Certifi
 
     Args:
         runs: Lengths from 1 to *capacity*, counts >= 1, at least one; in lowest terms (`reduced`).
-
         capacity: Tokens a pack may hold.
-
         known: Packs of a packing that is known.
-
         effort: What the search beyond the quick bounds may cost.
     """
     bound = quick_bound(runs, capacity=capacity)

@@ -43,16 +43,11 @@ def fill_exactly(
 
     Args:
         runs: Lengths from 1 to *capacity*; counts may be 0.
-
         capacity: Tokens a bin may hold.
-
         effort: What the filling may cost; SpentError beyond.
-
         largest_first: Start each bin with the longest sample left, else with a drawn one.
-
         seed: Complete bins from drawn runs, so that what is left stays a fair sample of the whole;
-        None: from the
-            longest that fit, which leaves short ones for the end.
+        None: from the longest that fit, which leaves short ones for the end.
     """
     sizes, left = runs.sizes, list(runs.counts)
     alive = [run for run, count in enumerate(left) if count]
@@ -89,13 +84,9 @@ def refill(filling: Filling, runs: Runs, *, capacity: int, enough: int, effort: 
 
     Args:
         filling: Of all samples.
-
         runs: Lengths from 1 to *capacity*.
-
         capacity: Tokens a bin may hold.
-
         enough: A number of packs that ends the search.
-
         effort: What the search may cost; SpentError beyond.
     """
     idle = 0

@@ -18,7 +18,6 @@ def fewest_patterns(patterns: list[Pattern], runs: Runs) -> Filling | None:
 
     Args:
         patterns: Over *runs*; each run has to be in one.
-
         runs: Lengths and counts; at most some hundred samples.
     """
     # Half a second to load, and most plans are proven without it.

@@ -61,15 +61,10 @@ def relax(runs: Runs, *, capacity: int, fillings: list[Filling], bound: int, eno
 
     Args:
         runs: Lengths from 1 to *capacity*, counts >= 1.
-
         capacity: Tokens a pack may hold.
-
         fillings: Packings that are known; their patterns start the program.
-
         bound: A lower bound that is known.
-
         enough: A bound that is as good as any, for a packing has that many packs.
-
         effort: What the search may cost; it ends with the best bound so far.
     """
     sizes, counts = np.array(runs.sizes), np.array(runs.counts)
@@ -142,9 +137,7 @@ def solve_master(patterns: list[Pattern], *, sizes: IntArray, counts: IntArray) 
 
     Args:
         patterns: Over the runs of *sizes*.
-
         sizes: Lengths in tokens, longest first.
-
         counts: Samples of each.
 
     Returns:
@@ -216,9 +209,7 @@ def solve_knapsack(sizes: IntArray, prices: IntArray, capacity: int) -> Knapsack
 
     Args:
         sizes: Tokens of each kind of item, longest first; shape (num_kinds,).
-
         prices: Worth of an item of each kind, whole numbers; shape (num_kinds,).
-
         capacity: Tokens that the knapsack holds.
     """
     ascending, value = sizes[::-1], prices[::-1]

@@ -42,9 +42,7 @@ def dives(runs: Runs, *, capacity: int, patterns: list[Pattern]) -> Iterator[Fil
 
     Args:
         runs: Lengths from 1 to *capacity*, counts >= 1.
-
         capacity: Tokens a bin may hold.
-
         patterns: Of the relaxation; among them a packing of all samples.
     """
     left = list(runs.counts)

@@ -17,8 +17,7 @@ def group_advantages(rewards: NDArray[np.float64], *, group_size: int) -> NDArra
 
     Args:
         rewards: Of all answers, those to the same prompt next to each other; shape (num_groups *
-        group_size,).
-
+            group_size,).
         group_size: Answers to each prompt.
 
     >>> group_advantages(np.array([0.0, 2.0, 5.0, 5.0]), group_size=2).round(3).tolist()

@@ -55,7 +55,6 @@ def parse_entry(text: str, *, exists: Callable[[str], bool]) -> DataEntry:
 
     Args:
         text: As ms-swift takes it.
-
         exists: Whether there is a file or folder of this name.
 
     >>> parse_entry("HF::org/name:a/b#500", exists=lambda path: False)
@@ -88,13 +87,9 @@ def draw(
 
     Args:
         sizes: Records of each data set, >= 1.
-
         counts: Records to draw of each; None takes all.
-
         split_ratio: Share of the drawn records that is evaluated: 0 none, 1 all.
-
         shuffle: Draw at random; otherwise from the front, and evaluate the end.
-
         seed: Seed of the generator that all data sets are drawn from, in order.
 
     Raises:

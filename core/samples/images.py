@@ -44,7 +44,6 @@ def to_images(value: object, *, urls: bool = False) -> list[Image]:
 
     Args:
         value: What stands under the record's `images`.
-
         urls: Whether URLs are read.
 
     >>> to_images([{"path": "a.png"}, "b.png"])
@@ -134,7 +133,6 @@ def why_no_path(image: str, *, only_files: bool = False) -> str | None:
 
     Args:
         image: What the record has.
-
         only_files: It may be neither fetched nor stand in the record, as a video.
     """
     if len(image) > _LONGEST_PATH:

@@ -128,9 +128,7 @@ class ShortcutError(Exception):
 
     Args:
         where: Place of the sample's record, or its number.
-
         quick: What the shortcut gives, in the order of `COLUMNS`.
-
         encoded: What encoding gives.
     """
 
@@ -160,11 +158,8 @@ def from_tables(table: Table, images: ImageTable, indices: Iterable[int]) -> lis
 
     Args:
         table: Measurements of all samples; int32, shape (num_samples, num_columns).
-
         images: What is stored of their images, in the order of the samples; int64, shape
-        (num_images,
-            num_image_columns).
-
+            (num_images, num_image_columns).
         indices: Samples to read, each from 0.
     """
     ends = np.cumsum(num_media(table))
@@ -201,7 +196,6 @@ def video_totals(table: Table, images: ImageTable) -> VideoTotals:
 
     Args:
         table: Measurements of the samples; int32, shape (num_samples, num_columns).
-
         images: What is stored of their images and videos; int64, shape (num_media,
             num_image_columns).
     """

@@ -114,15 +114,10 @@ def to_messages(
 
     Args:
         record: One JSON value of a data file, or what `shaped` made of it.
-
         object_field_order: Whether each object's description or its geometry comes first.
-
         use_summary: Answer a dense caption with its `summary` instead of its objects.
-
         max_messages: A record of more messages is refused.
-
         columns: Names of the record's keys -> the names that they have here.
-
         urls: Whether images may be URLs.
 
     Raises:
@@ -171,15 +166,6 @@ def _tagged(messages: list[dict[str, Any]], tag: str, name: str, number: int) ->
     """
     Return messages that have a tag for each image, or video, of their record: where they have
     none, before what the user says first.
-
-    Args:
-        messages: Of the record.
-
-        tag: What stands for one of them in a text.
-
-        name: What they are.
-
-        number: How many of them the record has.
     """
     tags = sum(message["content"].count(tag) for message in messages)
     if tags == number:

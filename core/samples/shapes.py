@@ -103,7 +103,6 @@ def to_shape(record: Mapping[str, Any], *, columns: Mapping[str, str] | None = N
 
     Args:
         record: A JSON object of a data file.
-
         columns: Names of its keys -> the names that they have here.
 
     Raises:
@@ -324,16 +323,7 @@ def _of_history(record: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _of_turn(query: object, response: object, names: tuple[str, str]) -> Iterator[dict[str, Any]]:
-    """
-    Yield a question and its answer; one that is null is left out.
-
-    Args:
-        query: The question.
-
-        response: The answer.
-
-        names: Keys that they stand in.
-    """
+    """Yield a question and its answer; one that is null is left out."""
     for role, text, name in (("user", query, names[0]), ("assistant", response, names[1])):
         if text is None:
             continue
@@ -347,16 +337,7 @@ def _is_chat(value: object) -> bool:
 
 
 def _as_chat(value: Any, role: str, images: list[Any]) -> list[dict[str, Any]]:
-    """
-    Return messages that stand in a question or an answer, or a text as one message.
-
-    Args:
-        value: The question or the answer.
-
-        role: Who says a text.
-
-        images: Those of parts are added here.
-    """
+    """Return messages that stand in a question or an answer, or a text as one message."""
     if _is_chat(value):
         return _turned(value, images)
     return [] if value is None else [{"role": role, "content": value}]

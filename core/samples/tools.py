@@ -77,16 +77,7 @@ def with_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _in_order_of(calls: Sequence[Any], answers: list[Any], key: str) -> list[Any]:
-    """
-    Return answers in the order of their calls, where each call has one; else as they stand.
-
-    Args:
-        calls: Each may have an `id`.
-
-        answers: Of as many calls.
-
-        key: What holds the id of an answer's call.
-    """
+    """Return answers in the order of their calls, where each call has one; else as they stand."""
     ids = [call.get("id") for call in calls]
     asked = [answer.get(key) for answer in answers]
     if not all(isinstance(one, (str, int)) for one in (*ids, *asked)) or len(set(ids)) < len(ids):

@@ -49,14 +49,7 @@ def _to_video(video: Any) -> Video:
 
 
 def _path(value: Any, what: str) -> str:
-    """
-    Return the path of a video or of a frame.
-
-    Args:
-        value: What the record has for it.
-
-        what: Which of them it is, for the error.
-    """
+    """Return the path of a video or of a frame."""
     if isinstance(value, Mapping):
         value = value.get("path")
     if not isinstance(value, str) or not value:

@@ -150,24 +150,16 @@ class EpochSchedule:
 
         Args:
             aligned: What the ranks consume in an epoch.
-
             gradient_accumulation_steps: Batches of a rank in one optimizer step, >= 1.
-
             num_train_epochs: May be fractional.
-
             max_steps: Optimizer steps in total, if positive; overrides the epochs.
-
             seed: Seed of the order, from 0.
-
             shuffle: False takes every epoch in the order of the plan.
-
             works: Work of each pack of the raw plan, in any unit, to assign a step's packs to its
-            ranks by; shape (num_raw_packs,). None leaves them as the order has them.
-
+                ranks by; shape (num_raw_packs,). None leaves them as the order has them.
             meeting: Where the ranks wait for each other: `step` or `microbatch`.
-
             group_by_work: Steps of a window in which packs of like work come into one step; 0
-            leaves steps as they are drawn.
+                leaves steps as they are drawn.
 
         >>> from packplan.core.align import align_plan
         >>> from packplan.core.plan import build_raw_plan

@@ -64,12 +64,9 @@ class PackStats:
 
         Args:
             plan: The raw plan.
-
             lengths: Tokens of each sample; int64, shape (num_samples,).
-
             packed: Whether samples share packs; if not, they are padded to the longest of their
-            batch.
-
+                batch.
             works: What samples cost; None counts the squares of their lengths.
         """
         is_long = np.zeros(lengths.size, dtype=np.int64)
@@ -154,9 +151,7 @@ class EpochStats:
 
         Args:
             pack_stats: Numbers of each pack.
-
             schedule: What is trained when.
-
             epoch: Which epoch, from 0.
         """
         before = schedule.consumed(epoch)

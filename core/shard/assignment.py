@@ -33,11 +33,8 @@ def fewer_rounds(packs: Packs, costs: IntArray, *, capacity: int, rounds_of: int
 
     Args:
         packs: Microbatches of one algorithm.
-
         costs: Positions of each sequence; shape (num_sequences,).
-
         capacity: Positions of a microbatch.
-
         rounds_of: Microbatches that all workers compute at the same time.
     """
     least = round_up(-(-int(costs.sum()) // capacity), rounds_of)
@@ -60,13 +57,9 @@ def balanced(costs: IntArray, works: IntArray, *, shards: int, per_shard: int, c
 
     Args:
         costs: Positions of each item; at least `shards * per_shard`.
-
         works: Work of each item, in whole units.
-
         shards: Workers.
-
         per_shard: Microbatches of each.
-
         capacity: Positions of a microbatch.
     """
     sizes, weights = costs.tolist(), works.tolist()
@@ -129,11 +122,8 @@ def assign_packs(packs: Packs, works: IntArray, shards: int, *, balance: bool) -
 
     Args:
         packs: Microbatches, a multiple of *shards*.
-
         works: Work of each item, in whole units; shape (num_items,).
-
         shards: Workers.
-
         balance: Assign by falling work, else in turn.
     """
     per_shard = len(packs) // shards
@@ -164,11 +154,8 @@ def rotate_to_least_loaded(
 
     Args:
         labels: Microbatch of each item, worker by worker; shape (num_items,).
-
         works: Work of each item, in whole units; shape (num_items,).
-
         done: Work of each worker in the global batches before; shape (num_workers,).
-
         per_shard: Microbatches of each worker.
     """
     of_workers = np.zeros(done.size, dtype=np.int64)

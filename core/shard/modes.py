@@ -185,42 +185,27 @@ def shard_packed(
 
     Args:
         lengths: Tokens of each sequence of the batch, >= 1; at least one sequence.
-
         shards: Data-parallel workers, >= 1.
-
         batch_size: Sequences of a global batch, over all workers; the last one may have fewer.
-
         max_tokens_per_microbatch: Tokens of a row, padding included.
-
         sequence_length_pad_multiple: Each sequence is padded to a multiple of it.
-
         algorithm: A name in `core.packers.ALGORITHMS`; it decides how many microbatches there are.
-
-        assignment: `balanced`: sequences are assigned so that workers wait for each other as
-        little as may be, under
-            the budget. `round_robin`: the algorithm's packs are assigned in turn.
-
+        assignment: `balanced`: sequences are assigned so that workers wait for each other as little
+            as may be, under the budget. `round_robin`: the algorithm's packs are assigned in turn.
         microbatch_order: Of a worker in a global batch: by first sequence; or by falling number of
-        tokens of each
-            worker, so that what takes most memory comes first, whatever runs beside it.
-
+            tokens of each worker, so that what takes most memory comes first, whatever runs beside
+            it.
         microbatch_multiple: A worker's microbatches in a global batch are a multiple of it, as
-        virtual pipeline stages need.
-
+            virtual pipeline stages need.
         when_short: With fewer sequences than microbatches, fill up with weight 0, or raise.
-
         seed: Of algorithms that draw.
-
         work: What a sequence costs; None counts attention work, the square of its length.
-
         meeting: Where workers wait for each other: in each `microbatch`, as under FSDP; then those
-        that run together
-            have equal work. Or at the end of a `step`, a global batch; then the sums of workers
-            are equal, and microbatches as far as these allow.
+            that run together have equal work. Or at the end of a `step`, a global batch; then the
+            sums of workers are equal, and microbatches as far as these allow.
 
     Raises:
         OverBudgetError: A sequence does not fit a row.
-
         BatchError: There is no sequence, or there are too few and `when_short` is `error`.
 
     >>> lengths = [900, 850, 1000, 950]
@@ -279,24 +264,17 @@ def shard_dynamic(
 
     Args:
         lengths: Tokens of each sequence of the batch, >= 1; at least one sequence.
-
         shards: Data-parallel workers, >= 1.
-
         batch_size: Sequences of a global batch, over all workers; the last one may have fewer.
-
         max_tokens_per_microbatch: Sequences times width, at most.
-
         sequence_length_round: Widths are multiples of it.
-
         when_short: Where the workers do not divide a global batch, fill up with weight 0, or raise.
-
         work: What a row costs; None counts the square of its width.
 
     Raises:
         OverBudgetError: A sequence alone is wider than the budget.
-
         BatchError: There is no sequence, or the workers do not divide them and `when_short` is
-        `error`.
+            `error`.
 
     >>> sharding = shard_dynamic([2, 8, 4, 16, 28, 32, 2, 32], shards=2, batch_size=8,
     ...     max_tokens_per_microbatch=32, sequence_length_round=4)
@@ -338,25 +316,17 @@ def shard_plain(
 
     Args:
         lengths: Tokens of each sequence of the batch, >= 1; at least one sequence.
-
         shards: Data-parallel workers, >= 1.
-
         batch_size: Sequences of a global batch, over all workers; the last one may have fewer.
-
         micro_batch_size: Sequences of a microbatch at most; None: all that a worker has of a global
-        batch.
-
+            batch.
         sequence_length_round: Widths are multiples of it.
-
         allow_uneven: Where the workers do not divide a global batch, some have one sequence more;
-        one that would have none
-            gets the shortest with weight 0.
-
+            one that would have none gets the shortest with weight 0.
         work: What a row costs; None counts the square of its width.
 
     Raises:
         UnevenShardsError: The workers do not divide a global batch, and that is not allowed.
-
         BatchError: There is no sequence.
 
     >>> sharding = shard_plain([5, 5, 5, 5], shards=2, batch_size=4)
@@ -474,9 +444,7 @@ class _Workers:
 
         Args:
             packs: Microbatches of the algorithm, which are taken where slots do not fit otherwise.
-
             costs: Positions of each slot, at least as many as microbatches.
-
             works: Work of each slot, in whole units.
         """
         if self.meeting is None:
@@ -514,15 +482,11 @@ class _Workers:
 
         Args:
             labels: Microbatch of each slot.
-
             items: Sequence of each slot.
-
             costs: Positions of each slot.
-
             works: Work of each slot.
-
             by_size: By falling size. Else those of packs in turn come by first sequence; others
-            stay beside those of like work, and these rounds come by first sequence.
+                stay beside those of like work, and these rounds come by first sequence.
         """
         num = self.shards * self.rounds
         first = np.full(num, int(items.max()) + 1)

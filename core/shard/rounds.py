@@ -35,13 +35,9 @@ def spread(costs: IntArray, works: IntArray, *, shards: int, rounds: int, capaci
 
     Args:
         costs: Positions of each item; at least as many as microbatches.
-
         works: Work of each item, in whole units.
-
         shards: Microbatches of a round, one a worker.
-
         rounds: Microbatches of each worker.
-
         capacity: Positions of a microbatch.
     """
     fill = _Fill(costs, works, shards, rounds, capacity)
@@ -89,11 +85,8 @@ class _Pool:
 
         Args:
             size: Positions of the item.
-
             work: Its work.
-
             level: Work that no microbatch may pass; None: any.
-
             must_open: Whether only empty ones may take it.
         """
         while self._waiting and -self._waiting[0][0] >= size:
@@ -132,9 +125,8 @@ class _Fill:
 
         Args:
             item: No lighter than those that come after it.
-
             must_open: Whether only empty microbatches may take it: there are no more items than
-            these.
+                these.
         """
         size, work = self._sizes[item], self._works[item]
         found = self._placed(size, work, must_open=must_open)
@@ -184,13 +176,9 @@ def in_rounds(labels: IntArray, costs: IntArray, works: IntArray, *, shards: int
 
     Args:
         labels: The microbatch of each item, whose number is a multiple of *shards*.
-
         costs: Positions of each item.
-
         works: Work of each item, in whole units.
-
         shards: Workers.
-
         capacity: Positions of a microbatch.
     """
     num = int(labels.max()) + 1

@@ -116,11 +116,8 @@ def advance(
 
     Args:
         carry: What is in the buffer.
-
         indices: Names of the samples, ascending over the whole stream.
-
         lengths: Their tokens, >= 1.
-
         options: How the stream is packed.
 
     >>> options = CarryOptions(packing_length=80, packing_buffer=6, min_fill_ratio="0.6")

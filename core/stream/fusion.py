@@ -127,7 +127,6 @@ def quotas(mix: Mix, sizes: Sequence[int]) -> list[int]:
 
     Args:
         mix: Without `mix_faults`.
-
         sizes: Samples of each source.
 
     >>> sources = (Source(jsonl="a", ratio=Decimal(3)), Source(jsonl="b", ratio=Decimal(1)))
@@ -153,11 +152,8 @@ def schedule(mix: Mix, sizes: Sequence[int], *, seed: int, epoch: int) -> Schedu
 
     Args:
         mix: Without `mix_faults` and `share_faults`.
-
         sizes: Samples of each source.
-
         seed: From 0.
-
         epoch: From 0; each has a draw and an order of its own.
     """
     wanted = quotas(mix, sizes)

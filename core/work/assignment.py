@@ -72,12 +72,9 @@ def assign_steps(works: IntArray, *, world_size: int, accumulation: int, meeting
 
     Args:
         works: Work of each pack in the order given, in whole units, see `in_units`; shape
-        (num_packs,), a multiple of *world_size*.
-
+            (num_packs,), a multiple of *world_size*.
         world_size: Data-parallel learners, >= 1.
-
         accumulation: Packs of a rank in one step, >= 1.
-
         meeting: Where ranks wait for each other.
 
     >>> works = np.array([8, 1, 7, 2, 6, 3, 5, 4])
@@ -110,11 +107,8 @@ def group_steps(works: IntArray, *, packs_per_step: int, steps: int, seed: Seque
 
     Args:
         works: Work of each pack in the order given, in whole units; shape (num_packs,).
-
         packs_per_step: Packs of a step, all ranks together, >= 1.
-
         steps: Steps of a window, >= 1.
-
         seed: Of the order of the steps of a window; numbers from 0.
 
     >>> works = np.array([5, 1, 4, 2, 3, 6, 9])
@@ -141,11 +135,8 @@ def bounds_of_steps(works: IntArray, *, world_size: int, accumulation: int, meet
 
     Args:
         works: Work of each pack in the order given, in whole units; shape (num_packs,).
-
         world_size: Data-parallel learners, >= 1.
-
         accumulation: Packs of a rank in one step, >= 1.
-
         meeting: Where ranks wait for each other.
     """
     per_step = world_size * accumulation
@@ -199,7 +190,6 @@ def _longest_first(steps: IntArray, falling: IntArray) -> IntArray:
 
     Args:
         steps: Works; shape (num_steps, packs of a step).
-
         falling: Places by falling work; shape (num_steps, packs of a rank, world_size).
 
     Returns:
@@ -223,7 +213,6 @@ def _level(steps: IntArray, held: IntArray) -> None:
 
     Args:
         steps: Works; shape (num_steps, packs of a step).
-
         held: The places that each rank takes; shape (num_steps, world_size, packs of a rank).
     """
     bounds = _bounds(np.sort(steps, axis=1), held.shape[1])
@@ -255,13 +244,9 @@ def _exchange(held: IntArray, active: IntArray, works: IntArray, *, swaps: NDArr
 
     Args:
         held: The places that each rank takes; shape (num_steps, world_size, packs of a rank).
-
         active: Steps to work on.
-
         works: Works of what they hold; shape (num_active, world_size, packs of a rank).
-
         swaps: Sets of packs to exchange; shape (num_sets, packs of a set).
-
         number: Of the round: partners differ from round to round.
     """
     sums = works.sum(axis=2)

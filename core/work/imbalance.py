@@ -18,7 +18,6 @@ def expected_imbalance(works: NDArray[Any], *, world_size: int) -> float:
 
     Args:
         works: Work of each pack, >= 0; at least one.
-
         world_size: Packs that meet, >= 1; where there are fewer packs, all meet.
 
     >>> expected_imbalance(np.array([1, 2, 3]), world_size=2)
@@ -45,7 +44,6 @@ def floor_of(works: NDArray[Any], *, num_packs: int) -> NDArray[np.float64]:
 
     Args:
         works: Work of each sample, >= 0; at least one.
-
         num_packs: Packs, >= 1, at most the samples.
 
     >>> floor_of(np.array([8, 1, 2, 3]), num_packs=3).tolist()

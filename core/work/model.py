@@ -110,11 +110,9 @@ class WorkModel:
 
         Args:
             text: Whether the text's weights are trained, not frozen or under adapters.
-
             vision: The same of the vision tower's weights.
-
             vision_gradients: Whether gradients reach the vision tower at all: something in it is
-            trained, be it adapters.
+                trained, be it adapters.
         """
         tower = self.vision
         if tower is not None and vision_gradients:
@@ -140,13 +138,11 @@ class WorkModel:
 
         Args:
             lengths: Tokens of each sample, image tokens included; each >= 1.
-
             grids: The images of each sample, one list a sample, for a model that sees images; none
-            if empty.
+                if empty.
 
         Raises:
             InvalidLengthError: A length that is not a positive whole number.
-
             ValueError: Grids of another number of samples than lengths.
 
         >>> model = WorkModel(per_position=100, per_pair=2)
@@ -238,15 +234,10 @@ class SampleWorks:
 
         Args:
             model: What its layers take.
-
             lengths: Tokens of each sample, image tokens included, each >= 1; shape (num_samples,).
-
             images: Images of each sample; shape (num_samples,).
-
             patches: Patches of all images of a sample together; shape (num_samples,).
-
             frames: Frames that are sampled of a sample's videos; two of them are seen as one image.
-
             video_patches: Patches of all videos of a sample together; shape (num_samples,).
 
         >>> vision = VisionWork(per_patch=100, per_image_pair=1, per_window_pair=0, window=0)

@@ -117,7 +117,6 @@ def read_text(sizes: Sizes, *, model_type: str | None) -> TextWork:
 
     Args:
         sizes: The text's part of a config.json.
-
         model_type: Of that part, or of the whole.
 
     Raises:

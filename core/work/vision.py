@@ -54,7 +54,6 @@ class VisionWork:
 
         Args:
             images: Images of each sample; shape (num_samples,).
-
             patches: Patches of all images of a sample together; of the same shape.
 
         >>> vision = VisionWork(per_patch=100, per_image_pair=1, per_window_pair=1, window=4)
@@ -125,22 +124,7 @@ def read_vision(config: Sizes) -> VisionWork:
 def _tower(
     keys: Keys, width: int, *, inner: int, mlp_products: int, num_projectors: int = 1, out: int | None = None
 ) -> VisionWork:
-    """
-    Return the work of a vision tower whose layers all attend within whole frames.
-
-    Args:
-        keys: The `vision_config` of a config.json.
-
-        width: Of its layers.
-
-        inner: Width of a layer's MLP.
-
-        mlp_products: Matrix products of the MLP, each as large as the two widths.
-
-        num_projectors: Pairs of matrices that merge patches and bring them to the text's width.
-
-        out: The text's width; None: `out_hidden_size`.
-    """
+    """Return the work of a vision tower whose layers all attend within whole frames."""
     depth = keys.size("depth")
     channels = keys.count("in_channels", "in_chans") or 3
     embedding = channels * (keys.count("temporal_patch_size") or 2) * keys.size("patch_size") ** 2 * width
@@ -171,13 +155,6 @@ def _tiles(keys: Keys, ratio: float, *, text: int) -> VisionWork:
     """
     Return the work of InternVL's tower, whose tiles are the windows, each with a token more than it
     has patches.
-
-    Args:
-        keys: The `vision_config` of a config.json.
-
-        ratio: Sides of a merged tile over those of a tile, in patches.
-
-        text: The text's width.
     """
     width, depth = keys.size("hidden_size"), keys.size("num_hidden_layers")
     patch, size = _side(keys, "patch_size"), _side(keys, "image_size")

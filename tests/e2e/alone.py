@@ -63,11 +63,9 @@ def step_alone(model: Any, samples: list[dict[str, Any]], reduction: str = "toke
 
     Args:
         model: Its weights stay; gradients are cleared.
-
         samples: Encoded, of the whole step.
-
         reduction: How samples of unequal length are weighed; a key of `POWERS`. Where tokens have
-        weights of their own, their sum is a sample's length.
+            weights of their own, their sum is a sample's length.
     """
     sums = [float(token_weights(encoded).sum()) for encoded in samples]
     each = [own ** POWERS[reduction] if own else 0.0 for own in sums]

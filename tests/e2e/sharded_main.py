@@ -35,9 +35,7 @@ def main(config: str, out: str, *, videos: bool = False) -> None:
 
     Args:
         config: YAML of the run.
-
         out: Folder to write to.
-
         videos: Whether some packs have videos.
     """
     # The run is prepared by each process as if it were alone; they meet afterwards.

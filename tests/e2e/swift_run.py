@@ -92,7 +92,6 @@ def trained(runs: list[tuple[str, str, dict]], out: str) -> int:
 
     Args:
         runs: Folder of a model, its name among the demo's, and keys.
-
         out: The file to write.
     """
     from swift.pipelines import SwiftSft

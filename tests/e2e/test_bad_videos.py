@@ -33,13 +33,9 @@ def patched(data: bytes, box: bytes, offset: int, kind: str, *values: float) -> 
 
     Args:
         data: What it holds.
-
         box: The name before the place, where it first stands.
-
         offset: Bytes from the name's end to the place.
-
         kind: How the values are written, as `struct` has it.
-
         *values: What it is to say.
     """
     place, written = data.index(box) + len(box) + offset, struct.pack(kind, *values)
@@ -68,11 +64,8 @@ def repeated(path: Path, size: tuple[int, int], number: int, rate: Fraction) -> 
 
     Args:
         path: The file.
-
         size: Width and height.
-
         number: How often it comes.
-
         rate: Frames a second.
     """
     import av

@@ -25,11 +25,8 @@ def inputs(config, num_tokens, grids, of="image"):
 
     Args:
         config: Of the model.
-
         num_tokens: Of the row.
-
         grids: Patches of each image or video before merging.
-
         of: `image` or `video`.
     """
     import torch
@@ -63,13 +60,9 @@ def counted(model, config, num_tokens, grids, of="image") -> int:
 
     Args:
         model: The model.
-
         config: Of the model.
-
         num_tokens: Of the row.
-
         grids: Patches of each image or video before merging.
-
         of: `image` or `video`.
     """
     import torch

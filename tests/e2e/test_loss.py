@@ -123,9 +123,7 @@ def check_evaluations(run, *evaluated: tuple[dict[str, float], int], weighed: bo
 
     Args:
         run: Its model has the weights that were evaluated.
-
         *evaluated: What each evaluation gave, and its number of batches.
-
         weighed: Whether messages have weights.
     """
     encode, planned = run.samples["eval"].encode, run.planned["eval"]

@@ -23,7 +23,6 @@ def write_scenes(folder: Path, *, count: int) -> Path:
 
     Args:
         folder: Made if missing.
-
         count: Records.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -64,9 +63,7 @@ def record(text: str, images: list[str], *, answer: str = "a large blue circle, 
 
     Args:
         text: The question.
-
         images: Files, which come before it.
-
         answer: To it.
     """
     messages = [

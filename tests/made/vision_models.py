@@ -95,11 +95,8 @@ def write_vision_model(folder: Path, name: str, text: Iterable[str], *, seed: in
 
     Args:
         folder: Made if missing.
-
         name: One of `VISION_FAMILIES`.
-
         text: What the tokenizer's vocabulary is learned from.
-
         seed: Decides the weights.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -119,14 +116,7 @@ def write_vision_model(folder: Path, name: str, text: Iterable[str], *, seed: in
 
 
 def _model_of(family: VisionFamily, sizes: Sizes) -> Any:
-    """
-    Return a model with random weights.
-
-    Args:
-        family: Its family.
-
-        sizes: Its configuration, or that of its thinker.
-    """
+    """Return a model with random weights."""
     if family.around is None:
         config = AutoConfig.for_model(family.model_type, **sizes, tie_word_embeddings=False)
         return AutoModelForImageTextToText.from_config(config)

@@ -97,7 +97,6 @@ class PieceCounter:
 
         Args:
             template: In training mode.
-
             tokens: Kinds of media that samples may have -> the token that stands for parts of one.
         """
         # A copy: what is changed here is not changed for full encodes, which audit this.
@@ -121,7 +120,6 @@ class PieceCounter:
 
         Args:
             sample: As `SwiftEncoder.read` gives it.
-
             **counts: How many it has of each kind of media, `image` and `video`.
         """
         template = self._template
@@ -257,9 +255,8 @@ def prove_pieces(template: Template, *, tokens: Mapping[str, int]) -> tuple[Piec
 
     Args:
         template: In training mode.
-
         tokens: Kinds of media that samples may have -> the token that stands for parts of one; none
-        for a model of text.
+            for a model of text.
     """
     kind, base = type(template), Template
     if template.task_type != "causal_lm" or template.template_backend != "swift" or template.is_encoder_decoder:
@@ -288,9 +285,7 @@ def prove_stand_in(template: Template, counter: PieceCounter, medium: str) -> bo
 
     Args:
         template: Of a model that sees.
-
         counter: Measures its texts.
-
         medium: `image` or `video`.
     """
     found: Measurement | None
@@ -316,16 +311,7 @@ def prove_stand_in(template: Template, counter: PieceCounter, medium: str) -> bo
 
 
 def _encoded(template: Template, sample: dict[str, Any], **counts: int) -> Measurement:
-    """
-    Return the measurement of a full encode.
-
-    Args:
-        template: Encodes.
-
-        sample: Its messages.
-
-        **counts: How many stand-ins of each kind of media it has.
-    """
+    """Return the measurement of a full encode."""
     limit, template.max_length = template.max_length, None
     try:
         media = {f"{kind}s": [_STAND_INS[kind]] * number for kind, number in counts.items()}

@@ -101,9 +101,7 @@ class Batch:
 
         Args:
             numbers: Positions of the records among all.
-
             outcomes: What measuring each gave.
-
             digests: Of each record, empty where it is not known.
         """
         known = np.zeros((len(numbers), DIGEST_BYTES), np.uint8)
@@ -138,13 +136,9 @@ class QuickMeasurer:
 
         Args:
             encoder: Gives the samples.
-
             counter: Counts the texts of its template.
-
             lengths: What images cost; None measures those samples by themselves.
-
             alone: Measures one that cannot be measured with others.
-
             in_full: Measures one by encoding it.
         """
         self._encoder, self._alone, self._in_full = encoder, alone, in_full
@@ -207,13 +201,6 @@ class QuickMeasurer:
     ) -> tuple[list[ImageCost], list[VideoCost]]:
         """
         Return what the media of a sample cost beyond stand-ins; RecordError if one is refused.
-
-        Args:
-            index: Of the sample.
-
-            images: What its images are.
-
-            videos: What its videos are.
         """
         try:
             seen = [self._of_images.beyond_stand_in(one.width, one.height) for one in images] if self._of_images else []
@@ -227,7 +214,6 @@ class QuickMeasurer:
 
         Args:
             index: Of the sample.
-
             images: Paths of its images, or what their files would hold.
         """
         try:
@@ -236,14 +222,7 @@ class QuickMeasurer:
             raise self._encoder.fault(index, str(error)) from None
 
     def _outcome(self, one: _Read, counted: Iterator[Measurement | None]) -> Outcome:
-        """
-        Return the measurement of a sample that was read.
-
-        Args:
-            one: The sample.
-
-            counted: Measurements of those that have pieces, in their order.
-        """
+        """Return the measurement of a sample that was read."""
         quick = None if one.pieces is None else next(counted)
         limit = self._encoder.template.max_length
         if quick is not None:

@@ -74,13 +74,9 @@ class ArrowFile:
 
         Args:
             parts: The files.
-
             named: How they are spoken of.
-
             max_bytes: A row with a text longer than that is refused; None reads all.
-
             digests: Digest of each row, one after the other, if they are known.
-
             cache: Folder where what was found is kept; None keeps nothing.
 
         Raises:
@@ -146,16 +142,7 @@ class ArrowFile:
         return None
 
     def _open_part(self, part: Path, before: int, *, count_tags: bool) -> None:
-        """
-        Map a file; DataSetError if it is compressed, or names a column twice.
-
-        Args:
-            part: The file.
-
-            before: Bytes of memory that Arrow held before the first file was opened.
-
-            count_tags: Look for <video> and <audio> in its texts.
-        """
+        """Map a file; DataSetError if it is compressed, or names a column twice."""
         import pyarrow as pa
 
         mapped = MappedFile(part)

@@ -46,9 +46,7 @@ class KeptFacts:
 
         Args:
             cache: Folder that facts are kept in; None keeps nothing.
-
             parts: The file, or its parts.
-
             kind: What it is read as.
         """
         self._started, self._parts = time.time_ns(), tuple(parts)

@@ -43,11 +43,8 @@ class MappedFile:
 
         Args:
             part: Its number.
-
             num_bytes: Bytes that were read.
-
             num_places: Separate places of the part that they lie in.
-
             most: Bytes of all the part.
         """
         before = self._parts.get(part, 0)

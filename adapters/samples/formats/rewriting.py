@@ -60,14 +60,11 @@ def copy_of(path: Path, cache: Path | None, write: Callable[[Path, Path], None])
 
     Args:
         path: The file.
-
         cache: Where copies are kept; None refuses to make one.
-
         write: Writes the copy of a file into a folder.
 
     Raises:
         DataSetError: The file is damaged, or may not be rewritten.
-
         OutputError: There is no room for the copy.
     """
     if cache is None:
@@ -282,9 +279,7 @@ def rows_fault(path: Path, folder: Path, copied: Iterator[bytes]) -> str | None:
 
     Args:
         path: The file.
-
         folder: Its copy.
-
         copied: Digest of each row of the copy, from what stands there.
     """
     import pyarrow as pa

@@ -81,12 +81,9 @@ class SpanFile:
 
         Args:
             path: Where the text is.
-
             named: How the file is spoken of; None by its own path.
-
             max_bytes: A longer record is refused when it is asked for, and never read; None reads
-            all.
-
+                all.
             cache: Folder where what was found is kept; None keeps nothing.
 
         Raises:
@@ -170,13 +167,6 @@ class SpanFile:
     def _refuse_long(self, row: int, size: int, limit: int) -> None:
         """
         Refuse a record of more text than it may have, or of too many images, before it is read.
-
-        Args:
-            row: The record.
-
-            size: Its bytes, those of the images that stand in it included.
-
-            limit: Bytes of text that it may have.
         """
         held = MappedFile(self.path).bytes
         images = sum(found.end() - found.start() for found in _IMAGE.finditer(held, *self.spans[row, :2]))
@@ -265,7 +255,6 @@ def has_media_tag(text: bytes, *, has_videos: bool = False) -> bool:
 
     Args:
         text: The part, as its file has it.
-
         has_videos: Whether its record is known to have videos; else it is seen by JSON's notation.
     """
     if b"video" not in text and b"audio" not in text:
@@ -289,9 +278,7 @@ class Spans:
 
         Args:
             start: Its first byte.
-
             end: The byte behind its last.
-
             number: Its line or row.
         """
         self._numbers.extend((start, end, number))

@@ -102,7 +102,6 @@ def video_facts(video: Video, *, max_seconds: float) -> VideoFacts:
 
     Args:
         video: Path of a file or of a folder of frames, or the paths of frames.
-
         max_seconds: A longer one is refused.
 
     Raises:
@@ -251,16 +250,7 @@ class _Container:
         return len(entries), self._rate_doubt(stream, times)
 
     def _by_packets(self, stream: Any, packets: Iterator[Any], seconds: float) -> tuple[int, str | None]:
-        """
-        Return how many packets of video a container has, and what it does not promise.
-
-        Args:
-            stream: The video.
-
-            packets: From the beginning.
-
-            seconds: How long the container says that it is; 0 if it does not.
-        """
+        """Return how many packets of video a container has, and what it does not promise."""
         times, limit = [], self.max_seconds
         for packet in packets:
             if not packet.size:
@@ -279,14 +269,7 @@ class _Container:
         return len(times), self._rate_doubt(stream, times) or (None if seconds else "it does not say how long it is")
 
     def _has_sound_behind(self, end: float, seconds: float) -> bool:
-        """
-        Return whether sound goes on behind the frames.
-
-        Args:
-            end: Second at which the frames end.
-
-            seconds: How long the container says that it is.
-        """
+        """Return whether sound goes on behind the frames."""
         with open_video(self.path) as again:
             sound = again.demux(audio=0) if again.streams.audio else ()
             last = max(
@@ -295,14 +278,7 @@ class _Container:
         return last > seconds - _LOST_S
 
     def _rate_doubt(self, stream: Any, times: list[int]) -> str | None:
-        """
-        Return why frames are not promised to come at one rate; None if they are.
-
-        Args:
-            stream: The video.
-
-            times: When each frame is shown, or decoded, in units of the stream's time.
-        """
+        """Return why frames are not promised to come at one rate; None if they are."""
         distances = np.diff(times)
         if stream.average_rate != stream.base_rate or (
             distances.size and int(distances.max() - distances.min()) > _JITTER

@@ -66,7 +66,6 @@ class VideoLengths:
 
         Args:
             template: Of a model that sees.
-
             config: How it samples videos.
         """
         if not reads_videos(template):
@@ -143,14 +142,7 @@ class VideoLengths:
         return torch.linspace(0, facts.num_frames - 1, number).round().long().tolist(), rate
 
     def _scaled(self, facts: VideoFacts, num_frames: int) -> tuple[int, int]:
-        """
-        Return the height and width to which frames are scaled.
-
-        Args:
-            facts: The video.
-
-            num_frames: That are sampled.
-        """
+        """Return the height and width to which frames are scaled."""
         rules, given = vision_process, self.sampling
         factor = self.patch_size * rules.SPATIAL_MERGE_SIZE
         height, width = facts.height, facts.width
@@ -170,17 +162,6 @@ class VideoLengths:
 def _resized(height: int, width: int, factor: int, least: float, most: float) -> tuple[int, int]:
     """
     Return the height and width that qwen_vl_utils scales a frame to; ValueError if it refuses.
-
-    Args:
-        height: In pixels.
-
-        width: In pixels.
-
-        factor: Pixels that both become multiples of.
-
-        least: Pixels that the frame has at least.
-
-        most: Pixels that it has at most.
     """
     if most < least:
         message = (

@@ -95,20 +95,7 @@ def _refuse_no_size(template: Template, sampling: Sampling) -> None:
 
 
 def _replaced(replace: Callable[..., Any], sampling: Sampling, media_type: str, index: int, inputs: Any) -> Any:
-    """
-    Return what stands for an image or a video in the text, once it is read.
-
-    Args:
-        replace: The template's own way.
-
-        sampling: How videos are sampled.
-
-        media_type: `image` or `video`.
-
-        index: Which of the sample's.
-
-        inputs: The sample.
-    """
+    """Return what stands for an image or a video in the text, once it is read."""
     if media_type != "video":
         return replace(media_type, index, inputs)
     # Arguments of the template are those of images too; frames that are listed come at FPS.
@@ -127,7 +114,6 @@ def unread_reason(path: str, sampling: Sampling | None = None) -> str | None:
 
     Args:
         path: Of the file.
-
         sampling: Decode the frames that training samples; None decodes all, one after the other.
     """
     try:

@@ -38,9 +38,7 @@ def open_policy(config: RunConfig, group: RankGroup, samples: SwiftEncoder) -> P
 
     Args:
         config: The run.
-
         group: The workers, as ranks.
-
         samples: The prompts; their template encodes answers too.
     """
     if group.world_size % config.policy.context_parallel_size:
@@ -104,15 +102,11 @@ def open_workers(
 
     Args:
         config: The run.
-
         path: Of its YAML, which workers in other processes read themselves.
-
         samples: Of `train`.
-
         overrides: Of the command line, over the YAML.
-
         ray_workers: Ray actors to start; 0: the ranks that torchrun's environment describes, or
-        this process.
+            this process.
     """
     if ray_workers:
         if find_spec("ray") is None:

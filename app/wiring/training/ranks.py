@@ -47,9 +47,7 @@ def joined_ranks(
 
     Args:
         config: The run; None where processes that were forked from one join.
-
         use_cpu: See `join_ranks`.
-
         options: See `join_ranks`.
     """
     group = join_ranks(config, use_cpu=use_cpu, options=options)
@@ -69,16 +67,12 @@ def join_ranks(
 
     Args:
         config: The run; None where processes that were forked from one join.
-
         use_cpu: Meet on the CPU, wherever the run trains.
-
         options: Options of the command line that decide what ranks do together.
 
     Raises:
         ConfigError: The environment does not describe them.
-
         RankGoneError: They cannot meet.
-
         DifferentRunsError: Ranks have other configurations, options or versions; on all of them.
     """
     if require_ranks() == 1:
@@ -124,7 +118,6 @@ def require_same(group: RankGroup, values: Mapping[str, str]) -> None:
 
     Args:
         group: All ranks.
-
         values: Text by key, of this rank.
 
     Raises:
@@ -168,7 +161,6 @@ def alone_in_output(config: RunConfig, group: RankGroup) -> Iterator[None]:
 
     Raises:
         ConfigError: Another run does so now, and both would write the same checkpoints.
-
         OutputError: The folder cannot be written; ConfigError on the ranks beside the first.
     """
     folder = Path(config.training.output_dir)

@@ -21,7 +21,6 @@ def open_samples(config: RunConfig, *, train_paths: tuple[str, ...] | None = Non
 
     Args:
         config: The run.
-
         train_paths: Data files of `train`, if not those of `custom.train_jsonl`.
     """
     packs = config.training.packing
@@ -61,11 +60,8 @@ def open_measurer(
 
     Args:
         config: The run.
-
         encoder: Gives the samples.
-
         measuring_ranks: Ranks on this machine that measure at the same time, and share its cores.
-
         pool_start_s: Seconds that a pool of workers takes to start.
     """
     return SwiftMeasurer(

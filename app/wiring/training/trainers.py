@@ -84,9 +84,7 @@ def open_arguments(config: RunConfig, batch_size: int, accumulation: Accumulatio
 
     Args:
         config: The run.
-
         batch_size: Batch of a rank: packs, or samples if not packing.
-
         accumulation: Batches of a rank in one optimizer step.
     """
     arguments = training_arguments(
@@ -132,9 +130,7 @@ def keep_in_step(model: Any, template: Any, arguments: TrainingArguments) -> Non
 
     Args:
         model: Ready to train.
-
         template: Of the model.
-
         arguments: Of the trainer.
 
     Raises:
@@ -168,17 +164,11 @@ def build_trainer(
 
     Args:
         config: The run.
-
         arguments: The trainer's settings.
-
         schedule: What is trained when.
-
         group: The ranks.
-
         samples: Samples of `train`, and perhaps `eval`.
-
         planned: Plan of each split.
-
         works: What the samples of `train` cost.
     """
     template, model = _open_model(config, arguments, samples["train"], group)
@@ -220,17 +210,11 @@ def build_stream_trainer(
 
     Args:
         config: The run.
-
         arguments: Of the trainer.
-
         group: The ranks.
-
         samples: Of `train` and perhaps `eval`.
-
         planned: The evaluation's plan.
-
         order: Of the samples of `train` in an epoch.
-
         rollout: How prompts are answered and answers scored; None trains the data as they are.
     """
     training = config.training

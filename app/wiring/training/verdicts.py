@@ -40,7 +40,6 @@ def require_isolation(config: RunConfig, *, packed: bool) -> None:
 
     Args:
         config: The run.
-
         packed: Whether samples share packs.
     """
     on_cpu = runs_on_cpu(config.training.trainer)
@@ -71,7 +70,6 @@ def attention_of(config: RunConfig) -> Attention:
 
     Raises:
         AttentionError: It cannot take the one that `model.attn_impl` names.
-
         ConfigError: The model's folder does not say what it is.
     """
     packed = config.training.packing or config.policy.sequence_packing.enabled
@@ -99,18 +97,7 @@ def verdict_of(config: RunConfig) -> PackingVerdict:
 
 @cache
 def _probed(digest: str, model: ModelConfig, attn_impl: str, *, on_cpu: bool) -> PackingVerdict:
-    """
-    Probe a model, once in a process.
-
-    Args:
-        digest: Of all that the verdict depends on; another one is another verdict.
-
-        model: What to ask.
-
-        attn_impl: See `asked_of`.
-
-        on_cpu: Whether it trains on a CPU.
-    """
+    """Probe a model, once in a process."""
     del digest
     start = time.monotonic()
     verdict = probe_config(
@@ -137,11 +124,8 @@ def ask_loaded(config: RunConfig, model: Any, *, whole: bool, keep: bool) -> Non
 
     Args:
         config: The run.
-
         model: Ready to train.
-
         whole: Whether this rank holds all of it.
-
         keep: Whether this rank keeps the verdict.
 
     Raises:
