@@ -5,6 +5,7 @@ name.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -103,7 +104,12 @@ def publishing(path: Path) -> Iterator[BinaryIO]:
     """
     Yield a file under another name, which is flushed and renamed to *path* at the end; removed
     where an error ends this.
+
+    Raises:
+        OSError: It cannot be written, or would replace a pipe or a device, as /dev/full.
     """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise OSError(errno.EINVAL, "it is a pipe or a device")
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=_UNPUBLISHED, dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:

@@ -93,7 +93,7 @@ def writing_failures(output: Path, sources: Sequence[str]) -> Iterator[Callable[
     end, or not at all.
 
     Args:
-        output: The file.
+        output: The file, or a link to it.
         sources: Names of files that are not written over.
 
     Raises:
@@ -102,7 +102,7 @@ def writing_failures(output: Path, sources: Sequence[str]) -> Iterator[Callable[
     _require_other("--write-failures", output, sources)
     with ExitStack() as opened:
         with _written("--write-failures", output):
-            file = opened.enter_context(files.publishing(output))
+            file = opened.enter_context(files.publishing(output.resolve()))
 
         def write(failure: Mapping[str, str]) -> None:
             with _written("--write-failures", output):

@@ -21,11 +21,13 @@ import pytest
 import torch
 from PIL import Image
 
+from packplan.adapters.ranks.torch_group import TorchGroup
 from packplan.adapters.trainer.arguments import TrainingArguments
 from packplan.adapters.trainer.static import PackTrainer
 from packplan.app import __main__ as packplan
 from packplan.app import sft
 from packplan.app.plan import __main__ as plan
+from packplan.core.errors import ConfigError
 from tests.network import free_port
 
 pytestmark = pytest.mark.slow
@@ -301,13 +303,13 @@ def test_a_model_that_brings_code_is_refused_unless_trusted(outcome, demo, tmp_p
 @pytest.fixture
 def broken_model(demo, tmp_path):
     """
-    Return a function that copies the demo's text model, a file of it cut off after so many bytes,
-    or with other content; None removes it.
+    Return a function that copies a model of the demo, a file of it cut off after so many bytes, or
+    with other content; None removes it.
     """
 
-    def copied(name: str, content: bytes | int | None) -> Path:
+    def copied(name: str, content: bytes | int | None, *, of: str = "qwen2") -> Path:
         model = tmp_path / "model"
-        shutil.copytree(demo / "models" / "qwen2", model)
+        shutil.copytree(demo / "models" / of, model)
         whole = (model / name).read_bytes() if (model / name).exists() else b""
         if content is None:
             (model / name).unlink()
@@ -373,6 +375,15 @@ def test_a_model_whose_files_do_not_go_together_is_named(  # noqa: PLR0917  # fi
     assert (2, True) == (status, f"model.model: {says.replace('{}', str(model))}" in message), message
 
 
+def test_a_model_that_sees_without_its_processor_is_named(broken_model, outcome):
+    """By the file that is missing."""
+    model = broken_model("processor_config.json", None, of="qwen2_5_vl")
+
+    status, message = outcome(model={"model": str(model)})
+
+    assert (2, True) == (status, "model.model: has no processor of images: copy its processor_config.json" in message)
+
+
 def test_the_command_line_trains_and_says_what_it_did(write_run):
     """
     `packplan sft` in an interpreter of its own, with the defaults of ms-swift for workers and
@@ -430,6 +441,16 @@ def test_commands_that_join_no_ranks_read_no_variables_of_ranks(monkeypatch, cap
 
     assert 2 == plan.main(["show", "gone.yaml"])
     assert "gone.yaml" in capfd.readouterr().err
+
+
+def test_more_ranks_than_gpus_are_named(monkeypatch):
+    """Before the ranks meet."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+
+    with pytest.raises(ConfigError, match="LOCAL_RANK: is 1, but this machine shows 1 GPU: start as many ranks on it"):
+        TorchGroup(use_cpu=False)
 
 
 def test_ranks_that_cannot_meet_end_with_one_message(write_run, monkeypatch, capfd):

@@ -248,7 +248,8 @@ def test_failures_are_written_whole_whatever_is_printed(write_run, tmp_path, cap
     assert [103, 1] == list(document["reasons"].values())
 
     monkeypatch.setattr("packplan.app.plan.building.failures", lambda *_: 1 / 0)
-    for file in (data, tmp_path, good, tmp_path / "gone" / "bad.jsonl"):
+    os.mkfifo(tmp_path / "pipe")
+    for file in (data, tmp_path, good, tmp_path / "gone" / "bad.jsonl", tmp_path / "pipe"):
         assert 2 == plan.main(["build", path, *options[:3], "--write-failures", str(file)])
         assert f"--write-failures: {file} " in capsys.readouterr().err
     assert 2 == plan.main(["build", path, "--write-failures", str(bad)])
@@ -258,6 +259,7 @@ def test_failures_are_written_whole_whatever_is_printed(write_run, tmp_path, cap
         plan.main(["build", path, *options])
     assert before.keys() == set(tmp_path.iterdir())
     assert before[bad] == bad.stat()
+    assert (tmp_path / "pipe").is_fifo()
 
 
 def test_failures_are_listed_for_programs_and_the_rest_is_written(write_run, tmp_path, capsys):

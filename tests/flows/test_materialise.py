@@ -5,6 +5,7 @@ A mix is written as one data file, whole or not at all, whose records are those 
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import yaml
@@ -88,7 +89,7 @@ def test_what_names_no_media_is_written_as_it_is(tmp_path):
 
 
 def test_a_source_is_never_overwritten(write_mix, tmp_path):
-    """Nor a folder taken for a file."""
+    """Nor a folder taken for a file, nor a pipe or a device replaced by one."""
     path = write_mix({"of": "a", "ratio": 1})
     before = (tmp_path / "a" / "data.jsonl").read_bytes()
 
@@ -98,7 +99,11 @@ def test_a_source_is_never_overwritten(write_mix, tmp_path):
         materialise(path, tmp_path, seed=0, epoch=0)
     with pytest.raises(ConfigError, match=r"--output: .*cannot be written"):
         materialise(path, tmp_path / "a" / "data.jsonl" / "mix.jsonl", seed=0, epoch=0)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match=r"--output: .*pipe cannot be written: it is a pipe or a device"):
+        materialise(path, tmp_path / "pipe", seed=0, epoch=0)
 
+    assert (tmp_path / "pipe").is_fifo()
     assert before == (tmp_path / "a" / "data.jsonl").read_bytes()
 
 

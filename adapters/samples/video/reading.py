@@ -77,6 +77,9 @@ def prepare_videos(template: Template, config: TemplateConfig) -> None:
     """Let a template read videos as the run says, if it reads any by qwen_vl_utils."""
     if not reads_videos(template):
         return
+    if not hasattr(template.processor, "image_processor"):  # transformers takes the tokenizer alone for one
+        reason = "has no processor of images: copy its processor_config.json or preprocessor_config.json there"
+        raise ConfigError.of("model.model", reason)
     sampling = sampling_of(config)
     _refuse_no_size(template, sampling)
     template.replace_tag = partial(_replaced, template.replace_tag, sampling)
