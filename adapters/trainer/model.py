@@ -5,8 +5,10 @@ adapters.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import typing
+from collections.abc import Iterator
 from typing import Any
 
 from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
@@ -14,6 +16,7 @@ from packplan.adapters import torchvision_shim  # noqa: F401  # before transform
 import torch
 from swift import get_model_processor
 from swift.utils import HfConfigFactory
+from transformers import modeling_utils
 from transformers.utils import logging as transformers_logging
 
 from packplan.adapters.attention import attend_as, project_patches
@@ -24,7 +27,7 @@ from packplan.adapters.samples.template import swift_model_type
 from packplan.adapters.trainer.tuners import prepare_tuner, quantisation_of
 from packplan.core.config import ModelConfig, TrainingConfig
 from packplan.core.equality import MASKED, SHARED_ROWS, VARLEN, Attention
-from packplan.core.errors import ConfigError
+from packplan.core.errors import ConfigError, agree, counted
 
 
 def open_model(
@@ -46,7 +49,11 @@ def open_model(
     dtype = None if model.torch_dtype is None else getattr(torch, model.torch_dtype)
     quantisation = quantisation_of(model, on_cpu=device is None or device.type == "cpu")
     require_whole_weights(model)
-    with loading("model.model", f"{model.model} cannot be loaded by ms-swift"), configs_by_name():
+    with (
+        loading("model.model", f"{model.model} cannot be loaded by ms-swift"),
+        configs_by_name(),
+        _all_weights(model.model),
+    ):
         try:
             opened, _ = get_model_processor(
                 model.model,
@@ -71,6 +78,34 @@ def open_model(
     HfConfigFactory.set_config_attr(opened.config, "use_cache", False)  # noqa: FBT003  # its signature
     _require_parts(opened, training)
     return typing.cast("torch.nn.Module", prepare_tuner(opened, training))
+
+
+@contextlib.contextmanager
+def _all_weights(folder: str) -> Iterator[None]:
+    """
+    Refuse a model whose files lack some of its weights.
+
+    transformers draws those at random, and only its log says so. The names that it reports there
+    are the ones that are needed: tied weights and those that a model may lack are not among them.
+    """
+    report, missing = modeling_utils.log_state_dict_report, set[str]()
+
+    def note(*, loading_info: Any, **others: Any) -> None:
+        missing.update(loading_info.missing_keys)
+        report(loading_info=loading_info, **others)
+
+    modeling_utils.log_state_dict_report = note
+    try:
+        yield
+    finally:
+        modeling_utils.log_state_dict_report = report
+    if missing:
+        first = ", ".join(sorted(missing)[:3]) + (", …" if len(missing) > 3 else "")
+        reason = (
+            f"{folder} lacks {counted(len(missing), 'weight')} of the model ({first}), which "
+            f"{agree(len(missing))} to be trained from random numbers: copy all files of the model again"
+        )
+        raise ConfigError.of("model.model", reason)
 
 
 def hide_progress_bars() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import socket
 import struct
@@ -20,6 +21,7 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from packplan.adapters.ranks.torch_group import TorchGroup
 from packplan.adapters.trainer.arguments import TrainingArguments
@@ -346,6 +348,24 @@ def test_weights_of_another_kind_that_are_cut_off_are_named(broken_model, outcom
 
     assert 2 == status
     assert f"model.model: {model} cannot be loaded by ms-swift: unexpected EOF" in message
+
+
+@pytest.mark.parametrize("lacks", ["a weight", "the names"])
+def test_weights_that_the_files_lack_are_not_drawn_at_random(broken_model, outcome, lacks):
+    """Files that are whole, but lack a tensor, or hold tensors of other names."""
+    model = broken_model("config.json", 10**6)
+    tensors = load_file(model / "model.safetensors")
+    if lacks == "a weight":
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+    else:
+        tensors = {f"other.{name}": tensor for name, tensor in tensors.items()}
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+
+    status, message = outcome(of="qwen2", model={"model": str(model)})
+
+    assert 2 == status
+    assert re.search(r"lacks [\d]+ weights? of the model \(.*\), which (is|are) to be trained from random", message)
+    assert ("model.layers.1.mlp.up_proj.weight" in message) == (lacks == "a weight")
 
 
 @pytest.mark.parametrize(
