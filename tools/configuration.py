@@ -1,11 +1,11 @@
 """
-Write the keys of a YAML into the pages that describe them: `python -m tools.configuration
+Write the tables of YAML keys into their pages: `python -m tools.configuration
 docs/configuration.md …`.
 
-A page says where, and of what: the tables between `<!-- keys of core.config.RunConfig -->` and
-`<!-- end of keys -->` are those of a frozen class, section by section, from its fields' types,
-defaults and docstrings; or of a mapping, key by key. A file that ends in .json becomes the table of
-the keys that the installed ms-swift takes.
+A page marks each place by `<!-- keys of core.config.RunConfig -->` and `<!-- end of keys -->`, with
+the name of a frozen class or a mapping. A class gives a table for each of its sections, from the
+types, defaults and docstrings of its fields. A mapping gives one table. A file that ends in .json
+becomes the stored table of the keys that the installed ms-swift takes.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ MORE = {
     "training.loss_reduction": "training.md#the-loss-of-a-step",
     "training.resume_from_checkpoint": "training.md#resume",
 }
-"""Key -> the page, beside the one that is written, that says more."""
+"""Key -> page with more about it, relative to the written page."""
 
 
 def rewritten(page: str) -> str:
-    """Return *page* with every marked part written again."""
+    """Return a page with the current tables in its marked places."""
     return _MARKED.sub(lambda found: "\n".join([found[1], *_part(found[2]), found[3]]), page)
 
 
@@ -102,17 +102,22 @@ def _named(name: str) -> Any:
 
 def _sections(kind: type, path: str) -> Iterator[str]:
     """Yield the tables of a class: its own keys first, then those of each section below it."""
-    said = _docstrings(kind)
+    docstrings = _docstrings(kind)
     rows, below = [], []
     for field in attrs.fields(attrs.resolve_types(kind)):
         plain = _without_none(field.type)
         if attrs.has(plain):
             below.append((plain, f"{path}{field.name}."))
         elif typing.get_origin(plain) is Mapping:
-            rows.append(("any other", "", "", said[field.name]))
+            rows.append(("any other", "", "", docstrings[field.name]))
         else:
             rows.append(
-                (f"`{field.name}`", _type(plain), _default(field), _meaning(f"{path}{field.name}", said[field.name]))
+                (
+                    f"`{field.name}`",
+                    _type(plain),
+                    _default(field),
+                    _meaning(f"{path}{field.name}", docstrings[field.name]),
+                )
             )
             if item := _item(plain):
                 below.append((item, f"{path}{field.name}[]."))
@@ -121,19 +126,19 @@ def _sections(kind: type, path: str) -> Iterator[str]:
         yield from (f"## `{path}`", "", about[:1].upper() + about[1:])
     if rows:
         yield from _table(("key", "type", "default", "meaning"), rows)
-    for section, where in below:
-        yield from _sections(section, where)
+    for section, section_path in below:
+        yield from _sections(section, section_path)
 
 
 def _docstrings(kind: type) -> dict[str, str]:
-    """Return what stands below each field of a class, on one line."""
+    """Return the docstring below each field of a class, on one line."""
     (tree,) = ast.parse(inspect.getsource(kind)).body
     assert isinstance(tree, ast.ClassDef)  # noqa: S101  # it is the source of a class
-    said = {}
+    found = {}
     for field, below in zip(tree.body, tree.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr):
-            said[field.target.id] = " ".join(ast.literal_eval(below.value).split())
-    return said
+            found[field.target.id] = " ".join(ast.literal_eval(below.value).split())
+    return found
 
 
 def _without_none(kind: Any) -> Any:
@@ -144,7 +149,7 @@ def _without_none(kind: Any) -> Any:
 
 
 def _item(kind: Any) -> Any:
-    """Return the class that a list's items have, if they have keys of their own."""
+    """Return the class of a list's items, or None if they have no keys of their own."""
     item: Any = next(iter(typing.get_args(kind)), None)
     return item if attrs.has(item) else None
 
@@ -168,8 +173,8 @@ def _default(field: Any) -> str:
     return f"`{', '.join(field.default) if isinstance(field.default, tuple) else field.default}`"
 
 
-def _meaning(path: str, said: str) -> str:
-    meaning = _NAMES.sub(lambda found: ", ".join(f"`{name}`" for name in _named(found[1])), said)
+def _meaning(path: str, docstring: str) -> str:
+    meaning = _NAMES.sub(lambda found: ", ".join(f"`{name}`" for name in _named(found[1])), docstring)
     return f"{meaning} [More]({MORE[path]})" if path in MORE else meaning
 
 
@@ -181,11 +186,11 @@ def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Iterator[s
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Rewrite the pages that are named."""
+    """Rewrite the named pages and tables."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.configuration", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("pages", nargs="+", type=Path, metavar="page.md", help="what to rewrite")
+    parser.add_argument("pages", nargs="+", type=Path, metavar="page.md", help="page or .json table to rewrite")
     for page in parser.parse_args(arguments).pages:
         tables = {"trainer_keys.json": trainer_table, "swift_arguments.json": arguments_table}
         write = tables.get(page.name)

@@ -23,7 +23,7 @@ def write_scenes(folder: Path, *, count: int) -> Path:
 
     Args:
         folder: Made if missing.
-        count: Records.
+        count: Number of records.
     """
     folder.mkdir(parents=True, exist_ok=True)
     records = []
@@ -63,8 +63,8 @@ def record(text: str, images: list[str], *, answer: str = "a large blue circle, 
 
     Args:
         text: The question.
-        images: Files, which come before it.
-        answer: To it.
+        images: Image files, which come before the question.
+        answer: Answer to the question.
     """
     messages = [
         {"role": "user", "content": "<image>" * len(images) + text},
@@ -74,7 +74,7 @@ def record(text: str, images: list[str], *, answer: str = "a large blue circle, 
 
 
 def texts(path: Path) -> list[str]:
-    """Return what the messages of a file of records say."""
+    """Return the contents of all messages of a data file."""
     records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     return [message["content"] for one in records for message in one["messages"]]
 

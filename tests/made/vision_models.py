@@ -65,13 +65,13 @@ class VisionFamily:
     """ms-swift's model type and template."""
 
     config: Sizes
-    """The configuration, but for the vocabulary's size and the ids of tokens."""
+    """Configuration without the vocabulary's size and the ids of tokens."""
 
     processor: Callable[[Any], Any]
     """Makes the processor of a tokenizer."""
 
     ids: Mapping[str, str]
-    """Key of the configuration -> the token whose id it is."""
+    """Key of the configuration -> token whose id is its value."""
 
     tokens: tuple[str, ...] = SPECIAL_TOKENS
     """Special tokens."""
@@ -80,13 +80,13 @@ class VisionFamily:
     """Names by which the processor asks its tokenizer for tokens."""
 
     ends: tuple[str, str] = ("<|im_end|>", "<|endoftext|>")
-    """The tokens that end a turn, and that pad."""
+    """Tokens that end a turn, and that pad."""
 
     around: Sizes | None = None
-    """What the configuration has beside it, where it is that of the model's thinker."""
+    """Other parts of the configuration, if *config* is that of the model's thinker."""
 
     needs: tuple[str, str] | None = None
-    """A package that its template imports and this project does not require, and its extra."""
+    """Package that only its template imports, and the extra that installs it."""
 
 
 def write_vision_model(folder: Path, name: str, text: Iterable[str], *, seed: int) -> None:
@@ -96,8 +96,8 @@ def write_vision_model(folder: Path, name: str, text: Iterable[str], *, seed: in
     Args:
         folder: Made if missing.
         name: One of `VISION_FAMILIES`.
-        text: What the tokenizer's vocabulary is learned from.
-        seed: Decides the weights.
+        text: Texts that the tokenizer's vocabulary is learned from.
+        seed: Seed of the weights.
     """
     folder.mkdir(parents=True, exist_ok=True)
     family = VISION_FAMILIES[name]
@@ -218,7 +218,7 @@ _SPEECH = {
         },
     },
 }  # fmt: skip
-"""What a model that speaks has beside its thinker: tokens of speech, and sound of them."""
+"""Parts of a speaking model beside its thinker: tokens of speech, and their sound."""
 
 _QWEN3_VISION = {**_VISION, "patch_size": 16, "num_position_embeddings": 256}
 
