@@ -11,7 +11,7 @@ export PYTHONUNBUFFERED = 1
 # Where compiled modules are not kept, every process of the tests compiles the project anew: 1 s each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast explore lint reference clean
+.PHONY: demo test test-fast explore lint reference models clean
 
 demo: $(READY)
 	@$(RUN) -m app.demo
@@ -34,6 +34,11 @@ lint: $(READY)
 
 reference: $(READY)
 	$(RUN) -m tools.configuration docs/configuration.md docs/mixing.md adapters/config/trainer_keys.json adapters/conversion/swift_arguments.json
+
+# Takes long: every family that transformers knows is probed.
+models: $(READY)
+	$(RUN) -m tools.models families docs/models.md
+	$(RUN) -m tools.models vision docs/models.md
 
 $(READY): constraints.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Packplan needs Python 3.11 or later")'
