@@ -15,12 +15,12 @@ from packplan.app.planning.deadline import Deadline
 from packplan.app.planning.split import GatheredSplit, Planner
 from packplan.app.wiring.stores import open_stores, read_config
 from packplan.core.align import align_plan
+from packplan.core.config import plan_policy
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.plan import build_raw_plan
-from packplan.core.policy import PlanPolicy
-from packplan.core.samples import COLUMNS, IMAGE_COLUMNS, DataFile, ImageFacts
+from packplan.core.samples import COLUMNS, IMAGE_COLUMNS, DataFile, ImageFacts, Measurement, from_row
 
-KEY, DIGEST = Fingerprint({}), "data"
+KEY, DIGEST, ROWS = Fingerprint({}), "data", "rows.npy"
 
 
 def store(folder: Path, lengths: np.ndarray, *, packing_length: int, world_size: int) -> Path:
@@ -34,10 +34,11 @@ def store(folder: Path, lengths: np.ndarray, *, packing_length: int, world_size:
     }
     path.write_text(json.dumps(sections), encoding="utf-8")  # which is YAML too
     config = read_config(path)
-    stores, policy = open_stores(config, "train"), PlanPolicy.of(config, "train")
+    stores, policy = open_stores(config, "train"), plan_policy(config, "train")
     rows = np.zeros((lengths.size, len(COLUMNS)), dtype=np.int32)
     rows[:, COLUMNS.index("length")] = lengths
     rows[:, COLUMNS.index("images")] = 1
+    np.save(folder / ROWS, rows)
     images = np.zeros((lengths.size, len(IMAGE_COLUMNS)), dtype=np.int64)
     images[:, :4] = np.column_stack([np.arange(lengths.size), np.full((lengths.size, 2), 28), np.arange(lengths.size)])
     with stores.lock.held(timeout_s=60, report=lambda _: None):
@@ -54,11 +55,14 @@ class StoredSamples:
 
     mixes = False
 
-    def __init__(self, number: int) -> None:
-        self._number = number
+    def __init__(self, rows: np.ndarray) -> None:
+        self._rows = rows
 
     def __len__(self) -> int:
-        return self._number
+        return len(self._rows)
+
+    def measure(self, index: int) -> Measurement:
+        return from_row(self._rows, index)
 
     def fingerprint(self) -> Fingerprint:
         return KEY
@@ -76,14 +80,14 @@ class StoredSamples:
         return (ImageFacts(index, 28, 28, index),)
 
 
-def plan_as_rank(path: str, number: int, out: str) -> int:
+def plan_as_rank(path: str, out: str) -> int:
     """Plan stored samples on one rank; write the bytes that this took beyond what the rank held."""
     from packplan.app.wiring import training
 
     config = read_config(Path(path))
-    source: Any = StoredSamples(number)
-    stores, policy = open_stores(config, "train"), PlanPolicy.of(config, "train")
-    with training.joined_ranks({"use_cpu": True}) as group:
+    source: Any = StoredSamples(np.load(Path(path).with_name(ROWS), mmap_mode="r"))
+    stores, policy = open_stores(config, "train"), plan_policy(config, "train")
+    with training.joined_ranks(None, use_cpu=True) as group:
         before = reset_peak()
         Planner(group, Deadline(600)).plan(GatheredSplit("train", policy, source, stores))
         Path(out, f"bytes{os.environ['RANK']}").write_text(str(peak_bytes() - before))
