@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import pkgutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -123,8 +124,11 @@ def pytest_runtest_call(item):
 @pytest.fixture(autouse=True)
 def _loggers():
     """
-    Give the project's logger back as it was: a command sets it up for its whole process.
+    Give the project's logger back as it was, and show progress: a command sets up both for its
+    whole process.
     """
+    if shown := sys.modules.get("packplan.adapters.progress"):
+        shown.hide(hidden=False)
     logger = logging.getLogger("packplan")
     handlers, level, propagate = list(logger.handlers), logger.level, logger.propagate
     # A fixture of a whole module may have run a command before this one.

@@ -23,7 +23,7 @@ from packplan.app.cli.command import run_command, run_program, to_type
 from packplan.app.wiring import stores
 from packplan.core.errors import counted
 
-CONFIG = Path(__file__).parent.parent / "demo.yaml"
+CONFIG = Path(__file__).resolve().parent.parent / "demo.yaml"
 
 FOLDER = Path("runs/demo")
 """Where the YAMLs of the demo look for what is made."""

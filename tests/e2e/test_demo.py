@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 import sys
@@ -45,8 +46,8 @@ def test_what_was_made_is_said_with_the_command_that_trains_on_it(tmp_path, caps
     assert f"{tmp_path / 'data'}: {wanted}, and their media" == data
     said, _, command = train.partition(": ")
     assert "train on them" == said
-    python, _, _, path, *overrides = shlex.split(command)
-    assert Path(sys.executable) == Path.cwd() / shutil.which(python)
+    program, _, path, *overrides = shlex.split(command)
+    assert Path(sys.executable).with_name("packplan") == Path.cwd() / shutil.which(program)
     config = load_config(path, stored_keys(), overrides=overrides)
     for held in (f"{config.model.model}/config.json", *config.custom.train_jsonl, *config.custom.val_jsonl):
         assert tmp_path in Path(held).parents
@@ -56,8 +57,8 @@ def test_what_was_made_is_said_with_the_command_that_trains_on_it(tmp_path, caps
 
 def test_the_demo_s_own_folder_needs_no_overrides(monkeypatch):
     """Its YAML names what is there; started as it was, from the working directory."""
-    monkeypatch.setattr("sys.argv", ["/usr/bin/packplan"])
     monkeypatch.chdir(Path(__file__).parents[2])
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
 
     assert "train on them: packplan sft app/demo.yaml" in summary(FOLDER).splitlines()
 
