@@ -42,7 +42,8 @@ EXAMPLES = {
     "effective_batch_size": 7, "per_device": 1, "model_type": "m", "attn_impl": "a",
     "established": ("sdpa",), "detail": "", "where": "runs", "differences": (Difference("key", 1, 2),), "record": "r",
     "length": 90, "limit": 80, "num_too_long": 2, "longest": 99, "path": "p", "what": "plans", "remedy": "fix it",
-    "cause": "It changed", "image": 1, "folder": "runs", "holder": "process 7", "limit_s": 3.0, "borrowed": True, "loss": "DPOLoss",
+    "cause": "It changed",
+    "image": 1, "folder": "runs", "holder": "process 7", "limit_s": 3.0, "borrowed": True, "loss": "DPOLoss",
     "values": ("x", "y"),
 }  # fmt: skip
 
