@@ -46,7 +46,7 @@ log = logging.getLogger("packplan.app.check")
 
 @attrs.frozen
 class Report:
-    """What was compared, and how it came out."""
+    """Results of a comparison."""
 
     model: str
     model_type: str
@@ -74,7 +74,7 @@ def check(config: RunConfig, *, num_packs: int) -> Report:
 
     Args:
         config: The run.
-        num_packs: How many packs, at most.
+        num_packs: Largest number of packs.
 
     Raises:
         PackplanError: Something the user can fix, or something stored that is damaged.

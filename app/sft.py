@@ -36,7 +36,7 @@ log = logging.getLogger("packplan.app.sft")
 
 @attrs.frozen
 class Result:
-    """What a run did."""
+    """Result of a run."""
 
     planned: Mapping[str, PlannedSplit]
     schedule: EpochSchedule
@@ -45,7 +45,7 @@ class Result:
     """SIGTERM ended it; a checkpoint was saved."""
 
     history: list[Mapping[str, Any]]
-    """What the trainer logged."""
+    """Log entries of the trainer."""
 
 
 def run(config: RunConfig, group: RankGroup) -> Result:

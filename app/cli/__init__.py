@@ -1,1 +1,1 @@
-"""What all commands share: options, exit statuses, answers to Ctrl-C and to full disks."""
+"""Parts of every command: options, exit statuses, Ctrl-C, full disks."""

@@ -1,7 +1,4 @@
-"""
-What every command does around its work: logging, and errors turned into one message and an exit
-status.
-"""
+"""Logging of every command, and errors turned into one message and an exit status."""
 
 from __future__ import annotations
 
@@ -25,15 +22,14 @@ KEPT = (
     "what was measured, planned and saved is kept; run again to go on (training: with "
     "training.resume_from_checkpoint=last, if a checkpoint was saved)"
 )
-"""What Ctrl-C leaves, of most commands."""
+"""Note after Ctrl-C, for most commands: the work that is kept."""
 
 RUN = "the run; see docs/configuration.md"
-"""What the help says of a run's YAML."""
+"""Help text of a run's YAML."""
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """
-What the operating system says of a full disk, a quota that is used up, and a file that may not
-grow.
+Error numbers of a full disk, a used-up quota, and a file that must not grow.
 """
 
 BROKEN_PIPE, USER_ERROR, VERIFICATION_FAILED, INTERRUPTED = 1, 2, 3, 130
@@ -68,10 +64,10 @@ def add_config_arguments(
     Declare a YAML, and what overrides its keys; `parse_arguments` reads them.
 
     Args:
-        parser: Of the command.
+        parser: Parser of the command.
         name: Attribute that the YAML's path becomes.
-        metavar: What the help calls the YAML.
-        about: What the help says of it.
+        metavar: Name of the YAML in the help.
+        about: Help text of the YAML.
     """
     parser.add_argument(name, metavar=metavar, help=about)
     add_overrides(parser)
@@ -100,10 +96,10 @@ def run_command(command: Callable[[], None], *, verbose: bool, quiet: bool = Fal
     for Ctrl-C.
 
     Args:
-        command: What to run.
+        command: The work to run.
         verbose: Also show what the libraries log.
         quiet: Show neither progress nor notes.
-        kept: What is said after Ctrl-C: what is left, and how to go on.
+        kept: Note after Ctrl-C: the work that is kept, and how to continue.
 
     Any other exception is our own fault, and keeps its traceback.
     """
@@ -164,13 +160,13 @@ def run_program(main: Callable[[], int]) -> int:
 
 
 def _flush() -> None:
-    """Write what is printed; a program that was started with its output closed has none."""
+    """Flush standard output, if the program was started with one."""
     if sys.stdout is not None:
         sys.stdout.flush()
 
 
 def _no_room(error: OSError) -> int:
-    """Say what could not be written, standard output or a file, and return the exit status."""
+    """Report the output that cannot be written, and return the exit status."""
     try:
         _flush()
     except OSError as of_output:
@@ -277,7 +273,7 @@ def _variable(name: str, default: int) -> int:
 
 
 def _num_cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 

@@ -26,7 +26,7 @@ from packplan.core.errors import counted
 CONFIG = Path(__file__).resolve().parent.parent / "demo.yaml"
 
 FOLDER = Path("runs/demo")
-"""Where the YAMLs of the demo look for what is made."""
+"""Folder in which the demo's YAMLs expect models and data."""
 
 
 def make(folder: Path, *, seed: int, num_train: int, num_val: int) -> None:
@@ -34,8 +34,8 @@ def make(folder: Path, *, seed: int, num_train: int, num_val: int) -> None:
     Write the data to `data/` and the models to `models/` under *folder*.
 
     Args:
-        folder: Where everything is written.
-        seed: What data and weights are drawn from.
+        folder: Output folder.
+        seed: Seed of the data and the weights.
         num_train: Records of the training data.
         num_val: Records of the evaluation data.
     """
@@ -61,7 +61,7 @@ def make_videos(folder: Path) -> None:
 
 
 def summary(folder: Path) -> str:
-    """Return what *folder* holds, as a line for each kind, and the command that trains on it."""
+    """Return a line for each kind of file in *folder*, and the command that trains on it."""
     from packplan.app.demo.tiny_models import MODEL_TYPES
 
     lines = [f"{folder / 'models'}: {', '.join(MODEL_TYPES)}; tiny, with random weights"]

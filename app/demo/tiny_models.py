@@ -80,7 +80,7 @@ def write_model(
     Args:
         folder: Made if missing.
         model_type: One of `MODEL_TYPES`.
-        text: What the tokenizer's vocabulary is learned from.
+        text: Corpus of the tokenizer's vocabulary.
         seed: Decides the weights.
         vocabulary: Tokens of the tokenizer, at most, the special ones aside.
     """
@@ -111,7 +111,7 @@ def learned_tokenizer(
     Return a tokenizer of Qwen's kind, whose vocabulary is learned from a text.
 
     Args:
-        text: What it is learned from.
+        text: Corpus of its vocabulary.
         tokens: Special tokens.
         eos_token: The one that ends a turn.
         pad_token: The one that pads.

@@ -30,7 +30,7 @@ RATES = (Fraction(25), Fraction(24000, 1001), Fraction(30000, 1001), Fraction(60
 """Frames a second; None varies."""
 
 SECONDS = (1.0, 0.2, 3.0, 0.5, 7.0)
-"""How long most are; a few are a minute, or ten."""
+"""Usual durations; a few videos take a minute, or ten."""
 
 SIZES = ((64, 48), (96, 54), (50, 120), (130, 66), (320, 180))
 

@@ -29,7 +29,7 @@ MOST_LISTED = 100
 """Failures that are printed one by one, and reasons that they are counted by, at most."""
 
 WriteFailure = Callable[[Mapping[str, str]], None]
-"""What takes a failure: its split, where it is, and its reason."""
+"""Function that takes a failure: its split, its place and its reason."""
 
 
 def build(
@@ -41,7 +41,7 @@ def build(
     Args:
         config: The run.
         group: The ranks that measure.
-        splits: What is to be built.
+        splits: Splits to build.
         world_size: Ranks to align for; None takes those that measure.
 
     Raises:
@@ -75,7 +75,7 @@ def list_failures(
     Print the first records that cannot become a sample, and count all by reason.
 
     Args:
-        splits: What is looked through.
+        splits: Splits to look through.
         as_json: Print one JSON document instead of lines.
         write_good: Takes the other records of the only split.
         open_file: Opens what takes all failures.

@@ -67,7 +67,7 @@ class Chart:
     title: str
 
     says: str
-    """What there is to see, in a sentence: the text alternative."""
+    """Text alternative: the main fact of the plot, in a sentence."""
 
     svg: str
 

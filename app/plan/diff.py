@@ -59,7 +59,7 @@ class Side:
         return stores.has_split(self.output_dir, split)
 
     def open(self, split: str) -> StoredSplit:
-        """Return what is stored of a split; NotBuiltError if that is nothing, or not all."""
+        """Return the stored lengths and plan of a split; NotBuiltError if one is missing."""
         return open_split(split, stores.stores_in(self.output_dir, split))
 
 

@@ -106,7 +106,7 @@ def as_text(explanation: dict[str, Any], *, emphasise: Callable[[str], str] = st
     Yield an explanation line by line, for people.
 
     Args:
-        explanation: Of a pack or a sample.
+        explanation: Explanation of a pack or a sample.
         emphasise: Marks a text that is trained, for a terminal.
     """
     if "sample" in explanation:

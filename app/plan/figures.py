@@ -14,7 +14,7 @@ from packplan.core.samples import video_totals
 _BARS = " ▁▂▃▄▅▆▇█"
 
 Row = tuple[str, str, str]
-"""What, how much, and a remark."""
+"""Name of a figure, its value, and a remark."""
 
 
 def deciding(view: PlanView) -> Iterator[Row]:
@@ -125,7 +125,7 @@ def _bars(counts: Sequence[int]) -> tuple[str, int]:
 
 
 def _shown(source: SourceSummary) -> str:
-    """Return what a source has of videos, in words."""
+    """Return a source's videos in words."""
     seconds = f"{source.video_milliseconds / 1000:,.1f} s"
     return f"{counted(source.videos, 'video')} ({seconds}, {source.frames:,} frames, {source.video_patches:,} patches)"
 

@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _as_variables(view: PlanView) -> dict[str, Any]:
-    """Return what the page says of a split."""
+    """Return the template variables of a split."""
     from packplan.app.plan.charts import charts, drawing
 
     plan, schedule, document = view.plan_summary, view.schedule_summary, as_document(view)

@@ -56,7 +56,7 @@ def verify(split: GatheredSplit, *, num_samples: int = 0, decode: bool = False) 
     Yield everything that is wrong with what is stored of a split.
 
     Args:
-        split: What the run plans, as it is now.
+        split: The split as the run plans it now.
         num_samples: So many, all over the data, are encoded again.
         decode: Read the pixels of every image.
 
@@ -95,7 +95,7 @@ T = TypeVar("T")
 
 
 def _or_none(read: Callable[[], T | None]) -> T | None:
-    """Return what is stored, None if that is nothing, or damaged."""
+    """Return the stored artefact, or None if it is missing or damaged."""
     try:
         return read()
     except CorruptArtefactError:

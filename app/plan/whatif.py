@@ -1,6 +1,5 @@
 """
-What the plan would be with other packing lengths, on other numbers of ranks: from the stored
-lengths alone.
+Plan the stored lengths again with other packing lengths and on other numbers of ranks.
 
 For each number of ranks the best is marked: the highest coverage x fill / imbalance (tokens planned
 within the packing length, over all tokens; planned tokens over what the packs of all ranks hold;

@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 
 _OVER_CHUNKS: Mapping[str, Callable[[list[float]], float]] = {"_min": min, "_max": max}
-"""How metrics of these endings combine over a step's updates; others are their mean."""
+"""Reduction of metrics with these endings over a step's updates; others are averaged."""
 
 
 @attrs.frozen(eq=False)
@@ -127,7 +127,7 @@ def cut(
     Args:
         config: The run.
         lengths: Tokens of each sequence.
-        work: What a sequence costs.
+        work: Work model of a sequence.
         shards: Data-parallel workers.
         batch_size: Sequences of an optimizer step; None: all.
         training: Whether gradients are computed, or log-probabilities alone.
@@ -173,7 +173,7 @@ def run_on_all(workers: Workers, method: str, shards: list[Any], config: RunConf
         method: Name of the method; it takes a shard and the options.
         shards: One for each group of workers that share rows.
         config: The run; it says how many workers share rows.
-        options: The same for all workers.
+        options: Options that all workers share.
     """
     size = config.policy.context_parallel_size
     held = [shard for shard in shards for _ in range(size)]
