@@ -214,7 +214,7 @@ class FusedLoss:
         """
         if layout is None:
             # A padded batch is a row of sequences that are all as long as the widest.
-            layout = PackedLayout.of([logits.shape[1]] * logits.shape[0])
+            layout = PackedLayout.from_lengths([logits.shape[1]] * logits.shape[0])
             logits = logits.reshape(1, -1, logits.shape[-1])
         _check_size(logits, layout.num_positions // layout.cp_size)
         missing = {"input_ids", "token_mask", *self.loss.fields} - data.keys()

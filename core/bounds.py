@@ -57,7 +57,7 @@ def find_bound(lengths: Lengths, *, capacity: int, known: int | None = None, eff
     Bound(packs=3, kind='reached')
     """
     capacity = positive("capacity", capacity)
-    runs = Runs.of(lengths_up_to(lengths, capacity=capacity))
+    runs = Runs.from_lengths(lengths_up_to(lengths, capacity=capacity))
     if not runs.sizes:
         return Bound(0, "reached")
     runs, capacity = reduced(runs, capacity=capacity)

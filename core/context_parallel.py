@@ -125,7 +125,7 @@ class PackedLayout:
                 raise ValueError(message)
 
     @classmethod
-    def of(cls, lengths: Lengths, *, cp_size: int = 1, tp_size: int = 1) -> PackedLayout:
+    def from_lengths(cls, lengths: Lengths, *, cp_size: int = 1, tp_size: int = 1) -> PackedLayout:
         """
         Lay sequences out, each padded to what `padded_length` says.
 
@@ -134,7 +134,7 @@ class PackedLayout:
             cp_size: Ranks that share the row, >= 1.
             tp_size: Ranks that share a layer, >= 1.
 
-        >>> PackedLayout.of([5, 8, 1, 3], cp_size=2).cu_seqlens_padded.tolist()
+        >>> PackedLayout.from_lengths([5, 8, 1, 3], cp_size=2).cu_seqlens_padded.tolist()
         [0, 8, 16, 20, 24]
         """
         multiple = _pad_multiple(cp_size, tp_size)
@@ -225,7 +225,7 @@ class PackedLayout:
         """
         Return the pairs of a query and a key that each rank computes, padding included.
 
-        >>> PackedLayout.of([6], cp_size=2).causal_work()
+        >>> PackedLayout.from_lengths([6], cp_size=2).causal_work()
         (18, 18)
         """
         work = []

@@ -27,7 +27,7 @@ class Runs:
     """Samples of each of these lengths, >= 1."""
 
     @classmethod
-    def of(cls, lengths: IntArray) -> Runs:
+    def from_lengths(cls, lengths: IntArray) -> Runs:
         """Count *lengths*, each >= 1."""
         if lengths.size and lengths.max() <= _table_limit(lengths):
             table = np.bincount(lengths)

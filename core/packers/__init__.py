@@ -148,6 +148,6 @@ def pack(
 def _packed(lengths: IntArray, algorithm: str, **needs: Any) -> Packs:
     """Return the packs of an algorithm's function, given what it *needs*."""
     function: Callable[..., Any] = getattr(import_module(f"{__name__}.{algorithm}"), algorithm)
-    runs = Runs.of(lengths) if ALGORITHMS[algorithm].over_runs else None
+    runs = Runs.from_lengths(lengths) if ALGORITHMS[algorithm].over_runs else None
     packs: Packs = function(lengths, **needs) if runs is None else function(runs, **needs).packs(lengths, runs)
     return packs

@@ -94,7 +94,7 @@ class _Fewest:
 
 
 def _best_fit(lengths: IntArray, capacity: int) -> Packs:
-    runs = Runs.of(lengths)
+    runs = Runs.from_lengths(lengths)
     return best_fit_decreasing(runs, capacity=capacity).packs(lengths, runs)
 
 

@@ -38,7 +38,7 @@ def certified(lengths: IntArray, *, capacity: int, seed: int, report: Callable[[
         seed: Of first-fit-shuffle, which is tried last.
         report: Hears what is looked for, and how many packs are found.
     """
-    runs = Runs.of(lengths)
+    runs = Runs.from_lengths(lengths)
     best, bound = _fewest(runs, capacity=capacity, report=report)
     if best.num_bins > bound:
         report(f"{counted(best.num_bins, 'pack')}, the bound is {bound:,}: trying the other algorithms")
