@@ -166,7 +166,7 @@ def operations(way: Way, batches: Sequence[Batch], work: WorkModel, images: floa
     counts = [way.positions_and_pairs(batch) for batch in batches]
     positions, pairs = (sum(column) for column in zip(*counts, strict=True))
     useful = sum(tokens for batch in batches for row in batch for tokens in row)
-    return float(work.of_positions(positions, pairs)) + images, 1 - useful / positions
+    return float(work.position_flops(positions, pairs)) + images, 1 - useful / positions
 
 
 COLUMNS: Columns = {

@@ -219,7 +219,7 @@ def _facts(prepared: Prepared, encoded: Encoded, way: Way) -> dict[str, Any]:
         [[lengths[index] for index in packs[pack]] for pack in batch] for batch in schedule.batches(0, rank=0)
     ]
     work = WorkModel.from_config(trainer.model.config.to_dict())
-    flops, padding = operations(way, batches, work, float(work.of_images(encoded.grids).sum()))
+    flops, padding = operations(way, batches, work, float(work.image_flops(encoded.grids).sum()))
     return {
         "attention": trainer.attention.name,
         "batch_size": schedule.batch_size,

@@ -295,7 +295,7 @@ def _family(family: str) -> FamilyRow:
         if hasattr(model, "set_experts_implementation"):
             model.set_experts_implementation("eager")
         work = WorkModel.from_config(json.loads(json.dumps(model.config.to_dict(), default=str)))
-        ratios = tuple(float(work.of_positions(num, num**2)) / _counted_by_torch(model, num) for num in FAMILY_ROWS)
+        ratios = tuple(float(work.position_flops(num, num**2)) / _counted_by_torch(model, num) for num in FAMILY_ROWS)
     except Exception as error:  # noqa: BLE001  # whatever the code of a family raises
         verdict = "not known" if isinstance(error, ConfigError) else "not counted"
         return FamilyRow(family, verdict, (), " ".join(str(error).split()))

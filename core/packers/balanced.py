@@ -61,7 +61,7 @@ def balanced(
             and squares of lengths in the proportion of an ordinary model.
         report: Hears how far it is.
     """
-    units = in_units(WorkModel.estimated({}).trained().of(lengths) if works is None else works)
+    units = in_units(WorkModel.estimated({}).trained().sample_flops(lengths) if works is None else works)
     fewest = _fewest(lengths, capacity=capacity, report=report)
     limit = min(lengths.size, fewest.num + fewest.num // MORE)
     labels = _spread(lengths, units, num=limit, capacity=capacity, report=report)

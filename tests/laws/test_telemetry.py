@@ -146,7 +146,7 @@ def test_an_epoch_covers_what_the_plan_does(training):
 def test_work_beyond_64_bits_is_counted(packed, model):
     """By a large model's FLOPs and by squares alike: no figure is negative or of other samples."""
     lengths = np.array([4 * 10**9, 4 * 10**9, 6 * 10**9])
-    of_sample = [length**2 if model is None else model.of([length])[0] for length in lengths.tolist()]
+    of_sample = [length**2 if model is None else model.sample_flops([length])[0] for length in lengths.tolist()]
     plan = build_raw_plan(lengths, packing_length=8 * 10**9) if packed else one_sample_packs(lengths, packing_length=1)
     works = None if model is None else SampleWorks.of(model, lengths)
     schedule = EpochSchedule(
