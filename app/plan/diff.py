@@ -107,7 +107,7 @@ def _compare(first: Side, second: Side, split: str, world_size: int | None) -> d
                     schedule=_schedule(config, stored, world_size, works), works=works,
                 )
                 for stored, config in ((one, first.config), (other, second.config))
-                for works in [work_of(config, stored.lengths.rows.table).of]
+                for works in [work_of(config, stored.lengths.rows.table).samples]
             )
         )  # fmt: skip
     return {
@@ -123,7 +123,7 @@ def _schedule(config: RunConfig, stored: StoredSplit, world_size: int | None, wo
     """
     world_size = world_size or max(stored.plan.world_sizes, default=1)
     aligned = Alignment.of(config, stored.name).align(stored.plan.plan, world_size=world_size)
-    return split_schedule(config, stored.name, aligned, stored.plan.plan.packs.sums(works.samples))
+    return split_schedule(config, stored.name, aligned, stored.plan.plan.packs.sums(works.flops))
 
 
 def _input_differences(one: StoredSplit, other: StoredSplit) -> Iterable[Difference]:

@@ -173,7 +173,7 @@ def inspect_plan(config: RunConfig, split: str, *, world_size: int | None) -> Pl
     aligned = Alignment.of(config, split).align(raw, world_size=world_size)
     planned = PlannedSplit(split, stored.lengths.rows.table, raw, aligned, stored.lengths.origin.data_digest)
     work = work_of(config, stored.lengths.rows.table)
-    schedule = split_schedule(config, split, aligned, raw.packs.sums(work.of.samples))
+    schedule = split_schedule(config, split, aligned, raw.packs.sums(work.samples.flops))
     warnings = list(_warnings(config, stored, planned, schedule))
     attention = verdict = None
     try:
@@ -197,7 +197,9 @@ def inspect_plan(config: RunConfig, split: str, *, world_size: int | None) -> Pl
         planned=planned,
         schedule=schedule,
         plan_summary=stored.summary(),
-        schedule_summary=summarise_schedule(raw, stored.lengths.tokens, schedule, packed=stored.packed, works=work.of),
+        schedule_summary=summarise_schedule(
+            raw, stored.lengths.tokens, schedule, packed=stored.packed, works=work.samples
+        ),
         work=work,
         attention=attention,
         verdict=verdict,

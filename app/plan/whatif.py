@@ -98,8 +98,8 @@ def _alternatives(
     config: RunConfig, split: str, stored: StoredLengths, packing_lengths: list[int], world_sizes: list[int]
 ) -> Iterator[Alternative]:
     lengths, alignment = stored.tokens, Alignment.of(config, split)
-    works = work_of(config, stored.rows.table).of
-    samples = works.samples
+    works = work_of(config, stored.rows.table).samples
+    samples = works.flops
 
     def plan(packing_length: int) -> RawPlan:
         other = attrs.evolve(config, template=attrs.evolve(config.template, max_length=packing_length))

@@ -299,7 +299,7 @@ def plan_of(
         media = {
             name: column(table, name).astype(np.int64) for name in ("images", "patches", "frames", "video_patches")
         }
-        works = SampleWorks.of(policy.work, lengths, **media).samples
+        works = SampleWorks.from_lengths(policy.work, lengths, **media).flops
     return build_raw_plan(lengths, policy, works=works, quick_bound=quick_bound, report=report)
 
 

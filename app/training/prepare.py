@@ -63,7 +63,7 @@ def prepare(config: RunConfig, group: RankGroup) -> Prepared:
     planned = {name: planner.plan(split) for name, split in gathered.splits.items()}
     group.settle()
     work, raw = work_of(config, planned["train"].table), planned["train"].raw
-    pack_works = raw.packs.sums(work.of.samples)
+    pack_works = raw.packs.sums(work.samples.flops)
     # Ranks that counted other works would assign a step's packs in another way.
     require_agreement(group, "the work of the train packs", hashlib.sha256(pack_works.tobytes()).hexdigest())
     schedule = schedule_of(config, batch, planned["train"].aligned, pack_works)
@@ -81,7 +81,7 @@ def prepare(config: RunConfig, group: RankGroup) -> Prepared:
             _log_attention(config, checkpoint)
 
     trainer = build_trainer(
-        config, arguments, schedule, group=group, samples=gathered.samples, planned=planned, works=work.of
+        config, arguments, schedule, group=group, samples=gathered.samples, planned=planned, works=work.samples
     )
     return Prepared(gathered.samples, planned, schedule, trainer, checkpoint)
 

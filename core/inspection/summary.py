@@ -278,7 +278,7 @@ def summarise_schedule(
     aligned = schedule.packs_per_epoch
     array = as_lengths(lengths)
     pack_stats = PackStats.of(plan, array, packed=packed, works=works)
-    samples = (array.astype(np.float64) ** 2 if works is None else works.samples)[plan.packs.indices]
+    samples = (array.astype(np.float64) ** 2 if works is None else works.flops)[plan.packs.indices]
     stats, plain = (
         EpochStats.of(pack_stats, one, 0) for one in (schedule, attrs.evolve(schedule, works=None, group_by_work=0))
     )

@@ -76,7 +76,7 @@ class PackStats:
             packs=packs,
             samples=packs.sizes(),
             tokens=packs.loads(lengths),
-            work=packs.sums(_squares(lengths) if works is None else works.samples),
+            work=packs.sums(_squares(lengths) if works is None else works.flops),
             long=packs.loads(is_long),
             packing_length=plan.packing_length,
             all_samples=plan.num_samples,

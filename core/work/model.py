@@ -219,7 +219,7 @@ class SampleWorks:
     """FLOPs of each sample's images and videos; shape (num_samples,)."""
 
     @classmethod
-    def of(
+    def from_lengths(
         cls,
         model: WorkModel,
         lengths: Lengths,
@@ -242,9 +242,9 @@ class SampleWorks:
 
         >>> vision = VisionWork(per_patch=100, per_image_pair=1, per_window_pair=0, window=0)
         >>> model = WorkModel(per_position=0, per_pair=0, vision=vision)
-        >>> SampleWorks.of(model, [9], images=2, patches=32).samples.tolist()
+        >>> SampleWorks.from_lengths(model, [9], images=2, patches=32).flops.tolist()
         [3712.0]
-        >>> SampleWorks.of(model, [9], frames=4, video_patches=32).samples.tolist()
+        >>> SampleWorks.from_lengths(model, [9], frames=4, video_patches=32).flops.tolist()
         [3712.0]
         """
         tokens = as_lengths(lengths)
@@ -257,7 +257,7 @@ class SampleWorks:
         return cls(model, tokens, np.broadcast_to(seen, tokens.shape))
 
     @property
-    def samples(self) -> FLOPs:
+    def flops(self) -> FLOPs:
         """
         FLOPs of each sample, whole numbers, whose `Packs.sums` are the same on every processor;
         shape (num_samples,).

@@ -58,10 +58,10 @@ def test_show_says_what_core_says(store, said):
     path = store(eval_lengths=LENGTHS[:9])
     document = json.loads(said("show", path, "--json", "--world-size", "2"))["splits"]
     config, plan = read_config(path), build_raw_plan(LENGTHS, packing_length=80)
-    works = SampleWorks.of(WorkModel.estimated({}).trained(), LENGTHS)
+    works = SampleWorks.from_lengths(WorkModel.estimated({}).trained(), LENGTHS)
     schedule = schedule_of(
         config, batch_of(config, world_size=2), align_plan(plan, world_size=2, dataloader_drop_last=False),
-        plan.packs.loads(works.samples),
+        plan.packs.loads(works.flops),
     )  # fmt: skip
 
     assert ["train", "eval"] == list(document)

@@ -101,7 +101,9 @@ def test_packs_of_equal_work_are_planned_from_what_was_measured():
     desk = Desk()
     planned = desk.plan(algorithm="balanced", work=work)
     table = planned.table
-    works = SampleWorks.of(work, LENGTHS, images=column(table, "images"), patches=column(table, "patches")).samples
+    works = SampleWorks.from_lengths(
+        work, LENGTHS, images=column(table, "images"), patches=column(table, "patches")
+    ).flops
 
     assert build_raw_plan(LENGTHS, packing_length=80, algorithm="balanced", works=works) == planned.raw
     assert planned.raw_checksum == desk.plan(algorithm="balanced", work=work).raw_checksum

@@ -43,7 +43,7 @@ def trainings(draw):
     works = None
     if draw(st.booleans()):
         images = np.array(draw(st.lists(st.integers(0, 2), min_size=len(lengths), max_size=len(lengths))))
-        works = SampleWorks.of(MODEL, lengths, images=images, patches=4 * images)
+        works = SampleWorks.from_lengths(MODEL, lengths, images=images, patches=4 * images)
     pack_stats = PackStats.of(plan, np.array(lengths), packed=packed, works=works)
     return lengths, plan, schedule, pack_stats
 
@@ -148,7 +148,7 @@ def test_work_beyond_64_bits_is_counted(packed, model):
     lengths = np.array([4 * 10**9, 4 * 10**9, 6 * 10**9])
     of_sample = [length**2 if model is None else model.sample_flops([length])[0] for length in lengths.tolist()]
     plan = build_raw_plan(lengths, packing_length=8 * 10**9) if packed else one_sample_packs(lengths, packing_length=1)
-    works = None if model is None else SampleWorks.of(model, lengths)
+    works = None if model is None else SampleWorks.from_lengths(model, lengths)
     schedule = EpochSchedule(
         num_packs=len(plan.packs), world_size=1, dataloader_drop_last=False, gradient_accumulation_steps=1,
         num_train_epochs=1,

@@ -40,14 +40,14 @@ def test_counts_give_what_images_of_equal_size_take(samples):
     lengths, images = [length for length, _, _ in samples], [images for _, images, _ in samples]
     patches = [64 * side * images for _, images, side in samples]
 
-    works = SampleWorks.of(MODEL, lengths, images=images, patches=patches)
+    works = SampleWorks.from_lengths(MODEL, lengths, images=images, patches=patches)
 
-    assert MODEL.sample_flops(lengths, grids).tolist() == pytest.approx(works.samples.tolist())
-    assert all(work.is_integer() for work in works.samples.tolist())
+    assert MODEL.sample_flops(lengths, grids).tolist() == pytest.approx(works.flops.tolist())
+    assert all(work.is_integer() for work in works.flops.tolist())
     text = WorkModel(MODEL.per_position, MODEL.per_pair)
     assert (
         text.sample_flops(lengths).tolist()
-        == SampleWorks.of(text, lengths, images=images, patches=patches).samples.tolist()
+        == SampleWorks.from_lengths(text, lengths, images=images, patches=patches).flops.tolist()
     )
 
 
@@ -57,12 +57,12 @@ def test_two_frames_of_a_video_take_what_an_image_of_their_size_takes(length, im
     patches = 64 * side
 
     held = {"images": images, "patches": images * patches, "frames": 2 * pairs, "video_patches": pairs * patches}
-    works = SampleWorks.of(MODEL, [length], **held)
+    works = SampleWorks.from_lengths(MODEL, [length], **held)
 
     grids = [(1, 8, 8 * side)] * images + [(pairs, 8, 8 * side)]
-    assert MODEL.sample_flops([length], [grids]).tolist() == pytest.approx(works.samples.tolist())
+    assert MODEL.sample_flops([length], [grids]).tolist() == pytest.approx(works.flops.tolist())
     text = WorkModel(MODEL.per_position, MODEL.per_pair)
-    assert text.sample_flops([length]).tolist() == SampleWorks.of(text, [length], **held).samples.tolist()
+    assert text.sample_flops([length]).tolist() == SampleWorks.from_lengths(text, [length], **held).flops.tolist()
 
 
 def test_a_backward_pass_takes_twice_as_many_where_weights_are_trained():
@@ -186,7 +186,7 @@ def test_work_of_long_samples_is_that_of_whole_numbers(lengths):
     lengths = [length for length in sorted(lengths) if sum(lengths) < 2**63] or [1]
     model = WorkModel(436 * 10**9, 12 * 80 * 8192)
     exact = [model.per_position * n + model.per_pair * (n * (n + 1) // 2) for n in lengths]
-    works = SampleWorks.of(model, lengths).samples
+    works = SampleWorks.from_lengths(model, lengths).flops
     event(f"beyond 64 bits: {sum(exact) >= 2**63}")
 
     assert exact == pytest.approx(works.tolist(), rel=2**-50)
