@@ -82,7 +82,7 @@ def schedule_of(
             step by; None where that is of no interest.
     """
     training, meeting = config.training, meeting_of(config)
-    return EpochSchedule.of(
+    return EpochSchedule.from_plan(
         aligned,
         gradient_accumulation_steps=batch.accumulation.gradient_accumulation_steps,
         num_train_epochs=training.num_train_epochs,
@@ -100,4 +100,4 @@ def evaluation_schedule_of(aligned: AlignedPlan) -> EpochSchedule:
     Return an evaluation as the schedule of one epoch, whose steps are the forward passes of each
     rank.
     """
-    return EpochSchedule.of(aligned, gradient_accumulation_steps=1, num_train_epochs=1, shuffle=False)
+    return EpochSchedule.from_plan(aligned, gradient_accumulation_steps=1, num_train_epochs=1, shuffle=False)

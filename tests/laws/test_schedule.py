@@ -479,7 +479,7 @@ def test_a_schedule_of_an_aligned_plan_trains_that_plan(plan, world_size, batch_
     aligned = align_plan(plan, world_size=world_size, dataloader_drop_last=drop_last, batch_size=batch_size)
     event(f"repeated: {aligned.pad_needed > 0}, dropped: {aligned.num_dropped > 0}")
 
-    schedule = EpochSchedule.of(
+    schedule = EpochSchedule.from_plan(
         aligned, gradient_accumulation_steps=2, num_train_epochs=1.5, max_steps=9, seed=3, shuffle=shuffle
     )  # fmt: skip
 

@@ -223,8 +223,8 @@ def test_the_log_of_an_epoch_says_what_the_summary_said(drawn):
     """What telemetry counts while training, summary foretells."""
     plan, lengths, schedule, packed = drawn
     summary = summarise_schedule(plan, lengths, schedule, packed=packed)
-    pack_stats = PackStats.of(plan, np.array(lengths), packed=packed)
-    logged = EpochStats.of(pack_stats, schedule, 0).statistics(0, schedule.steps_per_epoch)
+    pack_stats = PackStats.from_plan(plan, np.array(lengths), packed=packed)
+    logged = EpochStats.from_schedule(pack_stats, schedule, 0).statistics(0, schedule.steps_per_epoch)
 
     assert summary.work_per_step == pytest.approx(logged["work"])
     assert summary.work_imbalance == pytest.approx(logged["work_imbalance"])

@@ -181,7 +181,7 @@ def build_trainer(
     return PackTrainer(
         group=group,
         schedule=schedule,
-        pack_stats=PackStats.of(
+        pack_stats=PackStats.from_plan(
             train.raw, column(train.table, "length").astype(np.int64), packed=config.training.packing, works=works
         ),
         attention=attention_of(config),
