@@ -221,7 +221,7 @@ class FusedLoss:
         if missing:
             message = f"the loss needs {', '.join(sorted(missing))}, but the data have {', '.join(data)}"
             raise ValueError(message)
-        predicted = _Predicted.of(layout, cp_rank, data["input_ids"])
+        predicted = _Predicted.from_layout(layout, cp_rank, data["input_ids"])
         mask = predicted.values(data["token_mask"]).double()
         counts = mask > 0
         targets = predicted.values(data["input_ids"]).masked_fill(~counts, NO_TARGET)
@@ -305,7 +305,7 @@ class _Predicted:
     """Whether something is predicted."""
 
     @classmethod
-    def of(cls, layout: PackedLayout, cp_rank: int, input_ids: torch.Tensor) -> _Predicted:
+    def from_layout(cls, layout: PackedLayout, cp_rank: int, input_ids: torch.Tensor) -> _Predicted:
         rows = layout.positions(cp_rank)
         targets = layout.targets[rows]
         exists = targets >= 0

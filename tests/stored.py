@@ -101,7 +101,7 @@ def _store(
         raw, key = build_raw_plan(lengths, policy), policy.fingerprint(stores.lengths.digest())
         stores.plans.save(key, raw)
         for world_size in world_sizes:
-            stores.plans.save_aligned(key, Alignment.of(config, split).align(raw, world_size=world_size))
+            stores.plans.save_aligned(key, Alignment.from_config(config, split).align(raw, world_size=world_size))
 
 
 def asked(path: Path, *, rl: bool = False) -> Path:

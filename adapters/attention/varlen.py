@@ -291,7 +291,7 @@ def attend_to_patches(
     Attend within the images or windows of a vision tower's packed row of patches, both ways; see
     `attend`.
     """
-    layout = Layout.of_boundaries(cu_seq_lens_q, is_causal=False, longest=max_length_q)
+    layout = Layout.from_boundaries(cu_seq_lens_q, is_causal=False, longest=max_length_q)
     return attend_within(query, key, value, layout, dropout=dropout, scaling=scaling), None
 
 

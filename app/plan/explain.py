@@ -30,7 +30,7 @@ class Explainer:
     """To say on which line a sample stands; None where the data are not here."""
 
     @classmethod
-    def of(cls, config: RunConfig, view: PlanView) -> Explainer:
+    def from_view(cls, config: RunConfig, view: PlanView) -> Explainer:
         """
         Open the data of a split, where they are here and have as many records as were measured.
         """

@@ -170,7 +170,7 @@ def inspect_plan(config: RunConfig, split: str, *, world_size: int | None) -> Pl
     stored = _open_planned(config, split)
     world_size = world_size or max(stored.plan.world_sizes, default=1)
     raw = stored.plan.plan
-    aligned = Alignment.of(config, split).align(raw, world_size=world_size)
+    aligned = Alignment.from_config(config, split).align(raw, world_size=world_size)
     planned = PlannedSplit(split, stored.lengths.rows.table, raw, aligned, stored.lengths.origin.data_digest)
     work = work_of(config, stored.lengths.rows.table)
     schedule = split_schedule(config, split, aligned, raw.packs.sums(work.samples.flops))

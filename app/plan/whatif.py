@@ -97,7 +97,7 @@ def _refuse_other_cuts(lengths: StoredLengths, packing_lengths: list[int]) -> No
 def _alternatives(
     config: RunConfig, split: str, stored: StoredLengths, packing_lengths: list[int], world_sizes: list[int]
 ) -> Iterator[Alternative]:
-    lengths, alignment = stored.tokens, Alignment.of(config, split)
+    lengths, alignment = stored.tokens, Alignment.from_config(config, split)
     works = work_of(config, stored.rows.table).samples
     samples = works.flops
 

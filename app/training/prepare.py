@@ -56,7 +56,7 @@ def prepare(config: RunConfig, group: RankGroup) -> Prepared:
     # What the settings alone can get wrong is found before hours of measuring.
     batch = batch_of(config, world_size=group.world_size)
     gathered = gather(config)
-    planner = Planner.of(config, group)
+    planner = Planner.from_config(config, group)
     planner.require_writable(gathered.splits.values())
     arguments = open_arguments(config, batch.size, batch.accumulation)
 

@@ -345,7 +345,7 @@ def test_cut_samples_are_counted_apart_from_those_that_fit(write_run, execute, c
     assert {50} == set(table[cut, 0].tolist())
     assert f"{cut.sum()} samples are truncated to 50 tokens" in caplog.text
     whole = read_config(write_run("qwen2", name="whole", template={"max_length": 50}))
-    lengths = Planner.of(whole, OneRank()).plan(gather(whole).splits["train"]).table
+    lengths = Planner.from_config(whole, OneRank()).plan(gather(whole).splits["train"]).table
     assert (lengths[:, 0] > 50).tolist() == cut.tolist()
     assert 0 == lengths[:, 4].sum()
 

@@ -214,7 +214,7 @@ def blur(trainer) -> None:
             lambda part: part + part.mean([*range(part.dim() - 1)]) if torch.is_tensor(part) else part, output
         )
 
-    dummy = DummyImage.of(trainer.model, trainer.template)
+    dummy = DummyImage.from_model(trainer.model, trainer.template)
     dummy.inner.get_submodule(dummy.towers[0]).register_forward_hook(mixed)
 
 
@@ -261,7 +261,7 @@ def test_a_family_is_shown_to_pack(vision_run, folder, monkeypatch, family):
     trainer.data_collator = plain
 
     before = [loss_and_unused(prepared, index)[0] for index in (1, 2)]
-    dummy = DummyImage.of(trainer.model, trainer.template)
+    dummy = DummyImage.from_model(trainer.model, trainer.template)
     assert [] == dummy.unreached()
     dummy.ensure_seen()
     assert [(loss, set()) for loss in before] == [loss_and_unused(prepared, index) for index in (1, 2)]

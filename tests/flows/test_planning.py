@@ -485,8 +485,12 @@ def test_a_run_says_how_its_splits_are_aligned(packing, eval_packing):
         training=training,
     )  # fmt: skip
 
-    assert Alignment(dataloader_drop_last=True, batch_size=1 if packing else 2) == Alignment.of(config, "train")
+    assert Alignment(dataloader_drop_last=True, batch_size=1 if packing else 2) == Alignment.from_config(
+        config, "train"
+    )
     packs_eval = packing and eval_packing
-    assert Alignment(dataloader_drop_last=False, batch_size=1 if packs_eval else 3) == Alignment.of(config, "eval")
+    assert Alignment(dataloader_drop_last=False, batch_size=1 if packs_eval else 3) == Alignment.from_config(
+        config, "eval"
+    )
     assert (packing, packs_eval) == (plan_policy(config, "train").packing, plan_policy(config, "eval").packing)
     assert (True, False) == (plan_policy(config, "train").drop_last, plan_policy(config, "eval").drop_last)
