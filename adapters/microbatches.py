@@ -33,7 +33,8 @@ class BatchedData:
     """
     Sequences of unequal length.
 
-    >>> batch = BatchedData.from_fields({"input_ids": torch.tensor([[5, 6, 0], [7, 8, 9]])}, lengths=[2, 3])
+    >>> fields = {"input_ids": torch.tensor([[5, 6, 0], [7, 8, 9]])}
+    >>> batch = BatchedData.from_fields(fields, lengths=[2, 3])
     >>> batch.select([1, 0])["input_ids"].tolist()
     [[7, 8, 9], [5, 6, 0]]
     >>> batch.select([0]).truncate(2)["input_ids"].tolist()

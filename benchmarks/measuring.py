@@ -24,7 +24,7 @@ from packplan.app.demo.tiny_models import write_model
 from packplan.app.demo.videos import MadeVideo, made_videos
 from packplan.app.wiring import training
 from packplan.core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
-from packplan.core.samples import Measured, Outcome
+from packplan.core.samples import MeasuredSample, Outcome
 
 KINDS: dict[str, tuple[int, tuple[int, int] | None]] = {
     "text": (1600, None),
@@ -123,7 +123,7 @@ def measure_videos(number: int) -> tuple[list[Row], int, list[str]]:
             write_model(folder / model, model, TEXT, seed=0)
             quick, full = (video_lengths(folder / model, videos, in_full=in_full) for in_full in (False, True))
             differences += [f"{model}, {line}" for line in differing(videos, quick, full)]
-            decoded = sum(image.decoded for one in quick if isinstance(one, Measured) for image in one.images)
+            decoded = sum(image.decoded for one in quick if isinstance(one, MeasuredSample) for image in one.images)
         spent = _clip_seconds(folder / VIDEO_MODELS[0], CLIP.write(folder / "clip.mp4"))
     clip = f"clip of {CLIP.num_frames // 30} s, {CLIP.size[0]}x{CLIP.size[1]}"
     return [Row(clip, way, 1, 1 / cpu_s, 1000 * cpu_s) for way, cpu_s in spent.items()], decoded, differences
@@ -160,7 +160,7 @@ def differing(videos: Sequence[Path], quick: Sequence[Outcome], full: Sequence[O
     return [
         f"{video.name}: {one} from its container, {other} encoded"
         for video, one, other in zip(videos, quick, full, strict=True)
-        if one != other or not isinstance(one, Measured)
+        if one != other or not isinstance(one, MeasuredSample)
     ]
 
 

@@ -24,7 +24,7 @@ from packplan.core.samples import (
     DataFile,
     ImageFacts,
     ImageTable,
-    Measured,
+    MeasuredSample,
     Measurement,
     Outcome,
     ShortcutError,
@@ -95,7 +95,7 @@ class ListSource:
             for number in [kept[index] for index in indices]:
                 index = number - sum(left < number for left in self.left_out)
                 try:
-                    yield Measured(self.measure(index), self.images(index))
+                    yield MeasuredSample(self.measure(index), self.images(index))
                 except RecordError as error:
                     yield error
         finally:
@@ -103,7 +103,7 @@ class ListSource:
 
     def measure_elsewhere(self, indices: Sequence[int], *, epoch: int) -> list[Outcome]:
         self.elsewhere = list(indices)
-        return [Measured(self.measure(index)) for index in indices]
+        return [MeasuredSample(self.measure(index)) for index in indices]
 
     def images(self, index: int, *, decode: bool = False) -> tuple[ImageFacts, ...]:
         return (ImageFacts(self.image_bytes, self.widths.get(index, 28), 28, self.lengths[index]),)
@@ -194,7 +194,8 @@ class ElsewhereSource(ListSource):
     def measure_elsewhere(self, indices: Sequence[int], *, epoch: int) -> list[Outcome]:
         more = epoch if self.epoch_matters else 1
         return [
-            Measured(Measurement(self.lengths[index] + more * (index == self.differs), 1, 1, 4)) for index in indices
+            MeasuredSample(Measurement(self.lengths[index] + more * (index == self.differs), 1, 1, 4))
+            for index in indices
         ]
 
 
@@ -213,7 +214,7 @@ class GuessingSource(ListSource):
             if in_full and index == self.bad:
                 yield RecordError(f"{self.name}, line {index + 1}", "cannot be measured")
             length = self.lengths[index] + (index == self.wrong and not in_full)
-            yield Measured(Measurement(length, 1, 1, 4), self.images(index))
+            yield MeasuredSample(Measurement(length, 1, 1, 4), self.images(index))
 
 
 class AuditedSource(ListSource):
@@ -229,7 +230,7 @@ class AuditedSource(ListSource):
         for index in indices:
             if index == self.wrong and not in_full:
                 raise ShortcutError(f"{self.name}, line {index + 1}", (1,), (2,))
-            yield Measured(Measurement(self.lengths[index], 1, 1, 4), self.images(index))
+            yield MeasuredSample(Measurement(self.lengths[index], 1, 1, 4), self.images(index))
 
 
 class MemoryLengthStore:

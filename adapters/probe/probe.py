@@ -29,9 +29,9 @@ from packplan.core.equality import (
     NATIVE,
     VARLEN,
     Attention,
-    Measured,
     PackingVerdict,
     Precision,
+    ProbeResult,
     Trial,
     trials,
 )
@@ -46,7 +46,7 @@ class _Outcome:
     """What a trial gave, or why it could not run."""
 
     trial: Trial
-    measured: Measured | None
+    measured: ProbeResult | None
     split: tuple[str, ...] = ()
     carriers: tuple[str, ...] = ()
     """Classes of layers that carry a state along the row, whether they can be split or not."""
@@ -250,7 +250,7 @@ def _gives_the_same(build: Callable[[str], Any], row: ProbeRow, eager: Alone, li
 def _tried(place: _CopyPlace, trial: Trial) -> _Outcome:
     """Return what a trial gives; where samples are not apart, with layers run sample by sample."""
 
-    def measure(split: tuple[str, ...]) -> tuple[Any, Measured]:
+    def measure(split: tuple[str, ...]) -> tuple[Any, ProbeResult]:
         model = place.build(place.native)
         apply_trial(model, trial, split)
         return model, measure_packed(model, place.row, place.alone)
@@ -292,7 +292,7 @@ def _said(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
-def _badness(measured: Measured) -> tuple[float, float]:
+def _badness(measured: ProbeResult) -> tuple[float, float]:
     return measured.isolation, measured.equality
 
 

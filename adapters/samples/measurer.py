@@ -34,7 +34,7 @@ from packplan.adapters.versions import installed_version
 from packplan.core.config import configured_inputs
 from packplan.core.errors import RecordError
 from packplan.core.fingerprint import Fingerprint, Value
-from packplan.core.samples import DataFile, Image, ImageFacts, Measured, Measurement, Outcome
+from packplan.core.samples import DataFile, Image, ImageFacts, MeasuredSample, Measurement, Outcome
 
 log = logging.getLogger(__name__)
 
@@ -340,7 +340,7 @@ class SwiftMeasurer:
         `core.ports`.
         """
         loader = DataLoader(
-            _Measured(self),
+            _FullyEncoded(self),
             sampler=list(indices),
             batch_size=None,
             num_workers=1,
@@ -371,7 +371,7 @@ class SwiftMeasurer:
             return self._quick.measure([index])[0][0]
         try:
             measurement = self.measure(index) if in_full else self.measure_quickly(index)
-            return Measured(measurement, self.images(index))
+            return MeasuredSample(measurement, self.images(index))
         except RecordError as error:
             return error
 
@@ -381,7 +381,7 @@ class SwiftMeasurer:
         return False
 
 
-class _Measured(Dataset[Outcome]):
+class _FullyEncoded(Dataset[Outcome]):
     """Samples encoded in full, as a loader's worker would."""
 
     def __init__(self, samples: SwiftMeasurer) -> None:

@@ -20,7 +20,7 @@ from packplan.core.samples import (
     COLUMNS,
     IMAGE_COLUMNS,
     ImageTable,
-    Measured,
+    MeasuredSample,
     Measurement,
     ShortcutError,
     Table,
@@ -169,7 +169,7 @@ def measure_rows(
     total = len(source)
     first = done = len(stored.table)
     every = flush_every or min(max(total // 100, 256), 10_000)
-    waiting: list[Measured] = []
+    waiting: list[MeasuredSample] = []
 
     def flush() -> None:
         nonlocal done
@@ -302,7 +302,7 @@ def _compare_stored(source: LengthSource, stored: Stored) -> int:
     return len(few)
 
 
-def _encoding_s(sample: Measured) -> float:
+def _encoding_s(sample: MeasuredSample) -> float:
     """Return about how many seconds encoding a sample takes."""
     pixels = sum(image.width * image.height * max(image.num_frames, 1) for image in sample.images)
     return _TOKEN_S * sample.measurement.length + _PIXEL_S * pixels

@@ -112,7 +112,7 @@ Images and videos of many samples, in their order, the images of each first: int
 
 
 @attrs.frozen
-class Measured:
+class MeasuredSample:
     """What measuring one sample gives."""
 
     measurement: Measurement
@@ -140,11 +140,11 @@ class ShortcutError(Exception):
         return f"{self.where} measured {self.quick} by a shortcut, but encodes to {self.encoded} ({', '.join(COLUMNS)})"
 
 
-Outcome = Measured | RecordError
+Outcome = MeasuredSample | RecordError
 """Measuring goes on after a record that cannot become a sample, so its error is a value."""
 
 
-def to_tables(measured: Iterable[Measured]) -> tuple[Table, ImageTable]:
+def to_tables(measured: Iterable[MeasuredSample]) -> tuple[Table, ImageTable]:
     """Return the measurements of several samples, and their images."""
     measured = list(measured)
     rows = np.array([to_row(one.measurement) for one in measured], dtype=np.int32)
@@ -152,7 +152,7 @@ def to_tables(measured: Iterable[Measured]) -> tuple[Table, ImageTable]:
     return rows.reshape(-1, len(COLUMNS)), images.reshape(-1, len(IMAGE_COLUMNS))
 
 
-def from_tables(table: Table, images: ImageTable, indices: Iterable[int]) -> list[Measured]:
+def from_tables(table: Table, images: ImageTable, indices: Iterable[int]) -> list[MeasuredSample]:
     """
     Return what tables say of some samples.
 
@@ -164,7 +164,7 @@ def from_tables(table: Table, images: ImageTable, indices: Iterable[int]) -> lis
     """
     ends = np.cumsum(num_media(table))
     return [
-        Measured(
+        MeasuredSample(
             row, tuple(ImageFacts(*one) for one in images[ends[index] - row.images - row.videos : ends[index]].tolist())
         )
         for index in indices

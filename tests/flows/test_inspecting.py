@@ -22,7 +22,7 @@ from packplan.app.training.schedule import batch_of, schedule_of
 from packplan.app.wiring.stores import read_config, split_folder
 from packplan.core.align import align_plan
 from packplan.core.checksum import plan_checksum
-from packplan.core.equality import Measured, PackingVerdict
+from packplan.core.equality import PackingVerdict, ProbeResult
 from packplan.core.inspection import plan_difference, summarise, summarise_schedule
 from packplan.core.plan import build_raw_plan
 from packplan.core.samples import DataFile
@@ -161,7 +161,7 @@ def test_show_says_which_attention_training_takes(  # noqa: PLR0917  # fixtures
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     verdict = PackingVerdict(
         "llama", strategy, attn_impl if attn_impl != "auto" else "varlen", "sdpa" if strategy else "eager",
-        split=(), follows_rows=False, measured=Measured(0 if strategy else 0.25, 3e-7), reason="it was looked at",
+        split=(), follows_rows=False, measured=ProbeResult(0 if strategy else 0.25, 3e-7), reason="it was looked at",
     )  # fmt: skip
     path = store(model={"model": str(tmp_path), "attn_impl": attn_impl}, verdict=verdict)
 
@@ -182,7 +182,7 @@ def test_show_says_which_attention_training_takes(  # noqa: PLR0917  # fixtures
 def test_show_asks_for_the_verdict_of_the_model_as_it_is(store, said, tmp_path):
     """Another config.json than the one that was asked is a warning."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    verdict = PackingVerdict("llama", "varlen", "varlen", "sdpa", (), False, Measured(0, 0), "it passes")  # noqa: FBT003
+    verdict = PackingVerdict("llama", "varlen", "varlen", "sdpa", (), False, ProbeResult(0, 0), "it passes")  # noqa: FBT003
     path = store(model={"model": str(tmp_path)}, verdict=verdict)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "sliding_window": 8}))
 

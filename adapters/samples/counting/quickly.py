@@ -32,7 +32,7 @@ from packplan.core.samples import (
     Image,
     ImageFacts,
     ImageTable,
-    Measured,
+    MeasuredSample,
     Measurement,
     Outcome,
     ShortcutError,
@@ -109,7 +109,7 @@ class Batch:
             if digest:
                 known[place] = np.frombuffer(digest, np.uint8)
         errors = {place: one for place, one in enumerate(outcomes) if isinstance(one, RecordError)}
-        table, images = to_tables(one for one in outcomes if isinstance(one, Measured))
+        table, images = to_tables(one for one in outcomes if isinstance(one, MeasuredSample))
         return cls(numbers, known, table, images, errors)
 
     def outcomes(self) -> Iterator[Outcome]:
@@ -237,12 +237,12 @@ class QuickMeasurer:
         try:
             # Which tokens a truncated sample keeps is the template's to say.
             if quick is None or (limit is not None and quick.length > limit):
-                return Measured(self._alone(one.index), one.facts)
+                return MeasuredSample(self._alone(one.index), one.facts)
         except RecordError as error:
             return error
         if self._audits(one):
             self._audit(one, quick)
-        return Measured(quick, one.facts)
+        return MeasuredSample(quick, one.facts)
 
     def _audits(self, one: _Read) -> bool:
         """Return whether a sample is encoded in full too."""
