@@ -18,9 +18,9 @@ from packplan.core.plan import RawPlan
 from packplan.core.samples import (
     BadRecord,
     DataFile,
-    ImageFacts,
-    ImageTable,
     Measurement,
+    MediaFacts,
+    MediaTable,
     Outcome,
     Place,
     Table,
@@ -168,7 +168,7 @@ class LengthSource(Measurable, Protocol):
         *epoch*.
         """
 
-    def images(self, index: int, /, *, decode: bool = False) -> tuple[ImageFacts, ...]:
+    def images(self, index: int, /, *, decode: bool = False) -> tuple[MediaFacts, ...]:
         """
         Return what the image files of sample *index* are now.
 
@@ -188,7 +188,7 @@ class Stored:
     table: Table
     """Measurements of the first samples."""
 
-    images: ImageTable
+    images: MediaTable
     """What is known of their images."""
 
     in_full: bool = False
@@ -335,7 +335,7 @@ class LengthStore(Inspectable[StoredLengths], Protocol):
     def append(
         self,
         rows: Table,
-        images: ImageTable,
+        images: MediaTable,
         data_digest: str,
         /,
         *,

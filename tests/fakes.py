@@ -19,13 +19,13 @@ from packplan.core.plan import RawPlan
 from packplan.core.ports import Arrays, Origin, ReportProgress, Stored, StoredLengths, StoredPlan
 from packplan.core.samples import (
     COLUMNS,
-    IMAGE_COLUMNS,
+    MEDIA_COLUMNS,
     BadRecord,
     DataFile,
-    ImageFacts,
-    ImageTable,
     MeasuredSample,
     Measurement,
+    MediaFacts,
+    MediaTable,
     Outcome,
     ShortcutError,
     Table,
@@ -105,8 +105,8 @@ class ListSource:
         self.elsewhere = list(indices)
         return [MeasuredSample(self.measure(index)) for index in indices]
 
-    def images(self, index: int, *, decode: bool = False) -> tuple[ImageFacts, ...]:
-        return (ImageFacts(self.image_bytes, self.widths.get(index, 28), 28, self.lengths[index]),)
+    def images(self, index: int, *, decode: bool = False) -> tuple[MediaFacts, ...]:
+        return (MediaFacts(self.image_bytes, self.widths.get(index, 28), 28, self.lengths[index]),)
 
 
 class MixingSource(ListSource):
@@ -133,7 +133,7 @@ class EditedSource(ListSource):
 
     edited = 3
 
-    def images(self, index: int, *, decode: bool = False) -> tuple[ImageFacts, ...]:
+    def images(self, index: int, *, decode: bool = False) -> tuple[MediaFacts, ...]:
         self._require_same(index)
         return super().images(index, decode=decode)
 
@@ -267,7 +267,7 @@ class MemoryLengthStore:
 
     def stored(self) -> Stored:
         table = np.array(self._rows, dtype=np.int32).reshape(-1, len(COLUMNS))
-        images = np.array(self._images, dtype=np.int64).reshape(-1, len(IMAGE_COLUMNS))
+        images = np.array(self._images, dtype=np.int64).reshape(-1, len(MEDIA_COLUMNS))
         return Stored(table, images, self.in_full, self.probe)
 
     def origin(self) -> Origin | None:
@@ -285,7 +285,7 @@ class MemoryLengthStore:
     def append(
         self,
         rows: Table,
-        images: ImageTable,
+        images: MediaTable,
         data_digest: str,
         *,
         in_full: bool,

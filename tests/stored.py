@@ -24,7 +24,7 @@ from packplan.core.config import RunConfig, configured_inputs, plan_policy
 from packplan.core.equality import PackingVerdict
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.plan import build_raw_plan
-from packplan.core.samples import COLUMNS, IMAGE_COLUMNS, DataFile
+from packplan.core.samples import COLUMNS, MEDIA_COLUMNS, DataFile
 
 LENGTHS = [60, 20, 50, 30, 40, 40, 80, 7, 33, 12, 51, 29] * 5
 
@@ -91,7 +91,7 @@ def _store(
     rows = np.zeros((measured, len(COLUMNS)), dtype=np.int32)
     rows[:, 0] = lengths[:measured]
     rows[0, 2:4] = 1, 4
-    images = np.array([[1000, 28, 56, 7, 0, 0, 0]], dtype=np.int64).reshape(-1, len(IMAGE_COLUMNS))
+    images = np.array([[1000, 28, 56, 7, 0, 0, 0]], dtype=np.int64).reshape(-1, len(MEDIA_COLUMNS))
     with stores.lock.held(timeout_s=1, report=lambda _: None):
         stores.lengths.resume(Fingerprint(inputs), len(lengths), str)
         probed = {"samples": [0]} if probe else None

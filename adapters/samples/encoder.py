@@ -40,8 +40,8 @@ from packplan.core.samples import (
     RESPONSE,
     DataFile,
     Image,
-    ImageFacts,
     Measurement,
+    MediaFacts,
     Table,
     Video,
     from_row,
@@ -404,11 +404,11 @@ class SwiftEncoder:
             raise self.fault(index, reason)
         return facts
 
-    def stored_video(self, index: int, video: Video) -> ImageFacts:
+    def stored_video(self, index: int, video: Video) -> MediaFacts:
         """Return what is kept of a video of sample *index*; RecordError if it cannot be used."""
         return self.stored_facts(self.video_facts(index, video))
 
-    def stored_facts(self, facts: VideoFacts) -> ImageFacts:
+    def stored_facts(self, facts: VideoFacts) -> MediaFacts:
         """Return what is kept of what a video says of itself."""
         lengths = self.video_lengths
         seconds = facts.num_frames / float(facts.rate) if facts.rate else 0.0

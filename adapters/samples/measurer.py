@@ -34,7 +34,7 @@ from packplan.adapters.versions import installed_version
 from packplan.core.config import configured_inputs
 from packplan.core.errors import RecordError
 from packplan.core.fingerprint import Fingerprint, Value
-from packplan.core.samples import DataFile, Image, ImageFacts, MeasuredSample, Measurement, Outcome
+from packplan.core.samples import DataFile, Image, MeasuredSample, Measurement, MediaFacts, Outcome
 
 log = logging.getLogger(__name__)
 
@@ -352,7 +352,7 @@ class SwiftMeasurer:
         with lost_processes_named("encoding samples again, in another process,", "end what else runs on it"):
             return list(loader)
 
-    def images(self, index: int, *, decode: bool = False) -> tuple[ImageFacts, ...]:
+    def images(self, index: int, *, decode: bool = False) -> tuple[MediaFacts, ...]:
         """Return what the image files of sample *index* are now; see `core.ports`."""
         sample, images = self._encoder.read(index)
         try:

@@ -25,7 +25,7 @@ from packplan.adapters import files
 from packplan.core.errors import ConfigError, CorruptArtefactError, StaleLengthsError
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.ports import Origin, Stored, StoredLengths
-from packplan.core.samples import COLUMNS, IMAGE_COLUMNS, BadRecord, DataFile, ImageTable, Table
+from packplan.core.samples import COLUMNS, MEDIA_COLUMNS, BadRecord, DataFile, MediaTable, Table
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class DiskLengthStore:
         self.folder, self._lengths_from = folder, lengths_from
         self._manifest = folder / "lengths.json"
         self._samples = _Column(folder / "lengths.bin", COLUMNS, "<i4")
-        self._images = _Column(folder / "images.bin", IMAGE_COLUMNS, "<i8")
+        self._images = _Column(folder / "images.bin", MEDIA_COLUMNS, "<i8")
         self._key: Fingerprint | None = None
         self._num_samples, self._num_bad = 0, 0
 
@@ -152,7 +152,7 @@ class DiskLengthStore:
         self._forget()
         manifest = files.read_manifest(self._manifest, SCHEMA)
         if manifest is None:
-            return Stored(np.zeros((0, len(COLUMNS)), np.int32), np.zeros((0, len(IMAGE_COLUMNS)), np.int64))
+            return Stored(np.zeros((0, len(COLUMNS)), np.int32), np.zeros((0, len(MEDIA_COLUMNS)), np.int64))
         if differences := _origin(manifest).differences(key, num_samples, data_digest):
             raise StaleLengthsError(str(self.folder), differences)
         return self._rows(manifest)
@@ -201,7 +201,7 @@ class DiskLengthStore:
     def append(
         self,
         rows: Table,
-        images: ImageTable,
+        images: MediaTable,
         data_digest: str,
         *,
         in_full: bool,

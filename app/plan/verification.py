@@ -30,7 +30,7 @@ from packplan.core.inspection import plan_faults
 from packplan.core.lengths import IntArray
 from packplan.core.plan import refuse_dropped, refuse_longer
 from packplan.core.ports import LengthSource, Origin, StoredLengths, StoredPlan
-from packplan.core.samples import ImageTable, MeasuredSample, Table, from_row, from_tables, num_media
+from packplan.core.samples import MeasuredSample, MediaTable, Table, from_row, from_tables, num_media
 
 log = logging.getLogger(__name__)
 
@@ -174,7 +174,7 @@ def _check_images(name: str, lengths: StoredLengths, source: LengthSource, *, de
                 )
 
 
-def _measured(table: Table, images: ImageTable, indices: IntArray) -> Iterator[tuple[int, MeasuredSample]]:
+def _measured(table: Table, images: MediaTable, indices: IntArray) -> Iterator[tuple[int, MeasuredSample]]:
     """
     Yield some samples with what is stored of them, a few thousand at a time: all at once would take
     a gigabyte.

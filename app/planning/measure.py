@@ -18,10 +18,10 @@ from packplan.core.errors import ChangedImageError, DataSetError, RecordError, a
 from packplan.core.ports import LengthSource, LengthStore, Measurable, ReportProgress, Stored
 from packplan.core.samples import (
     COLUMNS,
-    IMAGE_COLUMNS,
-    ImageTable,
+    MEDIA_COLUMNS,
     MeasuredSample,
     Measurement,
+    MediaTable,
     ShortcutError,
     Table,
     column,
@@ -336,7 +336,7 @@ def _spread(total: int) -> Iterator[int]:
     return (index * (total - 1) // max(count - 1, 1) for index in range(count))
 
 
-def _shape_classes(table: Table, images: ImageTable) -> list[int]:
+def _shape_classes(table: Table, images: MediaTable) -> list[int]:
     """
     Return the first sample with so many images, or videos, and the first with one of each width and
     height, to powers of two.
@@ -345,7 +345,7 @@ def _shape_classes(table: Table, images: ImageTable) -> list[int]:
     _, by_number = np.unique(per_sample, return_index=True)
     _, by_kind = np.unique(column(table, "videos"), return_index=True)
     owner = np.repeat(np.arange(len(table)), per_sample)
-    sides = np.frexp(images[:, [IMAGE_COLUMNS.index("width"), IMAGE_COLUMNS.index("height")]])[1]
+    sides = np.frexp(images[:, [MEDIA_COLUMNS.index("width"), MEDIA_COLUMNS.index("height")]])[1]
     _, by_shape = np.unique(sides, axis=0, return_index=True)
     return [*by_number.tolist(), *by_kind.tolist(), *owner[by_shape].tolist()]
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from packplan.core.lengths import IntArray
 from packplan.core.plan import RawPlan
-from packplan.core.samples import IMAGE_COLUMNS, DataFile, ImageTable, Table, column, num_media
+from packplan.core.samples import MEDIA_COLUMNS, DataFile, MediaTable, Table, column, num_media
 
 QUANTILES = (5, 50, 95)
 """Per cent of a source's samples."""
@@ -74,7 +74,7 @@ class SourceSummary:
 
 
 def summarise_sources(
-    plan: RawPlan, table: Table, files: Sequence[DataFile], *, images: ImageTable, bad: Sequence[int] = ()
+    plan: RawPlan, table: Table, files: Sequence[DataFile], *, images: MediaTable, bad: Sequence[int] = ()
 ) -> tuple[SourceSummary, ...]:
     """
     Return a plan in numbers, source by source, in the order of their first files.
@@ -106,7 +106,7 @@ def summarise_sources(
         return sums
 
     milliseconds = np.zeros(len(names), np.int64)
-    np.add.at(milliseconds, np.repeat(of_sample, num_media(table)), images[:, IMAGE_COLUMNS.index("milliseconds")])
+    np.add.at(milliseconds, np.repeat(of_sample, num_media(table)), images[:, MEDIA_COLUMNS.index("milliseconds")])
     lengths = [np.sort(column(table, "length")[of_sample == number]) for number in range(len(names))]
     planned, dropped = plan.packs.indices, plan.dropped_packs.indices
     skipped = np.array(plan.skipped_long, dtype=np.int64)

@@ -21,7 +21,7 @@ from packplan.core.errors import ConfigError, CorruptArtefactError, OutputError,
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.plan import build_raw_plan
 from packplan.core.ports import Origin, StoredPlan
-from packplan.core.samples import COLUMNS, IMAGE_COLUMNS, DataFile
+from packplan.core.samples import COLUMNS, MEDIA_COLUMNS, DataFile
 from tests.fakes import MemoryLengthStore, MemoryPlanStore
 
 KEY = Fingerprint({"a": 1, "b": None})
@@ -34,7 +34,7 @@ def DATA(count: int) -> str:  # noqa: N802  # a constant of these tests
 
 ROWS = np.arange(10 * len(COLUMNS), dtype=np.int32).reshape(10, -1)
 
-IMAGES = np.arange(10 * len(IMAGE_COLUMNS), dtype=np.int64).reshape(10, -1)
+IMAGES = np.arange(10 * len(MEDIA_COLUMNS), dtype=np.int64).reshape(10, -1)
 
 
 def put(store, first: int, end: int, **options) -> None:

@@ -18,7 +18,7 @@ from packplan.core.align import align_plan
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.plan import build_raw_plan
 from packplan.core.policy import PlanPolicy
-from packplan.core.samples import COLUMNS, IMAGE_COLUMNS, DataFile, ImageFacts
+from packplan.core.samples import COLUMNS, MEDIA_COLUMNS, DataFile, MediaFacts
 
 KEY, DIGEST = Fingerprint({}), "data"
 
@@ -38,7 +38,7 @@ def store(folder: Path, lengths: np.ndarray, *, packing_length: int, world_size:
     rows = np.zeros((lengths.size, len(COLUMNS)), dtype=np.int32)
     rows[:, COLUMNS.index("length")] = lengths
     rows[:, COLUMNS.index("images")] = 1
-    images = np.zeros((lengths.size, len(IMAGE_COLUMNS)), dtype=np.int64)
+    images = np.zeros((lengths.size, len(MEDIA_COLUMNS)), dtype=np.int64)
     images[:, :4] = np.column_stack([np.arange(lengths.size), np.full((lengths.size, 2), 28), np.arange(lengths.size)])
     with stores.lock.held(timeout_s=60, report=lambda _: None):
         stores.lengths.resume(KEY, lengths.size, str)
@@ -72,8 +72,8 @@ class StoredSamples:
     def leave_out(self, numbers: Sequence[int]) -> None:
         assert not numbers
 
-    def images(self, index: int, *, decode: bool = False) -> tuple[ImageFacts, ...]:
-        return (ImageFacts(index, 28, 28, index),)
+    def images(self, index: int, *, decode: bool = False) -> tuple[MediaFacts, ...]:
+        return (MediaFacts(index, 28, 28, index),)
 
 
 def plan_as_rank(path: str, number: int, out: str) -> int:

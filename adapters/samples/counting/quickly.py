@@ -30,10 +30,10 @@ from packplan.core.errors import RecordError
 from packplan.core.samples import (
     DIGEST_BYTES,
     Image,
-    ImageFacts,
-    ImageTable,
     MeasuredSample,
     Measurement,
+    MediaFacts,
+    MediaTable,
     Outcome,
     ShortcutError,
     Table,
@@ -67,7 +67,7 @@ class _Read:
 
     index: int
     sample: dict[str, Any]
-    facts: tuple[ImageFacts, ...]
+    facts: tuple[MediaFacts, ...]
     beyond: list[ImageCost]
     """What its images cost beyond stand-ins."""
 
@@ -89,7 +89,7 @@ class Batch:
     """Digest of each record, all zero where it is not known; shape (num_records, DIGEST_BYTES)."""
 
     table: Table
-    images: ImageTable
+    images: MediaTable
 
     errors: dict[int, RecordError]
     """Place in the batch -> why that record cannot become a sample; the tables leave it out."""
@@ -197,7 +197,7 @@ class QuickMeasurer:
         return _Read(index, sample, kept, beyond, shown, pieces)
 
     def _costs(
-        self, index: int, images: Sequence[ImageFacts], videos: Sequence[VideoFacts]
+        self, index: int, images: Sequence[MediaFacts], videos: Sequence[VideoFacts]
     ) -> tuple[list[ImageCost], list[VideoCost]]:
         """
         Return what the media of a sample cost beyond stand-ins; RecordError if one is refused.
@@ -208,7 +208,7 @@ class QuickMeasurer:
             raise self._encoder.fault(index, f"an image cannot be encoded: {error}") from None
         return seen, [self._of_videos.beyond_stand_in(one) for one in videos] if videos and self._of_videos else []
 
-    def facts(self, index: int, images: Sequence[Image]) -> tuple[ImageFacts, ...]:
+    def facts(self, index: int, images: Sequence[Image]) -> tuple[MediaFacts, ...]:
         """
         Return what the images of a sample are now; RecordError if one cannot be read.
 
