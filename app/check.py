@@ -34,7 +34,7 @@ from packplan.app.cli.command import (
 )
 from packplan.app.wiring import stores
 from packplan.core.config import RunConfig
-from packplan.core.equality import CHECKS, Finding, Verdict, choose_packs, judge, kind
+from packplan.core.equality import CHECKS, Deviation, Verdict, choose_packs, judge, kind
 from packplan.core.errors import ConfigError, UnequalError, counted
 from packplan.core.samples import num_media
 
@@ -109,7 +109,7 @@ def compare(config: RunConfig, prepared: Prepared, *, num_packs: int) -> Report:
         reason = "leaves no pack of several samples, so there is nothing to compare: raise it"
         raise ConfigError.of("template.max_length", reason)
     comparison = training.open_comparison(prepared.trainer, samples)
-    findings: list[Finding] = []
+    findings: list[Deviation] = []
     for pack in progress(chosen, desc="comparing", unit=" packs"):
         findings += comparison.findings(pack)
     precision, without = prepared.trainer.precision, comparison.without_gradients

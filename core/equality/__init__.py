@@ -8,7 +8,7 @@ from __future__ import annotations
 from packplan.core.equality.equality import (
     CHECKS,
     PROBE_FACTOR,
-    Finding,
+    Deviation,
     Precision,
     Verdict,
     choose_packs,
@@ -45,7 +45,7 @@ __all__ = [
     "STRATEGIES",
     "VARLEN",
     "Attention",
-    "Finding",
+    "Deviation",
     "PackingVerdict",
     "Precision",
     "ProbeResult",

@@ -64,7 +64,7 @@ PROBE_FACTOR = 100
 
 
 @attrs.frozen
-class Finding:
+class Deviation:
     """One number that was compared."""
 
     check: str
@@ -87,7 +87,7 @@ class Verdict:
     """The worst finding of a check, and whether it is within the limit."""
 
     check: str
-    worst: Finding
+    worst: Deviation
     limit: float
     passed: bool
 
@@ -112,15 +112,15 @@ def loss_difference(found: float, expected: float, *, terms: float) -> float:
     return abs(found - expected) / scale if scale else math.inf
 
 
-def judge(findings: Iterable[Finding], *, precision: Precision) -> tuple[Verdict, ...]:
+def judge(findings: Iterable[Deviation], *, precision: Precision) -> tuple[Verdict, ...]:
     """
     Return the verdict on each check that has a finding, in the order of `CHECKS`.
 
-    >>> findings = [Finding("logits", 3e-6, 0, 1), Finding("logits", 2.0, 0, 4)]
+    >>> findings = [Deviation("logits", 3e-6, 0, 1), Deviation("logits", 2.0, 0, 4)]
     >>> judge(findings, precision="float32")[0].worst.sample
     4
     """
-    found: dict[str, list[Finding]] = {}
+    found: dict[str, list[Deviation]] = {}
     for finding in findings:
         found.setdefault(finding.check, []).append(finding)
     verdicts = []

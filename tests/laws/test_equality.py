@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from packplan.core.equality import (
     CHECKS,
     PROBE_FACTOR,
-    Finding,
+    Deviation,
     choose_packs,
     judge,
     kind,
@@ -82,14 +82,14 @@ def test_the_only_pack_with_a_video_is_looked_at(place):
 def test_the_worst_finding_decides(precision, values):
     """Each check has its worst, the probe its least; what is not a number never passes."""
     for check in CHECKS:
-        findings = [Finding(check, value, pack=number) for number, value in enumerate(values)]
+        findings = [Deviation(check, value, pack=number) for number, value in enumerate(values)]
 
         (verdict,) = judge(findings, precision=precision)
 
         extreme = min(values) if check == "probe" else max(values)
         assert extreme == verdict.worst.value == values[verdict.worst.pack]
         assert verdict.passed == (extreme >= verdict.limit if check == "probe" else extreme <= verdict.limit)
-        (spoilt,) = judge([*findings, Finding(check, math.nan, pack=99)], precision=precision)
+        (spoilt,) = judge([*findings, Deviation(check, math.nan, pack=99)], precision=precision)
         assert not spoilt.passed
         assert 99 == spoilt.worst.pack
 
@@ -112,7 +112,7 @@ def test_a_loss_is_compared_with_itself_or_with_the_logits_it_comes_from(found, 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_the_probe_has_to_see_more_than_it_forgives(precision):
     """Or a leak of the same size would pass."""
-    isolation, probe = judge([Finding("isolation", 0, 0), Finding("probe", 1, 0)], precision=precision)
+    isolation, probe = judge([Deviation("isolation", 0, 0), Deviation("probe", 1, 0)], precision=precision)
 
     assert PROBE_FACTOR * isolation.limit == probe.limit
     assert probe.passed
