@@ -32,7 +32,7 @@ DEFAULT_WAYS = ("packed", PADDED, SORTED)
 WIDTH_STEP = 128
 """Divisor of every width: the vision tower has half of the width, in heads of 64 dimensions."""
 
-Batch = Sequence[Sequence[int]]
+ComputedBatch = Sequence[Sequence[int]]
 """Forward pass as rows, each of which lists the tokens of its samples."""
 
 
@@ -47,7 +47,7 @@ class Way:
     whole_rows: bool
     """Whether attention compares all positions of a row, because it takes a dense mask."""
 
-    def positions_and_pairs(self, batch: Batch) -> tuple[int, float]:
+    def positions_and_pairs(self, batch: ComputedBatch) -> tuple[int, float]:
         """
         Return the positions of a forward pass, and the pairs of positions that attention compares.
 
@@ -153,7 +153,7 @@ def compared(rows: Sequence[Row]) -> list[Row]:
     ]
 
 
-def operations(way: Way, batches: Sequence[Batch], work: WorkModel, images: float) -> tuple[float, float]:
+def operations(way: Way, batches: Sequence[ComputedBatch], work: WorkModel, images: float) -> tuple[float, float]:
     """
     Return the forward operations of an epoch, and the share of padding in its positions.
 

@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 
 from benchmarks.child import Child, NotMeasuredError, peak_bytes, reset_peak, run_in_child
 from benchmarks.records import write_sized_model, write_training_data
-from benchmarks.train import WAYS, Batch, Row, Setting, Way, compared, operations
+from benchmarks.train import WAYS, ComputedBatch, Row, Setting, Way, compared, operations
 from packplan.adapters.progress import progress
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.samples.encoder import SwiftEncoder
@@ -215,7 +215,7 @@ def _epochs(config: RunConfig, way: Way, size: int, device: str) -> Iterator[dic
 def _facts(prepared: Prepared, encoded: Encoded, way: Way) -> dict[str, Any]:
     trainer, lengths = prepared.trainer, encoded.lengths
     packs, schedule = trainer.train_dataset.packs, trainer.schedule
-    batches: list[Batch] = [
+    batches: list[ComputedBatch] = [
         [[lengths[index] for index in packs[pack]] for pack in batch] for batch in schedule.batches(0, rank=0)
     ]
     work = WorkModel.from_config(trainer.model.config.to_dict())

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from packplan.adapters.lifeline import ctrl_c_kept, end_with_parent, lost_processes_named, open_pool
 from packplan.adapters.samples.counting.pieces import prove_pieces
-from packplan.adapters.samples.counting.quickly import Batch, QuickMeasurer
+from packplan.adapters.samples.counting.quickly import MeasuredBatch, QuickMeasurer
 from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.samples.files import copy_faults
 from packplan.adapters.samples.image_headers import image_facts
@@ -311,12 +311,12 @@ class SwiftMeasurer:
             if not kept_before:
                 gc.unfreeze()
 
-    def _taken(self, batch: Batch) -> Iterator[Outcome]:
+    def _taken(self, batch: MeasuredBatch) -> Iterator[Outcome]:
         """Yield what was measured, and keep the digests of its records."""
         self._encoder.records.remember(batch.numbers, batch.digests)
         yield from batch.outcomes()
 
-    def batch(self, numbers: NDArray[np.int64], *, in_full: bool) -> Batch:
+    def batch(self, numbers: NDArray[np.int64], *, in_full: bool) -> MeasuredBatch:
         """
         Measure records by their positions among all.
 
@@ -330,9 +330,9 @@ class SwiftMeasurer:
         records = self._encoder.records
         indices = [records.position(number) for number in numbers.tolist()]
         if in_full or self._quick is None:
-            return Batch.of(numbers, [self.outcome(index, in_full=in_full) for index in indices])
+            return MeasuredBatch.from_outcomes(numbers, [self.outcome(index, in_full=in_full) for index in indices])
         outcomes, digests = self._quick.measure(indices)
-        return Batch.of(numbers, outcomes, digests)
+        return MeasuredBatch.from_outcomes(numbers, outcomes, digests)
 
     def measure_elsewhere(self, indices: Sequence[int], *, epoch: int) -> list[Outcome]:
         """
@@ -401,7 +401,7 @@ def _say_once(what: str) -> None:
     log.info("%s", what)
 
 
-_measure: Callable[[NDArray[np.int64]], Batch] | None = None
+_measure: Callable[[NDArray[np.int64]], MeasuredBatch] | None = None
 
 
 def _open_worker(samples: SwiftMeasurer, in_full: bool) -> None:  # noqa: FBT001  # pools pass arguments by place
@@ -410,6 +410,6 @@ def _open_worker(samples: SwiftMeasurer, in_full: bool) -> None:  # noqa: FBT001
     _measure = partial(samples.batch, in_full=in_full)
 
 
-def _measure_in_worker(numbers: NDArray[np.int64]) -> Batch:
+def _measure_in_worker(numbers: NDArray[np.int64]) -> MeasuredBatch:
     assert _measure is not None  # noqa: S101  # the pool's initializer made it
     return _measure(numbers)

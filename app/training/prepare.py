@@ -14,7 +14,14 @@ import attrs
 
 from packplan.app.planning.log_lines import log_plan
 from packplan.app.planning.split import PlannedSplit, Planner, require_agreement, resume_state_of
-from packplan.app.training.schedule import Batch, batch_of, forced_batches, require_static, schedule_of, warn_of_ignored
+from packplan.app.training.schedule import (
+    BatchSizes,
+    batch_of,
+    forced_batches,
+    require_static,
+    schedule_of,
+    warn_of_ignored,
+)
 from packplan.app.training.works import Work, work_of
 from packplan.app.wiring.gather import gather
 from packplan.app.wiring.training import attention_of, build_trainer, open_arguments, open_checkpoint
@@ -94,7 +101,7 @@ def _progress_of(checkpoint: Checkpoint, now: ResumeState) -> Progress:
     return then.progress
 
 
-def _log_schedule(config: RunConfig, batch: Batch, schedule: EpochSchedule) -> None:
+def _log_schedule(config: RunConfig, batch: BatchSizes, schedule: EpochSchedule) -> None:
     training, accumulation = config.training, batch.accumulation
     unit = "pack" if training.packing else "sample"
     for forced in forced_batches(config):

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 @attrs.frozen
-class Batch:
+class BatchSizes:
     """What one optimizer step is made of."""
 
     size: int
@@ -42,7 +42,7 @@ def warn_of_ignored(config: RunConfig) -> None:
         log.warning("training.eval_packing is true, but training.packing is false, so evaluation is not packed either")
 
 
-def batch_of(config: RunConfig, *, world_size: int) -> Batch:
+def batch_of(config: RunConfig, *, world_size: int) -> BatchSizes:
     """Return the batch of a run; BatchSizeError if the ranks cannot realise it."""
     training = config.training
     size = 1 if training.packing else training.per_device_train_batch_size
@@ -53,7 +53,7 @@ def batch_of(config: RunConfig, *, world_size: int) -> Batch:
         world_size=world_size,
         forced_batch_size=size,
     )
-    return Batch(size, accumulation)
+    return BatchSizes(size, accumulation)
 
 
 def forced_batches(config: RunConfig) -> Iterator[str]:
@@ -69,7 +69,7 @@ def forced_batches(config: RunConfig) -> Iterator[str]:
 
 
 def schedule_of(
-    config: RunConfig, batch: Batch, aligned: AlignedPlan, works: NDArray[np.number] | None
+    config: RunConfig, batch: BatchSizes, aligned: AlignedPlan, works: NDArray[np.number] | None
 ) -> EpochSchedule:
     """
     Return the schedule of a run from its beginning.

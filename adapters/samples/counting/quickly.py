@@ -79,7 +79,7 @@ class _Read:
 
 
 @attrs.frozen(eq=False)
-class Batch:
+class MeasuredBatch:
     """What was measured of some records, small to send from one process to another."""
 
     numbers: NDArray[np.int64]
@@ -95,7 +95,9 @@ class Batch:
     """Place in the batch -> why that record cannot become a sample; the tables leave it out."""
 
     @classmethod
-    def of(cls, numbers: NDArray[np.int64], outcomes: Sequence[Outcome], digests: Sequence[bytes] = ()) -> Batch:
+    def from_outcomes(
+        cls, numbers: NDArray[np.int64], outcomes: Sequence[Outcome], digests: Sequence[bytes] = ()
+    ) -> MeasuredBatch:
         """
         Put outcomes into arrays.
 
