@@ -16,7 +16,7 @@ import psutil
 import torch
 
 from benchmarks.child import NotMeasuredError, run_in_child
-from benchmarks.lengths import Row
+from benchmarks.lengths import LengthsRow
 from benchmarks.records import MODEL_TYPE, TEXT, paragraphs, record, write_chats, write_photos, write_records
 from packplan.adapters.progress import progress
 from packplan.adapters.samples.measurer import AT_ONCE
@@ -53,7 +53,7 @@ VIDEOS = TemplateConfig(max_length=65536, video_min_pixels=3200)
 """Template whose small frames stay small, so that ten minutes of them fit into memory."""
 
 
-def measure_kinds(workers: Sequence[int], most: int | None) -> list[Row]:
+def measure_kinds(workers: Sequence[int], most: int | None) -> list[LengthsRow]:
     """Measure every kind of sample in both ways with each number of *workers*, *most* at most."""
     # Processes forked from one that has used more threads may hang in them.
     torch.set_num_threads(1)
@@ -72,11 +72,11 @@ def measure_kinds(workers: Sequence[int], most: int | None) -> list[Row]:
             config = _config(folder, folder / "model", data, PHOTOS, workers=number)
             wall_s, cpu_s = run_in_child(partial(_seconds, config, way == WAYS[1], total), limit_s=LIMIT_S)
             counted = total - AT_ONCE
-            rows.append(Row(kind, way, number, counted / wall_s, 1000 * cpu_s / counted))
+            rows.append(LengthsRow(kind, way, number, counted / wall_s, 1000 * cpu_s / counted))
     return rows
 
 
-def measure_chats(num_rows: int, model: str | None) -> tuple[list[Row], float]:
+def measure_chats(num_rows: int, model: str | None) -> tuple[list[LengthsRow], float]:
     """
     Measure chats beside the bare tokenizer; return the rows, and the mean number of tokens.
 
@@ -102,11 +102,11 @@ def measure_chats(num_rows: int, model: str | None) -> tuple[list[Row], float]:
                 call(range(start, min(start + AT_ONCE, num_rows)))
                 spent[way] += (time.process_time() - before) * (start > 0)
     counted = num_rows - AT_ONCE
-    rows = [Row("chat", way, 1, counted / cpu_s, 1000 * cpu_s / counted) for way, cpu_s in spent.items()]
+    rows = [LengthsRow("chat", way, 1, counted / cpu_s, 1000 * cpu_s / counted) for way, cpu_s in spent.items()]
     return rows, sum(lengths) / num_rows
 
 
-def measure_videos(number: int) -> tuple[list[Row], int, list[str]]:
+def measure_videos(number: int) -> tuple[list[LengthsRow], int, list[str]]:
     """
     Compare the lengths of made videos with full encodes, and time a clip.
 
@@ -126,7 +126,7 @@ def measure_videos(number: int) -> tuple[list[Row], int, list[str]]:
             decoded = sum(image.decoded for one in quick if isinstance(one, MeasuredSample) for image in one.images)
         spent = _clip_seconds(folder / VIDEO_MODELS[0], CLIP.write(folder / "clip.mp4"))
     clip = f"clip of {CLIP.num_frames // 30} s, {CLIP.size[0]}x{CLIP.size[1]}"
-    return [Row(clip, way, 1, 1 / cpu_s, 1000 * cpu_s) for way, cpu_s in spent.items()], decoded, differences
+    return [LengthsRow(clip, way, 1, 1 / cpu_s, 1000 * cpu_s) for way, cpu_s in spent.items()], decoded, differences
 
 
 def write_videos(folder: Path, videos: Sequence[MadeVideo]) -> list[Path]:

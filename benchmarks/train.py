@@ -101,7 +101,7 @@ class Ratio:
 
 
 @attrs.frozen(kw_only=True)
-class Row:
+class TrainRow:
     """One kind of samples at one packing length, trained in one way."""
 
     kind: str
@@ -134,13 +134,13 @@ class Row:
         return self.tokens_per_sample / statistics.median(self.seconds)
 
 
-def over(row: Row, other: Row) -> Ratio:
+def over(row: TrainRow, other: TrainRow) -> Ratio:
     """Return how many times as fast *row* is as *other*, round by round."""
     ratios = [theirs / mine for mine, theirs in zip(row.seconds, other.seconds, strict=True)]
     return Ratio(statistics.median(ratios), min(ratios), max(ratios), other.flops / row.flops)
 
 
-def compared(rows: Sequence[Row]) -> list[Row]:
+def compared(rows: Sequence[TrainRow]) -> list[TrainRow]:
     """Return the rows of one kind and packing length, each compared with the padded ways."""
     ways = {row.way: row for row in rows}
     return [
@@ -237,7 +237,7 @@ def run(options: argparse.Namespace) -> None:
     show(rows, COLUMNS, left=left, as_json=options.json, notes=notes, packages=packages)
 
 
-def _sentences(row: Row) -> list[str]:
+def _sentences(row: TrainRow) -> list[str]:
     others = {"padding": row.over_padded, "sorted padding": row.over_sorted}
     return [
         f"{row.kind}, packs of {row.budget:,}: packing is {one.median:.2f} times as fast as {name}, where operations "
