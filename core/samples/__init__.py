@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from packplan.core.samples.bad import BadRecord
-from packplan.core.samples.entries import DataEntry, Draw, draw, parse_entry
+from packplan.core.samples.entries import DataEntry, DrawnRecords, draw_records, parse_entry
 from packplan.core.samples.identity import DIGEST_BYTES, HEAD_BYTES, digest_of, inline_image, unreadable_digest
 from packplan.core.samples.images import Image, is_url, to_images
 from packplan.core.samples.measurement import (
@@ -50,7 +50,7 @@ __all__ = [
     "BadRecord",
     "DataEntry",
     "DataFile",
-    "Draw",
+    "DrawnRecords",
     "Image",
     "MeasuredSample",
     "Measurement",
@@ -65,7 +65,7 @@ __all__ = [
     "VideoTotals",
     "column",
     "digest_of",
-    "draw",
+    "draw_records",
     "from_row",
     "from_tables",
     "inline_image",
