@@ -156,7 +156,7 @@ class LengthSource(Measurable, Protocol):
         Measure sample *index* by encoding it in full; RecordError if it cannot become a sample.
         """
 
-    def measure_quickly(self, index: int, /) -> Measurement:
+    def measure_by_headers(self, index: int, /) -> Measurement:
         """
         Measure sample *index* without decoding its images and videos, where that is proven to give
         the same; RecordError if it cannot become a sample.

@@ -172,7 +172,7 @@ class SwiftMeasurer:
         """Return the digest of the record of sample *index* alone."""
         return self._encoder.records.record_digest(index)
 
-    def measure_quickly(self, index: int) -> Measurement:
+    def measure_by_headers(self, index: int) -> Measurement:
         """
         Measure sample *index* from the headers of its images and videos where that is proven to be
         exact; else in full.
@@ -230,7 +230,7 @@ class SwiftMeasurer:
             _say_once(f"{name}: every sample is encoded by itself to be measured: {why_not}")
             return None
         lengths = self.image_lengths[0] if "image" in counter.stand_ins else None
-        return QuickMeasurer(self._encoder, counter, lengths, alone=self.measure_quickly, in_full=self.measure)
+        return QuickMeasurer(self._encoder, counter, lengths, alone=self.measure_by_headers, in_full=self.measure)
 
     @cached_property
     def image_lengths(self) -> tuple[ImageLengths | None, str]:
@@ -370,7 +370,7 @@ class SwiftMeasurer:
         if not in_full and self._quick is not None:
             return self._quick.measure([index])[0][0]
         try:
-            measurement = self.measure(index) if in_full else self.measure_quickly(index)
+            measurement = self.measure(index) if in_full else self.measure_by_headers(index)
             return MeasuredSample(measurement, self.images(index))
         except RecordError as error:
             return error

@@ -291,7 +291,7 @@ def _compare_stored(source: LengthSource, stored: Stored) -> int:
     fitting = int((np.cumsum([seconds[index] for index in lightest]) <= COMPARED_S).sum())
     few = sorted(lightest[: max(fitting, 1)], reverse=True)
     for index in few:
-        encoded = (source.measure_quickly if index in undecoded else source.measure)(index)
+        encoded = (source.measure_by_headers if index in undecoded else source.measure)(index)
         if encoded != (measured := samples[index].measurement):
             message = (
                 f"sample {index} encodes to {to_row(encoded)}, but {to_row(measured)} are stored of it "
