@@ -281,7 +281,7 @@ def as_document(view: PlanView) -> dict[str, Any]:
         "plan": attrs.asdict(view.plan_summary),
         "sources": [attrs.asdict(one) for one in stored.sources()],
         "videos": attrs.asdict(video_totals(stored.lengths.rows.table, stored.lengths.rows.images)),
-        "course": attrs.asdict(view.schedule_summary),
+        "schedule": attrs.asdict(view.schedule_summary),
         "checksums": {
             "raw_plan": planned.raw_checksum,
             "aligned_plan": planned.checksum,

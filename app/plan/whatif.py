@@ -13,7 +13,6 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 import attrs
 from rich.console import Console
@@ -70,17 +69,11 @@ def run(options: argparse.Namespace) -> None:
     best = best_of(alternatives)
     if options.json:
         rows = [
-            {**_as_document(one), "score": one.score, "best": best.get(one.world_size) is one} for one in alternatives
+            {**attrs.asdict(one), "score": one.score, "best": best.get(one.world_size) is one} for one in alternatives
         ]
         print(json.dumps({"split": split, "rule": RULE, "alternatives": rows}, indent=2))
     else:
         _print(alternatives, best)
-
-
-def _as_document(one: Alternative) -> dict[str, Any]:
-    """Return an alternative for JSON, under the key that `show` has for a schedule's figures."""
-    document = attrs.asdict(one)
-    return {**document, "course": document.pop("schedule")}
 
 
 def _refuse_other_cuts(lengths: StoredLengths, packing_lengths: list[int]) -> None:

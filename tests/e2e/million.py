@@ -15,9 +15,9 @@ from packplan.app.planning.deadline import Deadline
 from packplan.app.planning.split import GatheredSplit, Planner
 from packplan.app.wiring.stores import open_stores, read_config
 from packplan.core.align import align_plan
+from packplan.core.config import plan_policy
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.plan import build_raw_plan
-from packplan.core.policy import PlanPolicy
 from packplan.core.samples import COLUMNS, MEDIA_COLUMNS, DataFile, MediaFacts
 
 KEY, DIGEST = Fingerprint({}), "data"
@@ -34,7 +34,7 @@ def store(folder: Path, lengths: np.ndarray, *, packing_length: int, world_size:
     }
     path.write_text(json.dumps(sections), encoding="utf-8")  # which is YAML too
     config = read_config(path)
-    stores, policy = open_stores(config, "train"), PlanPolicy.of(config, "train")
+    stores, policy = open_stores(config, "train"), plan_policy(config, "train")
     rows = np.zeros((lengths.size, len(COLUMNS)), dtype=np.int32)
     rows[:, COLUMNS.index("length")] = lengths
     rows[:, COLUMNS.index("images")] = 1
@@ -82,7 +82,7 @@ def plan_as_rank(path: str, number: int, out: str) -> int:
 
     config = read_config(Path(path))
     source: Any = StoredSamples(number)
-    stores, policy = open_stores(config, "train"), PlanPolicy.of(config, "train")
+    stores, policy = open_stores(config, "train"), plan_policy(config, "train")
     with training.joined_ranks({"use_cpu": True}) as group:
         before = reset_peak()
         Planner(group, Deadline(600)).plan(GatheredSplit("train", policy, source, stores))

@@ -13,6 +13,7 @@ from packplan.adapters.conversion import hubs
 from packplan.app import sft
 from packplan.app.wiring import stores
 from packplan.core.errors import ConfigError
+from packplan.core.samples import draw_records
 
 
 @pytest.fixture(autouse=True)

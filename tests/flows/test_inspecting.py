@@ -67,7 +67,7 @@ def test_show_says_what_core_says(store, said):
     assert ["train", "eval"] == list(document)
     nothing = [0] * len(LENGTHS)
     assert attrs.asdict(summarise(plan, LENGTHS, supervised=nothing)) == document["train"]["plan"]
-    assert attrs.asdict(summarise_schedule(plan, LENGTHS, schedule, works=works)) == document["train"]["course"]
+    assert attrs.asdict(summarise_schedule(plan, LENGTHS, schedule, works=works)) == document["train"]["schedule"]
     assert plan_checksum(plan.packs) == document["train"]["checksums"]["raw_plan"]
     evaluated = build_raw_plan(LENGTHS[:9], packing_length=80, drop_last=False)
     assert attrs.asdict(summarise(evaluated, LENGTHS[:9], supervised=nothing[:9])) == document["eval"]["plan"]
@@ -78,9 +78,9 @@ def test_show_takes_the_most_ranks_that_were_built_for(store, said):
     """Another number of ranks is looked at without building."""
     path = store(world_sizes=(1, 4, 2))
 
-    assert 4 == json.loads(said("show", path, "--json"))["splits"]["train"]["course"]["world_size"]
+    assert 4 == json.loads(said("show", path, "--json"))["splits"]["train"]["schedule"]["world_size"]
     other = said("show", path, "--json", "--world-size", "1")
-    assert 1 == json.loads(other)["splits"]["train"]["course"]["world_size"]
+    assert 1 == json.loads(other)["splits"]["train"]["schedule"]["world_size"]
 
 
 def test_a_plan_is_broken_down_by_source(store, said, tmp_path):
@@ -347,7 +347,7 @@ def test_overrides_steer_what_is_shown(store, said, capfd):
     )
     plain = json.loads(said("show", path, "--json", "training.effective_batch_size=2", "training.num_train_epochs=1"))
 
-    steps = [one["splits"]["train"]["course"]["total_steps"] for one in (plain, document)]
+    steps = [one["splits"]["train"]["schedule"]["total_steps"] for one in (plain, document)]
     assert steps[1] == 2 * steps[0]
     (planned,) = json.loads(said("whatif", path, "template.max_length=100", "--json"))["alternatives"]
     assert 100 == planned["packing_length"]
@@ -417,7 +417,7 @@ def test_whatif_gives_what_building_each_would_show(store, said):
     for (packing_length, world_size), one in found.items():
         built = store(name=f"other{packing_length}", template={"max_length": packing_length})
         shown = json.loads(said("show", built, "--json", "--world-size", world_size))["splits"]["train"]
-        assert shown["course"] == one["course"]
+        assert shown["schedule"] == one["schedule"]
         quick = ("lower_bound", "bound_kind", "gap", "supervised_tokens")
         assert {k: v for k, v in shown["plan"].items() if k not in quick} == {
             k: v for k, v in one["plan"].items() if k not in quick

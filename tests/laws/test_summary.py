@@ -182,7 +182,7 @@ def schedules(draw):
 
 
 @given(schedules())
-def test_a_course_is_summed_up_as_it_is_trained(drawn):
+def test_a_schedule_is_summed_up_as_it_is_trained(drawn):
     """
     Its packs are the aligned ones, its steps and its work those that each rank's batches give, one
     by one.
