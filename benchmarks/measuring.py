@@ -123,7 +123,7 @@ def measure_videos(number: int) -> tuple[list[LengthsRow], int, list[str]]:
             write_model(folder / model, model, TEXT, seed=0)
             quick, full = (video_lengths(folder / model, videos, in_full=in_full) for in_full in (False, True))
             differences += [f"{model}, {line}" for line in differing(videos, quick, full)]
-            decoded = sum(image.decoded for one in quick if isinstance(one, MeasuredSample) for image in one.images)
+            decoded = sum(image.decoded for one in quick if isinstance(one, MeasuredSample) for image in one.media)
         spent = _clip_seconds(folder / VIDEO_MODELS[0], CLIP.write(folder / "clip.mp4"))
     clip = f"clip of {CLIP.num_frames // 30} s, {CLIP.size[0]}x{CLIP.size[1]}"
     return [LengthsRow(clip, way, 1, 1 / cpu_s, 1000 * cpu_s) for way, cpu_s in spent.items()], decoded, differences

@@ -168,7 +168,7 @@ class LengthSource(Measurable, Protocol):
         *epoch*.
         """
 
-    def images(self, index: int, /, *, decode: bool = False) -> tuple[MediaFacts, ...]:
+    def media_facts(self, index: int, /, *, decode: bool = False) -> tuple[MediaFacts, ...]:
         """
         Return what the image files of sample *index* are now.
 
@@ -188,7 +188,7 @@ class Stored:
     table: Table
     """Measurements of the first samples."""
 
-    images: MediaTable
+    media: MediaTable
     """What is known of their images."""
 
     in_full: bool = False
@@ -335,7 +335,7 @@ class LengthStore(Inspectable[StoredLengths], Protocol):
     def append(
         self,
         rows: Table,
-        images: MediaTable,
+        media: MediaTable,
         data_digest: str,
         /,
         *,
@@ -348,7 +348,7 @@ class LengthStore(Inspectable[StoredLengths], Protocol):
 
         Args:
             rows: Of the next samples.
-            images: Theirs.
+            media: Media table of the same samples.
             data_digest: Of all samples so far.
             in_full: Whether all so far were encoded in full.
             probe: How all samples so far were found to encode the same each time; None if they were

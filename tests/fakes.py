@@ -95,7 +95,7 @@ class ListSource:
             for number in [kept[index] for index in indices]:
                 index = number - sum(left < number for left in self.left_out)
                 try:
-                    yield MeasuredSample(self.measure(index), self.images(index))
+                    yield MeasuredSample(self.measure(index), self.media_facts(index))
                 except RecordError as error:
                     yield error
         finally:
@@ -105,7 +105,7 @@ class ListSource:
         self.elsewhere = list(indices)
         return [MeasuredSample(self.measure(index)) for index in indices]
 
-    def images(self, index: int, *, decode: bool = False) -> tuple[MediaFacts, ...]:
+    def media_facts(self, index: int, *, decode: bool = False) -> tuple[MediaFacts, ...]:
         return (MediaFacts(self.image_bytes, self.widths.get(index, 28), 28, self.lengths[index]),)
 
 
@@ -133,9 +133,9 @@ class EditedSource(ListSource):
 
     edited = 3
 
-    def images(self, index: int, *, decode: bool = False) -> tuple[MediaFacts, ...]:
+    def media_facts(self, index: int, *, decode: bool = False) -> tuple[MediaFacts, ...]:
         self._require_same(index)
-        return super().images(index, decode=decode)
+        return super().media_facts(index, decode=decode)
 
     def measure(self, index: int) -> Measurement:
         self._require_same(index)
@@ -214,7 +214,7 @@ class GuessingSource(ListSource):
             if in_full and index == self.bad:
                 yield RecordError(f"{self.name}, line {index + 1}", "cannot be measured")
             length = self.lengths[index] + (index == self.wrong and not in_full)
-            yield MeasuredSample(Measurement(length, 1, 1, 4), self.images(index))
+            yield MeasuredSample(Measurement(length, 1, 1, 4), self.media_facts(index))
 
 
 class AuditedSource(ListSource):
@@ -230,7 +230,7 @@ class AuditedSource(ListSource):
         for index in indices:
             if index == self.wrong and not in_full:
                 raise ShortcutError(f"{self.name}, line {index + 1}", (1,), (2,))
-            yield MeasuredSample(Measurement(self.lengths[index], 1, 1, 4), self.images(index))
+            yield MeasuredSample(Measurement(self.lengths[index], 1, 1, 4), self.media_facts(index))
 
 
 class MemoryLengthStore:
@@ -248,7 +248,7 @@ class MemoryLengthStore:
         self.files: tuple[DataFile, ...] = ()
         self.probe: Mapping[str, Any] | None = None
         self._rows: list[tuple[int, ...]] = []
-        self._images: list[tuple[int, ...]] = []
+        self._media: list[tuple[int, ...]] = []
 
     def bad(self) -> tuple[BadRecord, ...]:
         return self.left_out
@@ -267,8 +267,8 @@ class MemoryLengthStore:
 
     def stored(self) -> Stored:
         table = np.array(self._rows, dtype=np.int32).reshape(-1, len(COLUMNS))
-        images = np.array(self._images, dtype=np.int64).reshape(-1, len(MEDIA_COLUMNS))
-        return Stored(table, images, self.in_full, self.probe)
+        media = np.array(self._media, dtype=np.int64).reshape(-1, len(MEDIA_COLUMNS))
+        return Stored(table, media, self.in_full, self.probe)
 
     def origin(self) -> Origin | None:
         if self.key is None or not self.flushes:
@@ -285,7 +285,7 @@ class MemoryLengthStore:
     def append(
         self,
         rows: Table,
-        images: MediaTable,
+        media: MediaTable,
         data_digest: str,
         *,
         in_full: bool,
@@ -297,14 +297,14 @@ class MemoryLengthStore:
         if len(rows):
             self.flushes.append(len(rows))
         self._rows += map(tuple, rows.tolist())
-        self._images += map(tuple, images.tolist())
+        self._media += map(tuple, media.tolist())
 
     def keep_files(self, kept: Sequence[DataFile]) -> None:
         self.files = tuple(kept)
 
     def discard(self) -> None:
         self._rows.clear()
-        self._images.clear()
+        self._media.clear()
         self.flushes.clear()
         self.in_full, self.probe = False, None
 

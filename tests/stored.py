@@ -91,11 +91,11 @@ def _store(
     rows = np.zeros((measured, len(COLUMNS)), dtype=np.int32)
     rows[:, 0] = lengths[:measured]
     rows[0, 2:4] = 1, 4
-    images = np.array([[1000, 28, 56, 7, 0, 0, 0]], dtype=np.int64).reshape(-1, len(MEDIA_COLUMNS))
+    media = np.array([[1000, 28, 56, 7, 0, 0, 0]], dtype=np.int64).reshape(-1, len(MEDIA_COLUMNS))
     with stores.lock.held(timeout_s=1, report=lambda _: None):
         stores.lengths.resume(Fingerprint(inputs), len(lengths), str)
         probed = {"samples": [0]} if probe else None
-        stores.lengths.append(rows, images, f"data {lengths}", in_full=False, probe=probed)
+        stores.lengths.append(rows, media, f"data {lengths}", in_full=False, probe=probed)
         if measured < len(lengths):
             return
         raw, key = build_raw_plan(lengths, policy), policy.fingerprint(stores.lengths.digest())

@@ -352,7 +352,7 @@ class SwiftMeasurer:
         with lost_processes_named("encoding samples again, in another process,", "end what else runs on it"):
             return list(loader)
 
-    def images(self, index: int, *, decode: bool = False) -> tuple[MediaFacts, ...]:
+    def media_facts(self, index: int, *, decode: bool = False) -> tuple[MediaFacts, ...]:
         """Return what the image files of sample *index* are now; see `core.ports`."""
         sample, images = self._encoder.read(index)
         try:
@@ -371,7 +371,7 @@ class SwiftMeasurer:
             return self._quick.measure([index])[0][0]
         try:
             measurement = self.measure(index) if in_full else self.measure_by_headers(index)
-            return MeasuredSample(measurement, self.images(index))
+            return MeasuredSample(measurement, self.media_facts(index))
         except RecordError as error:
             return error
 

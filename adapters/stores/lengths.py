@@ -109,7 +109,7 @@ class DiskLengthStore:
         self.folder, self._lengths_from = folder, lengths_from
         self._manifest = folder / "lengths.json"
         self._samples = _Column(folder / "lengths.bin", COLUMNS, "<i4")
-        self._images = _Column(folder / "images.bin", MEDIA_COLUMNS, "<i8")
+        self._media = _Column(folder / "images.bin", MEDIA_COLUMNS, "<i8")
         self._key: Fingerprint | None = None
         self._num_samples, self._num_bad = 0, 0
 
@@ -125,7 +125,7 @@ class DiskLengthStore:
         self._key, self._num_samples, self._num_bad = key, num_samples, len(self.bad())
         stored = self.read(key, num_samples, data_digest)
         self._samples.cut()
-        self._images.cut()
+        self._media.cut()
         if self._lengths_from is None:
             return stored
         if not self._lengths_from.parent.is_dir():
@@ -142,7 +142,7 @@ class DiskLengthStore:
         if len(taken.table):
             log.info("%s lengths are taken over from %s", f"{len(taken.table):,}", self._lengths_from)
             digest = data_digest(len(taken.table))
-            self.append(taken.table, taken.images, digest, in_full=taken.in_full, probe=taken.probe, bad=self.bad())
+            self.append(taken.table, taken.media, digest, in_full=taken.in_full, probe=taken.probe, bad=self.bad())
         else:
             log.warning("%s holds no lengths, so all samples are measured here", self._lengths_from)
         return taken
@@ -192,7 +192,7 @@ class DiskLengthStore:
             return
         if manifest is None:
             return
-        for column, name in ((self._samples, "samples"), (self._images, "images")):
+        for column, name in ((self._samples, "samples"), (self._media, "images")):
             try:
                 column.resume(manifest[name])
             except CorruptArtefactError as error:
@@ -201,7 +201,7 @@ class DiskLengthStore:
     def append(
         self,
         rows: Table,
-        images: MediaTable,
+        media: MediaTable,
         data_digest: str,
         *,
         in_full: bool,
@@ -213,7 +213,7 @@ class DiskLengthStore:
         """
         assert self._key is not None  # noqa: S101  # `resume` comes first
         self._samples.append(rows)
-        self._images.append(images)
+        self._media.append(media)
         files.write_manifest(
             self._manifest,
             {
@@ -223,7 +223,7 @@ class DiskLengthStore:
                 "num_samples": self._num_samples - len(bad) + self._num_bad,
                 "data_sha256": data_digest,
                 "samples": self._samples.entry(),
-                "images": self._images.entry(),
+                "images": self._media.entry(),
                 "measured_in_full": in_full,
                 "probe": probe,
                 **({"bad_records": [attrs.asdict(one) for one in bad]} if bad else {}),
@@ -244,7 +244,7 @@ class DiskLengthStore:
             files.sync_folder(self.folder)
         self._forget()
         self._samples.cut()
-        self._images.cut()
+        self._media.cut()
 
     def digest(self) -> str:
         """Return the SHA-256 hex digest of the rows of all samples."""
@@ -255,9 +255,9 @@ class DiskLengthStore:
         Return the rows that a manifest names; CorruptArtefactError if they are not what was
         written.
         """
-        table, images = self._samples.resume(manifest["samples"]), self._images.resume(manifest["images"])
-        return Stored(table, images, manifest["measured_in_full"], manifest["probe"])
+        table, media = self._samples.resume(manifest["samples"]), self._media.resume(manifest["images"])
+        return Stored(table, media, manifest["measured_in_full"], manifest["probe"])
 
     def _forget(self) -> None:
         self._samples.start()
-        self._images.start()
+        self._media.start()

@@ -132,7 +132,7 @@ def _shown(source: SourceSummary) -> str:
 
 def _videos(view: PlanView) -> Iterator[FigureRow]:
     rows = view.stored.lengths.rows
-    videos = video_totals(rows.table, rows.images)
+    videos = video_totals(rows.table, rows.media)
     if not videos.videos:
         return
     yield "videos", f"{videos.videos:,}", f"{videos.seconds:,.1f} s; {videos.decoded:,} were decoded to be measured"

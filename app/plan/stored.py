@@ -70,7 +70,7 @@ class StoredSplit:
             return ()
         bad = [one.number for one in origin.bad]
         rows = self.lengths.rows
-        return summarise_sources(self.plan.plan, rows.table, origin.files, images=rows.images, bad=bad)
+        return summarise_sources(self.plan.plan, rows.table, origin.files, media=rows.media, bad=bad)
 
 
 @attrs.frozen(eq=False)
@@ -280,7 +280,7 @@ def as_document(view: PlanView) -> dict[str, Any]:
         "warnings": list(view.warnings),
         "plan": attrs.asdict(view.plan_summary),
         "sources": [attrs.asdict(one) for one in stored.sources()],
-        "videos": attrs.asdict(video_totals(stored.lengths.rows.table, stored.lengths.rows.images)),
+        "videos": attrs.asdict(video_totals(stored.lengths.rows.table, stored.lengths.rows.media)),
         "schedule": attrs.asdict(view.schedule_summary),
         "checksums": {
             "raw_plan": planned.raw_checksum,

@@ -113,7 +113,7 @@ def measure(
     except ShortcutError as error:
         log.warning("%s: %s: encoding every sample in full instead", name, error)
         store.discard()
-        nothing = Stored(stored.table[:0], stored.images[:0], in_full=True)
+        nothing = Stored(stored.table[:0], stored.media[:0], in_full=True)
         return _measure_and_probe(name, source, store, nothing, bad, flush_every=flush_every, report=report)
 
 
@@ -136,8 +136,8 @@ def _measure_and_probe(
     probe = _probe(source, done)
     # Complete only now that the samples have proved steady: otherwise the next run would trust
     # them.
-    rows, images = to_tables([])
-    store.append(rows, images, source.data_digest(len(done.table)), in_full=done.in_full, probe=probe, bad=bad.records)
+    rows, media = to_tables([])
+    store.append(rows, media, source.data_digest(len(done.table)), in_full=done.in_full, probe=probe, bad=bad.records)
     return done.table
 
 
@@ -226,7 +226,7 @@ def _probe(source: LengthSource, stored: Stored) -> dict[str, Any]:
         ShortcutError: It does not, but the shortcut measured it otherwise.
     """
     table = stored.table
-    indices = sorted({*_spread(len(table)), *_shape_classes(table, stored.images)}, reverse=True)
+    indices = sorted({*_spread(len(table)), *_shape_classes(table, stored.media)}, reverse=True)
     for index in indices:
         encoded = source.measure(index)
         if encoded == from_row(table, index):
@@ -283,7 +283,7 @@ def _compare_stored(source: LengthSource, stored: Stored) -> int:
         DataSetError: One encodes to another measurement than is stored.
     """
     indices = list(_spread(len(stored.table)))
-    samples = dict(zip(indices, from_tables(stored.table, stored.images, indices), strict=True))
+    samples = dict(zip(indices, from_tables(stored.table, stored.media, indices), strict=True))
     # Decoding a video takes seconds; its length is found without, unless that proved to be wrong.
     undecoded = set() if stored.in_full else {index for index, one in samples.items() if one.measurement.videos}
     seconds = {index: 0.0 if index in undecoded else _encoding_s(one) for index, one in samples.items()}
@@ -304,7 +304,7 @@ def _compare_stored(source: LengthSource, stored: Stored) -> int:
 
 def _encoding_s(sample: MeasuredSample) -> float:
     """Return about how many seconds encoding a sample takes."""
-    pixels = sum(image.width * image.height * max(image.num_frames, 1) for image in sample.images)
+    pixels = sum(image.width * image.height * max(image.num_frames, 1) for image in sample.media)
     return _TOKEN_S * sample.measurement.length + _PIXEL_S * pixels
 
 
@@ -336,7 +336,7 @@ def _spread(total: int) -> Iterator[int]:
     return (index * (total - 1) // max(count - 1, 1) for index in range(count))
 
 
-def _shape_classes(table: Table, images: MediaTable) -> list[int]:
+def _shape_classes(table: Table, media: MediaTable) -> list[int]:
     """
     Return the first sample with so many images, or videos, and the first with one of each width and
     height, to powers of two.
@@ -345,7 +345,7 @@ def _shape_classes(table: Table, images: MediaTable) -> list[int]:
     _, by_number = np.unique(per_sample, return_index=True)
     _, by_kind = np.unique(column(table, "videos"), return_index=True)
     owner = np.repeat(np.arange(len(table)), per_sample)
-    sides = np.frexp(images[:, [MEDIA_COLUMNS.index("width"), MEDIA_COLUMNS.index("height")]])[1]
+    sides = np.frexp(media[:, [MEDIA_COLUMNS.index("width"), MEDIA_COLUMNS.index("height")]])[1]
     _, by_shape = np.unique(sides, axis=0, return_index=True)
     return [*by_number.tolist(), *by_kind.tolist(), *owner[by_shape].tolist()]
 
@@ -357,7 +357,7 @@ def _check_images(source: LengthSource, stored: Stored) -> None:
     """
     with_images = np.flatnonzero(num_media(stored.table))
     indices = [int(with_images[position]) for position in _spread(len(with_images))]
-    for index, measured in zip(indices, from_tables(stored.table, stored.images, indices), strict=True):
-        for number, (then, now) in enumerate(zip(measured.images, source.images(index), strict=True)):
+    for index, measured in zip(indices, from_tables(stored.table, stored.media, indices), strict=True):
+        for number, (then, now) in enumerate(zip(measured.media, source.media_facts(index), strict=True)):
             if differences := then.differences(now):
                 raise ChangedImageError(index, number, differences)

@@ -104,7 +104,7 @@ class _Slices:
             stored = store.resume(part.source.fingerprint(), len(part), part.data_digest)
             if stored.in_full != self.in_full:
                 store.discard()
-                stored = Stored(stored.table[:0], stored.images[:0], self.in_full)
+                stored = Stored(stored.table[:0], stored.media[:0], self.in_full)
             name = f"samples {part.start:,} to {part.stop:,}"
             measure_part = partial(measure_rows, name, part, store, flush_every=self.flush_every, report=_no_one)
             try:
@@ -112,7 +112,7 @@ class _Slices:
             except ShortcutError as error:
                 log.warning("%s: %s: encoding each of these samples in full instead", self.split.name, error)
                 store.discard()
-                measure_part(Stored(stored.table[:0], stored.images[:0], in_full=True))
+                measure_part(Stored(stored.table[:0], stored.media[:0], in_full=True))
             return store.digest()
 
     def put_together(self, digests: Sequence[str], report: ReportProgress) -> Arrays:
@@ -127,8 +127,8 @@ class _Slices:
             rows = [self._read(rank, digest) for rank, digest in enumerate(digests)]
             # At once, since slices of another number of stored samples would be others, and
             # measured again.
-            table, images = np.concatenate([one.table for one in rows]), np.concatenate([one.images for one in rows])
-            stores.lengths.append(table, images, source.data_digest(total), in_full=self.in_full)
+            table, media = np.concatenate([one.table for one in rows]), np.concatenate([one.media for one in rows])
+            stores.lengths.append(table, media, source.data_digest(total), in_full=self.in_full)
         return {}
 
     def _read(self, rank: int, digest: str) -> Stored:

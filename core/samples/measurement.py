@@ -117,7 +117,7 @@ class MeasuredSample:
 
     measurement: Measurement
 
-    images: tuple[MediaFacts, ...] = ()
+    media: tuple[MediaFacts, ...] = ()
     """Its images, then its videos."""
 
 
@@ -148,24 +148,24 @@ def to_tables(measured: Iterable[MeasuredSample]) -> tuple[Table, MediaTable]:
     """Return the measurements of several samples, and their images."""
     measured = list(measured)
     rows = np.array([to_row(one.measurement) for one in measured], dtype=np.int32)
-    images = np.array([attrs.astuple(image) for one in measured for image in one.images], dtype=np.int64)
-    return rows.reshape(-1, len(COLUMNS)), images.reshape(-1, len(MEDIA_COLUMNS))
+    media = np.array([attrs.astuple(image) for one in measured for image in one.media], dtype=np.int64)
+    return rows.reshape(-1, len(COLUMNS)), media.reshape(-1, len(MEDIA_COLUMNS))
 
 
-def from_tables(table: Table, images: MediaTable, indices: Iterable[int]) -> list[MeasuredSample]:
+def from_tables(table: Table, media: MediaTable, indices: Iterable[int]) -> list[MeasuredSample]:
     """
     Return what tables say of some samples.
 
     Args:
         table: Measurements of all samples; int32, shape (num_samples, num_columns).
-        images: What is stored of their images, in the order of the samples; int64, shape
+        media: What is stored of their images, in the order of the samples; int64, shape
             (num_images, num_image_columns).
         indices: Samples to read, each from 0.
     """
     ends = np.cumsum(num_media(table))
     return [
         MeasuredSample(
-            row, tuple(MediaFacts(*one) for one in images[ends[index] - row.images - row.videos : ends[index]].tolist())
+            row, tuple(MediaFacts(*one) for one in media[ends[index] - row.images - row.videos : ends[index]].tolist())
         )
         for index in indices
         for row in [from_row(table, index)]
@@ -190,19 +190,19 @@ class VideoTotals:
     """Videos that were decoded to be measured, since their containers promise too little."""
 
 
-def video_totals(table: Table, images: MediaTable) -> VideoTotals:
+def video_totals(table: Table, media: MediaTable) -> VideoTotals:
     """
     Return what the videos of samples are together.
 
     Args:
         table: Measurements of the samples; int32, shape (num_samples, num_columns).
-        images: What is stored of their images and videos; int64, shape (num_media,
+        media: What is stored of their images and videos; int64, shape (num_media,
             num_image_columns).
     """
     videos, frames, patches = (
         int(column(table, name).sum(dtype=np.int64)) for name in ("videos", "frames", "video_patches")
     )
-    milliseconds, decoded = (int(images[:, MEDIA_COLUMNS.index(name)].sum()) for name in ("milliseconds", "decoded"))
+    milliseconds, decoded = (int(media[:, MEDIA_COLUMNS.index(name)].sum()) for name in ("milliseconds", "decoded"))
     return VideoTotals(videos, frames, patches, milliseconds / 1000, decoded)
 
 

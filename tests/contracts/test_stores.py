@@ -45,7 +45,7 @@ def put(store, first: int, end: int, **options) -> None:
 def taken(store, num_samples: int = 10, data=DATA) -> list[list[int]]:
     """Return the rows that a store resumes with; their images have to be theirs."""
     stored = store.resume(KEY, num_samples, data)
-    assert stored.images.tolist() == IMAGES[: len(stored.table)].tolist()
+    assert stored.media.tolist() == IMAGES[: len(stored.table)].tolist()
     return stored.table.tolist()
 
 
@@ -172,7 +172,7 @@ def test_lengths_are_inspected_whatever_they_were_measured_from(reopen_lengths):
 
         assert Origin(KEY, 10, end, DATA(end)) == reopen_lengths().origin() == lengths.origin
         assert ROWS[:end].tolist() == lengths.rows.table.tolist()
-        assert IMAGES[:end].tolist() == lengths.rows.images.tolist()
+        assert IMAGES[:end].tolist() == lengths.rows.media.tolist()
         assert (True, {"samples": [end]}) == (lengths.rows.in_full, lengths.rows.probe)
         assert store.digest() == lengths.digest
         assert [] == list(reopen_lengths().damage())
@@ -342,7 +342,7 @@ def test_a_run_that_maps_lengths_survives_their_being_measured_anew(tmp_path: Pa
     store.append(ROWS[5:6], IMAGES[5:6], DATA(1), in_full=True)
 
     assert ROWS.tolist() == mapped.table.tolist()
-    assert IMAGES.tolist() == mapped.images.tolist()
+    assert IMAGES.tolist() == mapped.media.tolist()
 
 
 def test_another_runs_lengths_are_taken_over_once(tmp_path: Path):
@@ -437,7 +437,7 @@ def test_a_look_needs_no_key(whole):
     )  # fmt: skip
     assert ROWS.tolist() == lengths.rows.table.tolist()
     assert ROWS[:, 0].tolist() == lengths.tokens.tolist()
-    assert IMAGES.tolist() == lengths.rows.images.tolist()
+    assert IMAGES.tolist() == lengths.rows.media.tolist()
     assert (KEY, PLAN, (2, 3)) == (plan.key, plan.plan, plan.world_sizes)
     assert DiskLengthStore(whole).origin() == lengths.origin
     assert before == {path.name: path.read_bytes() for path in whole.iterdir()}

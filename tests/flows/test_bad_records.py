@@ -145,7 +145,7 @@ def test_records_left_out_survive_an_interruption(monkeypatch):
     """What was measured before stays measured, and what was left out stays out."""
     source, store = FaultySource([5, -1, 6, 7, 8, -1, 9]), MemoryLengthStore()
     with monkeypatch.context() as patch:
-        patch.setattr(source, "images", partial(interrupted, source, source.images))
+        patch.setattr(source, "media_facts", partial(interrupted, source, source.media_facts))
         with pytest.raises(KeyboardInterrupt):
             measured(source, store)
     assert [1] == [one.number for one in store.bad()]

@@ -83,7 +83,7 @@ def test_slices_are_put_together_as_one_process_would_have_measured(known, world
 def test_slices_take_no_shortcut_where_it_proved_wrong():
     """Nor trust a slice that was measured by it before."""
     source, slices = GuessingSource(LENGTHS, wrong=5), Slices()
-    rows = to_tables(MeasuredSample(source.measure(index), source.images(index)) for index in range(4))
+    rows = to_tables(MeasuredSample(source.measure(index), source.media_facts(index)) for index in range(4))
     slices.whole.resume(source.fingerprint(), 8, source.data_digest)
     slices.whole.append(*rows, source.data_digest(4), in_full=True)
     own, other = slices.open(4, 6)[0], slices.open(6, 8)[0]

@@ -121,7 +121,7 @@ def test_sources_divide_a_plan_between_them(of, data):
     images[:, MEDIA_COLUMNS.index("milliseconds")] = media
     bad = [number for number in range(len(of_record)) if of_record[number][1]]
 
-    sources = summarise_sources(plan, table, files, images=images, bad=bad)
+    sources = summarise_sources(plan, table, files, media=images, bad=bad)
 
     assert list(dict.fromkeys(name for name, _ in of_record)) == [one.name for one in sources]
     for one in sources:
@@ -154,7 +154,7 @@ def test_files_of_another_number_of_samples_are_no_sources():
     plan = build_raw_plan([3, 4], packing_length=8)
     with pytest.raises(ValueError, match="the files have 3 samples, but 2 were measured"):
         table, images = np.ones((2, len(COLUMNS)), np.int32), np.zeros((4, len(MEDIA_COLUMNS)), np.int64)
-        summarise_sources(plan, table, [DataFile("a", "a", "text", 3)], images=images)
+        summarise_sources(plan, table, [DataFile("a", "a", "text", 3)], media=images)
 
 
 @st.composite

@@ -89,7 +89,7 @@ class MeasuredBatch:
     """Digest of each record, all zero where it is not known; shape (num_records, DIGEST_BYTES)."""
 
     table: Table
-    images: MediaTable
+    media: MediaTable
 
     errors: dict[int, RecordError]
     """Place in the batch -> why that record cannot become a sample; the tables leave it out."""
@@ -111,12 +111,12 @@ class MeasuredBatch:
             if digest:
                 known[place] = np.frombuffer(digest, np.uint8)
         errors = {place: one for place, one in enumerate(outcomes) if isinstance(one, RecordError)}
-        table, images = to_tables(one for one in outcomes if isinstance(one, MeasuredSample))
-        return cls(numbers, known, table, images, errors)
+        table, media = to_tables(one for one in outcomes if isinstance(one, MeasuredSample))
+        return cls(numbers, known, table, media, errors)
 
     def outcomes(self) -> Iterator[Outcome]:
         """Yield what measuring each record gave, in their order."""
-        measured = iter(from_tables(self.table, self.images, range(len(self.table))))
+        measured = iter(from_tables(self.table, self.media, range(len(self.table))))
         for place in range(len(self.numbers)):
             yield self.errors[place] if place in self.errors else next(measured)
 
