@@ -152,7 +152,7 @@ def show(report: Report) -> None:
     for verdict, record in zip(report.verdicts, report.records, strict=True):
         worst = verdict.worst
         places = [f"pack {worst.pack}", "" if worst.sample is None else f"sample {worst.sample}", record, worst.detail]
-        limit = f"{'>= ' if verdict.check == 'probe' else '<= '}{verdict.limit:.3g}"
+        limit = f"{'>= ' if verdict.check == 'sensitivity' else '<= '}{verdict.limit:.3g}"
         where = ", ".join(filter(None, places)) if worst.value else "everywhere"
         style = "" if verdict.passed else "bold red"
         table.add_row(verdict.check, f"{worst.value:.3g}", limit, _word(verdict), where, style=style)
@@ -165,7 +165,7 @@ def show(report: Report) -> None:
 
 
 def _word(verdict: Verdict) -> str:
-    if verdict.check == "probe":
+    if verdict.check == "sensitivity":
         return "sees" if verdict.passed else "BLIND"
     return "equal" if verdict.passed else "DIFFERS"
 

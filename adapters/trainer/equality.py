@@ -32,7 +32,7 @@ from packplan.core.errors import PackplanError
 
 _ROWS = ("text", "temporal", "height", "width")
 
-_PROBED = 8
+_CHANGED_SAMPLES = 8
 """Samples of a pack that are changed, one at a time: the first, the last, and others between."""
 
 
@@ -195,14 +195,14 @@ class PackComparison:
     def _isolation(
         self, pack: int, collated: dict[str, Any], spans: list[_Span], logits: torch.Tensor, scale: float
     ) -> Iterator[Deviation]:
-        for number in torch.linspace(0, len(spans) - 1, min(_PROBED, len(spans))).round().int().tolist():
+        for number in torch.linspace(0, len(spans) - 1, min(_CHANGED_SAMPLES, len(spans))).round().int().tolist():
             changed = spans[number]
             with self._changed(changed):
                 _, moved = self._packed(_with_other_pixels(collated, changed))
             for span in spans:
                 move = _largest(moved[span.start : span.stop] - logits[span.start : span.stop]) / scale
                 if span is changed:
-                    yield Deviation("probe", move, pack, span.index)
+                    yield Deviation("sensitivity", move, pack, span.index)
                 else:
                     detail = f"when sample {changed.index} changes"
                     yield Deviation("isolation", move, pack, span.index, detail)

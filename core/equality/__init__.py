@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from packplan.core.equality.equality import (
     CHECKS,
-    PROBE_FACTOR,
+    SENSITIVITY_FACTOR,
     Deviation,
     Precision,
     Verdict,
@@ -39,8 +39,8 @@ __all__ = [
     "FLEX",
     "MASKED",
     "NATIVE",
-    "PROBE_FACTOR",
     "PROBE_VERSION",
+    "SENSITIVITY_FACTOR",
     "SHARED_ROWS",
     "STRATEGIES",
     "VARLEN",

@@ -33,7 +33,7 @@ CHECKS = MappingProxyType(
         "step loss": "difference of the pack's loss as training computes it, over what a sample's is compared with",
         "gradients": "norm of the gradients' difference, over the sum of the norms of each sample's own",
         "isolation": "largest move of a logit when another sample changes, over the largest logit",
-        "probe": "largest move of a changed sample's own logits, "
+        "sensitivity": "largest move of a changed sample's own logits, "
         "over the largest logit: what shows that the probe sees",
     }
 )
@@ -59,7 +59,7 @@ A loss below this share of what it is a difference of is compared with that shar
 the logits' size.
 """
 
-PROBE_FACTOR = 100
+SENSITIVITY_FACTOR = 100
 """A changed sample's own logits have to move so many times the limit of what others may move."""
 
 
@@ -128,8 +128,8 @@ def judge(findings: Iterable[Deviation], *, precision: Precision) -> tuple[Verdi
         if check not in found:
             continue
         # What is not a number is worse than any number.
-        if check == "probe":
-            limit = PROBE_FACTOR * _LIMITS["isolation"][precision]
+        if check == "sensitivity":
+            limit = SENSITIVITY_FACTOR * _LIMITS["isolation"][precision]
             worst = min(found[check], key=lambda finding: (finding.value >= 0, finding.value))
             passed = worst.value >= limit
         else:
