@@ -194,7 +194,7 @@ class Stored:
     in_full: bool = False
     """Whether they were encoded in full, since the shortcut proved wrong."""
 
-    probe: Mapping[str, Any] | None = None
+    repeatability: Mapping[str, Any] | None = None
     """How these samples were found to encode the same each time; None if they were not, yet."""
 
 
@@ -340,7 +340,7 @@ class LengthStore(Inspectable[StoredLengths], Protocol):
         /,
         *,
         in_full: bool,
-        probe: Mapping[str, Any] | None = None,
+        repeatability: Mapping[str, Any] | None = None,
         bad: Sequence[BadRecord] = (),
     ) -> None:
         """
@@ -351,8 +351,8 @@ class LengthStore(Inspectable[StoredLengths], Protocol):
             media: Media table of the same samples.
             data_digest: Of all samples so far.
             in_full: Whether all so far were encoded in full.
-            probe: How all samples so far were found to encode the same each time; None if they were
-                not, yet.
+            repeatability: Samples that were encoded again with equal results; None if that is
+                not yet checked.
             bad: Records that were left out so far.
         """
 

@@ -246,7 +246,7 @@ class MemoryLengthStore:
         self.in_full = False
         self.left_out: tuple[BadRecord, ...] = ()
         self.files: tuple[DataFile, ...] = ()
-        self.probe: Mapping[str, Any] | None = None
+        self.repeatability: Mapping[str, Any] | None = None
         self._rows: list[tuple[int, ...]] = []
         self._media: list[tuple[int, ...]] = []
 
@@ -268,7 +268,7 @@ class MemoryLengthStore:
     def stored(self) -> Stored:
         table = np.array(self._rows, dtype=np.int32).reshape(-1, len(COLUMNS))
         media = np.array(self._media, dtype=np.int64).reshape(-1, len(MEDIA_COLUMNS))
-        return Stored(table, media, self.in_full, self.probe)
+        return Stored(table, media, self.in_full, self.repeatability)
 
     def origin(self) -> Origin | None:
         if self.key is None or not self.flushes:
@@ -289,10 +289,10 @@ class MemoryLengthStore:
         data_digest: str,
         *,
         in_full: bool,
-        probe: Mapping[str, Any] | None = None,
+        repeatability: Mapping[str, Any] | None = None,
         bad: Sequence[BadRecord] = (),
     ) -> None:
-        self.data, self.in_full, self.probe, self.left_out = data_digest, in_full, probe, tuple(bad)
+        self.data, self.in_full, self.repeatability, self.left_out = data_digest, in_full, repeatability, tuple(bad)
         self.files = ()
         if len(rows):
             self.flushes.append(len(rows))
@@ -306,7 +306,7 @@ class MemoryLengthStore:
         self._rows.clear()
         self._media.clear()
         self.flushes.clear()
-        self.in_full, self.probe = False, None
+        self.in_full, self.repeatability = False, None
 
     def digest(self) -> str:
         return str(hash(tuple(self._rows)))

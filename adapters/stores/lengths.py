@@ -142,7 +142,14 @@ class DiskLengthStore:
         if len(taken.table):
             log.info("%s lengths are taken over from %s", f"{len(taken.table):,}", self._lengths_from)
             digest = data_digest(len(taken.table))
-            self.append(taken.table, taken.media, digest, in_full=taken.in_full, probe=taken.probe, bad=self.bad())
+            self.append(
+                taken.table,
+                taken.media,
+                digest,
+                in_full=taken.in_full,
+                repeatability=taken.repeatability,
+                bad=self.bad(),
+            )
         else:
             log.warning("%s holds no lengths, so all samples are measured here", self._lengths_from)
         return taken
@@ -205,7 +212,7 @@ class DiskLengthStore:
         data_digest: str,
         *,
         in_full: bool,
-        probe: Mapping[str, Any] | None = None,
+        repeatability: Mapping[str, Any] | None = None,
         bad: Sequence[BadRecord] = (),
     ) -> None:
         """
@@ -225,7 +232,7 @@ class DiskLengthStore:
                 "samples": self._samples.entry(),
                 "images": self._media.entry(),
                 "measured_in_full": in_full,
-                "probe": probe,
+                "probe": repeatability,
                 **({"bad_records": [attrs.asdict(one) for one in bad]} if bad else {}),
             },
         )

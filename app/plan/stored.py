@@ -254,8 +254,8 @@ def _warnings(config: RunConfig, stored: StoredSplit, planned: PlannedSplit, sch
             yield f"{planned.name}: training refuses the plan: {error}"
     if bad := stored.lengths.origin.bad:
         yield f"{planned.name}: {left_out(bad, stored.lengths.origin.num_samples + len(bad))}"
-    if stored.lengths.rows.probe is None:
-        yield f"{planned.name}: the lengths are not yet probed: samples were not encoded twice; build does"
+    if stored.lengths.rows.repeatability is None:
+        yield f"{planned.name}: repeatability is not yet checked: no sample was encoded twice; build does it"
     shown_as = attrs.evolve(
         policy,
         packing=stored.packed,

@@ -1,5 +1,5 @@
 """
-Samples -> measurements: what a store lacks is measured, audited, probed, and only then complete.
+Samples -> measurements: what a store lacks is measured, audited, and encoded again in part.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from packplan.core.samples import (
 
 log = logging.getLogger(__name__)
 
-PROBED_SAMPLES = 8
+REPEATED_SAMPLES = 8
 """
 Samples that are encoded again, in other orders, processes and epochs, before and after the others
 are measured.
 """
 
-PROBED_EPOCH = 1
+REPEATED_EPOCH = 1
 """The epoch under which they are encoded again; measuring is in epoch 0."""
 
-PROBED_FIRST_ABOVE = 64
+REPEATED_FIRST_ABOVE = 64
 """
 More samples than this are measured only after some of them have been encoded again; fewer are
 measured at once.
@@ -53,7 +53,7 @@ measured at once.
 COMPARED_S = 0.3
 """
 Seconds that encoding stored samples again may take, about, before all of them are trusted: fewer
-than `PROBED_SAMPLES` are encoded where they take longer.
+than `REPEATED_SAMPLES` are encoded where they take longer.
 """
 
 _TOKEN_S, _PIXEL_S = 4e-6, 2e-8
@@ -96,28 +96,28 @@ def measure(
     total = len(source)
     stored = store.resume(source.fingerprint(), total, source.data_digest)
     _check_images(source, stored)
-    if len(stored.table) == total and stored.probe is not None:
+    if len(stored.table) == total and stored.repeatability is not None:
         num = _compare_stored(source, stored)
         again = f"{counted(num, 'sample')} encoded again {agree(num, 'has', 'have')} the same"
         log.info("%s: the lengths of all %s are stored; %s", name, counted(total, "sample"), again)
         bad.warn(name)
         return stored.table
     known = len(stored.table)
-    probe_first(source, known, report=report, skips=max_bad_share is not None)
+    check_repeatability_first(source, known, report=report, skips=max_bad_share is not None)
     if known < total:
         log.info("%s: measuring %s, %s %s stored", name, counted(total - known, "sample"), f"{known:,}", agree(known))
     else:
-        log.info("%s: the lengths of all %s are stored, and not yet probed", name, counted(total, "sample"))
+        log.info("%s: the lengths of all %s are stored, and not yet checked", name, counted(total, "sample"))
     try:
-        return _measure_and_probe(name, source, store, stored, bad, flush_every=flush_every, report=report)
+        return _measure_and_check(name, source, store, stored, bad, flush_every=flush_every, report=report)
     except ShortcutError as error:
         log.warning("%s: %s: encoding every sample in full instead", name, error)
         store.discard()
         nothing = Stored(stored.table[:0], stored.media[:0], in_full=True)
-        return _measure_and_probe(name, source, store, nothing, bad, flush_every=flush_every, report=report)
+        return _measure_and_check(name, source, store, nothing, bad, flush_every=flush_every, report=report)
 
 
-def _measure_and_probe(
+def _measure_and_check(
     name: str,
     source: LengthSource,
     store: LengthStore,
@@ -133,11 +133,18 @@ def _measure_and_probe(
         message = f"none of the {name} records can become a sample: fix them"
         raise DataSetError(message)
     report(f"the {name} samples are encoded again, some of them")
-    probe = _probe(source, done)
+    repeatability = _check_repeatability(source, done)
     # Complete only now that the samples have proved steady: otherwise the next run would trust
     # them.
     rows, media = to_tables([])
-    store.append(rows, media, source.data_digest(len(done.table)), in_full=done.in_full, probe=probe, bad=bad.records)
+    store.append(
+        rows,
+        media,
+        source.data_digest(len(done.table)),
+        in_full=done.in_full,
+        repeatability=repeatability,
+        bad=bad.records,
+    )
     return done.table
 
 
@@ -213,7 +220,7 @@ def failures(name: str, source: LengthSource) -> Iterator[tuple[int, RecordError
                 yield index, outcome
 
 
-def _probe(source: LengthSource, stored: Stored) -> dict[str, Any]:
+def _check_repeatability(source: LengthSource, stored: Stored) -> dict[str, Any]:
     """
     Encode some samples again, and compare: backwards here, and in another process and epoch, in a
     third order.
@@ -235,10 +242,10 @@ def _probe(source: LengthSource, stored: Stored) -> dict[str, Any]:
             raise _unsteady(index, from_row(table, index), encoded, "later")
         raise ShortcutError(f"sample {index}", tuple(table[index].tolist()), to_row(encoded))
     _compare_elsewhere(source, {index: from_row(table, index) for index in indices})
-    return {"samples": indices, "orders": 3, "processes": 2, "epochs": [0, PROBED_EPOCH]}
+    return {"samples": indices, "orders": 3, "processes": 2, "epochs": [0, REPEATED_EPOCH]}
 
 
-def probe_first(source: LengthSource, known: int, *, report: ReportProgress, skips: bool = False) -> None:
+def check_repeatability_first(source: LengthSource, known: int, *, report: ReportProgress, skips: bool = False) -> None:
     """
     Encode a few of the samples that are to be measured, if those are many, and compare: before
     hours of measuring.
@@ -256,7 +263,7 @@ def probe_first(source: LengthSource, known: int, *, report: ReportProgress, ski
         DataSetError: One of them encodes differently each time.
     """
     left = len(source) - known
-    if left <= PROBED_FIRST_ABOVE:
+    if left <= REPEATED_FIRST_ABOVE:
         return
     report("a few samples are encoded more than once, before all are measured")
     first: dict[int, Measurement] = {}
@@ -315,11 +322,11 @@ def _compare_elsewhere(source: LengthSource, measured: Mapping[int, Measurement]
     """
     indices = [*measured]
     elsewhere = indices[::2] + indices[1::2]
-    for index, outcome in zip(elsewhere, source.measure_elsewhere(elsewhere, epoch=PROBED_EPOCH), strict=True):
+    for index, outcome in zip(elsewhere, source.measure_elsewhere(elsewhere, epoch=REPEATED_EPOCH), strict=True):
         if isinstance(outcome, RecordError):
             raise outcome
         if outcome.measurement != measured[index]:
-            when = f"in another process and epoch {PROBED_EPOCH}"
+            when = f"in another process and epoch {REPEATED_EPOCH}"
             raise _unsteady(index, measured[index], outcome.measurement, when)
 
 
@@ -332,7 +339,7 @@ def _unsteady(index: int, first: Measurement, encoded: Measurement, when: str) -
 
 
 def _spread(total: int) -> Iterator[int]:
-    count = min(total, PROBED_SAMPLES)
+    count = min(total, REPEATED_SAMPLES)
     return (index * (total - 1) // max(count - 1, 1) for index in range(count))
 
 

@@ -16,7 +16,7 @@ import attrs
 import numpy as np
 
 from packplan.app.planning.deadline import Deadline
-from packplan.app.planning.measure import measure_rows, probe_first
+from packplan.app.planning.measure import check_repeatability_first, measure_rows
 from packplan.app.planning.split import GatheredSplit
 from packplan.core.errors import DataSetError, PackplanError, agree, counted
 from packplan.core.ports import Arrays, LengthSource, LengthStore, Lock, RankGroup, ReportProgress, Stored
@@ -34,7 +34,7 @@ def measure_slices(
     """
     Measure what a split's store lacks, a slice on each rank; every rank calls this.
 
-    Where that is much, a few samples are probed before; what is measured is not yet probed.
+    Where that is much, a few samples are encoded twice before.
 
     Args:
         split: What is measured; rank 0 alone touches its stores.
@@ -74,12 +74,12 @@ def measure_slices(
 
 def _count_stored(split: GatheredSplit, deadline: Deadline, report: ReportProgress) -> Arrays:
     """
-    Return how many samples are measured already, and whether in full; probe some of the others.
+    Return the number of measured samples, and whether in full; encode a few others twice first.
     """
     source, stores = split.source, split.stores
     with stores.lock.held(**deadline.wait(), report=report):
         stored = stores.lengths.resume(source.fingerprint(), len(source), source.data_digest)
-        probe_first(source, len(stored.table), report=report)
+        check_repeatability_first(source, len(stored.table), report=report)
     return {"known": np.array([len(stored.table), stored.in_full])}
 
 

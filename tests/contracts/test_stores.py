@@ -76,15 +76,15 @@ def test_a_probe_is_kept_until_rows_follow_it(reopen_lengths):
     """It speaks of the rows it saw."""
     store = reopen_lengths()
     taken(store)
-    put(store, 0, 4, probe={"samples": [3, 0]})
-    assert {"samples": [3, 0]} == reopen_lengths().resume(KEY, 10, DATA).probe
+    put(store, 0, 4, repeatability={"samples": [3, 0]})
+    assert {"samples": [3, 0]} == reopen_lengths().resume(KEY, 10, DATA).repeatability
 
     store = reopen_lengths()
     taken(store)
     put(store, 4, 10)
-    assert reopen_lengths().resume(KEY, 10, DATA).probe is None
-    put(store, 10, 10, probe={"samples": [9]})
-    assert {"samples": [9]} == reopen_lengths().resume(KEY, 10, DATA).probe
+    assert reopen_lengths().resume(KEY, 10, DATA).repeatability is None
+    put(store, 10, 10, repeatability={"samples": [9]})
+    assert {"samples": [9]} == reopen_lengths().resume(KEY, 10, DATA).repeatability
 
 
 def test_files_are_kept_until_rows_follow_them(reopen_lengths):
@@ -166,14 +166,14 @@ def test_lengths_are_inspected_whatever_they_were_measured_from(reopen_lengths):
     taken(store)
     assert (None, None) == (reopen_lengths().origin(), reopen_lengths().inspect())
     for end in (4, 10):
-        put(store, 0 if end == 4 else 4, end, in_full=True, probe={"samples": [end]})
+        put(store, 0 if end == 4 else 4, end, in_full=True, repeatability={"samples": [end]})
 
         lengths = reopen_lengths().inspect()
 
         assert Origin(KEY, 10, end, DATA(end)) == reopen_lengths().origin() == lengths.origin
         assert ROWS[:end].tolist() == lengths.rows.table.tolist()
         assert IMAGES[:end].tolist() == lengths.rows.media.tolist()
-        assert (True, {"samples": [end]}) == (lengths.rows.in_full, lengths.rows.probe)
+        assert (True, {"samples": [end]}) == (lengths.rows.in_full, lengths.rows.repeatability)
         assert store.digest() == lengths.digest
         assert [] == list(reopen_lengths().damage())
         assert reopen_lengths().where
@@ -233,7 +233,7 @@ def test_the_disk_holds_small_readable_manifests_and_nothing_else(tmp_path: Path
     """Counts and checksums to read; every file is named by a manifest; no temporary file stays."""
     lengths, plans = DiskLengthStore(tmp_path), DiskPlanStore(tmp_path)
     taken(lengths)
-    put(lengths, 0, 10, probe={})
+    put(lengths, 0, 10, repeatability={})
     plans.save(KEY, PLAN)
     aligned = align_plan(PLAN, world_size=4, dataloader_drop_last=False)
     plans.save_aligned(KEY, aligned)
@@ -260,7 +260,7 @@ def test_one_changed_byte_anywhere_is_found(tmp_path: Path):
     """
     lengths, plans = DiskLengthStore(tmp_path), DiskPlanStore(tmp_path)
     taken(lengths)
-    put(lengths, 0, 10, probe={})
+    put(lengths, 0, 10, repeatability={})
     plans.save(KEY, PLAN)
 
     for path in sorted(tmp_path.iterdir()):
@@ -282,7 +282,7 @@ def test_torn_files_are_never_read(tmp_path: Path):
     """A manifest cut short, arrays cut short, rows cut short, and an array that is gone."""
     lengths, plans = DiskLengthStore(tmp_path), DiskPlanStore(tmp_path)
     taken(lengths)
-    put(lengths, 0, 10, probe={})
+    put(lengths, 0, 10, repeatability={})
     plans.save(KEY, PLAN)
 
     for path in sorted(tmp_path.iterdir()):
@@ -358,7 +358,7 @@ def test_another_runs_lengths_are_taken_over_once(tmp_path: Path):
     assert ROWS[:6].tolist() == taken(DiskLengthStore(two, lengths_from=one))
     assert before == {path.name: path.read_bytes() for path in one.iterdir()}
     assert before == {path.name: path.read_bytes() for path in two.iterdir()}
-    put(other, 6, 10, probe={"samples": [1]})
+    put(other, 6, 10, repeatability={"samples": [1]})
     assert ROWS[:6].tolist() == taken(DiskLengthStore(two, lengths_from=one))
 
 
@@ -411,7 +411,7 @@ def whole(tmp_path):
     """A folder with lengths, a plan, and two alignments of it."""
     lengths = DiskLengthStore(tmp_path)
     lengths.resume(KEY, 10, DATA)
-    put(lengths, 0, 10, probe={"samples": [0, 9]})
+    put(lengths, 0, 10, repeatability={"samples": [0, 9]})
     plans = DiskPlanStore(tmp_path)
     plans.save(KEY, PLAN)
     for world_size in (3, 2):

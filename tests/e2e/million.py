@@ -42,7 +42,7 @@ def store(folder: Path, lengths: np.ndarray, *, packing_length: int, world_size:
     media[:, :4] = np.column_stack([np.arange(lengths.size), np.full((lengths.size, 2), 28), np.arange(lengths.size)])
     with stores.lock.held(timeout_s=60, report=lambda _: None):
         stores.lengths.resume(KEY, lengths.size, str)
-        stores.lengths.append(rows, media, DIGEST, in_full=False, probe={})
+        stores.lengths.append(rows, media, DIGEST, in_full=False, repeatability={})
         raw, key = build_raw_plan(lengths, policy), policy.fingerprint(stores.lengths.digest())
         stores.plans.save(key, raw)
         stores.plans.save_aligned(key, align_plan(raw, world_size=world_size, dataloader_drop_last=False))

@@ -11,7 +11,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from packplan.app.plan.building import list_failures
-from packplan.app.planning.measure import PROBED_SAMPLES, measure
+from packplan.app.planning.measure import REPEATED_SAMPLES, measure
 from packplan.app.planning.split import GatheredSplit, Stores
 from packplan.core.errors import DataSetError, RecordError
 from packplan.core.policy import PlanPolicy
@@ -54,7 +54,7 @@ def test_the_samples_are_the_good_records_in_their_order(lengths):
     later = FaultySource(lengths)
     assert table.tolist() == measured(later, store).tolist()
     assert good == later.lengths
-    assert len(later.measured) <= PROBED_SAMPLES
+    assert len(later.measured) <= REPEATED_SAMPLES
 
 
 def test_more_than_the_share_stop_the_run():

@@ -198,8 +198,8 @@ def test_show_asks_for_the_verdict_of_the_model_as_it_is(store, said, tmp_path):
 
 
 def test_show_warns_of_what_training_would_refuse_or_do_otherwise(store, said):
-    """Another system prompt, another ratio, a ragged window, dropped tokens, an unprobed store."""
-    path = store(probe=False, training={"packing_min_fill_ratio": 1.0, "packing_allow_single_long": False})
+    """Another system prompt, another ratio, a ragged window, dropped tokens, an unchecked store."""
+    path = store(repeatability=False, training={"packing_min_fill_ratio": 1.0, "packing_allow_single_long": False})
     document = yaml.safe_load(path.read_text())
     document["template"]["system"] = "Another."
     document["training"]["packing_min_fill_ratio"] = 0.5
@@ -212,7 +212,7 @@ def test_show_warns_of_what_training_would_refuse_or_do_otherwise(store, said):
     assert "training would plan again: min_fill_ratio: stored '1.0', now '0.5'" in warnings
     assert "filled below 1.0 are dropped" in warnings
     assert "are skipped" in warnings
-    assert "not yet probed" in warnings
+    assert "not yet checked" in warnings
     assert "the last optimizer step of each epoch sees" in warnings
     assert "warning: " in said("show", path)
 
