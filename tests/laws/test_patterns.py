@@ -14,7 +14,7 @@ from packplan.core.bounds import find_bound, lower_bound
 from packplan.core.packers import pack
 from packplan.core.patterns import num_packs
 from packplan.core.patterns.certificate import certify, reduced
-from packplan.core.patterns.effort import TOLD_EVERY, Effort, SpentError, ToldEffort
+from packplan.core.patterns.effort import REPORT_EVERY, Effort, ReportedEffort, SpentError
 from packplan.core.patterns.fill import fill_exactly, refill
 from packplan.core.patterns.integer import fewest_patterns
 from packplan.core.patterns.quick_bounds import quick_bound
@@ -352,11 +352,11 @@ def test_a_plan_of_many_distinct_lengths_waits_for_no_linear_program():
 def test_a_search_that_takes_long_says_how_many_steps_it_took():
     """At most once a million, and it is never refused any."""
     said = []
-    effort = ToldEffort(said.append)
-    for steps in (TOLD_EVERY - 1, 1, 5, 2 * TOLD_EVERY, TOLD_EVERY - 6):
+    effort = ReportedEffort(said.append)
+    for steps in (REPORT_EVERY - 1, 1, 5, 2 * REPORT_EVERY, REPORT_EVERY - 6):
         effort.spend(steps)
 
-    assert [TOLD_EVERY, 3 * TOLD_EVERY + 5] == said
+    assert [REPORT_EVERY, 3 * REPORT_EVERY + 5] == said
 
 
 def test_certified_says_how_far_it_is_and_packs_the_same():
