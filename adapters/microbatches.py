@@ -33,7 +33,8 @@ class BatchedData:
     """
     Sequences of unequal length.
 
-    >>> batch = BatchedData.of({"input_ids": torch.tensor([[5, 6, 0], [7, 8, 9]])}, lengths=[2, 3])
+    >>> fields = {"input_ids": torch.tensor([[5, 6, 0], [7, 8, 9]])}
+    >>> batch = BatchedData.from_fields(fields, lengths=[2, 3])
     >>> batch.select([1, 0])["input_ids"].tolist()
     [[7, 8, 9], [5, 6, 0]]
     >>> batch.select([0]).truncate(2)["input_ids"].tolist()
@@ -49,7 +50,7 @@ class BatchedData:
     """The dimension that runs along the sequence, for each field that has one."""
 
     @classmethod
-    def of(
+    def from_fields(
         cls,
         fields: Mapping[str, Field],
         *,
@@ -124,7 +125,7 @@ class BatchedData:
             for name, field in fields.items()
             if isinstance(field, Tensor) and field.ndim > 1 and field.shape[1] == self.width
         }
-        return BatchedData.of(
+        return BatchedData.from_fields(
             {**self.fields, **fields}, lengths=self.lengths, sequence_dims={**self.sequence_dims, **added}
         )
 

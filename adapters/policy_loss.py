@@ -47,7 +47,7 @@ class ClippedPolicyLoss:
     """See `TokenLoss`; GRPO as published takes sequences."""
 
     @classmethod
-    def of(cls, grpo: GrpoConfig) -> ClippedPolicyLoss:
+    def from_config(cls, grpo: GrpoConfig) -> ClippedPolicyLoss:
         """Return the loss of a run."""
         return cls(grpo.ratio_clip_min, grpo.ratio_clip_max, grpo.kl_coefficient, grpo.normalisation)
 
@@ -76,7 +76,7 @@ class ClippedPolicyLoss:
         return losses, metrics
 
 
-LOSSES: Mapping[str, Callable[[GrpoConfig], TokenLoss]] = MappingProxyType({"clipped": ClippedPolicyLoss.of})
+LOSSES: Mapping[str, Callable[[GrpoConfig], TokenLoss]] = MappingProxyType({"clipped": ClippedPolicyLoss.from_config})
 """
 What `grpo.loss` may name, beside a loss of your own (`module:function`): each opens its loss with a
 run's settings.

@@ -214,14 +214,14 @@ class FusedLoss:
         """
         if layout is None:
             # A padded batch is a row of sequences that are all as long as the widest.
-            layout = PackedLayout.of([logits.shape[1]] * logits.shape[0])
+            layout = PackedLayout.from_lengths([logits.shape[1]] * logits.shape[0])
             logits = logits.reshape(1, -1, logits.shape[-1])
         _check_size(logits, layout.num_positions // layout.cp_size)
         missing = {"input_ids", "token_mask", *self.loss.fields} - data.keys()
         if missing:
             message = f"the loss needs {', '.join(sorted(missing))}, but the data have {', '.join(data)}"
             raise ValueError(message)
-        predicted = _Predicted.of(layout, cp_rank, data["input_ids"])
+        predicted = _Predicted.from_layout(layout, cp_rank, data["input_ids"])
         mask = predicted.values(data["token_mask"]).double()
         counts = mask > 0
         targets = predicted.values(data["input_ids"]).masked_fill(~counts, NO_TARGET)
@@ -305,7 +305,7 @@ class _Predicted:
     """Whether something is predicted."""
 
     @classmethod
-    def of(cls, layout: PackedLayout, cp_rank: int, input_ids: torch.Tensor) -> _Predicted:
+    def from_layout(cls, layout: PackedLayout, cp_rank: int, input_ids: torch.Tensor) -> _Predicted:
         rows = layout.positions(cp_rank)
         targets = layout.targets[rows]
         exists = targets >= 0

@@ -34,7 +34,7 @@ from packplan.app.cli.command import (
 )
 from packplan.app.wiring import stores
 from packplan.core.config import RunConfig
-from packplan.core.equality import CHECKS, Finding, Verdict, choose_packs, judge, kind
+from packplan.core.equality import CHECKS, Deviation, Verdict, choose_packs, judge, kind
 from packplan.core.errors import ConfigError, UnequalError, counted
 from packplan.core.samples import num_media
 
@@ -109,7 +109,7 @@ def compare(config: RunConfig, prepared: Prepared, *, num_packs: int) -> Report:
         reason = "leaves no pack of several samples, so there is nothing to compare: raise it"
         raise ConfigError.of("template.max_length", reason)
     comparison = training.open_comparison(prepared.trainer, samples)
-    findings: list[Finding] = []
+    findings: list[Deviation] = []
     for pack in progress(chosen, desc="comparing", unit=" packs"):
         findings += comparison.findings(pack)
     precision, without = prepared.trainer.precision, comparison.without_gradients
@@ -152,7 +152,7 @@ def show(report: Report) -> None:
     for verdict, record in zip(report.verdicts, report.records, strict=True):
         worst = verdict.worst
         places = [f"pack {worst.pack}", "" if worst.sample is None else f"sample {worst.sample}", record, worst.detail]
-        limit = f"{'>= ' if verdict.check == 'probe' else '<= '}{verdict.limit:.3g}"
+        limit = f"{'>= ' if verdict.check == 'sensitivity' else '<= '}{verdict.limit:.3g}"
         where = ", ".join(filter(None, places)) if worst.value else "everywhere"
         style = "" if verdict.passed else "bold red"
         table.add_row(verdict.check, f"{worst.value:.3g}", limit, _word(verdict), where, style=style)
@@ -165,7 +165,7 @@ def show(report: Report) -> None:
 
 
 def _word(verdict: Verdict) -> str:
-    if verdict.check == "probe":
+    if verdict.check == "sensitivity":
         return "sees" if verdict.passed else "BLIND"
     return "equal" if verdict.passed else "DIFFERS"
 

@@ -113,7 +113,7 @@ class Samples:
     @property
     def works(self) -> NDArray[np.float64]:
         """FLOPs of each sample, forward and backward."""
-        return SampleWorks.of(MODEL.trained(), self.tokens, images=self.images, patches=self.patches).samples
+        return SampleWorks.from_lengths(MODEL.trained(), self.tokens, images=self.images, patches=self.patches).flops
 
     def take(self, chosen: IntArray) -> Samples:
         """Return the samples of these indices."""

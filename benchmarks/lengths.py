@@ -22,7 +22,7 @@ PARTS = ("kinds", "chats", "videos")
 
 
 @attrs.frozen
-class Row:
+class LengthsRow:
     """One kind of sample, measured in one way."""
 
     sample: str
@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> None:
     # Seconds to load, for this benchmark alone.
     from benchmarks import measuring
 
-    rows: list[Row] = []
+    rows: list[LengthsRow] = []
     notes: list[str] = []
     differences: list[str] = []
     if "kinds" in options.parts:

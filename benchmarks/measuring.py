@@ -16,7 +16,7 @@ import psutil
 import torch
 
 from benchmarks.child import NotMeasuredError, run_in_child
-from benchmarks.lengths import Row
+from benchmarks.lengths import LengthsRow
 from benchmarks.records import MODEL_TYPE, TEXT, paragraphs, record, write_chats, write_photos, write_records
 from packplan.adapters.progress import progress
 from packplan.adapters.samples.measurer import AT_ONCE
@@ -24,7 +24,7 @@ from packplan.app.demo.tiny_models import write_model
 from packplan.app.demo.videos import MadeVideo, made_videos
 from packplan.app.wiring import training
 from packplan.core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
-from packplan.core.samples import Measured, Outcome
+from packplan.core.samples import MeasuredSample, Outcome
 
 KINDS: dict[str, tuple[int, tuple[int, int] | None]] = {
     "text": (1600, None),
@@ -53,7 +53,7 @@ VIDEOS = TemplateConfig(max_length=65536, video_min_pixels=3200)
 """Template whose small frames stay small, so that ten minutes of them fit into memory."""
 
 
-def measure_kinds(workers: Sequence[int], most: int | None) -> list[Row]:
+def measure_kinds(workers: Sequence[int], most: int | None) -> list[LengthsRow]:
     """Measure every kind of sample in both ways with each number of *workers*, *most* at most."""
     # Processes forked from one that has used more threads may hang in them.
     torch.set_num_threads(1)
@@ -72,11 +72,11 @@ def measure_kinds(workers: Sequence[int], most: int | None) -> list[Row]:
             config = _config(folder, folder / "model", data, PHOTOS, workers=number)
             wall_s, cpu_s = run_in_child(partial(_seconds, config, way == WAYS[1], total), limit_s=LIMIT_S)
             counted = total - AT_ONCE
-            rows.append(Row(kind, way, number, counted / wall_s, 1000 * cpu_s / counted))
+            rows.append(LengthsRow(kind, way, number, counted / wall_s, 1000 * cpu_s / counted))
     return rows
 
 
-def measure_chats(num_rows: int, model: str | None) -> tuple[list[Row], float]:
+def measure_chats(num_rows: int, model: str | None) -> tuple[list[LengthsRow], float]:
     """
     Measure chats beside the bare tokenizer; return the rows, and the mean number of tokens.
 
@@ -102,11 +102,11 @@ def measure_chats(num_rows: int, model: str | None) -> tuple[list[Row], float]:
                 call(range(start, min(start + AT_ONCE, num_rows)))
                 spent[way] += (time.process_time() - before) * (start > 0)
     counted = num_rows - AT_ONCE
-    rows = [Row("chat", way, 1, counted / cpu_s, 1000 * cpu_s / counted) for way, cpu_s in spent.items()]
+    rows = [LengthsRow("chat", way, 1, counted / cpu_s, 1000 * cpu_s / counted) for way, cpu_s in spent.items()]
     return rows, sum(lengths) / num_rows
 
 
-def measure_videos(number: int) -> tuple[list[Row], int, list[str]]:
+def measure_videos(number: int) -> tuple[list[LengthsRow], int, list[str]]:
     """
     Compare the lengths of made videos with full encodes, and time a clip.
 
@@ -123,10 +123,10 @@ def measure_videos(number: int) -> tuple[list[Row], int, list[str]]:
             write_model(folder / model, model, TEXT, seed=0)
             quick, full = (video_lengths(folder / model, videos, in_full=in_full) for in_full in (False, True))
             differences += [f"{model}, {line}" for line in differing(videos, quick, full)]
-            decoded = sum(image.decoded for one in quick if isinstance(one, Measured) for image in one.images)
+            decoded = sum(image.decoded for one in quick if isinstance(one, MeasuredSample) for image in one.media)
         spent = _clip_seconds(folder / VIDEO_MODELS[0], CLIP.write(folder / "clip.mp4"))
     clip = f"clip of {CLIP.num_frames // 30} s, {CLIP.size[0]}x{CLIP.size[1]}"
-    return [Row(clip, way, 1, 1 / cpu_s, 1000 * cpu_s) for way, cpu_s in spent.items()], decoded, differences
+    return [LengthsRow(clip, way, 1, 1 / cpu_s, 1000 * cpu_s) for way, cpu_s in spent.items()], decoded, differences
 
 
 def write_videos(folder: Path, videos: Sequence[MadeVideo]) -> list[Path]:
@@ -160,7 +160,7 @@ def differing(videos: Sequence[Path], quick: Sequence[Outcome], full: Sequence[O
     return [
         f"{video.name}: {one} from its container, {other} encoded"
         for video, one, other in zip(videos, quick, full, strict=True)
-        if one != other or not isinstance(one, Measured)
+        if one != other or not isinstance(one, MeasuredSample)
     ]
 
 

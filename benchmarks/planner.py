@@ -35,7 +35,7 @@ PLANNERS = (*ALGORITHMS, *PEERS)
 
 
 @attrs.frozen
-class Row:
+class PlannerRow:
     """Figures of one planner on one data set; a problem instead where there are none."""
 
     distribution: str
@@ -103,7 +103,7 @@ def run(options: argparse.Namespace) -> None:
     show(rows, COLUMNS, left={"lengths", "planner"}, as_json=options.json, packages=packages)
 
 
-def _rows_of(distribution: Distribution, options: argparse.Namespace) -> Iterator[Row]:
+def _rows_of(distribution: Distribution, options: argparse.Namespace) -> Iterator[PlannerRow]:
     given_up: dict[str, str] = {}
     for num_samples in sorted(options.samples):
         lengths = distribution.lengths(num_samples, seed=options.seed)
@@ -119,7 +119,7 @@ def _rows_of(distribution: Distribution, options: argparse.Namespace) -> Iterato
                 given_up[name] = f"{error} at {num_samples:,}"
         compared = _compared(distribution, lengths, costs)
         for name in names:
-            row = Row(distribution.name, num_samples, name)
+            row = PlannerRow(distribution.name, num_samples, name)
             yield attrs.evolve(row, **compared[name] if name in compared else {"problem": given_up[name]})
 
 

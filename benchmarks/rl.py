@@ -26,7 +26,7 @@ from packplan.core.work import Meeting
 
 
 @attrs.frozen
-class Row:
+class RlRow:
     """Figures of one way; medians over batches."""
 
     way: str
@@ -101,14 +101,14 @@ def run(options: argparse.Namespace) -> None:
     show([_cut(way, cut, batches) for way, cut in ways.items()], COLUMNS, left={"cut"}, as_json=options.json)
 
 
-def _cut(way: str, cut: Callable[[IntArray], Sharding], batches: list[IntArray]) -> Row:
+def _cut(way: str, cut: Callable[[IntArray], Sharding], batches: list[IntArray]) -> RlRow:
     times, metrics = [], []
     for lengths in batches:
         start = time.process_time()
         sharding = cut(lengths)
         times.append(time.process_time() - start)
         metrics.append(pooled(batch_metrics(sharding)))
-    return Row(
+    return RlRow(
         way=way,
         cpu_ms=1000 * statistics.median(times),
         microbatches=statistics.median(one.works.shape[1] for one in metrics),

@@ -32,7 +32,7 @@ DEFAULT_WAYS = ("packed", PADDED, SORTED)
 WIDTH_STEP = 128
 """Divisor of every width: the vision tower has half of the width, in heads of 64 dimensions."""
 
-Batch = Sequence[Sequence[int]]
+ComputedBatch = Sequence[Sequence[int]]
 """Forward pass as rows, each of which lists the tokens of its samples."""
 
 
@@ -47,7 +47,7 @@ class Way:
     whole_rows: bool
     """Whether attention compares all positions of a row, because it takes a dense mask."""
 
-    def positions_and_pairs(self, batch: Batch) -> tuple[int, float]:
+    def positions_and_pairs(self, batch: ComputedBatch) -> tuple[int, float]:
         """
         Return the positions of a forward pass, and the pairs of positions that attention compares.
 
@@ -101,7 +101,7 @@ class Ratio:
 
 
 @attrs.frozen(kw_only=True)
-class Row:
+class TrainRow:
     """One kind of samples at one packing length, trained in one way."""
 
     kind: str
@@ -134,13 +134,13 @@ class Row:
         return self.tokens_per_sample / statistics.median(self.seconds)
 
 
-def over(row: Row, other: Row) -> Ratio:
+def over(row: TrainRow, other: TrainRow) -> Ratio:
     """Return how many times as fast *row* is as *other*, round by round."""
     ratios = [theirs / mine for mine, theirs in zip(row.seconds, other.seconds, strict=True)]
     return Ratio(statistics.median(ratios), min(ratios), max(ratios), other.flops / row.flops)
 
 
-def compared(rows: Sequence[Row]) -> list[Row]:
+def compared(rows: Sequence[TrainRow]) -> list[TrainRow]:
     """Return the rows of one kind and packing length, each compared with the padded ways."""
     ways = {row.way: row for row in rows}
     return [
@@ -153,7 +153,7 @@ def compared(rows: Sequence[Row]) -> list[Row]:
     ]
 
 
-def operations(way: Way, batches: Sequence[Batch], work: WorkModel, images: float) -> tuple[float, float]:
+def operations(way: Way, batches: Sequence[ComputedBatch], work: WorkModel, images: float) -> tuple[float, float]:
     """
     Return the forward operations of an epoch, and the share of padding in its positions.
 
@@ -166,7 +166,7 @@ def operations(way: Way, batches: Sequence[Batch], work: WorkModel, images: floa
     counts = [way.positions_and_pairs(batch) for batch in batches]
     positions, pairs = (sum(column) for column in zip(*counts, strict=True))
     useful = sum(tokens for batch in batches for row in batch for tokens in row)
-    return float(work.of_positions(positions, pairs)) + images, 1 - useful / positions
+    return float(work.position_flops(positions, pairs)) + images, 1 - useful / positions
 
 
 COLUMNS: Columns = {
@@ -237,7 +237,7 @@ def run(options: argparse.Namespace) -> None:
     show(rows, COLUMNS, left=left, as_json=options.json, notes=notes, packages=packages)
 
 
-def _sentences(row: Row) -> list[str]:
+def _sentences(row: TrainRow) -> list[str]:
     others = {"padding": row.over_padded, "sorted padding": row.over_sorted}
     return [
         f"{row.kind}, packs of {row.budget:,}: packing is {one.median:.2f} times as fast as {name}, where operations "

@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 
 from benchmarks.child import Child, NotMeasuredError, peak_bytes, reset_peak, run_in_child
 from benchmarks.records import write_sized_model, write_training_data
-from benchmarks.train import WAYS, Batch, Row, Setting, Way, compared, operations
+from benchmarks.train import WAYS, ComputedBatch, Setting, TrainRow, Way, compared, operations
 from packplan.adapters.progress import progress
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.samples.encoder import SwiftEncoder
@@ -99,7 +99,7 @@ class EpochClock(TrainerCallback):
 
 def measure_training(
     setting: Setting, *, kinds: Sequence[str], budgets: Sequence[int], ways: Sequence[str]
-) -> list[Row]:
+) -> list[TrainRow]:
     """
     Train each kind of samples at each packing length in each way, the ways in turn.
 
@@ -114,7 +114,7 @@ def measure_training(
     """
     if setting.device == "cuda" and not run_in_child(torch.cuda.is_available, limit_s=LIMIT_S):
         raise NotMeasuredError("--device cuda: torch sees no GPU on this machine")
-    rows: list[Row] = []
+    rows: list[TrainRow] = []
     epochs = len(kinds) * len(budgets) * len(ways) * (setting.rounds + 1)
     with TemporaryDirectory() as name, progress(total=epochs, desc="training", leave=False) as bar:
         folder = Path(name)
@@ -126,7 +126,7 @@ def measure_training(
             size = run_in_child(partial(_samples_of_a_pack, config), limit_s=LIMIT_S)
             epochs_of = {way: partial(_epochs, config, WAYS[way], size, setting.device) for way in ways}
             found = _in_turn(epochs_of, setting, bar.update)
-            rows += compared([Row(kind=kind, budget=budget, way=way, **one) for way, one in found.items()])
+            rows += compared([TrainRow(kind=kind, budget=budget, way=way, **one) for way, one in found.items()])
     return rows
 
 
@@ -215,11 +215,11 @@ def _epochs(config: RunConfig, way: Way, size: int, device: str) -> Iterator[dic
 def _facts(prepared: Prepared, encoded: Encoded, way: Way) -> dict[str, Any]:
     trainer, lengths = prepared.trainer, encoded.lengths
     packs, schedule = trainer.train_dataset.packs, trainer.schedule
-    batches: list[Batch] = [
+    batches: list[ComputedBatch] = [
         [[lengths[index] for index in packs[pack]] for pack in batch] for batch in schedule.batches(0, rank=0)
     ]
     work = WorkModel.from_config(trainer.model.config.to_dict())
-    flops, padding = operations(way, batches, work, float(work.of_images(encoded.grids).sum()))
+    flops, padding = operations(way, batches, work, float(work.image_flops(encoded.grids).sum()))
     return {
         "attention": trainer.attention.name,
         "batch_size": schedule.batch_size,

@@ -85,7 +85,7 @@ WAYS: Mapping[str, tuple[str, Order]] = {
 
 
 @attrs.frozen
-class Row:
+class WorkRow:
     """One way on one number of ranks."""
 
     data: str
@@ -202,7 +202,7 @@ def run(options: argparse.Namespace) -> None:
     show(rows, COLUMNS, left={"data", "way"}, as_json=options.json)
 
 
-def _rows_of(name: str, packing_length: int, options: argparse.Namespace) -> Iterator[Row]:
+def _rows_of(name: str, packing_length: int, options: argparse.Namespace) -> Iterator[WorkRow]:
     drawn = DATA[name](options.samples, seed=options.seed)
     is_long = drawn.tokens >= packing_length
     # The long samples come last, so that the others' indices do not depend on them.
@@ -228,7 +228,7 @@ def _rows_of(name: str, packing_length: int, options: argparse.Namespace) -> Ite
             seconds = figures.pop("busiest") * len(packs) / (ranks * accumulation)
             plain = plain or seconds
             floor = expected_imbalance(floor_of(works[packs.indices], num_packs=len(packs)), world_size=ranks)
-            yield Row(
+            yield WorkRow(
                 data=name, packing_length=packing_length, way=way, ranks=ranks, accumulation=accumulation,
                 packs=len(packs), **costs, **figures, floor=floor if accumulation == 1 else None,
                 saved=None if options.aside == "alone" else 1 - seconds / plain,
@@ -295,7 +295,7 @@ def _family(family: str) -> FamilyRow:
         if hasattr(model, "set_experts_implementation"):
             model.set_experts_implementation("eager")
         work = WorkModel.from_config(json.loads(json.dumps(model.config.to_dict(), default=str)))
-        ratios = tuple(float(work.of_positions(num, num**2)) / _counted_by_torch(model, num) for num in FAMILY_ROWS)
+        ratios = tuple(float(work.position_flops(num, num**2)) / _counted_by_torch(model, num) for num in FAMILY_ROWS)
     except Exception as error:  # noqa: BLE001  # whatever the code of a family raises
         verdict = "not known" if isinstance(error, ConfigError) else "not counted"
         return FamilyRow(family, verdict, (), " ".join(str(error).split()))

@@ -1,4 +1,4 @@
-"""Raw plan -> aligned plan: what the ranks of one world size consume."""
+"""Raw plan -> aligned plan: the packs that the ranks of one world size consume."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from packplan.core.plan import RawPlan
 
 @attrs.frozen
 class AlignedPlan:
-    """Packs whose number every rank divides."""
+    """Packs whose number is a multiple of the number of ranks."""
 
     packs: Packs
     """The raw plan's packs, cut at the end or filled from the front."""
@@ -23,7 +23,7 @@ class AlignedPlan:
 
     dataloader_drop_last: bool
     """
-    Whether packs, and padded batches, that do not fill all ranks are dropped; else packs repeat.
+    Whether packs and padded batches that do not fill all ranks are dropped. Otherwise packs repeat.
     """
 
     batch_size: int
@@ -32,7 +32,7 @@ class AlignedPlan:
     num_raw_packs: int
 
     repeated: tuple[int, ...]
-    """Positions in the raw plan of the packs that fill the end, in order."""
+    """Pack indices, in the raw plan, of the packs that repeat at the end, in order."""
 
     num_dropped: int
     """Packs cut from the end of the raw plan."""
@@ -57,8 +57,8 @@ def align_plan(raw_plan: RawPlan, *, world_size: int, dataloader_drop_last: bool
         world_size: Data-parallel learners, >= 1.
         dataloader_drop_last: Drop the remainder if true, else repeat packs from the front,
             cyclically.
-        batch_size: Packs of a rank in one forward pass, >= 1: where the remainder is dropped, a
-            smaller batch is, too.
+        batch_size: Packs of a rank in one forward pass, >= 1. Dropping the remainder also drops a
+            smaller last batch.
 
     Raises:
         PlanTooShortError: No pack, or dropping would leave no batch.
@@ -88,11 +88,10 @@ def align_plan(raw_plan: RawPlan, *, world_size: int, dataloader_drop_last: bool
 
 def aligned_positions(num: int, world_size: int, drop_last: bool) -> IntArray:  # noqa: FBT001  # three plain values
     """
-    Return the numbers below *num*, cut at the end or repeated from the front until the ranks divide
-    them.
+    Return the numbers below *num*, cut at the end or repeated from the front to fill all ranks.
 
     Args:
-        num: How many there are, >= 0.
+        num: Number of packs, >= 0.
         world_size: Data-parallel learners, >= 1.
         drop_last: Cut at the end if true, else repeat from the front.
 
@@ -105,10 +104,10 @@ def aligned_positions(num: int, world_size: int, drop_last: bool) -> IntArray:  
 
 def aligned_size(num: int, world_size: int, drop_last: bool) -> int:  # noqa: FBT001  # three plain values
     """
-    Return how many of *num* there are once they are cut, or repeated, until the ranks divide them.
+    Return the number of packs after *num* packs are cut or repeated to fill all ranks.
 
     Args:
-        num: How many there are, >= 0.
+        num: Number of packs, >= 0.
         world_size: Data-parallel learners, >= 1.
         drop_last: Cut at the end if true, else repeat from the front.
 
@@ -120,12 +119,12 @@ def aligned_size(num: int, world_size: int, drop_last: bool) -> int:  # noqa: FB
 
 def batches_of(num: int, *, batch_size: int, drop_last: bool) -> int:
     """
-    Return how many batches a rank forms of *num* packs; the last may be smaller, or is dropped.
+    Return the number of batches that a rank forms of *num* packs.
 
     Args:
         num: Packs of one rank, >= 0.
         batch_size: Packs of a rank in one forward pass, >= 1.
-        drop_last: Drop a last batch that is smaller.
+        drop_last: Whether a smaller last batch is dropped.
 
     >>> batches_of(7, batch_size=3, drop_last=False), batches_of(7, batch_size=3, drop_last=True)
     (3, 2)
@@ -135,7 +134,7 @@ def batches_of(num: int, *, batch_size: int, drop_last: bool) -> int:
 
 def require_a_batch(num: int, *, world_size: int, batch_size: int, drop_last: bool) -> None:
     """
-    Refuse packs that give the ranks no batch in a whole epoch.
+    Refuse a plan whose packs give the ranks no batch in a whole epoch.
 
     Args:
         num: Packs of the raw plan.
@@ -144,7 +143,7 @@ def require_a_batch(num: int, *, world_size: int, batch_size: int, drop_last: bo
         drop_last: Drop packs and batches that do not fill all ranks.
 
     Raises:
-        PlanTooShortError: There is none.
+        PlanTooShortError: The ranks get no batch.
     """
     mine = aligned_size(num, world_size, drop_last) // world_size
     if not batches_of(mine, batch_size=batch_size, drop_last=drop_last):

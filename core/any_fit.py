@@ -1,11 +1,10 @@
 """
 Any fit: best fit and first fit, longest samples first, over runs of equal length.
 
-Both stay with a bin until the length no longer fits: first fit because the bin stays the first that
-fits, best fit because it becomes the fullest. So a range of neighbouring bins with equal room takes
-its samples in one move, and a plan costs what distinct lengths cost, not what samples cost. The
-packs are those of the item-by-item algorithms (Johnson, "Near-optimal bin packing algorithms",
-1973), ties included.
+Both stay with a bin until the length no longer fits. In first fit it remains the first that fits;
+in best fit it becomes the fullest. So a range of neighbouring bins with equal room takes its
+samples in one move. The cost grows with distinct lengths, not with samples. The packs are those of
+the item-by-item algorithms (Johnson, "Near-optimal bin packing algorithms", 1973), ties included.
 """
 
 from __future__ import annotations
@@ -20,24 +19,24 @@ class _OpenBins:
 
     def __init__(self, *, fullest: bool) -> None:
         self._fullest = fullest
-        self._fits: list[tuple[int, int, int, int]] = []  # (preference, first, number, room): the length at hand fits
+        self._fits: list[tuple[int, int, int, int]] = []  # (preference, first, number, room): the current length fits
         self._waits: list[tuple[int, int, int]] = []  # (-room, first, number): only a shorter one may fit
 
     def turn_to(self, size: int) -> None:
-        """From here on lengths are *size*, which is shorter than before."""
+        """Go on to lengths of *size*, which is shorter than before."""
         while self._waits and -self._waits[0][0] >= size:
             room, first, number = heappop(self._waits)
             self.put(first, number, -room, size)
 
     def put(self, first: int, number: int, room: int, size: int) -> None:
-        """Keep a range; *size* is the length at hand."""
+        """Keep a range of bins; *size* is the current length."""
         if room >= size:
             heappush(self._fits, (room if self._fullest else 0, first, number, room))
         else:
             heappush(self._waits, (-room, first, number))
 
     def take(self) -> tuple[int, int, int] | None:
-        """Return the preferred range that the length at hand fits, as (first, number, room)."""
+        """Return the preferred range that the current length fits, as (first, number, room)."""
         return heappop(self._fits)[1:] if self._fits else None
 
 
@@ -48,11 +47,11 @@ def fit_decreasing(
     Pack all runs.
 
     Args:
-        runs: Lengths from 1 to *capacity*; counts may be 0.
+        runs: Runs of lengths from 1 to *capacity*; counts may be 0.
         capacity: Tokens a bin may hold.
         fullest: Prefer the fullest bin (best fit), else the first (first fit).
-        trace: Where to go on writing; a new one by default.
-        num_bins: Bins that are in the trace, and closed.
+        trace: Trace to append to; a new one by default.
+        num_bins: Closed bins that are already in the trace.
     """
     trace = PackingTrace() if trace is None else trace
     bins = _OpenBins(fullest=fullest)

@@ -1,4 +1,4 @@
-"""Effective batch -> gradient accumulation, partial windows."""
+"""Gradient accumulation that realises an effective batch size, and partial windows."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from packplan.core.lengths import positive
 
 @attrs.frozen
 class Accumulation:
-    """How the effective batch comes about."""
+    """Gradient accumulation, and the effective batch size that it gives."""
 
     gradient_accumulation_steps: int
 
     requested: int
     """
-    What the configuration asks for, over all ranks and one optimizer step: packs, or samples if not
-    packing.
+    Effective batch size in the configuration: packs of one optimizer step over all ranks, or
+    samples without packing.
     """
 
     realised: int
-    """What training does; equal to `requested`."""
+    """Effective batch size of training; equal to `requested`."""
 
 
 def resolve_accumulation(
@@ -36,12 +36,12 @@ def resolve_accumulation(
     Keep the effective batch while packing forces the per-device batch to one pack.
 
     Args:
-        effective_batch_size: Packs an optimizer step over all ranks; None keeps what the other two
-            imply.
-        per_device_train_batch_size: As the user wrote it, >= 1.
-        gradient_accumulation_steps: As the user wrote it; None means 1.
+        effective_batch_size: Packs of an optimizer step over all ranks. None takes the product of
+            the other two and the ranks.
+        per_device_train_batch_size: Value in the configuration, >= 1.
+        gradient_accumulation_steps: Value in the configuration; None means 1.
         world_size: Data-parallel learners, >= 1.
-        forced_batch_size: The per-device batch that training will use: 1 when packing.
+        forced_batch_size: Per-device batch size of training, >= 1; 1 when packing.
 
     Raises:
         BatchSizeError: The batch is not divisible by the ranks.
@@ -65,7 +65,7 @@ def resolve_accumulation(
 
 @attrs.frozen
 class PartialWindow:
-    """The last optimizer step of an epoch sees fewer batches than the others."""
+    """A last optimizer step of an epoch with fewer batches than the others."""
 
     per_rank_batches: int
     gradient_accumulation_steps: int

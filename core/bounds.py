@@ -1,4 +1,4 @@
-"""Lower bounds on the number of packs: how far from the best a plan can be."""
+"""Lower bounds on the number of packs, which limit the distance of a plan from the best one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Bound:
 
 def lower_bound(lengths: Lengths, *, capacity: int, known: int | None = None, effort: float = inf) -> int:
     """
-    Return a number of packs that no packing can go below: the packs of its bound; see `find_bound`.
+    Return a number of packs that no packing can go below; see `find_bound`.
 
     >>> lower_bound([60, 60, 50], capacity=100)
     3
@@ -34,21 +34,19 @@ def lower_bound(lengths: Lengths, *, capacity: int, known: int | None = None, ef
 
 def find_bound(lengths: Lengths, *, capacity: int, known: int | None = None, effort: float = inf) -> Bound:
     """
-    Return the strongest lower bound on the packs of a packing that an effort finds.
+    Return the strongest lower bound on the number of packs that *effort* finds.
 
-    Martello and Toth's L2 and dual-feasible functions; where no quick packing shows that they are
-    tight, the linear relaxation over patterns, which takes some seconds for thousands of distinct
-    lengths, and minutes for ten thousand. Where the capacity (over the greatest common divisor of
-    the lengths) is beyond 131,072 or the distinct lengths beyond 20,000, the relaxation is left
-    out.
+    Quick bounds come first: Martello and Toth's L2 and dual-feasible functions. If no quick packing
+    reaches them, the linear relaxation over patterns follows. It takes seconds for thousands of
+    distinct lengths, and minutes for ten thousand. It is left out beyond 20,000 distinct lengths,
+    and beyond a capacity of 131,072 over the greatest common divisor of the lengths.
 
     Args:
         lengths: Tokens of each sample, each from 1 to *capacity*.
         capacity: Tokens a pack may hold, >= 1.
-        known: Packs of a packing that is known; a bound of so many ends the search.
-        effort: Steps that may be spent beyond the quick bounds, each of about a third of a
-            microsecond (`core.patterns.effort`); 0 leaves the relaxation out. Counted, so that the
-            bound is the same on every machine.
+        known: Number of packs of a known packing. A bound that reaches it ends the search.
+        effort: Steps that may be spent beyond the quick bounds (`core.patterns.effort`), of about a
+            third of a microsecond each. 0 leaves the relaxation out.
 
     Raises:
         InvalidLengthError: A length is not a whole number from 1 to *capacity*.
@@ -57,7 +55,7 @@ def find_bound(lengths: Lengths, *, capacity: int, known: int | None = None, eff
     Bound(packs=3, kind='reached')
     """
     capacity = positive("capacity", capacity)
-    runs = Runs.of(lengths_up_to(lengths, capacity=capacity))
+    runs = Runs.from_lengths(lengths_up_to(lengths, capacity=capacity))
     if not runs.sizes:
         return Bound(0, "reached")
     runs, capacity = reduced(runs, capacity=capacity)

@@ -1,4 +1,4 @@
-"""Packs -> canonical bytes -> digest."""
+"""Checksum of packs."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _FORMAT = b"packplan packs 1\n"
 
 def plan_checksum(packs: Packs | Sequence[Sequence[int]]) -> str:
     """
-    Return the SHA-256 hex digest of *packs*: which samples, their grouping, and both orders.
+    Return the SHA-256 hex digest of *packs*: their samples, grouping and both orders.
 
-    The bytes are a format line, then the offsets and the indices of `Packs` as little-endian int64,
-    so the digest depends on no machine, process or hash seed.
+    The bytes are a format line, then the offsets and indices of `Packs` as little-endian int64. The
+    digest depends on no machine, process or hash seed.
     """
     if not isinstance(packs, Packs):
         packs = Packs.from_lists(packs)

@@ -1,10 +1,10 @@
 """
-Context parallelism: how sequences lie in one packed row, and which rank computes which part of it.
+Context parallelism: layout of sequences in one packed row, and the part of it on each rank.
 
-Each sequence is padded on its own and cut into 2 x cp_size chunks; rank r takes chunk r from its
-head and chunk r from its tail, so that all ranks have the same causal work. A rank's row is its
-chunks of the first sequence, then those of the second, and so on. Targets are rolled before the row
-is cut: the token after a chunk's last one is another rank's.
+Each sequence is padded on its own and cut into 2 x cp_size chunks. Rank r takes chunk r from the
+head and chunk r from the tail: all ranks have the same causal work. A rank's row holds its chunks
+of the first sequence, then those of the second, and so on. Targets are shifted before the row is
+cut, since the token after a chunk is on another rank.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from packplan.core.packs import count_up
 
 def padded_length(length: int, *, cp_size: int, tp_size: int = 1) -> int:
     """
-    Return the tokens of a sequence with its padding.
+    Return the length of a sequence after padding.
 
     Args:
         length: Tokens of the sequence, >= 1.
@@ -29,7 +29,7 @@ def padded_length(length: int, *, cp_size: int, tp_size: int = 1) -> int:
         tp_size: Ranks that share a layer, >= 1.
 
     Returns:
-        The next multiple of cp_size * 2 * tp_size; of tp_size where a row is not shared.
+        The next multiple of cp_size * 2 * tp_size, or of tp_size if cp_size is 1.
 
     >>> padded_length(5, cp_size=2), padded_length(5, cp_size=1)
     (8, 5)
@@ -39,11 +39,11 @@ def padded_length(length: int, *, cp_size: int, tp_size: int = 1) -> int:
 
 def cu_seqlens(lengths: Lengths, *, pad_to_multiple_of: int = 1) -> list[int]:
     """
-    Return where each sequence starts in the packed row, and where the last one ends.
+    Return the start of each sequence in the packed row, and the end of the last.
 
     Args:
         lengths: Tokens of each sequence, >= 1.
-        pad_to_multiple_of: What every sequence is padded to a multiple of, >= 1.
+        pad_to_multiple_of: Each sequence is padded to a multiple of it; >= 1.
 
     >>> cu_seqlens([8, 5, 7]), cu_seqlens([8, 5, 7], pad_to_multiple_of=4)
     ([0, 8, 13, 20], [0, 8, 16, 24])
@@ -55,17 +55,16 @@ def cu_seqlens(lengths: Lengths, *, pad_to_multiple_of: int = 1) -> list[int]:
 
 def chunk_positions(length: int, *, cp_size: int, cp_rank: int) -> list[int]:
     """
-    Return the positions of a sequence that a rank computes, ascending: a chunk of its head and a
-    chunk of its tail.
+    Return the positions of a sequence that a rank computes, ascending.
 
     Args:
         length: Tokens of the padded sequence, >= 1.
-        cp_size: Ranks that share it, >= 1; one rank has all positions.
-        cp_rank: From 0.
+        cp_size: Ranks that share it, >= 1. A single rank has all positions.
+        cp_rank: Rank among those that share the row, from 0.
 
     Raises:
-        ValueError: The length is no multiple of 2 * cp_size, where more than one rank share it;
-            there is no such rank.
+        ValueError: Several ranks share the sequence and its length is no multiple of 2 * cp_size,
+            or the rank does not exist.
 
     >>> chunk_positions(8, cp_size=2, cp_rank=0), chunk_positions(8, cp_size=2, cp_rank=1)
     ([0, 1, 6, 7], [2, 3, 4, 5])
@@ -88,21 +87,23 @@ def _frozen(values: Lengths) -> IntArray:
 @attrs.frozen(eq=False)
 class PackedLayout:
     """
-    Sequences in one packed row, each followed by its own padding, and the row's parts by rank.
+    Layout of sequences in one packed row, each with its own padding, and the parts of the row by
+    rank.
 
     Raises:
-        ValueError: The two arrays do not describe one row, a sequence has no token, or more than
-            one rank share a row whose sequences they cannot cut.
+        ValueError: The two arrays do not describe one row, a sequence has no token, or its
+            positions cannot be cut into equal chunks for the ranks.
     """
 
     cu_seqlens: IntArray = attrs.field(converter=_frozen)
     """
-    Where each sequence would start without padding, and the number of true tokens; shape
-    (num_sequences + 1,).
+    Start of each sequence without padding, and the number of tokens; shape (num_sequences + 1,).
     """
 
     cu_seqlens_padded: IntArray = attrs.field(converter=_frozen)
-    """Where each sequence starts, and the row's length; shape (num_sequences + 1,)."""
+    """
+    Start of each sequence with padding, and the length of the row; shape (num_sequences + 1,).
+    """
 
     cp_size: int = 1
     """Ranks that share the row."""
@@ -125,16 +126,16 @@ class PackedLayout:
                 raise ValueError(message)
 
     @classmethod
-    def of(cls, lengths: Lengths, *, cp_size: int = 1, tp_size: int = 1) -> PackedLayout:
+    def from_lengths(cls, lengths: Lengths, *, cp_size: int = 1, tp_size: int = 1) -> PackedLayout:
         """
-        Lay sequences out, each padded to what `padded_length` says.
+        Lay out sequences, each padded to its `padded_length`.
 
         Args:
             lengths: Tokens of each sequence, >= 1.
             cp_size: Ranks that share the row, >= 1.
             tp_size: Ranks that share a layer, >= 1.
 
-        >>> PackedLayout.of([5, 8, 1, 3], cp_size=2).cu_seqlens_padded.tolist()
+        >>> PackedLayout.from_lengths([5, 8, 1, 3], cp_size=2).cu_seqlens_padded.tolist()
         [0, 8, 16, 20, 24]
         """
         multiple = _pad_multiple(cp_size, tp_size)
@@ -142,37 +143,34 @@ class PackedLayout:
 
     @property
     def lengths(self) -> IntArray:
-        """True tokens of each sequence; shape (num_sequences,)."""
+        """Tokens of each sequence, padding aside; shape (num_sequences,)."""
         return np.diff(self.cu_seqlens)
 
     @property
     def num_positions(self) -> int:
-        """Positions of the whole row, padding included; each rank has an equal part of them."""
+        """Positions of the whole row, padding included. Ranks have equal parts."""
         return int(self.cu_seqlens_padded[-1])
 
     @cached_property
     def sequence(self) -> IntArray:
-        """
-        Number of the sequence that each position of the row belongs to, padding to the one before
-        it.
-        """
+        """Index of the sequence of each position; padding belongs to the sequence before it."""
         return np.repeat(np.arange(self.lengths.size), np.diff(self.cu_seqlens_padded))
 
     @cached_property
     def position_ids(self) -> IntArray:
-        """Position of each token in its own sequence, from 0; padding counts on."""
+        """Position of each token in its sequence, from 0. Padding counts on."""
         return np.arange(self.num_positions) - self.cu_seqlens_padded[self.sequence]
 
     @cached_property
     def is_token(self) -> NDArray[np.bool_]:
-        """Whether each position of the row holds a true token."""
+        """Whether each position of the row holds a token, not padding."""
         return self.position_ids < self.lengths[self.sequence]
 
     @cached_property
     def targets(self) -> IntArray:
         """
-        Where in the row the token is that each position predicts; -1 for the last of a sequence,
-        and for padding.
+        Row position of the token that each position predicts; -1 at the end of a sequence and for
+        padding.
 
         >>> PackedLayout([0, 3, 4], [0, 4, 5]).targets.tolist()
         [1, 2, -1, -1, -1]
@@ -182,15 +180,14 @@ class PackedLayout:
 
     def blocks(self, cp_rank: int) -> IntArray:
         """
-        Return the segments of the row that a rank computes, in the order of its own row.
+        Return the segments of the row that a rank computes, in the order of the rank's row.
 
         Args:
-            cp_rank: From 0.
+            cp_rank: Rank among those that share the row, from 0.
 
-        Returns: Three numbers of each segment: the start of its sequence, its own start, its own
-        end; shape
-            (num_blocks, 3). A query in it sees the keys from the start of its sequence up to
-            itself.
+        Returns:
+            Start of the sequence, start and end of each segment; int64 of shape (num_blocks, 3).
+            A query attends to the keys from the start of its sequence up to itself.
         """
         if not 0 <= cp_rank < self.cp_size:
             message = f"cp_rank is {cp_rank}, but {self.cp_size} ranks share the row"
@@ -204,28 +201,24 @@ class PackedLayout:
         return pairs.reshape(-1, 3)
 
     def positions(self, cp_rank: int) -> IntArray:
-        """
-        Return where in the row the positions of a rank's own row are; shape (num_positions /
-        cp_size,).
-        """
+        """Return the row position of each position of a rank; shape (num_positions / cp_size,)."""
         _, start, stop = self.blocks(cp_rank).T
         return count_up(stop - start, starts=start)
 
     @cached_property
     def restore(self) -> IntArray:
         """
-        What turns the ranks' rows, one after the other, into the row: `concatenated[restore]`;
-        shape (num_positions,).
+        Index that restores the row from the concatenated rows of all ranks; shape (num_positions,).
 
-        `concatenated[restore[is_token]]` leaves the padding out.
+        `concatenated[restore]` is the row. `concatenated[restore[is_token]]` leaves padding out.
         """
         return np.argsort(np.concatenate([self.positions(rank) for rank in range(self.cp_size)]))
 
     def causal_work(self) -> tuple[int, ...]:
         """
-        Return the pairs of a query and a key that each rank computes, padding included.
+        Return the number of query and key pairs on each rank, padding included.
 
-        >>> PackedLayout.of([6], cp_size=2).causal_work()
+        >>> PackedLayout.from_lengths([6], cp_size=2).causal_work()
         (18, 18)
         """
         work = []

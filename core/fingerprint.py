@@ -1,10 +1,9 @@
 """
-What lengths, and what a plan, depend on -> digest.
+Fingerprints: named inputs of stored lengths or of a plan, with a digest.
 
-A fingerprint is a flat mapping of named inputs to JSON values, so that two of them can be compared
-key by key and a person can read what changed. Lengths depend on everything that decides how a
-record becomes tokens; a plan depends on the digest of the measured lengths and on its policy
-(`core.policy`), and on nothing else.
+A fingerprint is a flat mapping of names to JSON values. Two of them are compared key by key, and
+the difference is readable. Lengths depend on everything that decides how a record becomes tokens. A
+plan depends on the digest of the measured lengths and on its policy (`core.policy`) alone.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def _sorted(inputs: Mapping[str, Value]) -> dict[str, Value]:
 @attrs.frozen
 class Fingerprint:
     """
-    Named inputs, and their digest.
+    Named inputs and their digest.
 
     >>> Fingerprint({"b": 1, "a": "x"}).digest == Fingerprint({"a": "x", "b": 1}).digest
     True

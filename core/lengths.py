@@ -1,4 +1,4 @@
-"""Lengths: what every packer takes, checked once."""
+"""Lengths, the input of every packer, checked once."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from packplan.core.errors import InvalidLengthError, WorkError
 
 Lengths = Sequence[int] | NDArray[np.integer]
 """
-A list or an array of whole numbers, or what gives one by a slice, as a column of a `datasets` data
-set does.
+A list or an array of whole numbers, or an object whose slice is one, such as a column of a
+`datasets` data set.
 """
 
 IntArray = NDArray[np.int64]
@@ -27,9 +27,9 @@ def as_lengths(lengths: Lengths) -> IntArray:
     Return *lengths* as a one-dimensional int64 array of tokens, each >= 1.
 
     Raises:
-        InvalidLengthError: The first value that is not a positive whole number, or with which the
-            total passes 64 bits, with its index.
-        TypeError: They have no order, or no length.
+        InvalidLengthError: A value is not a positive whole number, or the total passes 64 bits. The
+            first such index is named.
+        TypeError: *lengths* is no sequence.
 
     >>> as_lengths([3, 1, 2]).tolist()
     [3, 1, 2]
@@ -56,8 +56,7 @@ def as_lengths(lengths: Lengths) -> IntArray:
 
 def lengths_up_to(lengths: Lengths, *, capacity: int) -> IntArray:
     """
-    Return what `as_lengths` returns; InvalidLengthError too for the first length over *capacity*
-    tokens.
+    Return *lengths* as `as_lengths` does; InvalidLengthError also for a length over *capacity*.
     """
     array = as_lengths(lengths)
     if array.size and int(array.max()) > capacity:
@@ -74,7 +73,7 @@ def _array_of(values: Sequence[int]) -> IntArray:
         values = _at_once(values)
     if hasattr(values, "__array__"):
         return np.asarray(values)
-    # One pass over the types is cheap where all are plain ints; a boolean is one only to numpy.
+    # One pass over the types is cheap if all are plain ints. numpy would take a boolean for one.
     if not set(map(type, values)) <= {int}:
         _raise_first_bad(values)
     try:
@@ -86,7 +85,7 @@ def _array_of(values: Sequence[int]) -> IntArray:
 
 
 def _at_once(values: Sequence[int]) -> Sequence[int]:
-    """Return *values* read by one slice: item by item, a million of a lazy column take seconds."""
+    """Return *values* read by one slice. Item by item, a million of a lazy column take seconds."""
     try:
         return values[:]
     except TypeError:  # a deque has no slices
@@ -117,8 +116,7 @@ def positive(name: str, value: int) -> int:
 
 def share(name: str, value: float | str | Decimal | Fraction) -> Fraction:
     """
-    Return *value*, read as the decimal it is written as, if it is from 0 to 1; ValueError naming it
-    otherwise.
+    Return *value* exactly as the decimal it is written as; ValueError if it is not from 0 to 1.
 
     >>> share("min_fill_ratio", 0.55)
     Fraction(11, 20)
@@ -138,12 +136,12 @@ def checked_works(works: Any, num: int, *, of: str = "packs") -> NDArray[np.floa
     Return *works* as float64, shape (num,).
 
     Args:
-        works: Work of each, in any unit.
-        num: How many there have to be.
-        of: What they are of, in the plural, for the error.
+        works: Work of each item, in any unit.
+        num: Number of items.
+        of: Name of the items in the error, in the plural.
 
     Raises:
-        WorkError: They are of another number, or one is negative or not finite.
+        WorkError: The number of works differs, or one is negative or not finite.
     """
     array = np.asarray(works, dtype=np.float64)
     if array.shape != (num,):

@@ -1,4 +1,6 @@
-"""Utilisation, waste, balance, efficiency and gap of packs, of one call or of many."""
+"""
+Utilisation, waste, balance, efficiency and gap of packs, for one call of a packer or for many.
+"""
 
 from __future__ import annotations
 
@@ -16,27 +18,27 @@ from packplan.core.packs import Packs
 
 @attrs.frozen
 class PackingMetrics:
-    """How well packs use their capacity: exact sums, and the shares that follow from them."""
+    """Exact sums over packs, and the shares of their capacity that follow from them."""
 
     num_packs: int
 
     num_tokens: int
 
     lower_bound: int
-    """No packing has fewer packs; over several calls, their sum."""
+    """Number of packs that no packing can go below; over several calls, the sum."""
 
     full_packs: int
-    """`ceil(tokens / capacity)`; over several calls, their sum."""
+    """`ceil(tokens / capacity)`; over several calls, the sum."""
 
     fill: Fraction
     """Sum of `load / capacity` over all packs."""
 
     fill_squared: Fraction
-    """Sum of its squares."""
+    """Sum of `(load / capacity)**2` over all packs."""
 
     @property
     def utilisation(self) -> float:
-        """Tokens over what the packs may hold: the mean fill."""
+        """Mean fill: tokens over the capacity of all packs."""
         return float(self.fill / self.num_packs)
 
     @property
@@ -47,8 +49,7 @@ class PackingMetrics:
     @property
     def balance(self) -> float:
         """
-        `1 - stdev(load / capacity) / utilisation`, over the population of packs; 1 when all are
-        equally full.
+        `1 - stdev(load / capacity) / utilisation` over all packs; 1 when all are equally full.
         """
         mean = self.fill / self.num_packs
         return 1 - sqrt(self.fill_squared / self.num_packs - mean**2) / float(mean)
@@ -60,7 +61,7 @@ class PackingMetrics:
 
     @property
     def gap(self) -> float:
-        """Packs beyond the lower bound, over the bound: 0 is proven to be the best."""
+        """Packs beyond the lower bound, over the bound. 0 proves that no packing is better."""
         return (self.num_packs - self.lower_bound) / self.lower_bound
 
 
@@ -68,17 +69,17 @@ def packing_metrics(
     lengths: Lengths, packs: Packs | Sequence[Sequence[int]], *, capacity: int, bound: int | None = None
 ) -> PackingMetrics:
     """
-    Measure packs of one call.
+    Return the metrics of the packs of one call.
 
     Args:
         lengths: Tokens of each sample, >= 1.
-        packs: At least one.
+        packs: Packs to measure; at least one.
         capacity: Tokens a pack may hold, >= 1.
-        bound: Lower bound for the samples in the packs, where it is known; otherwise it is
-            computed. A sample over the capacity counts as a pack of its own.
+        bound: Lower bound for the samples in the packs; None computes it. A sample over the
+            capacity counts as a pack of its own.
 
     Raises:
-        ValueError: There is no pack, or one of a sample that has no length.
+        ValueError: There is no pack, or a pack has a sample without a length.
 
     >>> packing_metrics([60, 20, 50], Packs.from_lists([[0, 1], [2]]), capacity=80).efficiency
     1.0
@@ -102,7 +103,7 @@ def packing_metrics(
 
 def metrics_of_loads(loads: IntArray, *, capacity: int, bound: int) -> PackingMetrics:
     """
-    Measure packs by what they hold.
+    Return the metrics of packs of these loads.
 
     Args:
         loads: Tokens in each pack; at least one pack.
@@ -124,7 +125,7 @@ def metrics_of_loads(loads: IntArray, *, capacity: int, bound: int) -> PackingMe
 
 def aggregate(calls: Iterable[PackingMetrics]) -> PackingMetrics:
     """
-    Return the metrics of all packs of several calls together, at least one; capacities may differ.
+    Return the metrics of the packs of several calls together. Capacities may differ.
 
     >>> one = packing_metrics([60, 20, 50], Packs.from_lists([[0, 1], [2]]), capacity=80)
     >>> aggregate([one, one]).num_packs
@@ -146,14 +147,14 @@ def aggregate(calls: Iterable[PackingMetrics]) -> PackingMetrics:
 
 def padded_positions(lengths: Lengths, *, batch_size: int) -> float:
     """
-    Return how many positions padded batches take, drawn at random: the mean over all ways to draw
-    them.
+    Return the mean number of positions, padding included, of batches drawn at random.
 
-    Of b samples out of n, the longest is among the k shortest with probability C(k, b) / C(n, b).
+    The mean is exact, over all ways to draw. The longest of b samples out of n is among the k
+    shortest with probability C(k, b) / C(n, b).
 
     Args:
         lengths: Tokens of each sample, >= 1; at least one.
-        batch_size: Samples of a batch, each padded to its longest; at most all of them share one.
+        batch_size: Samples of a batch, >= 1. Each is padded to the longest of its batch.
 
     >>> round(padded_positions([1, 1, 4, 4], batch_size=2), 9)
     14.0
@@ -170,7 +171,7 @@ def padded_positions(lengths: Lengths, *, batch_size: int) -> float:
 
 
 def _share_of_draws(part: int, total: int, drawn: int) -> float:
-    """Return C(part, drawn) / C(total, drawn), both of which are far beyond floats."""
+    """Return C(part, drawn) / C(total, drawn) by logarithms: both are too large for floats."""
     if part < drawn:
         return 0.0
     if part == total:

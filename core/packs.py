@@ -94,7 +94,7 @@ class Packs(Sequence[list[int]]):
 
     def sums(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """
-        Return the sum over each pack, the same on every processor: exact, then rounded to float64.
+        Return the exact sum over each pack, rounded to float64. It is the same on every processor.
 
         Args:
             values: A whole number >= 0 for each sample, of any magnitude; float64, shape
@@ -131,7 +131,7 @@ class Packs(Sequence[list[int]]):
             start, stop, step = item.indices(len(self))
             if step != 1 or stop <= start:
                 return self.take(np.arange(len(self))[item])
-            # Neighbours are neighbours in memory too: nothing is copied from the indices.
+            # Neighbouring packs are neighbours in memory: no index is copied.
             offsets = self.offsets[start : stop + 1]
             return Packs(offsets - offsets[0] if start else offsets, self.indices[offsets[0] : offsets[-1]])
         position = range(len(self))[item]
@@ -157,7 +157,7 @@ class Packs(Sequence[list[int]]):
 
 def filled(loads: IntArray | Sequence[int], packing_length: int) -> IntArray:
     """
-    Return the tokens of their budget that packs of these *loads* fill: a long pack counts as full.
+    Return the tokens of the packing length that each pack fills. A long pack counts as full.
 
     >>> filled([30, 80, 200], 80).tolist()
     [30, 80, 80]
@@ -177,7 +177,7 @@ def concatenate(parts: Sequence[Packs]) -> Packs:
 
 def by_first_index(packs: Packs) -> Packs:
     """
-    Order packs by their first index: the canonical order of disjoint packs whose indices ascend.
+    Order packs by their first index. This is canonical if packs are disjoint and indices ascend.
     """
     return packs.take(np.argsort(packs.indices[packs.offsets[:-1]], kind="stable"))
 
@@ -190,19 +190,18 @@ def canonical(packs: Packs) -> Packs:
 
 BLOCK = 1 << 16
 """
-Samples sorted at a time: their keys and order fit the cache, where a radix sort is five times
+Samples that are sorted at a time. Their keys fit the cache, where a radix sort is five times
 faster.
 """
 
 
 def count_up(counts: IntArray, *, starts: IntArray, dtype: type[np.signedinteger[Any]] = np.int64) -> NDArray[Any]:
     """
-    Count up from each start: `starts[0], starts[0] + 1, …`, *counts*[0] numbers, then from
-    `starts[1]`.
+    Count *counts*[0] numbers up from `starts[0]`, then *counts*[1] from `starts[1]`, and so on.
 
     Args:
-        counts: How many numbers follow each start, >= 0; shape (num_starts,).
-        starts: The first number of each; shape (num_starts,).
+        counts: Number of values from each start, >= 0; shape (num_starts,).
+        starts: First value of each range; shape (num_starts,).
         dtype: Integer type of the result.
 
     >>> count_up(np.array([2, 0, 3]), starts=np.array([7, 5, 1])).tolist()
@@ -217,8 +216,7 @@ def count_up(counts: IntArray, *, starts: IntArray, dtype: type[np.signedinteger
 def _in_order_of_first_sample(labels: NDArray[np.int32], num_labels: int) -> NDArray[np.int32]:
     """Renumber labels by where they first occur."""
     first = np.empty(num_labels, dtype=np.int64)
-    # Assigned back to front, so that of equal labels the first sample is the last one written, and
-    # stays.
+    # Assigned back to front: of equal labels, the first sample is written last, and stays.
     for end in range(labels.size, 0, -BLOCK):
         start = max(0, end - BLOCK)
         first[labels[start:end][::-1]] = np.arange(end - 1, start - 1, -1)
@@ -233,8 +231,8 @@ def _group(labels: NDArray[np.int32], num_labels: int) -> tuple[IntArray, IntArr
     """
     Return offsets and indices of samples grouped by label, ascending inside a group.
 
-    Two radix passes: samples into drawers of neighbouring labels, then each drawer, which fits the
-    cache, by label.
+    The first of two radix passes puts samples into drawers of neighbouring labels. The second sorts
+    each drawer, which fits the cache, by label.
     """
     num_samples = labels.size
     shift = max(0, (num_labels * BLOCK // num_samples).bit_length() - 1)

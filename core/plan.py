@@ -23,28 +23,28 @@ from packplan.core.policy import PlanPolicy
 BOUND_EFFORT = 120_000
 BOUND_EFFORT_OF_A_SAMPLE = 0.3
 """
-Steps of the search for a lower bound: about a twentieth of a second, and about what planning a
-sample takes.
+Steps of the search for a lower bound: a fixed part of about 0.05 s, and a part for each sample of
+about its planning time.
 """
 
 
 @attrs.frozen
 class RawPlan:
-    """All packs in canonical order, whatever the world size."""
+    """All packs in canonical order. They do not depend on the world size."""
 
     packs: Packs
-    """What training may consume: ascending indices in a pack, packs by first index."""
+    """Packs for training: ascending indices in a pack, packs by first index."""
 
     single_long: tuple[int, ...]
     """
-    Samples of `packing_length` tokens or more, each a pack of its own, exempt from the fill filter.
+    Samples of `packing_length` tokens or more, each a pack of its own. The fill filter keeps them.
     """
 
     skipped_long: tuple[int, ...]
     """Samples of `packing_length` tokens or more that are in no pack."""
 
     dropped_packs: Packs
-    """Packs filled below the ratio, which training does not see."""
+    """Packs filled below the ratio, which are not trained."""
 
     packing_length: int
     """Tokens a pack of several samples may hold."""
@@ -62,10 +62,12 @@ class RawPlan:
     """Tokens of the packs of `single_long`; part of `planned_tokens`."""
 
     lower_bound: int
-    """No plan of these samples, skipped ones aside and before the fill filter, has fewer packs."""
+    """
+    Number of packs that no plan can go below, before the fill filter and without skipped samples.
+    """
 
     bound_kind: BoundKind
-    """How `lower_bound` was found."""
+    """Method that found `lower_bound`."""
 
     @property
     def planned_samples(self) -> int:
@@ -79,7 +81,7 @@ class RawPlan:
 
     @property
     def fill(self) -> float:
-        """Mean share of its budget that a pack fills; a long pack counts as full."""
+        """Mean fill of the packs. A long pack counts as full."""
         capacity = len(self.packs) * self.packing_length
         return (self.planned_tokens - self.long_tokens + len(self.single_long) * self.packing_length) / capacity
 
@@ -99,26 +101,26 @@ def build_raw_plan(
     **fields: Any,
 ) -> RawPlan:
     """
-    Plan which samples train together.
+    Group samples into packs.
 
     Args:
         lengths: Tokens of each sample, >= 1.
-        policy: How they are planned; by default what *fields* say alone, `packing_length` at least.
-        works: Work of each sample in any unit, >= 0, where the algorithm's packs depend on it
-            (`balanced`); None takes tokens and squares of lengths.
-        quick_bound: Take a lower bound that is found at once, though a stronger one may be known:
-            for plans that are only compared. Otherwise a stronger one is looked for with an effort
-            in proportion to the plan's, but that of `certified`, whatever it takes. The packs are
-            the same.
-        report: Hears how far `certified` is.
-        fields: Fields of `PlanPolicy` by name, in place of those of *policy*: `packing_length`,
-            `algorithm`, `min_fill_ratio`, `drop_last`, `allow_single_long`, `seed`, …
+        policy: All settings of planning. By default *fields* alone, which then need
+            `packing_length`.
+        works: Work of each sample in any unit, >= 0, for algorithms that pack by work (`balanced`).
+            None derives it from lengths.
+        quick_bound: Take a lower bound that costs no search, for plans that are only compared.
+            Otherwise the search has an effort in proportion to the plan, but no limit under
+            `certified`. The packs are the same.
+        report: Called with a progress message.
+        fields: Fields of `PlanPolicy` that replace those of *policy*, such as `packing_length`,
+            `algorithm` or `min_fill_ratio`.
 
     Raises:
         InvalidLengthError: A length is not a positive whole number.
         EmptyPlanError: No pack remains.
-        ValueError: A field has no meaning; TypeError if there is no such field, or no
-            `packing_length`.
+        ValueError: A field has an invalid value. TypeError: A field does not exist, or
+            `packing_length` is missing.
 
     >>> build_raw_plan([80, 81, 20, 20, 20, 20], packing_length=80).packs.tolist()
     [[0], [1], [2, 3, 4, 5]]
@@ -156,7 +158,7 @@ def build_raw_plan(
 
 
 def _filtered(grouped: Packs, lengths: IntArray, policy: PlanPolicy) -> tuple[Packs, Packs]:
-    """Return the packs that the fill filter lets pass, and those that it drops."""
+    """Return the packs that the fill filter keeps, and those that it drops."""
     keep = np.ones(len(grouped), dtype=bool)
     if policy.drop_last:
         keep = grouped.loads(lengths) >= min_load(policy.min_fill_ratio, policy.packing_length)
@@ -174,7 +176,7 @@ def _counted(
     lower_bound: int,
     bound_kind: BoundKind,
 ) -> RawPlan:
-    """Return the plan of these packs, with what it counts; *long* are packs, or skipped."""
+    """Return the plan of these packs with its counts. Long samples are packs, or skipped."""
     single, skipped = (long, long[:0]) if allow_single_long else (long[:0], long)
     return RawPlan(
         packs=packs,
@@ -194,10 +196,7 @@ def _counted(
 
 
 def _empty_plan(lengths: IntArray, num_skipped: int, dropped: Packs, policy: PlanPolicy) -> EmptyPlanError:
-    """
-    Return the error of a plan that is left without packs, with what the fill filter would have to
-    let pass.
-    """
+    """Return the error of a plan without packs, with the lengths that the fill filter dropped."""
     if not len(dropped):
         return EmptyPlanError(lengths.size, num_skipped, policy.packing_length)
     short = lengths[dropped.indices]
@@ -215,10 +214,10 @@ def _empty_plan(lengths: IntArray, num_skipped: int, dropped: Packs, policy: Pla
 
 def refuse_longer(lengths: Lengths, policy: PlanPolicy) -> None:
     """
-    Check that no sample has more tokens than a pack, where the policy refuses such samples.
+    Check that no sample is longer than a pack, if the policy refuses such samples.
 
     Raises:
-        SampleTooLongError: The first that has, and how many there are.
+        SampleTooLongError: A sample is longer. The first one and their number are named.
     """
     array, limit = as_lengths(lengths), policy.packing_length
     over = np.flatnonzero(array > limit)
@@ -229,20 +228,18 @@ def refuse_longer(lengths: Lengths, policy: PlanPolicy) -> None:
 
 def refuse_dropped(plan: RawPlan, lengths: Lengths, policy: PlanPolicy) -> None:
     """
-    Check that the fill filter drops no larger share of the tokens than is allowed; one pack it may
-    always drop.
+    Check that the fill filter drops no larger share of the tokens than the policy allows.
 
-    The last pack of a small data set is rarely full, so that one dropped pack is no error, whatever
-    its share.
+    One dropped pack is always allowed: the last pack of a small data set is rarely full.
 
     Args:
-        plan: What was planned.
-        lengths: Tokens of each sample that was planned, shape (num_samples,).
-        policy: How it was planned.
+        plan: The raw plan.
+        lengths: Tokens of each sample; shape (num_samples,).
+        policy: Policy of the plan.
 
     Raises:
-        DroppedTokensError: More than one pack, and more than the policy's `max_dropped_share` of
-            the tokens, is dropped.
+        DroppedTokensError: More than one pack is dropped, with more than `max_dropped_share` of the
+            tokens.
 
     >>> policy = PlanPolicy(packing_length=100, min_fill_ratio="0.5")
     >>> refuse_dropped(build_raw_plan([51, 51, 90], policy), [51, 51, 90], policy)
@@ -265,7 +262,7 @@ def refuse_dropped(plan: RawPlan, lengths: Lengths, policy: PlanPolicy) -> None:
 
 def one_sample_packs(lengths: Lengths, *, packing_length: int, allow_single_long: bool = True) -> RawPlan:
     """
-    Plan each sample alone: what padded batches are made of, in the order of the data.
+    Plan each sample as a pack by itself, in the order of the data, for padded batches.
 
     Args:
         lengths: Tokens of each sample, >= 1.
@@ -316,7 +313,7 @@ def plan_to_arrays(plan: RawPlan) -> dict[str, IntArray]:
 
 
 def plan_from_arrays(arrays: Mapping[str, IntArray]) -> RawPlan:
-    """Return the plan that `plan_to_arrays` took apart; ValueError if the arrays are no plan."""
+    """Return the plan of the arrays of `plan_to_arrays`; ValueError if they are no plan."""
     return RawPlan(
         packs=Packs(arrays["offsets"], arrays["indices"]),
         dropped_packs=Packs(arrays["dropped_offsets"], arrays["dropped_indices"]),
@@ -332,5 +329,5 @@ def _tokens(lengths: IntArray) -> int:
 
 
 def min_load(ratio: float | str | Decimal, packing_length: int) -> int:
-    """Return the fewest whole tokens that reach the decimal the user wrote: 55 of 100 at 0.55."""
+    """Return the fewest tokens that reach *ratio*, read as a decimal: 55 of 100 at 0.55."""
     return -int(-share("min_fill_ratio", ratio) * packing_length // 1)

@@ -1,7 +1,4 @@
-"""
-Everything that decides a raw plan, as one value: checked once, fingerprinted, and handed whole to
-`core.plan`.
-"""
+"""Plan policy: all settings that decide a raw plan, checked once and fingerprinted."""
 
 from __future__ import annotations
 
@@ -29,13 +26,13 @@ def _decimal(value: float | str | Decimal) -> str:
 @attrs.frozen(kw_only=True)
 class PlanPolicy:
     """
-    How samples become a raw plan, and which plans are refused.
+    All settings that decide a raw plan, and the plans that are refused.
 
-    A new setting of planning is a field here, with what it adds to `fingerprint`, and is taken from
-    a run in `core.config.planning`.
+    A new setting of planning is a field here and an entry of `fingerprint`. `core.config.planning`
+    reads it from a run.
 
     Raises:
-        ValueError: A field has no meaning; the message names it.
+        ValueError: A field has an invalid value. The message names it.
 
     >>> PlanPolicy(packing_length=4096, min_fill_ratio=0.55).min_fill_ratio
     '0.55'
@@ -45,24 +42,22 @@ class PlanPolicy:
     """Tokens a pack of several samples may hold, >= 1. A sample of that many or more is long."""
 
     packing: bool = True
-    """Whether samples share packs; if not, each is a pack by itself, and nothing is dropped."""
+    """Whether samples share packs. Otherwise each is a pack by itself, and none is dropped."""
 
     algorithm: str = "constant_volume"
     """A name in `core.packers.ALGORITHMS`."""
 
     min_fill_ratio: str = attrs.field(default="0.65", converter=_decimal)
-    """
-    Share of `packing_length` from 0 to 1, as the decimal it is written as, and compared exactly.
-    """
+    """Share of `packing_length` from 0 to 1, read and compared exactly as it is written."""
 
     drop_last: bool = True
-    """Drop every pack filled below `min_fill_ratio`, wherever it stands; long packs are exempt."""
+    """Whether packs filled below `min_fill_ratio` are dropped. Packs of long samples are kept."""
 
     allow_single_long: bool = True
     """Give each long sample a pack of its own; otherwise skip it."""
 
     seed: int = attrs.field(default=0, converter=checked_seed)
-    """Seed of algorithms that draw, from 0 to 2**64 - 1."""
+    """Seed of random algorithms, from 0 to 2**64 - 1."""
 
     max_dropped_share: str = attrs.field(default="0.01", converter=_decimal)
     """
@@ -76,10 +71,7 @@ class PlanPolicy:
     """
 
     work: WorkModel | None = None
-    """
-    What samples cost, for algorithms whose packs depend on it; None takes tokens and squares of
-    lengths.
-    """
+    """Work of samples, for algorithms whose packs depend on it. None derives it from lengths."""
 
     def __attrs_post_init__(self) -> None:
         share("min_fill_ratio", self.min_fill_ratio)
@@ -93,12 +85,12 @@ class PlanPolicy:
 
     def fingerprint(self, lengths_digest: str) -> Fingerprint:
         """
-        Name what the raw plan of stored lengths depends on; a field that cannot change the packs is
-        left out.
+        Return the inputs of the raw plan of stored lengths, without fields that cannot change the
+        packs.
 
-        The algorithm enters with its version; the ratio only where packs are dropped, the seed only
-        where the algorithm draws, the model's work only where it weighs. Without packing,
-        `packing_length` decides, and whether long samples are skipped.
+        The algorithm enters with its version. The ratio enters only if packs are dropped, the seed
+        only if the algorithm draws, the work only if it weighs. Without packing, only
+        `packing_length` and `allow_single_long` can change the packs.
         """
         inputs: dict[str, Value] = {
             "lengths": lengths_digest,

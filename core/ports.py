@@ -18,9 +18,9 @@ from packplan.core.plan import RawPlan
 from packplan.core.samples import (
     BadRecord,
     DataFile,
-    ImageFacts,
-    ImageTable,
     Measurement,
+    MediaFacts,
+    MediaTable,
     Outcome,
     Place,
     Table,
@@ -156,7 +156,7 @@ class LengthSource(Measurable, Protocol):
         Measure sample *index* by encoding it in full; RecordError if it cannot become a sample.
         """
 
-    def measure_quickly(self, index: int, /) -> Measurement:
+    def measure_by_headers(self, index: int, /) -> Measurement:
         """
         Measure sample *index* without decoding its images and videos, where that is proven to give
         the same; RecordError if it cannot become a sample.
@@ -168,7 +168,7 @@ class LengthSource(Measurable, Protocol):
         *epoch*.
         """
 
-    def images(self, index: int, /, *, decode: bool = False) -> tuple[ImageFacts, ...]:
+    def media_facts(self, index: int, /, *, decode: bool = False) -> tuple[MediaFacts, ...]:
         """
         Return what the image files of sample *index* are now.
 
@@ -188,13 +188,13 @@ class Stored:
     table: Table
     """Measurements of the first samples."""
 
-    images: ImageTable
+    media: MediaTable
     """What is known of their images."""
 
     in_full: bool = False
     """Whether they were encoded in full, since the shortcut proved wrong."""
 
-    probe: Mapping[str, Any] | None = None
+    repeatability: Mapping[str, Any] | None = None
     """How these samples were found to encode the same each time; None if they were not, yet."""
 
 
@@ -335,12 +335,12 @@ class LengthStore(Inspectable[StoredLengths], Protocol):
     def append(
         self,
         rows: Table,
-        images: ImageTable,
+        media: MediaTable,
         data_digest: str,
         /,
         *,
         in_full: bool,
-        probe: Mapping[str, Any] | None = None,
+        repeatability: Mapping[str, Any] | None = None,
         bad: Sequence[BadRecord] = (),
     ) -> None:
         """
@@ -348,11 +348,11 @@ class LengthStore(Inspectable[StoredLengths], Protocol):
 
         Args:
             rows: Of the next samples.
-            images: Theirs.
+            media: Media table of the same samples.
             data_digest: Of all samples so far.
             in_full: Whether all so far were encoded in full.
-            probe: How all samples so far were found to encode the same each time; None if they were
-                not, yet.
+            repeatability: Samples that were encoded again with equal results; None if that is
+                not yet checked.
             bad: Records that were left out so far.
         """
 

@@ -1,5 +1,6 @@
 """
-Runs: equal lengths counted once, so that planning costs what their distinct values cost.
+Runs: equal lengths counted once. The cost of planning grows with distinct lengths, not with
+samples.
 
 Rules: run 0 holds the longest samples; inside a run samples keep their input order, and algorithms
 take them in it. An algorithm fills a `PackingTrace` over runs; only `PackingTrace.packs` touches
@@ -24,10 +25,10 @@ class Runs:
     """Distinct lengths in tokens, longest first."""
 
     counts: list[int]
-    """Samples of each of these lengths, >= 1."""
+    """Number of samples of each length, >= 1."""
 
     @classmethod
-    def of(cls, lengths: IntArray) -> Runs:
+    def from_lengths(cls, lengths: IntArray) -> Runs:
         """Count *lengths*, each >= 1."""
         if lengths.size and lengths.max() <= _table_limit(lengths):
             table = np.bincount(lengths)
@@ -45,10 +46,10 @@ def _table_limit(lengths: IntArray) -> int:
 
 class PackingTrace:
     """
-    Which bins the samples of each run go to, written down while an algorithm packs.
+    Record of the bins that take the samples of each run, written while an algorithm packs.
 
-    An entry says: of run r, bins `first … first + num - 1` take `per_bin` samples each, in this
-    order. Entries of one run take its samples in the order they are written.
+    An entry is (run, first, num, per_bin): bins `first … first + num - 1` take `per_bin` samples of
+    the run each. Entries of one run take its samples in the order they are written.
     """
 
     def __init__(self) -> None:
@@ -67,7 +68,7 @@ class PackingTrace:
 
         Args:
             lengths: Tokens of each sample; at least one.
-            runs: Of these lengths; every sample has to be in an entry.
+            runs: Runs of these lengths. Every sample has to be in an entry.
         """
         return Packs.from_labels(_to_samples(lengths, runs, self._bins()))
 
@@ -84,8 +85,8 @@ def _to_samples(lengths: IntArray, runs: Runs, bins: NDArray[np.int32]) -> NDArr
     """
     Reorder *bins* from longest first to the order of *lengths*; equal lengths keep their order.
 
-    A radix sort of 16-bit keys, block by block: a block fits the cache, and inside it equal keys
-    read neighbouring elements of *bins*.
+    This is a radix sort of 16-bit keys, block by block. A block fits the cache, and equal keys
+    inside it read neighbouring elements of *bins*.
     """
     sizes, counts = np.array(runs.sizes), np.array(runs.counts)
     num = sizes.size

@@ -11,13 +11,13 @@ from packplan.core.lengths import IntArray
 
 def shuffled(num: int, *, seed: int | Sequence[int]) -> IntArray:
     """
-    Return the numbers below *num* in an order that depends on *seed* alone, whatever the version of
+    Return the numbers below *num* in an order that depends on *seed* alone, in every version of
     numpy.
 
     Args:
-        num: >= 0.
+        num: Number of values, >= 0.
         seed: A number from 0, or several.
     """
-    # numpy promises that the raw stream of a bit generator never changes; it promises no such thing
-    # of `permutation`.
+    # numpy promises that the raw stream of a bit generator never changes. It promises nothing for
+    # `permutation`.
     return np.argsort(np.random.PCG64(seed).random_raw(num), kind="stable")

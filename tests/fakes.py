@@ -19,13 +19,13 @@ from packplan.core.plan import RawPlan
 from packplan.core.ports import Arrays, Origin, ReportProgress, Stored, StoredLengths, StoredPlan
 from packplan.core.samples import (
     COLUMNS,
-    IMAGE_COLUMNS,
+    MEDIA_COLUMNS,
     BadRecord,
     DataFile,
-    ImageFacts,
-    ImageTable,
-    Measured,
+    MeasuredSample,
     Measurement,
+    MediaFacts,
+    MediaTable,
     Outcome,
     ShortcutError,
     Table,
@@ -84,7 +84,7 @@ class ListSource:
         self.measured.append(index)
         return Measurement(self.lengths[index], 1, 1, 4)
 
-    def measure_quickly(self, index: int) -> Measurement:
+    def measure_by_headers(self, index: int) -> Measurement:
         self.undecoded.append(index)
         return self.measure(index)
 
@@ -95,7 +95,7 @@ class ListSource:
             for number in [kept[index] for index in indices]:
                 index = number - sum(left < number for left in self.left_out)
                 try:
-                    yield Measured(self.measure(index), self.images(index))
+                    yield MeasuredSample(self.measure(index), self.media_facts(index))
                 except RecordError as error:
                     yield error
         finally:
@@ -103,10 +103,10 @@ class ListSource:
 
     def measure_elsewhere(self, indices: Sequence[int], *, epoch: int) -> list[Outcome]:
         self.elsewhere = list(indices)
-        return [Measured(self.measure(index)) for index in indices]
+        return [MeasuredSample(self.measure(index)) for index in indices]
 
-    def images(self, index: int, *, decode: bool = False) -> tuple[ImageFacts, ...]:
-        return (ImageFacts(self.image_bytes, self.widths.get(index, 28), 28, self.lengths[index]),)
+    def media_facts(self, index: int, *, decode: bool = False) -> tuple[MediaFacts, ...]:
+        return (MediaFacts(self.image_bytes, self.widths.get(index, 28), 28, self.lengths[index]),)
 
 
 class MixingSource(ListSource):
@@ -133,9 +133,9 @@ class EditedSource(ListSource):
 
     edited = 3
 
-    def images(self, index: int, *, decode: bool = False) -> tuple[ImageFacts, ...]:
+    def media_facts(self, index: int, *, decode: bool = False) -> tuple[MediaFacts, ...]:
         self._require_same(index)
-        return super().images(index, decode=decode)
+        return super().media_facts(index, decode=decode)
 
     def measure(self, index: int) -> Measurement:
         self._require_same(index)
@@ -194,7 +194,8 @@ class ElsewhereSource(ListSource):
     def measure_elsewhere(self, indices: Sequence[int], *, epoch: int) -> list[Outcome]:
         more = epoch if self.epoch_matters else 1
         return [
-            Measured(Measurement(self.lengths[index] + more * (index == self.differs), 1, 1, 4)) for index in indices
+            MeasuredSample(Measurement(self.lengths[index] + more * (index == self.differs), 1, 1, 4))
+            for index in indices
         ]
 
 
@@ -213,7 +214,7 @@ class GuessingSource(ListSource):
             if in_full and index == self.bad:
                 yield RecordError(f"{self.name}, line {index + 1}", "cannot be measured")
             length = self.lengths[index] + (index == self.wrong and not in_full)
-            yield Measured(Measurement(length, 1, 1, 4), self.images(index))
+            yield MeasuredSample(Measurement(length, 1, 1, 4), self.media_facts(index))
 
 
 class AuditedSource(ListSource):
@@ -229,7 +230,7 @@ class AuditedSource(ListSource):
         for index in indices:
             if index == self.wrong and not in_full:
                 raise ShortcutError(f"{self.name}, line {index + 1}", (1,), (2,))
-            yield Measured(Measurement(self.lengths[index], 1, 1, 4), self.images(index))
+            yield MeasuredSample(Measurement(self.lengths[index], 1, 1, 4), self.media_facts(index))
 
 
 class MemoryLengthStore:
@@ -245,9 +246,9 @@ class MemoryLengthStore:
         self.in_full = False
         self.left_out: tuple[BadRecord, ...] = ()
         self.files: tuple[DataFile, ...] = ()
-        self.probe: Mapping[str, Any] | None = None
+        self.repeatability: Mapping[str, Any] | None = None
         self._rows: list[tuple[int, ...]] = []
-        self._images: list[tuple[int, ...]] = []
+        self._media: list[tuple[int, ...]] = []
 
     def bad(self) -> tuple[BadRecord, ...]:
         return self.left_out
@@ -266,8 +267,8 @@ class MemoryLengthStore:
 
     def stored(self) -> Stored:
         table = np.array(self._rows, dtype=np.int32).reshape(-1, len(COLUMNS))
-        images = np.array(self._images, dtype=np.int64).reshape(-1, len(IMAGE_COLUMNS))
-        return Stored(table, images, self.in_full, self.probe)
+        media = np.array(self._media, dtype=np.int64).reshape(-1, len(MEDIA_COLUMNS))
+        return Stored(table, media, self.in_full, self.repeatability)
 
     def origin(self) -> Origin | None:
         if self.key is None or not self.flushes:
@@ -284,28 +285,28 @@ class MemoryLengthStore:
     def append(
         self,
         rows: Table,
-        images: ImageTable,
+        media: MediaTable,
         data_digest: str,
         *,
         in_full: bool,
-        probe: Mapping[str, Any] | None = None,
+        repeatability: Mapping[str, Any] | None = None,
         bad: Sequence[BadRecord] = (),
     ) -> None:
-        self.data, self.in_full, self.probe, self.left_out = data_digest, in_full, probe, tuple(bad)
+        self.data, self.in_full, self.repeatability, self.left_out = data_digest, in_full, repeatability, tuple(bad)
         self.files = ()
         if len(rows):
             self.flushes.append(len(rows))
         self._rows += map(tuple, rows.tolist())
-        self._images += map(tuple, images.tolist())
+        self._media += map(tuple, media.tolist())
 
     def keep_files(self, kept: Sequence[DataFile]) -> None:
         self.files = tuple(kept)
 
     def discard(self) -> None:
         self._rows.clear()
-        self._images.clear()
+        self._media.clear()
         self.flushes.clear()
-        self.in_full, self.probe = False, None
+        self.in_full, self.repeatability = False, None
 
     def digest(self) -> str:
         return str(hash(tuple(self._rows)))

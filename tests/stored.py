@@ -24,7 +24,7 @@ from packplan.core.config import RunConfig, configured_inputs, plan_policy
 from packplan.core.equality import PackingVerdict
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.plan import build_raw_plan
-from packplan.core.samples import COLUMNS, IMAGE_COLUMNS, DataFile
+from packplan.core.samples import COLUMNS, MEDIA_COLUMNS, DataFile
 
 LENGTHS = [60, 20, 50, 30, 40, 40, 80, 7, 33, 12, 51, 29] * 5
 
@@ -37,7 +37,7 @@ def store_run(
     eval_lengths: Sequence[int] | None = None,
     world_sizes: Sequence[int] = (2,),
     measured: int | None = None,
-    probe: bool = True,
+    repeatability: bool = True,
     verdict: PackingVerdict | None = None,
     files: Sequence[DataFile] = (),
     **overlay: dict[str, Any],
@@ -52,7 +52,7 @@ def store_run(
         eval_lengths: Of `eval`; None for a run without.
         world_sizes: For which the plan is aligned.
         measured: Samples that are measured; None is all. Fewer have no plan.
-        probe: Whether they were encoded twice.
+        repeatability: Whether they were encoded twice.
         verdict: On the model, which has a folder then; None if it was not asked.
         files: Data files of `train`, which are kept beside its lengths; none are not kept.
         overlay: Sections of the YAML, over the plain ones.
@@ -75,7 +75,7 @@ def store_run(
     for split, of in (("train", lengths), ("eval", eval_lengths)):
         if of:
             shutil.rmtree(split_folder(config.training.output_dir, split), ignore_errors=True)
-            _store(config, split, of, world_sizes, measured=measured or len(of), probe=probe)
+            _store(config, split, of, world_sizes, measured=measured or len(of), repeatability=repeatability)
     if files:
         stores = open_stores(config, "train")
         with stores.lock.held(timeout_s=1, report=lambda _: None):
@@ -84,24 +84,30 @@ def store_run(
 
 
 def _store(
-    config: RunConfig, split: str, lengths: Sequence[int], world_sizes: Sequence[int], *, measured: int, probe: bool
+    config: RunConfig,
+    split: str,
+    lengths: Sequence[int],
+    world_sizes: Sequence[int],
+    *,
+    measured: int,
+    repeatability: bool,
 ) -> None:
     stores, policy = open_stores(config, split), plan_policy(config, split)
     inputs = configured_inputs(config.template, config.custom, packing_length=config.packing_length)
     rows = np.zeros((measured, len(COLUMNS)), dtype=np.int32)
     rows[:, 0] = lengths[:measured]
     rows[0, 2:4] = 1, 4
-    images = np.array([[1000, 28, 56, 7, 0, 0, 0]], dtype=np.int64).reshape(-1, len(IMAGE_COLUMNS))
+    media = np.array([[1000, 28, 56, 7, 0, 0, 0]], dtype=np.int64).reshape(-1, len(MEDIA_COLUMNS))
     with stores.lock.held(timeout_s=1, report=lambda _: None):
         stores.lengths.resume(Fingerprint(inputs), len(lengths), str)
-        probed = {"samples": [0]} if probe else None
-        stores.lengths.append(rows, images, f"data {lengths}", in_full=False, probe=probed)
+        repeated = {"samples": [0]} if repeatability else None
+        stores.lengths.append(rows, media, f"data {lengths}", in_full=False, repeatability=repeated)
         if measured < len(lengths):
             return
         raw, key = build_raw_plan(lengths, policy), policy.fingerprint(stores.lengths.digest())
         stores.plans.save(key, raw)
         for world_size in world_sizes:
-            stores.plans.save_aligned(key, Alignment.of(config, split).align(raw, world_size=world_size))
+            stores.plans.save_aligned(key, Alignment.from_config(config, split).align(raw, world_size=world_size))
 
 
 def asked(path: Path, *, rl: bool = False) -> Path:

@@ -32,7 +32,7 @@ class Layout:
     """
     The blocks of a packed row, one after the other; tokens attend within their own block alone.
 
-    >>> Layout.of_boundaries(torch.tensor([0, 3, 5], dtype=torch.int32), is_causal=True).lengths
+    >>> Layout.from_boundaries(torch.tensor([0, 3, 5], dtype=torch.int32), is_causal=True).lengths
     (3, 2)
     """
 
@@ -57,7 +57,7 @@ class Layout:
     _longest: int | None = None
 
     @classmethod
-    def of_boundaries(cls, cu_seqlens: torch.Tensor, *, is_causal: bool, longest: int | None = None) -> Layout:
+    def from_boundaries(cls, cu_seqlens: torch.Tensor, *, is_causal: bool, longest: int | None = None) -> Layout:
         """
         Return the layout of plain blocks.
 
@@ -119,7 +119,7 @@ def read_layout(mask_function: MaskFunction, *, length: int, window: int | None,
     begins[1:] = ~attends(tokens[1:], tokens[:-1])
     first = tokens[begins]
     cu_seqlens = torch.cat([first, first.new_tensor([length])]).to(torch.int32)
-    layout = Layout.of_boundaries(cu_seqlens, is_causal=True)
+    layout = Layout.from_boundaries(cu_seqlens, is_causal=True)
     own = begins.cumsum(0) - 1
     reach = layout.longest if window is None else min(window, layout.longest)
     if _is_causal_within(attends, first, cu_seqlens[1:].long() - 1, own, reach):

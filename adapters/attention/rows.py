@@ -26,7 +26,7 @@ from packplan.core.errors import PackplanError
 
 
 @attrs.frozen(eq=False)
-class Row:
+class PackedRow:
     """The samples of a row, one after the other."""
 
     own: torch.Tensor
@@ -71,10 +71,10 @@ class Row:
         return together
 
 
-_ROW: ContextVar[Row | None] = ContextVar("row")
+_ROW: ContextVar[PackedRow | None] = ContextVar("row")
 
 
-def row_of(position_ids: torch.Tensor | None) -> Row | None:
+def row_of(position_ids: torch.Tensor | None) -> PackedRow | None:
     """
     Return the row whose samples begin where positions do not go on by one; None if it is no packed
     row.
@@ -87,10 +87,10 @@ def row_of(position_ids: torch.Tensor | None) -> Row | None:
     if position_ids.dim() == 3 and position_ids.shape[0] != 4:
         return None
     text = position_ids.reshape(-1, position_ids.shape[-1])[0]
-    return Row(torch.cat([text.new_zeros(1), (text.diff() != 1).cumsum(0)]).long())
+    return PackedRow(torch.cat([text.new_zeros(1), (text.diff() != 1).cumsum(0)]).long())
 
 
-def _row_of_call(position_ids: torch.Tensor | None, attention_mask: torch.Tensor | None) -> Row | None:
+def _row_of_call(position_ids: torch.Tensor | None, attention_mask: torch.Tensor | None) -> PackedRow | None:
     """Return the row of a call; PackplanError if it is one whose samples cannot be told."""
     if position_ids is not None and tuple(position_ids.shape[:2]) == (3, 1) and attention_mask is None:
         message = "the positions of a packed row lack their first row, the text's, which tells its samples apart"
@@ -98,7 +98,7 @@ def _row_of_call(position_ids: torch.Tensor | None, attention_mask: torch.Tensor
     return row_of(position_ids)
 
 
-def packed_row(tokens: int) -> Row | None:
+def packed_row(tokens: int) -> PackedRow | None:
     """
     Return the row that the model computes, if it is one of so many tokens; None outside of models
     that follow rows.
@@ -107,7 +107,7 @@ def packed_row(tokens: int) -> Row | None:
     return row if row is not None and row.tokens == tokens else None
 
 
-def row_of_layers() -> Row | None:
+def row_of_layers() -> PackedRow | None:
     """
     Return the row that the model computes, for layers and masks that have to know it.
 
@@ -131,7 +131,7 @@ def outside_of_models() -> bool:
 
 
 @contextmanager
-def computing(row: Row | None) -> Iterator[None]:
+def computing(row: PackedRow | None) -> Iterator[None]:
     """Let layers compute a row, inside."""
     token = _ROW.set(row)
     try:

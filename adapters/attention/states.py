@@ -13,7 +13,7 @@ from packplan.adapters import torchvision_shim  # noqa: F401  # before transform
 
 import torch
 
-from packplan.adapters.attention.rows import Row, computing, row_of_layers
+from packplan.adapters.attention.rows import PackedRow, computing, row_of_layers
 
 _BOUNDARIES = ("cu_seq", "max_length", "max_seq", "seq_idx")
 """How names begin of what tells fast kernels of a whole row where its samples begin."""
@@ -54,7 +54,7 @@ def _by_samples(plain: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _split(value: Any, row: Row) -> list[Any]:
+def _split(value: Any, row: PackedRow) -> list[Any]:
     """
     Return each sample's part of a tensor whose first or second axis is the row's; others as they
     are.
@@ -71,7 +71,7 @@ def _split(value: Any, row: Row) -> list[Any]:
     return [value] * len(row.lengths)
 
 
-def _joined(outputs: list[Any], row: Row) -> Any:
+def _joined(outputs: list[Any], row: PackedRow) -> Any:
     """Join the outputs of a row's samples along the axis that has each sample's tokens."""
     first = outputs[0]
     if isinstance(first, torch.Tensor):

@@ -25,7 +25,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import and_masks, causal_mask_function, chunked_overlay, sdpa_mask
 
 from packplan.adapters.attention.layout import Layout, MaskFunction, read_layout
-from packplan.adapters.attention.rows import Row, packed_row, row_of_layers
+from packplan.adapters.attention.rows import PackedRow, packed_row, row_of_layers
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ def attend(
     return _own_by_blocks(own, query, key, value, attention_mask, dropout=dropout, scaling=scaling), None
 
 
-def within_samples(mask_function: MaskFunction, row: Row, local_size: int | None) -> MaskFunction:
+def within_samples(mask_function: MaskFunction, row: PackedRow, local_size: int | None) -> MaskFunction:
     """
     Return a mask function under which tokens attend within their own sample alone.
 
@@ -291,7 +291,7 @@ def attend_to_patches(
     Attend within the images or windows of a vision tower's packed row of patches, both ways; see
     `attend`.
     """
-    layout = Layout.of_boundaries(cu_seq_lens_q, is_causal=False, longest=max_length_q)
+    layout = Layout.from_boundaries(cu_seq_lens_q, is_causal=False, longest=max_length_q)
     return attend_within(query, key, value, layout, dropout=dropout, scaling=scaling), None
 
 

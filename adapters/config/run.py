@@ -71,7 +71,7 @@ def parse_config(
     """
     given = read_overrides(overrides)
     document = without_null(_overridden(document, given))
-    advice = _Advice.of(document, trainer_keys, rl=rl)
+    advice = _Advice.from_document(document, trainer_keys, rl=rl)
     sections, found = _sections(document, rl=rl)
     training = sections["training"]
     own = {field.name for field in attrs.fields(TrainingConfig)} - {"trainer"}
@@ -122,7 +122,7 @@ class _Advice:
     refused: Mapping[str, str]
 
     @classmethod
-    def of(cls, document: Mapping[str, Any], trainer_keys: Mapping[str, TrainerKey], *, rl: bool) -> _Advice:
+    def from_document(cls, document: Mapping[str, Any], trainer_keys: Mapping[str, TrainerKey], *, rl: bool) -> _Advice:
         """Return the advice on a run."""
         absent = () if rl else RL_SECTIONS
         known = {path: section for path, section in known_keys(RunConfig) if path.partition(".")[0] not in absent}

@@ -20,7 +20,7 @@ from packplan.adapters.progress import BRIEF_S, progress
 from packplan.adapters.samples.files import rebased
 from packplan.core.errors import counted
 from packplan.core.ports import Records
-from packplan.core.samples import Draw
+from packplan.core.samples import DrawnRecords
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ _WRITTEN = "written"
 """What is written last into a folder."""
 
 
-def draw_files(records: Sequence[Records], drawn: Sequence[Draw], cache: Path) -> tuple[Path, Path | None]:
+def draw_files(records: Sequence[Records], drawn: Sequence[DrawnRecords], cache: Path) -> tuple[Path, Path | None]:
     """
     Return the files of what is drawn of data sets, written if they are not there.
 

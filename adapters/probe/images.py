@@ -10,7 +10,7 @@ from packplan.adapters import torchvision_shim  # noqa: F401  # before transform
 import torch
 
 from packplan.adapters.attention import native_attention
-from packplan.core.equality import Measured
+from packplan.core.equality import ProbeResult
 
 _GRIDS = ((1, 12, 20), (1, 4, 4), (1, 16, 12))
 """Patches of images, by frames, rows and columns: larger and smaller than a tower's windows."""
@@ -23,7 +23,7 @@ def sees(config: Any) -> bool:
     return getattr(config, "vision_config", None) is not None
 
 
-def measure_images(model: Any, *, native: str) -> Measured:
+def measure_images(model: Any, *, native: str) -> ProbeResult:
     """
     Compare the features of images in one pass with those of each alone.
 
@@ -50,7 +50,7 @@ def _images_of(model: Any) -> list[list[dict[str, torch.Tensor]]]:
     return [_in_line(vision)] if "target_sizes" in taken else [_squares(vision)]
 
 
-def _compare(model: Any, images: list[dict[str, torch.Tensor]], native: str) -> Measured:
+def _compare(model: Any, images: list[dict[str, torch.Tensor]], native: str) -> ProbeResult:
     """Compare the features of some images."""
     together = _features(model, images)
     with native_attention(model, native), torch.no_grad():
@@ -63,7 +63,7 @@ def _compare(model: Any, images: list[dict[str, torch.Tensor]], native: str) -> 
         isolation = max(isolation, max(sizes) / own if own > 0 else float("inf"))
     scale = max(float(one.abs().max()) for one in alone)
     pairs = zip(together, alone, strict=True)
-    return Measured(isolation, max(float((mine.detach() - own).abs().max()) for mine, own in pairs) / scale)
+    return ProbeResult(isolation, max(float((mine.detach() - own).abs().max()) for mine, own in pairs) / scale)
 
 
 def _by_grid(vision: Any, *, flat: bool) -> list[dict[str, torch.Tensor]]:

@@ -11,7 +11,7 @@ import torch
 from packplan.adapters.attention import native_attention
 from packplan.adapters.families import trained_config
 from packplan.adapters.probe.rows import ProbeRow, measure_alone, measure_packed
-from packplan.core.equality import Measured, Precision, loaded_limit
+from packplan.core.equality import Precision, ProbeResult, loaded_limit
 
 LENGTHS = (17, 3, 29)
 
@@ -63,7 +63,7 @@ def _rounds_choices(model: torch.nn.Module) -> bool:
     return _epsilon_of(model) >= _TF32 and any("expert" in name for name, _ in model.named_modules())
 
 
-def probe_loaded(model: Any, *, native: str) -> Measured:
+def probe_loaded(model: Any, *, native: str) -> ProbeResult:
     """
     Compare a packed row of short samples with the samples alone, on a model that is ready to train.
 

@@ -29,9 +29,9 @@ from packplan.core.equality import (
     NATIVE,
     VARLEN,
     Attention,
-    Measured,
     PackingVerdict,
     Precision,
+    ProbeResult,
     Trial,
     trials,
 )
@@ -46,7 +46,7 @@ class _Outcome:
     """What a trial gave, or why it could not run."""
 
     trial: Trial
-    measured: Measured | None
+    measured: ProbeResult | None
     split: tuple[str, ...] = ()
     carriers: tuple[str, ...] = ()
     """Classes of layers that carry a state along the row, whether they can be split or not."""
@@ -108,7 +108,7 @@ def _one_thread() -> Iterator[None]:
 
 
 @attrs.frozen(eq=False)
-class _Place:
+class _CopyPlace:
     """Where and how precisely small copies of a model are computed."""
 
     build: Callable[[str], Any]
@@ -120,7 +120,7 @@ class _Place:
     alone: Alone
 
     @classmethod
-    def of(cls, build: Callable[..., Any], device: str, precision: Precision) -> _Place:
+    def from_builder(cls, build: Callable[..., Any], device: str, precision: Precision) -> _CopyPlace:
         """
         Choose the native attention, and compute each sample alone under it.
 
@@ -153,9 +153,13 @@ def _probed(config: Any, attn_impl: str, *, trust_remote_code: bool, on_cpu: boo
     if left:
         return _refused(config, attn_impl, "", f"{_UNREACHED}: {', '.join(left)}")
     build = partial(build_one, trials=shorter)
-    on_gpu = None if on_cpu else partial(_Place.of, build, "cuda", "bfloat16" if attn_impl != FLEX else "float32")
+    on_gpu = (
+        None
+        if on_cpu
+        else partial(_CopyPlace.from_builder, build, "cuda", "bfloat16" if attn_impl != FLEX else "float32")
+    )
     try:
-        place = _Place.of(build, "cpu", "float32")
+        place = _CopyPlace.from_builder(build, "cpu", "float32")
     except ProbeError as error:
         return _refused(config, attn_impl, "", error.reason)
     flash = on_gpu is not None and find_spec("flash_attn") is not None
@@ -243,10 +247,10 @@ def _gives_the_same(build: Callable[[str], Any], row: ProbeRow, eager: Alone, li
     )
 
 
-def _tried(place: _Place, trial: Trial) -> _Outcome:
+def _tried(place: _CopyPlace, trial: Trial) -> _Outcome:
     """Return what a trial gives; where samples are not apart, with layers run sample by sample."""
 
-    def measure(split: tuple[str, ...]) -> tuple[Any, Measured]:
+    def measure(split: tuple[str, ...]) -> tuple[Any, ProbeResult]:
         model = place.build(place.native)
         apply_trial(model, trial, split)
         return model, measure_packed(model, place.row, place.alone)
@@ -267,7 +271,7 @@ def _tried(place: _Place, trial: Trial) -> _Outcome:
     return _with_images(model, place, outcome) if outcome.passed and sees(model.config) else outcome
 
 
-def _with_images(model: Any, place: _Place, outcome: _Outcome) -> _Outcome:
+def _with_images(model: Any, place: _CopyPlace, outcome: _Outcome) -> _Outcome:
     """
     Return what a trial gives with images too. A tower that sees all images of a row in one pass has
     to be asked; another one sees each by itself.
@@ -288,7 +292,7 @@ def _said(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
-def _badness(measured: Measured) -> tuple[float, float]:
+def _badness(measured: ProbeResult) -> tuple[float, float]:
     return measured.isolation, measured.equality
 
 

@@ -14,7 +14,7 @@ import attrs
 import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name
 
-from packplan.core.equality import Measured, loss_difference
+from packplan.core.equality import ProbeResult, loss_difference
 
 Gradients = dict[str, torch.Tensor]
 
@@ -109,7 +109,7 @@ def measure_alone(model: Any, row: ProbeRow, *, with_gradients: bool = True) -> 
 
 def measure_packed(
     model: Any, row: ProbeRow, alone: Alone, *, with_gradients: bool = True, typical: bool = False
-) -> Measured:
+) -> ProbeResult:
     """
     Compare a packed row with its samples alone, and see whether gradients pass between them.
 
@@ -139,7 +139,7 @@ def measure_packed(
         found = _weight_gradients(model, torch.stack(losses).sum())
         gradients = _difference(found, alone.gradients) / (alone.norms or 1.0)
     losses_differ = 0.0 if typical else _number(different_loss)
-    return Measured(isolation, _number(different / (scale or 1.0)), losses_differ, _number(gradients))
+    return ProbeResult(isolation, _number(different / (scale or 1.0)), losses_differ, _number(gradients))
 
 
 def _isolation(logits: torch.Tensor, embedded: torch.Tensor, row: ProbeRow) -> float:

@@ -40,8 +40,8 @@ from packplan.core.samples import (
     RESPONSE,
     DataFile,
     Image,
-    ImageFacts,
     Measurement,
+    MediaFacts,
     Table,
     Video,
     from_row,
@@ -112,7 +112,7 @@ class SwiftEncoder:
         How images become tokens, None for a model of text; ConfigError if the template cannot
         encode one.
         """
-        return ImageTokens.of(self.template) if self.sees_images else None
+        return ImageTokens.from_template(self.template) if self.sees_images else None
 
     def require_images(self) -> None:
         """Refuse a template that cannot encode the images that its model takes, by ConfigError."""
@@ -380,7 +380,7 @@ class SwiftEncoder:
         What videos cost in the template by what their containers say; None where each is to be
         decoded.
         """
-        return None if why_no_reader() else VideoLengths.of(self.template, self.spec.template)
+        return None if why_no_reader() else VideoLengths.from_template(self.template, self.spec.template)
 
     def video_facts(self, index: int, video: Video) -> VideoFacts:
         """
@@ -404,11 +404,11 @@ class SwiftEncoder:
             raise self.fault(index, reason)
         return facts
 
-    def stored_video(self, index: int, video: Video) -> ImageFacts:
+    def stored_video(self, index: int, video: Video) -> MediaFacts:
         """Return what is kept of a video of sample *index*; RecordError if it cannot be used."""
         return self.stored_facts(self.video_facts(index, video))
 
-    def stored_facts(self, facts: VideoFacts) -> ImageFacts:
+    def stored_facts(self, facts: VideoFacts) -> MediaFacts:
         """Return what is kept of what a video says of itself."""
         lengths = self.video_lengths
         seconds = facts.num_frames / float(facts.rate) if facts.rate else 0.0

@@ -108,7 +108,7 @@ def copy_faults(paths: tuple[str, ...], *, cache: Path | None) -> Iterator[tuple
             fault = text_fault(path, folder) if is_of(path, folder) else _CHANGED
         elif head.startswith(_PARQUET):
             folder = copy_of(path, cache, rewrite_parquet)
-            rows = ArrowFile([folder / ROWS], named=Named.of(path))
+            rows = ArrowFile([folder / ROWS], named=Named.from_path(path))
             fault = (
                 rows_fault(path, folder, (rows.digests(row, row + 1) for row in range(len(rows))))
                 if is_of(path, folder)
@@ -219,7 +219,7 @@ def _refuse_twins(files: list[Path]) -> None:
 
 def _open(path: Path, max_bytes: int | None, cache: Path | None) -> RecordFile:
     """Open a file that is there, by what it is."""
-    named = Named.of(path)
+    named = Named.from_path(path)
     if path.is_dir():
         return ArrowFile(parts_of_folder(path), named=Named(str(path), str(path)), max_bytes=max_bytes, cache=cache)
     head = _head(path)

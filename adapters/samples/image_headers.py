@@ -11,7 +11,7 @@ from pathlib import Path
 from PIL import Image, UnidentifiedImageError
 
 from packplan.core.errors import counted
-from packplan.core.samples import HEAD_BYTES, ImageFacts
+from packplan.core.samples import HEAD_BYTES, MediaFacts
 from packplan.core.samples import Image as Held
 
 
@@ -50,7 +50,7 @@ def read_size(image: Held, *, decode: bool = False) -> tuple[int, int]:
     raise ValueError(reason)
 
 
-def image_facts(image: Held, *, decode: bool = False) -> ImageFacts:
+def image_facts(image: Held, *, decode: bool = False) -> MediaFacts:
     """
     Return what tells an image from another.
 
@@ -68,4 +68,4 @@ def image_facts(image: Held, *, decode: bool = False) -> ImageFacts:
         with Path(image).open("rb") as file:
             head, size = file.read(HEAD_BYTES), Path(image).stat().st_size
     digest = hashlib.sha256(head).digest()
-    return ImageFacts(size, width, height, int.from_bytes(digest[:8], "little", signed=True))
+    return MediaFacts(size, width, height, int.from_bytes(digest[:8], "little", signed=True))

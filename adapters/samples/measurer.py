@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from packplan.adapters.lifeline import ctrl_c_kept, end_with_parent, lost_processes_named, open_pool
 from packplan.adapters.samples.counting.pieces import prove_pieces
-from packplan.adapters.samples.counting.quickly import Batch, QuickMeasurer
+from packplan.adapters.samples.counting.quickly import MeasuredBatch, QuickMeasurer
 from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.samples.files import copy_faults
 from packplan.adapters.samples.image_headers import image_facts
@@ -34,7 +34,7 @@ from packplan.adapters.versions import installed_version
 from packplan.core.config import configured_inputs
 from packplan.core.errors import RecordError
 from packplan.core.fingerprint import Fingerprint, Value
-from packplan.core.samples import DataFile, Image, ImageFacts, Measured, Measurement, Outcome
+from packplan.core.samples import DataFile, Image, MeasuredSample, Measurement, MediaFacts, Outcome
 
 log = logging.getLogger(__name__)
 
@@ -172,7 +172,7 @@ class SwiftMeasurer:
         """Return the digest of the record of sample *index* alone."""
         return self._encoder.records.record_digest(index)
 
-    def measure_quickly(self, index: int) -> Measurement:
+    def measure_by_headers(self, index: int) -> Measurement:
         """
         Measure sample *index* from the headers of its images and videos where that is proven to be
         exact; else in full.
@@ -230,7 +230,7 @@ class SwiftMeasurer:
             _say_once(f"{name}: every sample is encoded by itself to be measured: {why_not}")
             return None
         lengths = self.image_lengths[0] if "image" in counter.stand_ins else None
-        return QuickMeasurer(self._encoder, counter, lengths, alone=self.measure_quickly, in_full=self.measure)
+        return QuickMeasurer(self._encoder, counter, lengths, alone=self.measure_by_headers, in_full=self.measure)
 
     @cached_property
     def image_lengths(self) -> tuple[ImageLengths | None, str]:
@@ -311,12 +311,12 @@ class SwiftMeasurer:
             if not kept_before:
                 gc.unfreeze()
 
-    def _taken(self, batch: Batch) -> Iterator[Outcome]:
+    def _taken(self, batch: MeasuredBatch) -> Iterator[Outcome]:
         """Yield what was measured, and keep the digests of its records."""
         self._encoder.records.remember(batch.numbers, batch.digests)
         yield from batch.outcomes()
 
-    def batch(self, numbers: NDArray[np.int64], *, in_full: bool) -> Batch:
+    def batch(self, numbers: NDArray[np.int64], *, in_full: bool) -> MeasuredBatch:
         """
         Measure records by their positions among all.
 
@@ -330,9 +330,9 @@ class SwiftMeasurer:
         records = self._encoder.records
         indices = [records.position(number) for number in numbers.tolist()]
         if in_full or self._quick is None:
-            return Batch.of(numbers, [self.outcome(index, in_full=in_full) for index in indices])
+            return MeasuredBatch.from_outcomes(numbers, [self.outcome(index, in_full=in_full) for index in indices])
         outcomes, digests = self._quick.measure(indices)
-        return Batch.of(numbers, outcomes, digests)
+        return MeasuredBatch.from_outcomes(numbers, outcomes, digests)
 
     def measure_elsewhere(self, indices: Sequence[int], *, epoch: int) -> list[Outcome]:
         """
@@ -340,7 +340,7 @@ class SwiftMeasurer:
         `core.ports`.
         """
         loader = DataLoader(
-            _Measured(self),
+            _FullyEncoded(self),
             sampler=list(indices),
             batch_size=None,
             num_workers=1,
@@ -352,7 +352,7 @@ class SwiftMeasurer:
         with lost_processes_named("encoding samples again, in another process,", "end what else runs on it"):
             return list(loader)
 
-    def images(self, index: int, *, decode: bool = False) -> tuple[ImageFacts, ...]:
+    def media_facts(self, index: int, *, decode: bool = False) -> tuple[MediaFacts, ...]:
         """Return what the image files of sample *index* are now; see `core.ports`."""
         sample, images = self._encoder.read(index)
         try:
@@ -370,8 +370,8 @@ class SwiftMeasurer:
         if not in_full and self._quick is not None:
             return self._quick.measure([index])[0][0]
         try:
-            measurement = self.measure(index) if in_full else self.measure_quickly(index)
-            return Measured(measurement, self.images(index))
+            measurement = self.measure(index) if in_full else self.measure_by_headers(index)
+            return MeasuredSample(measurement, self.media_facts(index))
         except RecordError as error:
             return error
 
@@ -381,7 +381,7 @@ class SwiftMeasurer:
         return False
 
 
-class _Measured(Dataset[Outcome]):
+class _FullyEncoded(Dataset[Outcome]):
     """Samples encoded in full, as a loader's worker would."""
 
     def __init__(self, samples: SwiftMeasurer) -> None:
@@ -401,7 +401,7 @@ def _say_once(what: str) -> None:
     log.info("%s", what)
 
 
-_measure: Callable[[NDArray[np.int64]], Batch] | None = None
+_measure: Callable[[NDArray[np.int64]], MeasuredBatch] | None = None
 
 
 def _open_worker(samples: SwiftMeasurer, in_full: bool) -> None:  # noqa: FBT001  # pools pass arguments by place
@@ -410,6 +410,6 @@ def _open_worker(samples: SwiftMeasurer, in_full: bool) -> None:  # noqa: FBT001
     _measure = partial(samples.batch, in_full=in_full)
 
 
-def _measure_in_worker(numbers: NDArray[np.int64]) -> Batch:
+def _measure_in_worker(numbers: NDArray[np.int64]) -> MeasuredBatch:
     assert _measure is not None  # noqa: S101  # the pool's initializer made it
     return _measure(numbers)

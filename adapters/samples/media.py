@@ -126,7 +126,7 @@ class ImageTokens:
     """Patches of a token; None where it is no whole number."""
 
     @classmethod
-    def of(cls, template: Template) -> ImageTokens:
+    def from_template(cls, template: Template) -> ImageTokens:
         """
         Find the token that an image adds most of, by encoding one.
 

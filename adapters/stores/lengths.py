@@ -25,7 +25,7 @@ from packplan.adapters import files
 from packplan.core.errors import ConfigError, CorruptArtefactError, StaleLengthsError
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.ports import Origin, Stored, StoredLengths
-from packplan.core.samples import COLUMNS, IMAGE_COLUMNS, BadRecord, DataFile, ImageTable, Table
+from packplan.core.samples import COLUMNS, MEDIA_COLUMNS, BadRecord, DataFile, MediaTable, Table
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class DiskLengthStore:
         self.folder, self._lengths_from = folder, lengths_from
         self._manifest = folder / "lengths.json"
         self._samples = _Column(folder / "lengths.bin", COLUMNS, "<i4")
-        self._images = _Column(folder / "images.bin", IMAGE_COLUMNS, "<i8")
+        self._media = _Column(folder / "images.bin", MEDIA_COLUMNS, "<i8")
         self._key: Fingerprint | None = None
         self._num_samples, self._num_bad = 0, 0
 
@@ -125,7 +125,7 @@ class DiskLengthStore:
         self._key, self._num_samples, self._num_bad = key, num_samples, len(self.bad())
         stored = self.read(key, num_samples, data_digest)
         self._samples.cut()
-        self._images.cut()
+        self._media.cut()
         if self._lengths_from is None:
             return stored
         if not self._lengths_from.parent.is_dir():
@@ -142,7 +142,14 @@ class DiskLengthStore:
         if len(taken.table):
             log.info("%s lengths are taken over from %s", f"{len(taken.table):,}", self._lengths_from)
             digest = data_digest(len(taken.table))
-            self.append(taken.table, taken.images, digest, in_full=taken.in_full, probe=taken.probe, bad=self.bad())
+            self.append(
+                taken.table,
+                taken.media,
+                digest,
+                in_full=taken.in_full,
+                repeatability=taken.repeatability,
+                bad=self.bad(),
+            )
         else:
             log.warning("%s holds no lengths, so all samples are measured here", self._lengths_from)
         return taken
@@ -152,7 +159,7 @@ class DiskLengthStore:
         self._forget()
         manifest = files.read_manifest(self._manifest, SCHEMA)
         if manifest is None:
-            return Stored(np.zeros((0, len(COLUMNS)), np.int32), np.zeros((0, len(IMAGE_COLUMNS)), np.int64))
+            return Stored(np.zeros((0, len(COLUMNS)), np.int32), np.zeros((0, len(MEDIA_COLUMNS)), np.int64))
         if differences := _origin(manifest).differences(key, num_samples, data_digest):
             raise StaleLengthsError(str(self.folder), differences)
         return self._rows(manifest)
@@ -192,7 +199,7 @@ class DiskLengthStore:
             return
         if manifest is None:
             return
-        for column, name in ((self._samples, "samples"), (self._images, "images")):
+        for column, name in ((self._samples, "samples"), (self._media, "images")):
             try:
                 column.resume(manifest[name])
             except CorruptArtefactError as error:
@@ -201,11 +208,11 @@ class DiskLengthStore:
     def append(
         self,
         rows: Table,
-        images: ImageTable,
+        media: MediaTable,
         data_digest: str,
         *,
         in_full: bool,
-        probe: Mapping[str, Any] | None = None,
+        repeatability: Mapping[str, Any] | None = None,
         bad: Sequence[BadRecord] = (),
     ) -> None:
         """
@@ -213,7 +220,7 @@ class DiskLengthStore:
         """
         assert self._key is not None  # noqa: S101  # `resume` comes first
         self._samples.append(rows)
-        self._images.append(images)
+        self._media.append(media)
         files.write_manifest(
             self._manifest,
             {
@@ -223,9 +230,9 @@ class DiskLengthStore:
                 "num_samples": self._num_samples - len(bad) + self._num_bad,
                 "data_sha256": data_digest,
                 "samples": self._samples.entry(),
-                "images": self._images.entry(),
+                "images": self._media.entry(),
                 "measured_in_full": in_full,
-                "probe": probe,
+                "probe": repeatability,
                 **({"bad_records": [attrs.asdict(one) for one in bad]} if bad else {}),
             },
         )
@@ -244,7 +251,7 @@ class DiskLengthStore:
             files.sync_folder(self.folder)
         self._forget()
         self._samples.cut()
-        self._images.cut()
+        self._media.cut()
 
     def digest(self) -> str:
         """Return the SHA-256 hex digest of the rows of all samples."""
@@ -255,9 +262,9 @@ class DiskLengthStore:
         Return the rows that a manifest names; CorruptArtefactError if they are not what was
         written.
         """
-        table, images = self._samples.resume(manifest["samples"]), self._images.resume(manifest["images"])
-        return Stored(table, images, manifest["measured_in_full"], manifest["probe"])
+        table, media = self._samples.resume(manifest["samples"]), self._media.resume(manifest["images"])
+        return Stored(table, media, manifest["measured_in_full"], manifest["probe"])
 
     def _forget(self) -> None:
         self._samples.start()
-        self._images.start()
+        self._media.start()

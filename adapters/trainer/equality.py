@@ -27,12 +27,12 @@ from packplan.adapters.trainer.loader import NORMALISER
 from packplan.adapters.trainer.packed_dataset import EncodedPack
 from packplan.adapters.trainer.static import PackTrainer
 from packplan.adapters.trainer.vision import model_media, rope_of, takes
-from packplan.core.equality import Finding, loss_difference
+from packplan.core.equality import Deviation, loss_difference
 from packplan.core.errors import PackplanError
 
 _ROWS = ("text", "temporal", "height", "width")
 
-_PROBED = 8
+_CHANGED_SAMPLES = 8
 """Samples of a pack that are changed, one at a time: the first, the last, and others between."""
 
 
@@ -88,7 +88,7 @@ class PackComparison:
             return "flex attention has no backward pass on a CPU"
         return None
 
-    def findings(self, pack: int) -> Iterator[Finding]:
+    def findings(self, pack: int) -> Iterator[Deviation]:
         """
         Yield what comparing a pack finds.
 
@@ -107,7 +107,7 @@ class PackComparison:
             model.zero_grad()
             model.train(was_training)
 
-    def _findings(self, pack: int) -> Iterator[Finding]:
+    def _findings(self, pack: int) -> Iterator[Deviation]:
         served = self.trainer.train_dataset[pack]
         if isinstance(served, PackplanError):
             raise served
@@ -126,11 +126,11 @@ class PackComparison:
             # sample before, included.
             mine = losses[span.start : span.stop]
             mine = mine[collated["labels"][0][span.start : span.stop] != IGNORED_LABEL]
-            yield Finding("logits", _largest(logits[span.start : span.stop] - one.logits) / scale, pack, span.index)
+            yield Deviation("logits", _largest(logits[span.start : span.stop] - one.logits) / scale, pack, span.index)
             if one.losses.numel():
                 means = (float(values.double().mean()) for values in (mine, one.losses))
                 different = loss_difference(*means, terms=float(one.terms.mean()))
-                yield Finding("sample loss", different, pack, span.index)
+                yield Deviation("sample loss", different, pack, span.index)
         yield from self._isolation(pack, collated, spans, logits, scale)
         if self.without_gradients is None:
             yield from self._gradients(pack, collated, encoded)
@@ -194,18 +194,18 @@ class PackComparison:
 
     def _isolation(
         self, pack: int, collated: dict[str, Any], spans: list[_Span], logits: torch.Tensor, scale: float
-    ) -> Iterator[Finding]:
-        for number in torch.linspace(0, len(spans) - 1, min(_PROBED, len(spans))).round().int().tolist():
+    ) -> Iterator[Deviation]:
+        for number in torch.linspace(0, len(spans) - 1, min(_CHANGED_SAMPLES, len(spans))).round().int().tolist():
             changed = spans[number]
             with self._changed(changed):
                 _, moved = self._packed(_with_other_pixels(collated, changed))
             for span in spans:
                 move = _largest(moved[span.start : span.stop] - logits[span.start : span.stop]) / scale
                 if span is changed:
-                    yield Finding("probe", move, pack, span.index)
+                    yield Deviation("sensitivity", move, pack, span.index)
                 else:
                     detail = f"when sample {changed.index} changes"
-                    yield Finding("isolation", move, pack, span.index, detail)
+                    yield Deviation("isolation", move, pack, span.index, detail)
 
     @contextmanager
     def _changed(self, span: _Span) -> Iterator[None]:
@@ -225,7 +225,7 @@ class PackComparison:
         finally:
             handle.remove()
 
-    def _gradients(self, pack: int, collated: dict[str, Any], encoded: list[dict[str, Any]]) -> Iterator[Finding]:
+    def _gradients(self, pack: int, collated: dict[str, Any], encoded: list[dict[str, Any]]) -> Iterator[Deviation]:
         trainer, model = self.trainer, self.trainer.model
         weights = self._weights(encoded)
         normaliser = float(torch.cat(weights).sum()) or 1.0
@@ -253,7 +253,7 @@ class PackComparison:
                 loss = trainer.compute_loss(model, inputs, num_items_in_batch=items)
             torch.autograd.backward(loss)
         different = loss_difference(float(loss.detach().double()), expected, terms=terms)
-        yield Finding("step loss", different, pack)
+        yield Deviation("step loss", different, pack)
         yield from _gradient_finding(pack, model, reference, scale=norms)
 
     def _weights(self, encoded: list[dict[str, Any]]) -> list[torch.Tensor]:
@@ -301,7 +301,7 @@ def _with_other_pixels(collated: dict[str, Any], span: _Span) -> dict[str, Any]:
     return changed
 
 
-def _positions(pack: int, spans: list[_Span], alone: list[_Alone], packed: torch.Tensor) -> Iterator[Finding]:
+def _positions(pack: int, spans: list[_Span], alone: list[_Alone], packed: torch.Tensor) -> Iterator[Deviation]:
     """Compare positions row by row; a missing row differs everywhere."""
     rows = packed.reshape(-1, packed.shape[-1])
     for span, one in zip(spans, alone, strict=True):
@@ -309,14 +309,14 @@ def _positions(pack: int, spans: list[_Span], alone: list[_Alone], packed: torch
         offset = len(one.positions) - len(rows)
         for number, own in enumerate(one.positions):
             mine = rows[number - offset, span.start : span.stop] if number >= offset else torch.full_like(own, -1)
-            yield Finding("positions", int((mine != own).sum()), pack, span.index, f"row {_ROWS[number]}")
+            yield Deviation("positions", int((mine != own).sum()), pack, span.index, f"row {_ROWS[number]}")
 
 
-def _labels(pack: int, spans: list[_Span], encoded: list[dict[str, Any]], packed: torch.Tensor) -> Iterator[Finding]:
+def _labels(pack: int, spans: list[_Span], encoded: list[dict[str, Any]], packed: torch.Tensor) -> Iterator[Deviation]:
     for span, sample in zip(spans, encoded, strict=True):
         own = torch.tensor(sample["labels"], device=packed.device)
         own[0] = IGNORED_LABEL  # alone, nothing comes before to predict it
-        yield Finding("labels", int((packed[span.start : span.stop] != own).sum()), pack, span.index)
+        yield Deviation("labels", int((packed[span.start : span.stop] != own).sum()), pack, span.index)
 
 
 def _losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -352,7 +352,7 @@ def _add_gradients(total: dict[str, torch.Tensor], model: torch.nn.Module) -> fl
 
 def _gradient_finding(
     pack: int, model: torch.nn.Module, reference: dict[str, torch.Tensor], *, scale: float
-) -> Iterator[Finding]:
+) -> Iterator[Deviation]:
     """
     Compare a model's gradients with the reference, on the scale of the samples' norms; nothing
     where both are 0.
@@ -372,7 +372,7 @@ def _gradient_finding(
             worst, worst_name = difference, name
     if scale or different:
         value = different**0.5 / scale if scale else math.inf
-        yield Finding("gradients", value, pack, detail=f"most in {worst_name}")
+        yield Deviation("gradients", value, pack, detail=f"most in {worst_name}")
 
 
 def _largest(difference: torch.Tensor) -> float:

@@ -95,7 +95,7 @@ class PackTrainer(PackingTrainer):
         # An epoch that other ranks began has another number of batches and steps than the rest.
         options["steps_in_epoch"] = before * schedule.gradient_accumulation_steps + schedule.num_batches(epoch)
         options["num_update_steps_per_epoch"] = before + schedule.num_steps(epoch)
-        self._meter = _Meter(EpochStats.of(self.pack_stats, schedule, epoch), self.state.global_step)
+        self._meter = _Meter(EpochStats.from_schedule(self.pack_stats, schedule, epoch), self.state.global_step)
         self._consumed = []
         super()._run_epoch(epoch=epoch, **options)
         steps = self.state.global_step - self._meter.first_step

@@ -146,7 +146,7 @@ class DummyImage:
     """The image, as arguments of that part's `get_image_features`."""
 
     @classmethod
-    def of(cls, model: nn.Module, template: Template) -> DummyImage:
+    def from_model(cls, model: nn.Module, template: Template) -> DummyImage:
         """
         Encode the image for a model.
 

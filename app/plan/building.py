@@ -49,7 +49,7 @@ def build(
     """
     if group.rank == 0:
         warn_of_ignored(config)
-    planner = Planner.of(config, group)
+    planner = Planner.from_config(config, group)
     planner.require_writable(splits)
     for split in splits:
         # Which records are left out decides which samples the ranks would share.

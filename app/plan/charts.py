@@ -204,7 +204,11 @@ def _gap(view: PlanView) -> Chart:
 
 def _work(view: PlanView) -> Chart:
     works = works_per_step(
-        view.stored.plan.plan, view.stored.lengths.tokens, view.schedule, packed=view.stored.packed, works=view.work.of
+        view.stored.plan.plan,
+        view.stored.lengths.tokens,
+        view.schedule,
+        packed=view.stored.packed,
+        works=view.work.samples,
     )
     plain = None
     if view.schedule.works is not None:
@@ -212,7 +216,7 @@ def _work(view: PlanView) -> Chart:
             view.stored.plan.plan,
             view.stored.lengths.tokens,
             attrs.evolve(view.schedule, works=None, group_by_work=0),
-            works=view.work.of,
+            works=view.work.samples,
         )
     starts = np.unique(np.linspace(0, len(works), min(POINTS, len(works)) + 1).astype(int))[:-1]
     steps = np.diff([*starts, len(works)])

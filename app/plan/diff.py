@@ -47,7 +47,7 @@ class Side:
     config: RunConfig | None
 
     @classmethod
-    def of(cls, name: str, overrides: Sequence[str]) -> Side:
+    def from_name(cls, name: str, overrides: Sequence[str]) -> Side:
         """Open a YAML, some of its keys overridden, or an output folder."""
         if Path(name).is_dir():
             return cls(name, name, None)
@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Compare, then print."""
-    first, second = (Side.of(name, options.overrides) for name in (options.first, options.second))
+    first, second = (Side.from_name(name, options.overrides) for name in (options.first, options.second))
     if options.overrides and first.config is second.config is None:
         raise ConfigError.of(options.overrides[0], "overrides a key of a YAML, but A and B are folders: remove it")
     both_have_eval = all(side.has("eval") for side in (first, second))
@@ -107,7 +107,7 @@ def _compare(first: Side, second: Side, split: str, world_size: int | None) -> d
                     schedule=_schedule(config, stored, world_size, works), works=works,
                 )
                 for stored, config in ((one, first.config), (other, second.config))
-                for works in [work_of(config, stored.lengths.rows.table).of]
+                for works in [work_of(config, stored.lengths.rows.table).samples]
             )
         )  # fmt: skip
     return {
@@ -122,8 +122,8 @@ def _schedule(config: RunConfig, stored: StoredSplit, world_size: int | None, wo
     Return the schedule over a stored plan; by default on the most ranks that it was aligned for.
     """
     world_size = world_size or max(stored.plan.world_sizes, default=1)
-    aligned = Alignment.of(config, stored.name).align(stored.plan.plan, world_size=world_size)
-    return split_schedule(config, stored.name, aligned, stored.plan.plan.packs.sums(works.samples))
+    aligned = Alignment.from_config(config, stored.name).align(stored.plan.plan, world_size=world_size)
+    return split_schedule(config, stored.name, aligned, stored.plan.plan.packs.sums(works.flops))
 
 
 def _input_differences(one: StoredSplit, other: StoredSplit) -> Iterable[Difference]:

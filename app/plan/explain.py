@@ -30,7 +30,7 @@ class Explainer:
     """To say on which line a sample stands; None where the data are not here."""
 
     @classmethod
-    def of(cls, config: RunConfig, view: PlanView) -> Explainer:
+    def from_view(cls, config: RunConfig, view: PlanView) -> Explainer:
         """
         Open the data of a split, where they are here and have as many records as were measured.
         """
@@ -84,12 +84,12 @@ class Explainer:
 
     def _sample(self, sample: int) -> dict[str, Any]:
         rows = self.view.stored.lengths.rows
-        (measured,) = from_tables(rows.table, rows.images, [sample])
+        (measured,) = from_tables(rows.table, rows.media, [sample])
         return {
             "sample": sample,
             "record": None if self.records is None else str(self.records.where(sample)),
             **attrs.asdict(measured.measurement),
-            "image_sizes": [[image.width, image.height] for image in measured.images],
+            "image_sizes": [[image.width, image.height] for image in measured.media],
         }
 
 

@@ -13,11 +13,11 @@ from packplan.core.samples import video_totals
 
 _BARS = " ▁▂▃▄▅▆▇█"
 
-Row = tuple[str, str, str]
+FigureRow = tuple[str, str, str]
 """Name of a figure, its value, and a remark."""
 
 
-def deciding(view: PlanView) -> Iterator[Row]:
+def deciding(view: PlanView) -> Iterator[FigureRow]:
     """Yield the dozen figures of a plan that decide something: losses, packs, steps, attention."""
     plan, schedule, packed = view.plan_summary, view.schedule_summary, view.stored.packed
     unit = "packs" if packed else "samples"
@@ -61,13 +61,13 @@ def deciding(view: PlanView) -> Iterator[Row]:
         yield _verdict(view.verdict)
 
 
-def figures(view: PlanView) -> list[list[Row]]:
+def figures(view: PlanView) -> list[list[FigureRow]]:
     """Return all figures of a plan, in groups."""
     groups = [_samples(view), _sources(view), _videos(view), _packs(view), _epoch(view)]
     return [rows for group in groups if (rows := list(group))]
 
 
-def _samples(view: PlanView) -> Iterator[Row]:
+def _samples(view: PlanView) -> Iterator[FigureRow]:
     plan, packed = view.plan_summary, view.stored.packed
     yield "samples", f"{plan.num_samples:,}", counted(plan.num_tokens, "token")
     yield (
@@ -88,7 +88,7 @@ def _samples(view: PlanView) -> Iterator[Row]:
         )
 
 
-def _sources(view: PlanView) -> Iterator[Row]:
+def _sources(view: PlanView) -> Iterator[FigureRow]:
     sources = view.stored.sources()
     if sources:
         yield "sources", f"{len(sources):,}", "samples of each:"
@@ -130,9 +130,9 @@ def _shown(source: SourceSummary) -> str:
     return f"{counted(source.videos, 'video')} ({seconds}, {source.frames:,} frames, {source.video_patches:,} patches)"
 
 
-def _videos(view: PlanView) -> Iterator[Row]:
+def _videos(view: PlanView) -> Iterator[FigureRow]:
     rows = view.stored.lengths.rows
-    videos = video_totals(rows.table, rows.images)
+    videos = video_totals(rows.table, rows.media)
     if not videos.videos:
         return
     yield "videos", f"{videos.videos:,}", f"{videos.seconds:,.1f} s; {videos.decoded:,} were decoded to be measured"
@@ -140,7 +140,7 @@ def _videos(view: PlanView) -> Iterator[Row]:
     yield "  patches", f"{videos.patches:,}", "of two frames each, before merging"
 
 
-def _packs(view: PlanView) -> Iterator[Row]:
+def _packs(view: PlanView) -> Iterator[FigureRow]:
     plan = view.plan_summary
     if plan.gap is None or plan.padding_saved is None:
         return
@@ -170,13 +170,13 @@ def _packs(view: PlanView) -> Iterator[Row]:
     yield "saved against padding", f"{plan.padding_saved:.1%}", "of the positions, estimated"
 
 
-def _verdict(verdict: PackingVerdict) -> Row:
+def _verdict(verdict: PackingVerdict) -> FigureRow:
     """Say whether samples may share the model's packs, and by which numbers."""
     how = "packs" if verdict.passes else "may not pack"
     return f"  {verdict.model_type}", how, str(verdict)
 
 
-def _epoch(view: PlanView) -> Iterator[Row]:
+def _epoch(view: PlanView) -> Iterator[FigureRow]:
     schedule, packed = view.schedule_summary, view.stored.packed
     unit = "packs" if packed else "samples"
     if view.attention is not None:

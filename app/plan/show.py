@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> None:
     splits = splits_of(config, options.split or ("train" if explained else None))
     views = [inspect_plan(config, split, world_size=options.world_size) for split in splits]
     if explained:
-        explainer = Explainer.of(config, views[0])
+        explainer = Explainer.from_view(config, views[0])
         document = explainer.sample(options.sample) if options.pack is None else explainer.pack(options.pack)
         if options.text:
             document["text"] = _text_of(config, views[0], options.sample)

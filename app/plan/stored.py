@@ -70,7 +70,7 @@ class StoredSplit:
             return ()
         bad = [one.number for one in origin.bad]
         rows = self.lengths.rows
-        return summarise_sources(self.plan.plan, rows.table, origin.files, images=rows.images, bad=bad)
+        return summarise_sources(self.plan.plan, rows.table, origin.files, media=rows.media, bad=bad)
 
 
 @attrs.frozen(eq=False)
@@ -170,10 +170,10 @@ def inspect_plan(config: RunConfig, split: str, *, world_size: int | None) -> Pl
     stored = _open_planned(config, split)
     world_size = world_size or max(stored.plan.world_sizes, default=1)
     raw = stored.plan.plan
-    aligned = Alignment.of(config, split).align(raw, world_size=world_size)
+    aligned = Alignment.from_config(config, split).align(raw, world_size=world_size)
     planned = PlannedSplit(split, stored.lengths.rows.table, raw, aligned, stored.lengths.origin.data_digest)
     work = work_of(config, stored.lengths.rows.table)
-    schedule = split_schedule(config, split, aligned, raw.packs.sums(work.of.samples))
+    schedule = split_schedule(config, split, aligned, raw.packs.sums(work.samples.flops))
     warnings = list(_warnings(config, stored, planned, schedule))
     attention = verdict = None
     try:
@@ -197,7 +197,9 @@ def inspect_plan(config: RunConfig, split: str, *, world_size: int | None) -> Pl
         planned=planned,
         schedule=schedule,
         plan_summary=stored.summary(),
-        schedule_summary=summarise_schedule(raw, stored.lengths.tokens, schedule, packed=stored.packed, works=work.of),
+        schedule_summary=summarise_schedule(
+            raw, stored.lengths.tokens, schedule, packed=stored.packed, works=work.samples
+        ),
         work=work,
         attention=attention,
         verdict=verdict,
@@ -252,8 +254,8 @@ def _warnings(config: RunConfig, stored: StoredSplit, planned: PlannedSplit, sch
             yield f"{planned.name}: training refuses the plan: {error}"
     if bad := stored.lengths.origin.bad:
         yield f"{planned.name}: {left_out(bad, stored.lengths.origin.num_samples + len(bad))}"
-    if stored.lengths.rows.probe is None:
-        yield f"{planned.name}: the lengths are not yet probed: samples were not encoded twice; build does"
+    if stored.lengths.rows.repeatability is None:
+        yield f"{planned.name}: repeatability is not yet checked: no sample was encoded twice; build does it"
     shown_as = attrs.evolve(
         policy,
         packing=stored.packed,
@@ -278,8 +280,8 @@ def as_document(view: PlanView) -> dict[str, Any]:
         "warnings": list(view.warnings),
         "plan": attrs.asdict(view.plan_summary),
         "sources": [attrs.asdict(one) for one in stored.sources()],
-        "videos": attrs.asdict(video_totals(stored.lengths.rows.table, stored.lengths.rows.images)),
-        "course": attrs.asdict(view.schedule_summary),
+        "videos": attrs.asdict(video_totals(stored.lengths.rows.table, stored.lengths.rows.media)),
+        "schedule": attrs.asdict(view.schedule_summary),
         "checksums": {
             "raw_plan": planned.raw_checksum,
             "aligned_plan": planned.checksum,

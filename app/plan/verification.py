@@ -30,7 +30,7 @@ from packplan.core.inspection import plan_faults
 from packplan.core.lengths import IntArray
 from packplan.core.plan import refuse_dropped, refuse_longer
 from packplan.core.ports import LengthSource, Origin, StoredLengths, StoredPlan
-from packplan.core.samples import ImageTable, Measured, Table, from_row, from_tables, num_media
+from packplan.core.samples import MeasuredSample, MediaTable, Table, from_row, from_tables, num_media
 
 log = logging.getLogger(__name__)
 
@@ -155,18 +155,18 @@ def _check_images(name: str, lengths: StoredLengths, source: LengthSource, *, de
     table = lengths.rows.table[: len(source)]
     indices = np.flatnonzero(num_media(table))
     verb = "decoding" if decode else "comparing"
-    stored = _measured(table, lengths.rows.images, indices)
+    stored = _measured(table, lengths.rows.media, indices)
     for index, measured in progress(stored, total=indices.size, desc=f"{verb} {name} images", unit=" samples"):
         try:
-            found = source.images(index, decode=decode)
+            found = source.media_facts(index, decode=decode)
         except (RecordError, ContractError) as error:
             yield Finding("images", f"sample {index}", str(error))
             continue
-        if len(found) != len(measured.images):
-            reason = f"measured with {counted(len(measured.images), 'image')}, now {len(found)}"
+        if len(found) != len(measured.media):
+            reason = f"measured with {counted(len(measured.media), 'image')}, now {len(found)}"
             yield Finding("images", f"sample {index}", reason)
             continue
-        for number, (then, now) in enumerate(zip(measured.images, found, strict=True)):
+        for number, (then, now) in enumerate(zip(measured.media, found, strict=True)):
             if differences := then.differences(now):
                 changes = "; ".join(map(str, differences))
                 yield Finding(
@@ -174,14 +174,14 @@ def _check_images(name: str, lengths: StoredLengths, source: LengthSource, *, de
                 )
 
 
-def _measured(table: Table, images: ImageTable, indices: IntArray) -> Iterator[tuple[int, Measured]]:
+def _measured(table: Table, media: MediaTable, indices: IntArray) -> Iterator[tuple[int, MeasuredSample]]:
     """
     Yield some samples with what is stored of them, a few thousand at a time: all at once would take
     a gigabyte.
     """
     for start in range(0, indices.size, 4096):
         part = indices[start : start + 4096].tolist()
-        yield from zip(part, from_tables(table, images, part), strict=True)
+        yield from zip(part, from_tables(table, media, part), strict=True)
 
 
 def _check_samples(name: str, lengths: StoredLengths, source: LengthSource, count: int) -> Iterator[Finding]:

@@ -12,7 +12,6 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 import attrs
 from rich.console import Console
@@ -69,17 +68,11 @@ def run(options: argparse.Namespace) -> None:
     best = best_of(alternatives)
     if options.json:
         rows = [
-            {**_as_document(one), "score": one.score, "best": best.get(one.world_size) is one} for one in alternatives
+            {**attrs.asdict(one), "score": one.score, "best": best.get(one.world_size) is one} for one in alternatives
         ]
         print(json.dumps({"split": split, "rule": RULE, "alternatives": rows}, indent=2))
     else:
         _print(alternatives, best)
-
-
-def _as_document(one: Alternative) -> dict[str, Any]:
-    """Return an alternative for JSON, under the key that `show` has for a schedule's figures."""
-    document = attrs.asdict(one)
-    return {**document, "course": document.pop("schedule")}
 
 
 def _refuse_other_cuts(lengths: StoredLengths, packing_lengths: list[int]) -> None:
@@ -96,9 +89,9 @@ def _refuse_other_cuts(lengths: StoredLengths, packing_lengths: list[int]) -> No
 def _alternatives(
     config: RunConfig, split: str, stored: StoredLengths, packing_lengths: list[int], world_sizes: list[int]
 ) -> Iterator[Alternative]:
-    lengths, alignment = stored.tokens, Alignment.of(config, split)
-    works = work_of(config, stored.rows.table).of
-    samples = works.samples
+    lengths, alignment = stored.tokens, Alignment.from_config(config, split)
+    works = work_of(config, stored.rows.table).samples
+    samples = works.flops
 
     def plan(packing_length: int) -> RawPlan:
         other = attrs.evolve(config, template=attrs.evolve(config.template, max_length=packing_length))

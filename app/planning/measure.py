@@ -1,5 +1,5 @@
 """
-Samples -> measurements: what a store lacks is measured, audited, probed, and only then complete.
+Samples -> measurements: what a store lacks is measured, audited, and encoded again in part.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from packplan.core.errors import ChangedImageError, DataSetError, RecordError, a
 from packplan.core.ports import LengthSource, LengthStore, Measurable, ReportProgress, Stored
 from packplan.core.samples import (
     COLUMNS,
-    IMAGE_COLUMNS,
-    ImageTable,
-    Measured,
+    MEDIA_COLUMNS,
+    MeasuredSample,
     Measurement,
+    MediaTable,
     ShortcutError,
     Table,
     column,
@@ -34,16 +34,16 @@ from packplan.core.samples import (
 
 log = logging.getLogger(__name__)
 
-PROBED_SAMPLES = 8
+REPEATED_SAMPLES = 8
 """
 Samples that are encoded again, in other orders, processes and epochs, before and after the others
 are measured.
 """
 
-PROBED_EPOCH = 1
+REPEATED_EPOCH = 1
 """The epoch under which they are encoded again; measuring is in epoch 0."""
 
-PROBED_FIRST_ABOVE = 64
+REPEATED_FIRST_ABOVE = 64
 """
 More samples than this are measured only after some of them have been encoded again; fewer are
 measured at once.
@@ -53,7 +53,7 @@ measured at once.
 COMPARED_S = 0.3
 """
 Seconds that encoding stored samples again may take, about, before all of them are trusted: fewer
-than `PROBED_SAMPLES` are encoded where they take longer.
+than `REPEATED_SAMPLES` are encoded where they take longer.
 """
 
 _TOKEN_S, _PIXEL_S = 4e-6, 2e-8
@@ -96,28 +96,28 @@ def measure(
     total = len(source)
     stored = store.resume(source.fingerprint(), total, source.data_digest)
     _check_images(source, stored)
-    if len(stored.table) == total and stored.probe is not None:
+    if len(stored.table) == total and stored.repeatability is not None:
         num = _compare_stored(source, stored)
         again = f"{counted(num, 'sample')} encoded again {agree(num, 'has', 'have')} the same"
         log.info("%s: the lengths of all %s are stored; %s", name, counted(total, "sample"), again)
         bad.warn(name)
         return stored.table
     known = len(stored.table)
-    probe_first(source, known, report=report, skips=max_bad_share is not None)
+    check_repeatability_first(source, known, report=report, skips=max_bad_share is not None)
     if known < total:
         log.info("%s: measuring %s, %s %s stored", name, counted(total - known, "sample"), f"{known:,}", agree(known))
     else:
-        log.info("%s: the lengths of all %s are stored, and not yet probed", name, counted(total, "sample"))
+        log.info("%s: the lengths of all %s are stored, and not yet checked", name, counted(total, "sample"))
     try:
-        return _measure_and_probe(name, source, store, stored, bad, flush_every=flush_every, report=report)
+        return _measure_and_check(name, source, store, stored, bad, flush_every=flush_every, report=report)
     except ShortcutError as error:
         log.warning("%s: %s: encoding every sample in full instead", name, error)
         store.discard()
-        nothing = Stored(stored.table[:0], stored.images[:0], in_full=True)
-        return _measure_and_probe(name, source, store, nothing, bad, flush_every=flush_every, report=report)
+        nothing = Stored(stored.table[:0], stored.media[:0], in_full=True)
+        return _measure_and_check(name, source, store, nothing, bad, flush_every=flush_every, report=report)
 
 
-def _measure_and_probe(
+def _measure_and_check(
     name: str,
     source: LengthSource,
     store: LengthStore,
@@ -133,11 +133,18 @@ def _measure_and_probe(
         message = f"none of the {name} records can become a sample: fix them"
         raise DataSetError(message)
     report(f"the {name} samples are encoded again, some of them")
-    probe = _probe(source, done)
+    repeatability = _check_repeatability(source, done)
     # Complete only now that the samples have proved steady: otherwise the next run would trust
     # them.
-    rows, images = to_tables([])
-    store.append(rows, images, source.data_digest(len(done.table)), in_full=done.in_full, probe=probe, bad=bad.records)
+    rows, media = to_tables([])
+    store.append(
+        rows,
+        media,
+        source.data_digest(len(done.table)),
+        in_full=done.in_full,
+        repeatability=repeatability,
+        bad=bad.records,
+    )
     return done.table
 
 
@@ -169,7 +176,7 @@ def measure_rows(
     total = len(source)
     first = done = len(stored.table)
     every = flush_every or min(max(total // 100, 256), 10_000)
-    waiting: list[Measured] = []
+    waiting: list[MeasuredSample] = []
 
     def flush() -> None:
         nonlocal done
@@ -213,7 +220,7 @@ def failures(name: str, source: LengthSource) -> Iterator[tuple[int, RecordError
                 yield index, outcome
 
 
-def _probe(source: LengthSource, stored: Stored) -> dict[str, Any]:
+def _check_repeatability(source: LengthSource, stored: Stored) -> dict[str, Any]:
     """
     Encode some samples again, and compare: backwards here, and in another process and epoch, in a
     third order.
@@ -226,7 +233,7 @@ def _probe(source: LengthSource, stored: Stored) -> dict[str, Any]:
         ShortcutError: It does not, but the shortcut measured it otherwise.
     """
     table = stored.table
-    indices = sorted({*_spread(len(table)), *_shape_classes(table, stored.images)}, reverse=True)
+    indices = sorted({*_spread(len(table)), *_shape_classes(table, stored.media)}, reverse=True)
     for index in indices:
         encoded = source.measure(index)
         if encoded == from_row(table, index):
@@ -235,10 +242,10 @@ def _probe(source: LengthSource, stored: Stored) -> dict[str, Any]:
             raise _unsteady(index, from_row(table, index), encoded, "later")
         raise ShortcutError(f"sample {index}", tuple(table[index].tolist()), to_row(encoded))
     _compare_elsewhere(source, {index: from_row(table, index) for index in indices})
-    return {"samples": indices, "orders": 3, "processes": 2, "epochs": [0, PROBED_EPOCH]}
+    return {"samples": indices, "orders": 3, "processes": 2, "epochs": [0, REPEATED_EPOCH]}
 
 
-def probe_first(source: LengthSource, known: int, *, report: ReportProgress, skips: bool = False) -> None:
+def check_repeatability_first(source: LengthSource, known: int, *, report: ReportProgress, skips: bool = False) -> None:
     """
     Encode a few of the samples that are to be measured, if those are many, and compare: before
     hours of measuring.
@@ -256,7 +263,7 @@ def probe_first(source: LengthSource, known: int, *, report: ReportProgress, ski
         DataSetError: One of them encodes differently each time.
     """
     left = len(source) - known
-    if left <= PROBED_FIRST_ABOVE:
+    if left <= REPEATED_FIRST_ABOVE:
         return
     report("a few samples are encoded more than once, before all are measured")
     first: dict[int, Measurement] = {}
@@ -283,7 +290,7 @@ def _compare_stored(source: LengthSource, stored: Stored) -> int:
         DataSetError: One encodes to another measurement than is stored.
     """
     indices = list(_spread(len(stored.table)))
-    samples = dict(zip(indices, from_tables(stored.table, stored.images, indices), strict=True))
+    samples = dict(zip(indices, from_tables(stored.table, stored.media, indices), strict=True))
     # Decoding a video takes seconds; its length is found without, unless that proved to be wrong.
     undecoded = set() if stored.in_full else {index for index, one in samples.items() if one.measurement.videos}
     seconds = {index: 0.0 if index in undecoded else _encoding_s(one) for index, one in samples.items()}
@@ -291,7 +298,7 @@ def _compare_stored(source: LengthSource, stored: Stored) -> int:
     fitting = int((np.cumsum([seconds[index] for index in lightest]) <= COMPARED_S).sum())
     few = sorted(lightest[: max(fitting, 1)], reverse=True)
     for index in few:
-        encoded = (source.measure_quickly if index in undecoded else source.measure)(index)
+        encoded = (source.measure_by_headers if index in undecoded else source.measure)(index)
         if encoded != (measured := samples[index].measurement):
             message = (
                 f"sample {index} encodes to {to_row(encoded)}, but {to_row(measured)} are stored of it "
@@ -302,9 +309,9 @@ def _compare_stored(source: LengthSource, stored: Stored) -> int:
     return len(few)
 
 
-def _encoding_s(sample: Measured) -> float:
+def _encoding_s(sample: MeasuredSample) -> float:
     """Return about how many seconds encoding a sample takes."""
-    pixels = sum(image.width * image.height * max(image.num_frames, 1) for image in sample.images)
+    pixels = sum(image.width * image.height * max(image.num_frames, 1) for image in sample.media)
     return _TOKEN_S * sample.measurement.length + _PIXEL_S * pixels
 
 
@@ -315,11 +322,11 @@ def _compare_elsewhere(source: LengthSource, measured: Mapping[int, Measurement]
     """
     indices = [*measured]
     elsewhere = indices[::2] + indices[1::2]
-    for index, outcome in zip(elsewhere, source.measure_elsewhere(elsewhere, epoch=PROBED_EPOCH), strict=True):
+    for index, outcome in zip(elsewhere, source.measure_elsewhere(elsewhere, epoch=REPEATED_EPOCH), strict=True):
         if isinstance(outcome, RecordError):
             raise outcome
         if outcome.measurement != measured[index]:
-            when = f"in another process and epoch {PROBED_EPOCH}"
+            when = f"in another process and epoch {REPEATED_EPOCH}"
             raise _unsteady(index, measured[index], outcome.measurement, when)
 
 
@@ -332,11 +339,11 @@ def _unsteady(index: int, first: Measurement, encoded: Measurement, when: str) -
 
 
 def _spread(total: int) -> Iterator[int]:
-    count = min(total, PROBED_SAMPLES)
+    count = min(total, REPEATED_SAMPLES)
     return (index * (total - 1) // max(count - 1, 1) for index in range(count))
 
 
-def _shape_classes(table: Table, images: ImageTable) -> list[int]:
+def _shape_classes(table: Table, media: MediaTable) -> list[int]:
     """
     Return the first sample with so many images, or videos, and the first with one of each width and
     height, to powers of two.
@@ -345,7 +352,7 @@ def _shape_classes(table: Table, images: ImageTable) -> list[int]:
     _, by_number = np.unique(per_sample, return_index=True)
     _, by_kind = np.unique(column(table, "videos"), return_index=True)
     owner = np.repeat(np.arange(len(table)), per_sample)
-    sides = np.frexp(images[:, [IMAGE_COLUMNS.index("width"), IMAGE_COLUMNS.index("height")]])[1]
+    sides = np.frexp(media[:, [MEDIA_COLUMNS.index("width"), MEDIA_COLUMNS.index("height")]])[1]
     _, by_shape = np.unique(sides, axis=0, return_index=True)
     return [*by_number.tolist(), *by_kind.tolist(), *owner[by_shape].tolist()]
 
@@ -357,7 +364,7 @@ def _check_images(source: LengthSource, stored: Stored) -> None:
     """
     with_images = np.flatnonzero(num_media(stored.table))
     indices = [int(with_images[position]) for position in _spread(len(with_images))]
-    for index, measured in zip(indices, from_tables(stored.table, stored.images, indices), strict=True):
-        for number, (then, now) in enumerate(zip(measured.images, source.images(index), strict=True)):
+    for index, measured in zip(indices, from_tables(stored.table, stored.media, indices), strict=True):
+        for number, (then, now) in enumerate(zip(measured.media, source.media_facts(index), strict=True)):
             if differences := then.differences(now):
                 raise ChangedImageError(index, number, differences)

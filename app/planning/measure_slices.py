@@ -16,7 +16,7 @@ import attrs
 import numpy as np
 
 from packplan.app.planning.deadline import Deadline
-from packplan.app.planning.measure import measure_rows, probe_first
+from packplan.app.planning.measure import check_repeatability_first, measure_rows
 from packplan.app.planning.split import GatheredSplit
 from packplan.core.errors import DataSetError, PackplanError, agree, counted
 from packplan.core.ports import Arrays, LengthSource, LengthStore, Lock, RankGroup, ReportProgress, Stored
@@ -34,7 +34,7 @@ def measure_slices(
     """
     Measure what a split's store lacks, a slice on each rank; every rank calls this.
 
-    Where that is much, a few samples are probed before; what is measured is not yet probed.
+    Where that is much, a few samples are encoded twice before.
 
     Args:
         split: What is measured; rank 0 alone touches its stores.
@@ -74,12 +74,12 @@ def measure_slices(
 
 def _count_stored(split: GatheredSplit, deadline: Deadline, report: ReportProgress) -> Arrays:
     """
-    Return how many samples are measured already, and whether in full; probe some of the others.
+    Return the number of measured samples, and whether in full; encode a few others twice first.
     """
     source, stores = split.source, split.stores
     with stores.lock.held(**deadline.wait(), report=report):
         stored = stores.lengths.resume(source.fingerprint(), len(source), source.data_digest)
-        probe_first(source, len(stored.table), report=report)
+        check_repeatability_first(source, len(stored.table), report=report)
     return {"known": np.array([len(stored.table), stored.in_full])}
 
 
@@ -104,7 +104,7 @@ class _Slices:
             stored = store.resume(part.source.fingerprint(), len(part), part.data_digest)
             if stored.in_full != self.in_full:
                 store.discard()
-                stored = Stored(stored.table[:0], stored.images[:0], self.in_full)
+                stored = Stored(stored.table[:0], stored.media[:0], self.in_full)
             name = f"samples {part.start:,} to {part.stop:,}"
             measure_part = partial(measure_rows, name, part, store, flush_every=self.flush_every, report=_no_one)
             try:
@@ -112,7 +112,7 @@ class _Slices:
             except ShortcutError as error:
                 log.warning("%s: %s: encoding each of these samples in full instead", self.split.name, error)
                 store.discard()
-                measure_part(Stored(stored.table[:0], stored.images[:0], in_full=True))
+                measure_part(Stored(stored.table[:0], stored.media[:0], in_full=True))
             return store.digest()
 
     def put_together(self, digests: Sequence[str], report: ReportProgress) -> Arrays:
@@ -127,8 +127,8 @@ class _Slices:
             rows = [self._read(rank, digest) for rank, digest in enumerate(digests)]
             # At once, since slices of another number of stored samples would be others, and
             # measured again.
-            table, images = np.concatenate([one.table for one in rows]), np.concatenate([one.images for one in rows])
-            stores.lengths.append(table, images, source.data_digest(total), in_full=self.in_full)
+            table, media = np.concatenate([one.table for one in rows]), np.concatenate([one.media for one in rows])
+            stores.lengths.append(table, media, source.data_digest(total), in_full=self.in_full)
         return {}
 
     def _read(self, rank: int, digest: str) -> Stored:

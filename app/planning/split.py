@@ -86,7 +86,7 @@ class Alignment:
     """Packs of a rank in one forward pass: 1 when packing; without, every pack is one sample."""
 
     @classmethod
-    def of(cls, config: RunConfig, split: str) -> Alignment:
+    def from_config(cls, config: RunConfig, split: str) -> Alignment:
         """Return how a run aligns its split `train` or `eval`."""
         training = config.training
         if split == "eval":
@@ -130,7 +130,7 @@ class Planner:
     """Samples between two flushes of what is measured; None adapts to their number."""
 
     @classmethod
-    def of(cls, config: RunConfig, group: RankGroup) -> Planner:
+    def from_config(cls, config: RunConfig, group: RankGroup) -> Planner:
         """Return what plans a run; from now on its waits count."""
         training = config.training
         return cls(group, Deadline(training.packing_wait_timeout_s), training.packing_length_cache_persist_every)
@@ -299,7 +299,7 @@ def plan_of(
         media = {
             name: column(table, name).astype(np.int64) for name in ("images", "patches", "frames", "video_patches")
         }
-        works = SampleWorks.of(policy.work, lengths, **media).samples
+        works = SampleWorks.from_lengths(policy.work, lengths, **media).flops
     return build_raw_plan(lengths, policy, works=works, quick_bound=quick_bound, report=report)
 
 

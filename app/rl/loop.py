@@ -256,7 +256,7 @@ def _drawn(config: RunConfig, num_prompts: int) -> Iterator[NDArray[np.int64]]:
 def _asked(samples: SwiftEncoder, prompts: Sequence[Sequence[int]], drawn: NDArray[np.int64]) -> BatchedData:
     """Return the drawn prompts as a batch, with their records' own answers."""
     indices = drawn.tolist()
-    return BatchedData.of(
+    return BatchedData.from_fields(
         {
             "input_ids": _padded([prompts[index] for index in indices]),
             "answers": [samples.answer(index) for index in indices],
@@ -283,7 +283,9 @@ def _roll_out(config: RunConfig, workers: Workers, asked: BatchedData, *, shards
         for answer, end in zip(said[place], ends[place].tolist(), strict=True):
             ids.append(prompt + answer[:end].tolist())
             masks.append([0.0] * length + [1.0] * end)
-    batch = BatchedData.of({"input_ids": _padded(ids), "token_mask": _padded(masks)}, lengths=[len(row) for row in ids])
+    batch = BatchedData.from_fields(
+        {"input_ids": _padded(ids), "token_mask": _padded(masks)}, lengths=[len(row) for row in ids]
+    )
     return Rollouts(batch, rewards.ravel())
 
 

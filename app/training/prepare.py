@@ -14,7 +14,14 @@ import attrs
 
 from packplan.app.planning.log_lines import log_plan
 from packplan.app.planning.split import PlannedSplit, Planner, require_agreement, resume_state_of
-from packplan.app.training.schedule import Batch, batch_of, forced_batches, require_static, schedule_of, warn_of_ignored
+from packplan.app.training.schedule import (
+    BatchSizes,
+    batch_of,
+    forced_batches,
+    require_static,
+    schedule_of,
+    warn_of_ignored,
+)
 from packplan.app.training.works import Work, work_of
 from packplan.app.wiring.gather import gather
 from packplan.app.wiring.training import attention_of, build_trainer, open_arguments, open_checkpoint
@@ -56,14 +63,14 @@ def prepare(config: RunConfig, group: RankGroup) -> Prepared:
     # What the settings alone can get wrong is found before hours of measuring.
     batch = batch_of(config, world_size=group.world_size)
     gathered = gather(config)
-    planner = Planner.of(config, group)
+    planner = Planner.from_config(config, group)
     planner.require_writable(gathered.splits.values())
     arguments = open_arguments(config, batch.size, batch.accumulation)
 
     planned = {name: planner.plan(split) for name, split in gathered.splits.items()}
     group.settle()
     work, raw = work_of(config, planned["train"].table), planned["train"].raw
-    pack_works = raw.packs.sums(work.of.samples)
+    pack_works = raw.packs.sums(work.samples.flops)
     # Ranks that counted other works would assign a step's packs in another way.
     require_agreement(group, "the work of the train packs", hashlib.sha256(pack_works.tobytes()).hexdigest())
     schedule = schedule_of(config, batch, planned["train"].aligned, pack_works)
@@ -81,7 +88,7 @@ def prepare(config: RunConfig, group: RankGroup) -> Prepared:
             _log_attention(config, checkpoint)
 
     trainer = build_trainer(
-        config, arguments, schedule, group=group, samples=gathered.samples, planned=planned, works=work.of
+        config, arguments, schedule, group=group, samples=gathered.samples, planned=planned, works=work.samples
     )
     return Prepared(gathered.samples, planned, schedule, trainer, checkpoint)
 
@@ -94,7 +101,7 @@ def _progress_of(checkpoint: Checkpoint, now: ResumeState) -> Progress:
     return then.progress
 
 
-def _log_schedule(config: RunConfig, batch: Batch, schedule: EpochSchedule) -> None:
+def _log_schedule(config: RunConfig, batch: BatchSizes, schedule: EpochSchedule) -> None:
     training, accumulation = config.training, batch.accumulation
     unit = "pack" if training.packing else "sample"
     for forced in forced_batches(config):

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 @attrs.frozen
-class Batch:
+class BatchSizes:
     """What one optimizer step is made of."""
 
     size: int
@@ -42,7 +42,7 @@ def warn_of_ignored(config: RunConfig) -> None:
         log.warning("training.eval_packing is true, but training.packing is false, so evaluation is not packed either")
 
 
-def batch_of(config: RunConfig, *, world_size: int) -> Batch:
+def batch_of(config: RunConfig, *, world_size: int) -> BatchSizes:
     """Return the batch of a run; BatchSizeError if the ranks cannot realise it."""
     training = config.training
     size = 1 if training.packing else training.per_device_train_batch_size
@@ -53,7 +53,7 @@ def batch_of(config: RunConfig, *, world_size: int) -> Batch:
         world_size=world_size,
         forced_batch_size=size,
     )
-    return Batch(size, accumulation)
+    return BatchSizes(size, accumulation)
 
 
 def forced_batches(config: RunConfig) -> Iterator[str]:
@@ -69,7 +69,7 @@ def forced_batches(config: RunConfig) -> Iterator[str]:
 
 
 def schedule_of(
-    config: RunConfig, batch: Batch, aligned: AlignedPlan, works: NDArray[np.number] | None
+    config: RunConfig, batch: BatchSizes, aligned: AlignedPlan, works: NDArray[np.number] | None
 ) -> EpochSchedule:
     """
     Return the schedule of a run from its beginning.
@@ -82,7 +82,7 @@ def schedule_of(
             step by; None where that is of no interest.
     """
     training, meeting = config.training, meeting_of(config)
-    return EpochSchedule.of(
+    return EpochSchedule.from_plan(
         aligned,
         gradient_accumulation_steps=batch.accumulation.gradient_accumulation_steps,
         num_train_epochs=training.num_train_epochs,
@@ -100,4 +100,4 @@ def evaluation_schedule_of(aligned: AlignedPlan) -> EpochSchedule:
     Return an evaluation as the schedule of one epoch, whose steps are the forward passes of each
     rank.
     """
-    return EpochSchedule.of(aligned, gradient_accumulation_steps=1, num_train_epochs=1, shuffle=False)
+    return EpochSchedule.from_plan(aligned, gradient_accumulation_steps=1, num_train_epochs=1, shuffle=False)

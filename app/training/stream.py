@@ -43,7 +43,7 @@ def run(config: RunConfig, group: RankGroup) -> tuple[int, bool, list[dict[str, 
     order, paths = _order(config)
     gathered = gather(config, train_paths=paths)
     evaluated = gathered.splits.get("eval")
-    planner = Planner.of(config, group)
+    planner = Planner.from_config(config, group)
     planner.require_writable(() if evaluated is None else (evaluated,))
     if group.world_size > 1:
         train = gathered.splits["train"].source

@@ -28,7 +28,7 @@ weights from 3 on.
 class Work:
     """What the samples of a split cost."""
 
-    of: SampleWorks
+    samples: SampleWorks
 
     unit: str
     """What is counted, for people to read."""
@@ -46,7 +46,7 @@ def work_of(config: RunConfig, table: Table) -> Work:
         table: Measurements of the samples; shape (num_samples, num_columns).
     """
     model, estimated = trained_work(config)
-    works = SampleWorks.of(
+    works = SampleWorks.from_lengths(
         model,
         column(table, "length"),
         **{name: column(table, name) for name in ("images", "patches", "frames", "video_patches")},

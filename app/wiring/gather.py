@@ -44,7 +44,7 @@ def gather(config: RunConfig, *, measuring_ranks: int = 1, train_paths: tuple[st
             policy_of(config, name),
             open_measurer(config, encoder, measuring_ranks=measuring_ranks),
             open_stores(config, name),
-            Alignment.of(config, name),
+            Alignment.from_config(config, name),
             config.custom.max_bad_share if config.custom.on_bad_record == "skip" else None,
         )
         for name, encoder in samples.items()

@@ -17,7 +17,7 @@ from packplan.adapters.model_folder import model_faults
 from packplan.adapters.samples.files import open_records
 from packplan.core.config import CustomConfig, ModelConfig, RunConfig
 from packplan.core.errors import ConfigError, DataSetError, Fault
-from packplan.core.samples import DataEntry, draw, parse_entry
+from packplan.core.samples import DataEntry, draw_records, parse_entry
 
 
 def with_inputs(config: RunConfig) -> RunConfig:
@@ -125,7 +125,7 @@ def _drawn(named: Sequence[_Named], custom: CustomConfig, cache: Path) -> tuple[
         return tuple(file for one in named for file in one.files), ()
     records = [open_records(one.files, cache=cache) for one in named]
     try:
-        drawn = draw(
+        drawn = draw_records(
             [len(one) for one in records], counts,
             split_ratio=custom.split_dataset_ratio, shuffle=custom.dataset_shuffle, seed=custom.data_seed,
         )  # fmt: skip
@@ -144,7 +144,7 @@ def _drawn_for_evaluation(named: Sequence[_Named], custom: CustomConfig, cache: 
         return tuple(file for one in named for file in one.files)
     records = [open_records(one.files, cache=cache) for one in named]
     try:
-        drawn = draw([len(one) for one in records], counts, split_ratio=1, shuffle=False, seed=custom.data_seed)
+        drawn = draw_records([len(one) for one in records], counts, split_ratio=1, shuffle=False, seed=custom.data_seed)
     except ValueError as error:
         raise DataSetError(f"custom.val_dataset {error}") from None
     _, val = draw_files(records, drawn, cache)

@@ -84,7 +84,7 @@ def _plan(config: RunConfig, lengths: IntArray) -> RawPlan:
 
 def _steps(config: RunConfig, plan: RawPlan, world_size: int) -> int:
     """Return the optimizer steps of a run."""
-    aligned = Alignment.of(config, "train").align(plan, world_size=world_size)
+    aligned = Alignment.from_config(config, "train").align(plan, world_size=world_size)
     return schedule_of(config, batch_of(config, world_size=world_size), aligned, None).total_steps
 
 

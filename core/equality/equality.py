@@ -33,7 +33,7 @@ CHECKS = MappingProxyType(
         "step loss": "difference of the pack's loss as training computes it, over what a sample's is compared with",
         "gradients": "norm of the gradients' difference, over the sum of the norms of each sample's own",
         "isolation": "largest move of a logit when another sample changes, over the largest logit",
-        "probe": "largest move of a changed sample's own logits, "
+        "sensitivity": "largest move of a changed sample's own logits, "
         "over the largest logit: what shows that the probe sees",
     }
 )
@@ -59,12 +59,12 @@ A loss below this share of what it is a difference of is compared with that shar
 the logits' size.
 """
 
-PROBE_FACTOR = 100
+SENSITIVITY_FACTOR = 100
 """A changed sample's own logits have to move so many times the limit of what others may move."""
 
 
 @attrs.frozen
-class Finding:
+class Deviation:
     """One number that was compared."""
 
     check: str
@@ -87,7 +87,7 @@ class Verdict:
     """The worst finding of a check, and whether it is within the limit."""
 
     check: str
-    worst: Finding
+    worst: Deviation
     limit: float
     passed: bool
 
@@ -112,15 +112,15 @@ def loss_difference(found: float, expected: float, *, terms: float) -> float:
     return abs(found - expected) / scale if scale else math.inf
 
 
-def judge(findings: Iterable[Finding], *, precision: Precision) -> tuple[Verdict, ...]:
+def judge(findings: Iterable[Deviation], *, precision: Precision) -> tuple[Verdict, ...]:
     """
     Return the verdict on each check that has a finding, in the order of `CHECKS`.
 
-    >>> findings = [Finding("logits", 3e-6, 0, 1), Finding("logits", 2.0, 0, 4)]
+    >>> findings = [Deviation("logits", 3e-6, 0, 1), Deviation("logits", 2.0, 0, 4)]
     >>> judge(findings, precision="float32")[0].worst.sample
     4
     """
-    found: dict[str, list[Finding]] = {}
+    found: dict[str, list[Deviation]] = {}
     for finding in findings:
         found.setdefault(finding.check, []).append(finding)
     verdicts = []
@@ -128,8 +128,8 @@ def judge(findings: Iterable[Finding], *, precision: Precision) -> tuple[Verdict
         if check not in found:
             continue
         # What is not a number is worse than any number.
-        if check == "probe":
-            limit = PROBE_FACTOR * _LIMITS["isolation"][precision]
+        if check == "sensitivity":
+            limit = SENSITIVITY_FACTOR * _LIMITS["isolation"][precision]
             worst = min(found[check], key=lambda finding: (finding.value >= 0, finding.value))
             passed = worst.value >= limit
         else:

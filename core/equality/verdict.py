@@ -108,7 +108,7 @@ def trials(attn_impl: str, *, native: str, flash: bool) -> Iterator[Trial]:
 
 
 @attrs.frozen
-class Measured:
+class ProbeResult:
     """What a trial of a probe gave."""
 
     isolation: float
@@ -183,7 +183,7 @@ class PackingVerdict:
     follows_rows: bool
     """Whether the model is told which samples lie in its row."""
 
-    measured: Measured | None
+    measured: ProbeResult | None
     """The best that was measured; None if nothing could be."""
 
     reason: str
@@ -202,12 +202,12 @@ class PackingVerdict:
 
     @property
     def isolation(self) -> float | None:
-        """See `Measured`."""
+        """See `ProbeResult`."""
         return None if self.measured is None else self.measured.isolation
 
     @property
     def equality(self) -> float | None:
-        """See `Measured`."""
+        """See `ProbeResult`."""
         return None if self.measured is None else self.measured.equality
 
     def __str__(self) -> str:
@@ -229,6 +229,6 @@ class PackingVerdict:
         """Return the verdict that `to_dict` gave."""
         numbers = document["measured"]
         if numbers is not None:
-            numbers = Measured(**{name: math.inf if value is None else value for name, value in numbers.items()})
+            numbers = ProbeResult(**{name: math.inf if value is None else value for name, value in numbers.items()})
         lists = {name: tuple(document[name]) for name in _LISTS}
         return cls(**{**document, **lists, "measured": numbers})

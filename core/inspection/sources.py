@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from packplan.core.lengths import IntArray
 from packplan.core.plan import RawPlan
-from packplan.core.samples import IMAGE_COLUMNS, DataFile, ImageTable, Table, column, num_media
+from packplan.core.samples import MEDIA_COLUMNS, DataFile, MediaTable, Table, column, num_media
 
 QUANTILES = (5, 50, 95)
 """Per cent of a source's samples."""
@@ -74,7 +74,7 @@ class SourceSummary:
 
 
 def summarise_sources(
-    plan: RawPlan, table: Table, files: Sequence[DataFile], *, images: ImageTable, bad: Sequence[int] = ()
+    plan: RawPlan, table: Table, files: Sequence[DataFile], *, media: MediaTable, bad: Sequence[int] = ()
 ) -> tuple[SourceSummary, ...]:
     """
     Return a plan in numbers, source by source, in the order of their first files.
@@ -83,7 +83,7 @@ def summarise_sources(
         plan: Of the samples.
         table: Their measurements; int32, shape (num_samples, num_columns).
         files: Files of the data, in order.
-        images: What is stored of the samples' images and videos; int64, shape (num_media,
+        media: What is stored of the samples' images and videos; int64, shape (num_media,
             num_image_columns).
         bad: Positions of the records that are no samples, among all records.
 
@@ -106,7 +106,7 @@ def summarise_sources(
         return sums
 
     milliseconds = np.zeros(len(names), np.int64)
-    np.add.at(milliseconds, np.repeat(of_sample, num_media(table)), images[:, IMAGE_COLUMNS.index("milliseconds")])
+    np.add.at(milliseconds, np.repeat(of_sample, num_media(table)), media[:, MEDIA_COLUMNS.index("milliseconds")])
     lengths = [np.sort(column(table, "length")[of_sample == number]) for number in range(len(names))]
     planned, dropped = plan.packs.indices, plan.dropped_packs.indices
     skipped = np.array(plan.skipped_long, dtype=np.int64)

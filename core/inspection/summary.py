@@ -6,7 +6,7 @@ The commands show these values, and a script gets the same ones from a plain lis
 
     plan = build_raw_plan(lengths, packing_length=8192)
     summarise(plan, lengths)
-    summarise_schedule(plan, lengths, EpochSchedule.of(aligned, …))
+    summarise_schedule(plan, lengths, EpochSchedule.from_plan(aligned, …))
 """
 
 from __future__ import annotations
@@ -277,10 +277,11 @@ def summarise_schedule(
     """
     aligned = schedule.packs_per_epoch
     array = as_lengths(lengths)
-    pack_stats = PackStats.of(plan, array, packed=packed, works=works)
-    samples = (array.astype(np.float64) ** 2 if works is None else works.samples)[plan.packs.indices]
+    pack_stats = PackStats.from_plan(plan, array, packed=packed, works=works)
+    samples = (array.astype(np.float64) ** 2 if works is None else works.flops)[plan.packs.indices]
     stats, plain = (
-        EpochStats.of(pack_stats, one, 0) for one in (schedule, attrs.evolve(schedule, works=None, group_by_work=0))
+        EpochStats.from_schedule(pack_stats, one, 0)
+        for one in (schedule, attrs.evolve(schedule, works=None, group_by_work=0))
     )
     steps = schedule.steps_per_epoch
     per_step = stats.works(0, steps)
@@ -338,5 +339,5 @@ def works_per_step(
         packed: Whether samples share packs; if not, they are padded to the longest of their batch.
         works: What samples cost; None counts the squares of their lengths.
     """
-    stats = EpochStats.of(PackStats.of(plan, lengths, packed=packed, works=works), schedule, 0)
+    stats = EpochStats.from_schedule(PackStats.from_plan(plan, lengths, packed=packed, works=works), schedule, 0)
     return stats.works(0, schedule.steps_per_epoch)

@@ -1,8 +1,8 @@
 """
-The packing algorithms, by name.
+Packing algorithms by name.
 
 The algorithm *name* is the function `name` of the module `core.packers.name`, which is loaded when
-it first packs. It is called with what its entry in `ALGORITHMS` says that it needs.
+it first packs. Its entry in `ALGORITHMS` lists its further arguments.
 """
 
 from __future__ import annotations
@@ -29,28 +29,27 @@ __all__ = ["ALGORITHMS", "Algorithm", "algorithm_named", "checked_seed", "pack",
 @attrs.frozen
 class Algorithm:
     """
-    A packing algorithm, as plans name it.
+    Version and arguments of a packing algorithm.
 
-    Its function takes the lengths, each from 1 to `capacity`, and returns packs in canonical order.
+    The function takes lengths, each from 1 to `capacity`, and returns packs in canonical order.
     """
 
     version: str
     """
-    Another one whenever the algorithm gives other packs for some input; part of a plan's
-    fingerprint.
+    Version of the packs, part of a plan's fingerprint. It changes if any input gives other packs.
     """
 
     over_runs: bool = False
-    """Whether its function takes `Runs` and returns a `PackingTrace`, instead of packs."""
+    """Whether the function takes `Runs` and returns a `PackingTrace`, instead of packs."""
 
     draws: bool = False
-    """Whether the packs depend on the seed; its function takes `seed`."""
+    """Whether the packs depend on the seed. The function then takes `seed`."""
 
     weighs: bool = False
-    """Whether the packs depend on the work of the samples; its function takes `works`."""
+    """Whether the packs depend on the work of the samples. The function then takes `works`."""
 
     reports: bool = False
-    """Whether it takes long; its function takes `report`, and reports its progress."""
+    """Whether it takes long and reports progress. The function then takes `report`."""
 
 
 ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
@@ -65,11 +64,11 @@ ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
         "certified": Algorithm(f"1, scipy {scipy.__version__}", draws=True, reports=True),
     }
 )
-"""What `training.packing_algorithm` may name."""
+"""Algorithms that `training.packing_algorithm` may name."""
 
 
 def algorithm_named(name: str) -> Algorithm:
-    """Return an algorithm of `ALGORITHMS`; ValueError with their names if it is none."""
+    """Return the algorithm *name*; ValueError with all names if there is none."""
     if name not in ALGORITHMS:
         message = f"algorithm is {name!r}, but has to be one of {', '.join(ALGORITHMS)}"
         raise ValueError(message)
@@ -99,20 +98,20 @@ def pack(
     Group samples into packs of at most *capacity* tokens, in canonical order.
 
     Args:
-        lengths: Tokens of each sample, each from 1 to *capacity*; a numpy array of integers is the
+        lengths: Tokens of each sample, each from 1 to *capacity*. A numpy array of integers is
             fastest.
         capacity: Tokens a pack may hold, >= 1.
         algorithm: A name in `ALGORITHMS`.
-        seed: For `first_fit_shuffle`, from 0 to 2**64 - 1.
-        min_bin_count: Packs at least; the fullest are split where there are fewer.
-        bin_count_multiple: The number of packs is made a multiple of this, likewise.
-        works: Work of each sample, for `balanced`, >= 0 in any unit; None takes tokens and squares
+        seed: Seed of random algorithms, from 0 to 2**64 - 1.
+        min_bin_count: Least number of packs. If there are fewer, the fullest are split.
+        bin_count_multiple: The number of packs becomes a multiple of this, in the same way.
+        works: Work of each sample, >= 0 in any unit, for `balanced`. None takes tokens and squares
             of lengths in the proportion of an ordinary model.
-        report: Hears how far `certified` and `balanced` are; the others are done at once.
+        report: Called with a progress message, by `certified` and `balanced`.
 
     Raises:
         InvalidLengthError: A length is not a whole number from 1 to *capacity*.
-        WorkError: The works are of another number than the lengths, or one is negative or not
+        WorkError: The number of works differs from that of lengths, or one is negative or not
             finite.
         ValueError: Works are given to an algorithm whose packs do not depend on them.
         TooFewSamplesError: More packs are wanted than there are samples.
@@ -140,7 +139,7 @@ def pack(
     }
     packs = Packs.from_lists([])
     if array.size:
-        # No pack holds more than all tokens, and their sum fits 64 bits where the capacity may not.
+        # No pack holds more than all tokens. Their sum fits 64 bits, which the capacity may not.
         packs = _packed(array, algorithm, capacity=min(capacity, int(array.sum())), **needs)
     return with_bin_count(packs, array, minimum=min_bin_count, multiple=bin_count_multiple)
 
@@ -148,6 +147,6 @@ def pack(
 def _packed(lengths: IntArray, algorithm: str, **needs: Any) -> Packs:
     """Return the packs of an algorithm's function, given what it *needs*."""
     function: Callable[..., Any] = getattr(import_module(f"{__name__}.{algorithm}"), algorithm)
-    runs = Runs.of(lengths) if ALGORITHMS[algorithm].over_runs else None
+    runs = Runs.from_lengths(lengths) if ALGORITHMS[algorithm].over_runs else None
     packs: Packs = function(lengths, **needs) if runs is None else function(runs, **needs).packs(lengths, runs)
     return packs

@@ -1,12 +1,13 @@
 """
 Balanced: packs of equal work within the capacity, at most one in two hundred more than the fewest.
 
-Groups of some thousand packs are levelled by themselves: each group gets every so-many-th sample by
-length and work, so that groups are alike, and time and memory are linear in the samples. Inside a
-group samples go, longest first, to the emptiest pack, whatever the capacity; exchanges then make
-the packs fit, and level their work. Until they fit, a sample of so much work that a full pack would
-have more than the mean takes the room of the tokens that must not stand beside it: what packs may
-stay empty in all is kept for those. Where that does not make packs fit, packs of best fit are
+Groups of some thousand packs are levelled separately, so time and memory are linear in the samples.
+Samples in order of length and work are dealt to the groups in turn, so groups are alike.
+
+Inside a group, samples go to the emptiest pack, longest first, without regard to the capacity.
+Exchanges then make the packs fit, and level their work. A sample of much work, beside which a full
+pack would exceed the mean work, also takes room for tokens that stay out of its pack. All unused
+room of the packs is kept for such samples. If packs do not fit in this way, packs of best fit are
 levelled instead, of a smaller capacity if their number allows.
 """
 
@@ -30,22 +31,25 @@ from packplan.core.runs import Runs
 from packplan.core.work import WorkModel, in_units
 
 MORE = 200
-"""One pack in so many may be one more than are needed: room to level work in."""
+"""Packs per extra pack, whose room serves to level work."""
 
 _GROUP_SAMPLES, _GROUP_PACKS = 1 << 15, 1 << 10
-"""Samples and packs of a group, at least."""
+"""Least number of samples and of packs in a group."""
 
 _LIGHT = 4
-"""One sample in so many has less work a token than what is taken to stand beside heavy samples."""
+"""The quantile 1 / 4 of work per token, taken as the work of tokens beside heavy samples."""
 
 _KEPT_EMPTY = (80, 40, 0)
 """
-Percent of the room of all packs that may be kept empty beside samples of much work: the first with
-which packs fit.
+Percentages of the unused room of all packs to keep empty beside samples of much work. The first
+with which packs fit is taken.
 """
 
 _SHARES = (996, 998, 1000)
-"""Thousandths of the capacity that best fit may use, where it is what is levelled."""
+"""
+Thousandths of the capacity for best fit, if its packs are levelled. The first that needs few enough
+packs is taken.
+"""
 
 
 def balanced(
@@ -57,11 +61,11 @@ def balanced(
     Args:
         lengths: Tokens, each from 1 to *capacity*.
         capacity: Tokens a pack may hold.
-        works: Work of each sample, in any unit, >= 0; of the shape of *lengths*. None takes tokens
+        works: Work of each sample, >= 0 in any unit; of the shape of *lengths*. None takes tokens
             and squares of lengths in the proportion of an ordinary model.
-        report: Hears how far it is.
+        report: Called with a progress message.
     """
-    units = in_units(WorkModel.estimated({}).trained().of(lengths) if works is None else works)
+    units = in_units(WorkModel.estimated({}).trained().sample_flops(lengths) if works is None else works)
     fewest = _fewest(lengths, capacity=capacity, report=report)
     limit = min(lengths.size, fewest.num + fewest.num // MORE)
     labels = _spread(lengths, units, num=limit, capacity=capacity, report=report)
@@ -72,15 +76,18 @@ def balanced(
 
 
 class _Fewest:
-    """As few packs as are known to be needed."""
+    """Number of packs near the fewest, and a packing that is known."""
 
     def __init__(self, lengths: IntArray, capacity: int, packs: Packs, num: int) -> None:
         self._lengths, self._capacity, self._packs = lengths, capacity, packs
         self.num = num
-        """A number that the certified packing does not go below."""
+        """Number that the certified packing does not go below."""
 
     def within(self, limit: int) -> IntArray:
-        """Return the pack of each sample in at most *limit* packs, with room where there is any."""
+        """
+        Return the pack of each sample in at most *limit* packs, with unused room in each if
+        possible.
+        """
         packs = self._packs
         for share in _SHARES:
             capacity = max(int(self._lengths.max()), self._capacity * share // 1000)
@@ -94,14 +101,14 @@ class _Fewest:
 
 
 def _best_fit(lengths: IntArray, capacity: int) -> Packs:
-    runs = Runs.of(lengths)
+    runs = Runs.from_lengths(lengths)
     return best_fit_decreasing(runs, capacity=capacity).packs(lengths, runs)
 
 
 def _fewest(lengths: IntArray, *, capacity: int, report: Callable[[str], None]) -> _Fewest:
     """
-    Return a number of packs that is near the fewest: the quick bound, if best fit is within what
-    may be spent above it, else that of the certified packing.
+    Return a number of packs near the fewest: the quick bound if best fit is close to it, else that
+    of the certified packing.
     """
     packs = _best_fit(lengths, capacity)
     num = find_bound(lengths, capacity=capacity, known=len(packs), effort=0).packs
@@ -134,7 +141,7 @@ def _spread(
 def _levelled(
     lengths: IntArray, units: IntArray, labels: IntArray, *, capacity: int, report: Callable[[str], None]
 ) -> IntArray:
-    """Level packs that fit, groups of them by themselves; return the pack of each sample."""
+    """Level packs that fit, in separate groups; return the pack of each sample."""
     num = int(labels.max()) + 1
     sums = np.zeros(num, dtype=np.int64)
     np.add.at(sums, labels, units)
@@ -162,8 +169,7 @@ def _num_groups(num_samples: int, num_packs: int) -> int:
 
 def _alike(order: IntArray, num_groups: int) -> Iterator[IntArray]:
     """
-    Yield groups of what is in an order, each of every so-many-th, turning at the ends, so that
-    their sums are alike.
+    Deal the items of *order* to groups back and forth, so that sums are alike; yield the groups.
     """
     places = np.arange(order.size)
     row, column = places // num_groups, places % num_groups
@@ -175,8 +181,8 @@ def _alike(order: IntArray, num_groups: int) -> Iterator[IntArray]:
 
 def _fitted(lengths: IntArray, units: IntArray, *, num: int, capacity: int) -> Exchange | None:
     """
-    Return packs of which none is too full, the samples of much work in emptier ones as far as that
-    can be; None if they do not all fit.
+    Return packs within the capacity, with room beside samples of much work if possible; None if
+    samples do not all fit.
     """
     for share in _KEPT_EMPTY:
         rooms = _rooms(lengths, units, num=num, capacity=capacity, share=share)
@@ -190,18 +196,18 @@ def _fitted(lengths: IntArray, units: IntArray, *, num: int, capacity: int) -> E
 
 def _rooms(lengths: IntArray, units: IntArray, *, num: int, capacity: int, share: int) -> IntArray:
     """
-    Return the tokens that each sample takes of its pack while packs are made to fit: its own, and
-    what has to stay empty beside it lest the pack have more than the mean work.
+    Return the tokens that each sample takes of its pack: its own, and those that stay empty beside
+    it to keep the pack at the mean work.
 
-    What stays empty beside samples of much work is room that other packs lack. Where there is not
-    enough of it, all such samples give up as much, so that the heaviest packs are lowered first.
+    Room that stays empty is lost to other packs. If there is not enough, all such samples give up
+    the same number of tokens, so that the heaviest packs are relieved first.
     """
     light = float(np.sort(units / lengths)[lengths.size // _LIGHT])
     if not light:
         return lengths
     beside = capacity - lengths
     mean = int(units.sum()) / num
-    # Sums are of whole tokens, so that they are the same on every machine.
+    # Sums of whole tokens are the same on every machine.
     wanted = np.clip(np.ceil(beside - (mean - units) / light), 0, capacity).astype(np.int64)
     most = (num * capacity - int(lengths.sum())) * share // 100
     given_up = bisect_left(range(capacity + 1), -most, key=lambda less: -int(_left_empty(wanted, beside, less).sum()))
@@ -215,7 +221,9 @@ def _left_empty(wanted: IntArray, beside: IntArray, given_up: int) -> IntArray:
 
 
 def _longest_first(rooms: IntArray, *, num: int) -> IntArray:
-    """Return the pack of each sample, of *num*, before any exchange; samples take *rooms* of it."""
+    """
+    Return the pack of each sample before any exchange, of *num* packs. Samples take *rooms* tokens.
+    """
     order = np.argsort(-rooms, kind="stable")
     labels = np.empty(rooms.size, dtype=np.int64)
     labels[order] = _emptiest_first(rooms[order], num)
@@ -223,7 +231,7 @@ def _longest_first(rooms: IntArray, *, num: int) -> IntArray:
 
 
 def _emptiest_first(lengths: IntArray, num: int) -> IntArray:
-    """Return the pack of each sample, in the order given: the emptiest so far, of *num*."""
+    """Return the pack of each sample in the given order: the emptiest so far, of *num* packs."""
     heap = list(range(num))  # load and pack in one number
     keys = [heapreplace(heap, heap[0] + length) for length in (lengths * num).tolist()]
     labels: IntArray = np.array(keys, dtype=np.int64) % num

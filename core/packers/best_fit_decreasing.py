@@ -1,5 +1,5 @@
 """
-Best-fit decreasing: the fullest bin that fits, of equals the one opened first; longest samples
+Best-fit decreasing: longest samples first, each into the fullest bin that fits, of equal ones the
 first.
 """
 

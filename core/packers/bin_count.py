@@ -1,4 +1,4 @@
-"""A wanted number of packs: the fullest are split."""
+"""Splitting of the fullest packs, to reach a wanted number of packs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def with_bin_count(packs: Packs, lengths: IntArray, *, minimum: int, multiple: i
     """
     Split packs until there are at least *minimum*, and a multiple of *multiple*.
 
-    The fullest pack that has several samples is split next, into halves of about equal load: its
-    samples go, longest first, to the emptier half.
+    The fullest pack of several samples is split next, into halves of about equal load. Its samples
+    go to the emptier half, longest first.
 
     Args:
-        packs: In canonical order.
+        packs: Packs in canonical order.
         lengths: Tokens of each sample.
-        minimum: 1 asks for nothing, so that no samples may give no packs.
-        multiple: >= 1.
+        minimum: Least number of packs, >= 1. 1 also allows no packs without samples.
+        multiple: Divisor of the number of packs, >= 1.
 
     Raises:
         TooFewSamplesError: More packs are wanted than there are samples.

@@ -1,10 +1,10 @@
 """
-Certified: the fewest packs that can be found, beside the bound that proves how few there can be.
+Certified: the fewest packs that are found, together with a lower bound.
 
-Best fit, then exact filling, then whole bins out of the linear relaxation over patterns, until
-packs and bound meet. Everything is bounded by iterations, so the result does not depend on the
-machine's speed. The plan is never worse than that of any other algorithm: where a gap stays, they
-are all tried.
+Best fit comes first, then exact filling, then whole bins from the linear relaxation over patterns,
+until packs and bound meet. All limits count iterations, so the result does not depend on the
+machine's speed. If a gap remains, all other algorithms are tried: the plan is never worse than
+theirs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from packplan.core.packers.modified_first_fit_decreasing import modified_first_f
 from packplan.core.packs import Packs
 from packplan.core.patterns import Filling, num_packs
 from packplan.core.patterns.certificate import certify, reduced
-from packplan.core.patterns.effort import ToldEffort
+from packplan.core.patterns.effort import ReportedEffort
 from packplan.core.patterns.rounding import dives, restarts
 from packplan.core.runs import PackingTrace, Runs
 
@@ -35,10 +35,10 @@ def certified(lengths: IntArray, *, capacity: int, seed: int, report: Callable[[
     Args:
         lengths: Tokens, each from 1 to *capacity*.
         capacity: Tokens a pack may hold.
-        seed: Of first-fit-shuffle, which is tried last.
-        report: Hears what is looked for, and how many packs are found.
+        seed: Seed of `first_fit_shuffle`, which is tried last.
+        report: Called with a progress message.
     """
-    runs = Runs.of(lengths)
+    runs = Runs.from_lengths(lengths)
     best, bound = _fewest(runs, capacity=capacity, report=report)
     if best.num_bins > bound:
         report(f"{counted(best.num_bins, 'pack')}, the bound is {bound:,}: trying the other algorithms")
@@ -53,12 +53,12 @@ def certified(lengths: IntArray, *, capacity: int, seed: int, report: Callable[[
 
 
 def _fewest(runs: Runs, *, capacity: int, report: Callable[[str], None]) -> tuple[PackingTrace, int]:
-    """Return the best packing over runs, and the bound that it was compared with."""
+    """Return the best packing over runs, and the lower bound."""
     best_fit = best_fit_decreasing(runs, capacity=capacity)
     runs, capacity = reduced(runs, capacity=capacity)
     bounding = f"{counted(best_fit.num_bins, 'pack')}, looking for the bound"
     report(bounding)
-    effort = ToldEffort(lambda steps: report(f"{bounding}: {counted(steps, 'step')}"))
+    effort = ReportedEffort(lambda steps: report(f"{bounding}: {counted(steps, 'step')}"))
     certificate = certify(runs, capacity=capacity, known=best_fit.num_bins, effort=effort)
     bound, best = certificate.bound, certificate.filling
     if best is None or best_fit.num_bins == bound:
@@ -71,7 +71,7 @@ def _fewest(runs: Runs, *, capacity: int, report: Callable[[str], None]) -> tupl
 
 
 def _trace_of(filling: Filling) -> PackingTrace:
-    """Write down which bins each pattern has."""
+    """Return the trace of a packing over patterns."""
     trace = PackingTrace()
     first = 0
     for pattern, num in filling:

@@ -1,6 +1,6 @@
 """
-Concatenative: samples in input order, a new pack where the next does not fit. Next fit in the
-literature.
+Concatenative: samples in input order, with a new pack when the next does not fit. The literature
+calls it next fit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def concatenative(lengths: IntArray, *, capacity: int) -> Packs:
         if start + inside.size == lengths.size:
             offsets.append(lengths.size)
             return Packs(np.array(offsets, dtype=np.int64), np.arange(lengths.size))
-        # The last pack may go on behind the block: it starts the next one, which grows if a single
+        # The last pack may go on behind the block. It starts the next one, which grows if a single
         # pack fills it.
         block = block if at else 2 * block
         start += at

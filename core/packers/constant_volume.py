@@ -1,11 +1,11 @@
 """
 Constant volume: the emptiest bin that fits, longest samples first.
 
-The packs of `binpacking.to_constant_volume` 2.x (with `weight_pos`), ties included, without its
-quadratic search: the emptiest bin fits if any bin fits. Worst-fit decreasing in the literature
-(Johnson, "Near-optimal bin packing algorithms", 1973). Bins are handled as ranges of neighbours
-with equal room; when no bin fits, a new one is the emptiest until it is full, so new bins take all
-they hold at once.
+The packs are those of `binpacking.to_constant_volume` 2.x (with `weight_pos`), ties included,
+without its quadratic search: the emptiest bin fits if any bin fits. The literature calls it
+worst-fit decreasing (Johnson, "Near-optimal bin packing algorithms", 1973). Bins are ranges of
+neighbours with equal room. A new bin is the emptiest until it is full, so it takes all its samples
+at once.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from packplan.core.runs import PackingTrace, Runs
 
 def constant_volume(runs: Runs, *, capacity: int) -> PackingTrace:
     """
-    Put each sample into the emptiest bin, of equals the one opened first; into a new one where it
-    does not fit.
+    Put each sample into the emptiest bin, of equal ones the first, or into a new bin if none fits.
     """
     trace = PackingTrace()
     num_bins = 0

@@ -1,13 +1,13 @@
 """
-Packs of equal work by exchange: parts of two packs that have about as many tokens change places.
+Packs of equal work by exchange of parts of about equal length between two packs.
 
-All parts of all packs stand in one order by tokens: single samples, and now and then a few samples
-of a pack drawn together. Each part looks at one some places on, so what changes places is nearly of
-one length, and packs stay within the capacity. Of all exchanges that help, those that help most are
-made at once, at most one a pack.
+All parts of all packs are sorted by tokens. A part is a single sample, or a few samples of a pack
+drawn together. Each part is compared with one a few places on, so parts of nearly equal length are
+exchanged and packs stay within the capacity. The exchanges that help most are made at once, at most
+one a pack.
 
-Drawn is from one stream of raw numbers, and all arithmetic is of whole numbers: the packs are the
-same on every machine, and the number of rounds does not depend on a clock.
+Draws come from one stream of raw numbers, arithmetic is in whole numbers, and rounds are counted.
+So the packs are the same on every machine.
 """
 
 from __future__ import annotations
@@ -20,56 +20,64 @@ from packplan.core.lengths import IntArray
 from packplan.core.packs import count_up
 
 _SAMPLE_ROUNDS = {True: 60, False: 6}
-"""Rounds that exchange one sample for one: to level work, and to make packs fit."""
+"""
+Limit of rounds that exchange one sample for one, to level work (True) and to make packs fit
+(False).
+"""
 
 _CYCLES = (20, 60)
-"""Times that parts of several samples are drawn, at most: where packs hold many, and few."""
+"""Limits of draws of parts of several samples: for packs of many samples, and of few."""
 
 _DRAWS = 150
-"""Times that parts are drawn for each of a pack's samples, all together, between those limits."""
+"""Draws times the samples of a pack, between those limits."""
 
 _ROUNDS_OF_A_CYCLE = (4, 16)
 """
-Rounds on parts that were drawn once, as long as few packs have changed: parts of those are of no
-use any more.
+Least and largest number of rounds on parts of one draw. Parts of a changed pack are no longer
+valid.
 """
 
 _PARTS, _SAMPLES_OF_A_PART = 4, 4
-"""Parts drawn of a pack, and the samples of a part, at most; a part may be empty."""
+"""Parts drawn from a pack, and the most samples of a part. A part may be empty."""
 
 _PLACES = 11
-"""Parts look at most 2 to this power places on."""
+"""Parts that are compared are at most 2 to this power places apart."""
 
 _TOLERANCE, _GAIN = 1000, 4000
-"""A pack is level within that part of the mean work; an exchange gains at least that part of it."""
+"""
+A pack is level within a thousandth of the mean work. An exchange gains at least a 4,000th of it.
+"""
 
 _IDLE_ROUNDS, _IDLE_ROUNDS_OF_A_CYCLE, _IDLE_CYCLES = 30, 6, 12
 """
-Rounds without any exchange, of samples and of the same parts, after which no more are tried, and
-draws of parts likewise: what few packs can exchange has been tried by then.
+Rounds of samples, rounds of the same parts, and draws of parts without any exchange that end the
+search.
 """
 
 _FEW, _MANY = 500, 8
-"""One pack in so many not level is few enough to end; one in so many changed, to draw again."""
+"""
+The search ends when one pack in 500 is not level. Parts are drawn again when one pack in 8 has
+changed.
+"""
 
 
 @attrs.frozen(eq=False)
 class _Parts:
-    """Parts of packs, by rising tokens; arrays of one shape."""
+    """Parts of packs, by ascending tokens; arrays of one shape."""
 
     packs: IntArray
     tokens: IntArray
     works: IntArray
 
     first: IntArray
-    """Where each part's samples start among the samples in order of packs."""
+    """Start of each part among the samples in order of packs."""
 
     stop: IntArray
 
 
 @attrs.define(eq=False)
 class Exchange:
-    """Packs under way."""
+    """Packs between which samples are exchanged."""
 
     tokens: IntArray
     """Tokens of each sample; shape (num_samples,)."""
@@ -78,10 +86,10 @@ class Exchange:
     """Work of each sample, in whole units; shape (num_samples,)."""
 
     labels: IntArray
-    """The pack of each sample; changed in place."""
+    """Pack of each sample, changed in place; shape (num_samples,)."""
 
     num: int
-    """Packs."""
+    """Number of packs."""
 
     capacity: int
     """Tokens a pack may hold."""
@@ -100,16 +108,18 @@ class Exchange:
 
     def fit(self, *, nearly: bool = False) -> bool:
         """
-        Exchange until no pack is above the capacity; return whether that succeeded.
+        Exchange until no pack exceeds the capacity; return whether that succeeded.
 
         Args:
-            nearly: End when few are above it.
+            nearly: Whether to end when few packs exceed it.
         """
         self._exchange(level=False, few=self.num // _FEW if nearly else 0)
         return bool(self.loads.max() <= self.capacity)
 
     def level(self) -> None:
-        """Exchange until packs have equal work, or nothing helps; none has to be too full."""
+        """
+        Exchange until packs have equal work, or nothing helps. No pack may exceed the capacity.
+        """
         self._exchange(level=True, few=self.num // _FEW)
 
     def _exchange(self, *, level: bool, few: int) -> None:
@@ -129,7 +139,7 @@ class Exchange:
             idle = 0 if self._draw_and_exchange(level=level) else idle + 1
 
     def _draw_and_exchange(self, *, level: bool) -> bool:
-        """Draw parts, and exchange them while that helps; return whether any changed places."""
+        """Draw parts, and exchange them while that helps; return whether any were exchanged."""
         order, parts = self._drawn_parts()
         touched = np.zeros(self.num, dtype=bool)
         least, most = _ROUNDS_OF_A_CYCLE
@@ -141,13 +151,13 @@ class Exchange:
         return bool(touched.any())
 
     def _unsettled(self, *, level: bool) -> NDArray[np.bool_]:
-        """Return which packs are too full, or not level; shape (num,)."""
+        """Return a mask of packs that exceed the capacity, or are not level; shape (num,)."""
         if level:
             return np.abs(self.sums - self._mean) > self._mean // _TOLERANCE
         return self.loads > self.capacity
 
     def _exchange_samples(self, singles: IntArray, *, level: bool) -> bool:
-        """Exchange one sample for one; return whether any changed places."""
+        """Exchange one sample for one; return whether any were exchanged."""
         tokens, works = self.tokens[singles], self.works[singles]
         parts = _Parts(self.labels[singles], tokens, works, singles, singles)
         low, high = self._chosen(parts, np.zeros(self.num, dtype=bool), level=level)
@@ -158,7 +168,7 @@ class Exchange:
         return True
 
     def _exchange_parts(self, order: IntArray, parts: _Parts, touched: NDArray[np.bool_], *, level: bool) -> bool:
-        """Exchange parts of several samples; return whether any changed places."""
+        """Exchange parts of several samples; return whether any were exchanged."""
         low, high = self._chosen(parts, touched, level=level)
         if not low.size:
             return False
@@ -170,7 +180,7 @@ class Exchange:
         return True
 
     def _moved(self, parts: _Parts, low: IntArray, high: IntArray) -> None:
-        """Count what packs hold once parts *low* and *high* have changed places."""
+        """Update the tokens and works of packs after an exchange of parts *low* and *high*."""
         more, harder = parts.tokens[high] - parts.tokens[low], parts.works[high] - parts.works[low]
         to, of = parts.packs[low], parts.packs[high]
         self.loads[to] += more
@@ -180,8 +190,8 @@ class Exchange:
 
     def _chosen(self, parts: _Parts, touched: NDArray[np.bool_], *, level: bool) -> tuple[IntArray, IntArray]:
         """
-        Return which parts change places with which, no pack more than once; the second have as many
-        tokens, or more.
+        Return pairs of parts to exchange, at most one pair a pack. The second of a pair has at
+        least as many tokens.
         """
         low, high = self._candidates(parts, touched, level=level)
         if not low.size:
@@ -211,7 +221,7 @@ class Exchange:
         return low[made], high[made]
 
     def _candidates(self, parts: _Parts, touched: NDArray[np.bool_], *, level: bool) -> tuple[IntArray, IntArray]:
-        """Return pairs of parts of which one is of a pack that has to change, and none touched."""
+        """Return pairs of parts of untouched packs, one of which has to change."""
         scale, places = self._stream.random_raw(2).tolist()
         away = 1 + places % min(2 ** (scale % (_PLACES + 1)), max(1, parts.tokens.size - 1))
         unsettled = (self._unsettled(level=level) & ~touched)[parts.packs]
@@ -221,7 +231,9 @@ class Exchange:
         return low, low + away
 
     def _drawn_parts(self) -> tuple[IntArray, _Parts]:
-        """Return samples in order of packs, and parts of it: each sample, and some drawn."""
+        """
+        Return the samples in order of packs, and parts of this order: each sample, and some drawn.
+        """
         num = self.tokens.size
         shuffled = np.argsort(self._drawn(num), kind="stable")
         order = shuffled[_sorting(self.labels[shuffled])]
@@ -230,7 +242,7 @@ class Exchange:
         shape = self.num, _PARTS
         sizes = (self._drawn(self.num * _PARTS) % (_SAMPLES_OF_A_PART + 1)).astype(np.int64).reshape(shape)
         sizes = np.minimum(sizes, counts[:, None])
-        # A place among those that are free, by the share of 2**16 that was drawn.
+        # A start among the free ones, by the share of 2**16 that was drawn.
         free = counts[:, None] - sizes + 1
         first = starts[:, None] + (self._drawn(self.num * _PARTS).astype(np.int64).reshape(shape) * free >> 16)
         first = np.concatenate([np.arange(num), first.ravel()])
@@ -242,11 +254,11 @@ class Exchange:
         return order, _Parts(packs[by], tokens[by], works[by], first[by], stop[by])
 
     def _drawn(self, num: int) -> NDArray[np.uint16]:
-        """Return so many numbers below 2**16; short keys, which are sorted fastest."""
+        """Draw *num* numbers below 2**16: short keys are sorted fastest."""
         return self._stream.random_raw(-(-num // 4)).view(np.uint16)[:num]
 
 
 def _sorting(keys: IntArray) -> IntArray:
-    """Return a stable argsort of numbers from 0; those below 2**16 are sorted by their digits."""
+    """Return a stable argsort of numbers from 0. Those below 2**16 are sorted by radix."""
     small = keys.size and int(keys.max()) < 1 << 16
     return np.argsort(keys.astype(np.uint16) if small else keys, kind="stable")

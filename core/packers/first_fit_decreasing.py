@@ -1,4 +1,4 @@
-"""First-fit decreasing: the first bin that fits, longest samples first."""
+"""First-fit decreasing: longest samples first, each into the first bin that fits."""
 
 from __future__ import annotations
 

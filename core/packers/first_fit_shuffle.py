@@ -1,4 +1,4 @@
-"""First fit in a shuffled order, which a seed determines."""
+"""First fit in an order shuffled by a seed."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from packplan.core.shuffling import shuffled
 
 def first_fit_shuffle(lengths: IntArray, *, capacity: int, seed: int) -> Packs:
     """
-    Put each sample, in a shuffled order, into the first bin that it fits.
+    Put samples, in a shuffled order, into the first bin that each fits.
 
     Args:
         lengths: Tokens, each from 1 to *capacity*.
         capacity: Tokens a bin may hold.
-        seed: Of the order, >= 0.
+        seed: Seed of the order, >= 0.
     """
     order = shuffled(lengths.size, seed=seed)
     labels = np.empty(lengths.size, dtype=np.int32)
@@ -25,16 +25,13 @@ def first_fit_shuffle(lengths: IntArray, *, capacity: int, seed: int) -> Packs:
 
 
 def _first_fit(lengths: list[int], capacity: int) -> list[int]:
-    """
-    Return the bin of each length, searched in a tree of the most room below each node; all bins are
-    leaves.
-    """
+    """Return the bin of each length. A tree over the bins holds the most room below each node."""
     leaves = 1
     room = [0, capacity]
     bins = []
     for length in lengths:
         if room[1] < length:
-            # Every bin is open and none fits: twice as many, the old ones as the left half.
+            # Every bin is open and none fits: double the bins, with the old ones as the left half.
             grown = [0] * 2 + [capacity] * (4 * leaves - 2)
             level = 1
             while level <= leaves:

@@ -2,9 +2,9 @@
 Modified first-fit decreasing, over runs of equal length.
 
 Johnson and Garey, "A 71/60 theorem for bin packing" (1985). Samples are large (over a half of the
-capacity), medium (over a third), small (over a sixth) or tiny. Large ones open a bin each; the four
-phases after that look for what to add to them; first-fit decreasing packs the rest. Bins with equal
-room are taken in the order they were opened.
+capacity), medium (over a third), small (over a sixth) or tiny. Large ones open a bin each, and the
+next phases add other samples to them. First-fit decreasing packs the rest. Bins with equal room are
+taken in the order they were opened.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _BinRange:
     has_medium: bool = False
 
     def split(self, num: int, used: int, *, has_medium: bool) -> _BinRange:
-        """Cut off the first *num* bins, with *used* tokens more in each."""
+        """Split off the first *num* bins, with *used* more tokens in each."""
         head = _BinRange(self.first, num, self.room - used, has_medium)
         self.first += num
         self.num -= num
@@ -36,8 +36,7 @@ class _BinRange:
 
 def modified_first_fit_decreasing(runs: Runs, *, capacity: int) -> PackingTrace:
     """
-    Give each large sample a bin, add to these what fits best, and pack the rest by first-fit
-    decreasing.
+    Give each large sample a bin, fill these bins up, and pack the rest by first-fit decreasing.
     """
     trace = PackingTrace()
     left = list(runs.counts)
@@ -51,7 +50,7 @@ def modified_first_fit_decreasing(runs: Runs, *, capacity: int) -> PackingTrace:
 
 
 def _open(runs: Runs, medium: int, capacity: int, trace: PackingTrace, left: list[int]) -> list[_BinRange]:
-    """Phase 1: a bin for each large sample, longest first."""
+    """Phase 1: open a bin for each large sample, longest first."""
     ranges = []
     first = 0
     for run in range(medium):
@@ -65,7 +64,7 @@ def _open(runs: Runs, medium: int, capacity: int, trace: PackingTrace, left: lis
 def _add_medium(
     ranges: list[_BinRange], runs: Runs, medium: range, trace: PackingTrace, left: list[int]
 ) -> list[_BinRange]:
-    """Phase 2: forward, to each bin the largest medium sample that fits."""
+    """Phase 2: forward, add to each bin the largest medium sample that fits."""
     after = []
     fitting: list[int] = []  # runs that fit and have samples left, largest last
     waiting = list(medium)
@@ -89,8 +88,8 @@ def _add_two_small(
     ranges: list[_BinRange], runs: Runs, small: range, trace: PackingTrace, left: list[int]
 ) -> list[_BinRange]:
     """
-    Phase 3: backward, to each bin without a medium sample the smallest small one and the largest
-    that then fits.
+    Phase 3: backward, add to each bin without a medium sample the smallest small one and the
+    largest that then fits.
     """
     after = []
     largest, smallest = small.start, small.stop - 1
@@ -98,8 +97,8 @@ def _add_two_small(
         while bins.num and not bins.has_medium:
             while smallest >= largest and not left[smallest]:
                 smallest -= 1
-            # The room beside the smallest only shrinks from bin to bin, so what does not fit now
-            # never will.
+            # The room beside the smallest only shrinks from bin to bin: a sample that does not fit
+            # now never will.
             while largest <= smallest and (not left[largest] or runs.sizes[largest] + runs.sizes[smallest] > bins.room):
                 largest += 1
             if largest > smallest or (largest == smallest and left[smallest] < 2):
@@ -120,9 +119,9 @@ def _add_two_small(
 
 
 def _add_any(ranges: list[_BinRange], runs: Runs, trace: PackingTrace, left: list[int]) -> None:
-    """Phase 4: forward, to each bin the largest sample that fits, as long as any does."""
+    """Phase 4: forward, add to each bin the largest sample that fits, as long as any does."""
     sizes = [-size for size in runs.sizes]
-    # From a run without samples left, the way to the next that has some.
+    # Links from a run without samples left to the next run that has some.
     following = [run if count else run + 1 for run, count in enumerate(left)] + [len(left)]
 
     def next_left(run: int) -> int:

@@ -1,8 +1,8 @@
 """
-Patterns: what a bin takes of which runs, with the number of bins that look so.
+Patterns: the samples of each run that a bin takes, and the number of bins with each pattern.
 
-`fill` finds patterns that use every token; `relaxation` says, by a linear program over patterns,
-how few packs any packing needs.
+`fill` finds patterns that use every token. `relaxation` bounds the number of packs from below by a
+linear program over patterns.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ Pattern = dict[int, int]
 """Run -> samples of it in one bin."""
 
 Filling = list[tuple[Pattern, int]]
-"""Patterns and how many bins each has; together they hold every sample once."""
+"""Patterns and the number of bins of each. Together they hold every sample once."""
 
 
 PatternKey = tuple[tuple[int, int], ...]
 
 
 def key_of(pattern: Pattern) -> PatternKey:
-    """Return what equal patterns have in common."""
+    """Return a key that equal patterns share."""
     return tuple(sorted(pattern.items()))
 
 

@@ -1,7 +1,4 @@
-"""
-How few packs there can be, and how few were found: heuristics and bounds, cheapest first, until
-they meet.
-"""
+"""Upper and lower bounds on the number of packs, cheapest first, until they meet."""
 
 from __future__ import annotations
 
@@ -19,24 +16,23 @@ from packplan.core.runs import Runs
 
 BoundKind = Literal["quick", "relaxation", "reached"]
 """
-What a lower bound is: the better of L2 and dual-feasible functions, beyond which nothing was found,
-or not looked for; that of the linear relaxation over patterns; or one that a packing reaches, which
-proves both.
+Kind of a lower bound. `quick`: the better of L2 and dual-feasible functions. `relaxation`: the
+linear relaxation over patterns. `reached`: a packing has this number of packs, so both are optimal.
 """
 
 
 @attrs.frozen
 class Certificate:
-    """What is known of a packing problem."""
+    """Bounds of a packing problem, and the packing that was found."""
 
     bound: int
-    """No packing has fewer packs."""
+    """Number of packs that no packing can go below."""
 
     filling: Filling | None
-    """The best packing over patterns; None where it was not looked for."""
+    """Best packing over patterns; None without a search."""
 
     patterns: list[Pattern]
-    """What the linear relaxation used; empty where the others met before."""
+    """Patterns of the linear relaxation; empty if the bounds met without it."""
 
     kind: BoundKind
 
@@ -48,8 +44,8 @@ def certify(runs: Runs, *, capacity: int, known: int, effort: Effort) -> Certifi
     Args:
         runs: Lengths from 1 to *capacity*, counts >= 1, at least one; in lowest terms (`reduced`).
         capacity: Tokens a pack may hold.
-        known: Packs of a packing that is known.
-        effort: What the search beyond the quick bounds may cost.
+        known: Number of packs of a known packing.
+        effort: Limit of the search beyond the quick bounds.
     """
     bound = quick_bound(runs, capacity=capacity)
     if known == bound:
@@ -64,8 +60,7 @@ def certify(runs: Runs, *, capacity: int, known: int, effort: Effort) -> Certifi
 
 def _search(runs: Runs, *, capacity: int, known: int, effort: Effort, bound: int) -> Certificate:
     """
-    Bound a packing problem by more than the quick *bound*; SpentError if the effort does not reach
-    the relaxation.
+    Search for bounds beyond the quick *bound*; SpentError if the effort ends before the relaxation.
     """
     drawn = fill_exactly(runs, capacity=capacity, effort=effort, seed=0)
     drawn = refill(drawn, runs, capacity=capacity, enough=bound, effort=effort)
@@ -84,6 +79,9 @@ def _search(runs: Runs, *, capacity: int, known: int, effort: Effort, bound: int
 
 
 def reduced(runs: Runs, *, capacity: int) -> tuple[Runs, int]:
-    """Divide by the greatest common divisor of the lengths: the same packings are possible."""
+    """
+    Divide lengths and capacity by the greatest common divisor of the lengths. The packings are the
+    same.
+    """
     unit = gcd(*runs.sizes) or 1
     return Runs([size // unit for size in runs.sizes], runs.counts), capacity // unit

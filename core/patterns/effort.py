@@ -1,9 +1,8 @@
 """
-How much a search may cost: counted in steps, never by the clock, so that its result is the same on
-every machine.
+Limit of a search, counted in steps and never by the clock: the result is the same on every machine.
 
-A step is what a completion of exact filling does for one run, about a third of a microsecond; the
-constants of the other searches are such that their steps take about as long.
+A step is the completion of a bin for one run in exact filling, about a third of a microsecond. The
+other searches count steps of about the same time.
 """
 
 from __future__ import annotations
@@ -11,39 +10,39 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import inf
 
-TOLD_EVERY = 1_000_000
-"""Steps between two times that a search says how many it took: about a third of a second."""
+REPORT_EVERY = 1_000_000
+"""Steps between two progress messages of a search, about a third of a second."""
 
 
 class SpentError(Exception):
-    """A search would cost more than it may."""
+    """A search would exceed its effort."""
 
 
 class Effort:
-    """Steps that a search has left, for all of its parts together."""
+    """Steps that remain for all parts of a search."""
 
     def __init__(self, limit: float = inf) -> None:
-        """Allow *limit* steps; none by default is no limit."""
+        """Allow *limit* steps; unlimited by default."""
         self.left = limit
 
     def spend(self, steps: int) -> None:
-        """Take *steps* before they are done; SpentError if so many are not left."""
+        """Subtract *steps* before they are done; SpentError if fewer remain."""
         if steps > self.left:
             raise SpentError
         self.left -= steps
 
 
-class ToldEffort(Effort):
-    """Effort without a limit, which says how much of it is spent."""
+class ReportedEffort(Effort):
+    """Unlimited effort that reports the steps spent."""
 
     def __init__(self, report: Callable[[int], None]) -> None:
-        """Call *report* with the steps so far, every `TOLD_EVERY` steps at most."""
+        """Call *report* with the number of steps so far, every `REPORT_EVERY` steps at most."""
         super().__init__()
-        self._tell, self._spent, self._told = report, 0, 0
+        self._report, self._spent, self._reported = report, 0, 0
 
     def spend(self, steps: int) -> None:
-        """Count *steps*, and say how many they are by now."""
+        """Count *steps*, and report their sum from time to time."""
         self._spent += steps
-        if self._spent - self._told >= TOLD_EVERY:
-            self._told = self._spent
-            self._tell(self._spent)
+        if self._spent - self._reported >= REPORT_EVERY:
+            self._reported = self._spent
+            self._report(self._spent)

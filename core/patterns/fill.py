@@ -1,11 +1,11 @@
 """
 Exact filling: bins whose samples sum to the capacity, found by subset sums over runs.
 
-A bin starts with one sample and is completed to exactly its capacity where that is possible, else
-as far as possible. Reachable sums are the bits of one integer (Pisinger, "Dynamic programming on
-the word RAM", 2003). The pattern found is used for as many bins as its scarcest run allows, so the
-work grows with the distinct lengths. A minimum-bin-slack heuristic in the literature (Gupta and Ho,
-1999; Fleszar and Hindi, 2002).
+A bin starts with one sample and is completed to its capacity, or as near to it as possible.
+Reachable sums are the bits of one integer (Pisinger, "Dynamic programming on the word RAM", 2003).
+A pattern is used for as many bins as its scarcest run allows, so the time grows with the distinct
+lengths. The literature calls this a minimum-bin-slack heuristic (Gupta and Ho, 1999; Fleszar and
+Hindi, 2002).
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from packplan.core.patterns.effort import Effort
 from packplan.core.runs import Runs
 
 MAX_RUNS = 400
-"""Runs that one completion looks at."""
+"""Runs that one completion considers."""
 
 MAX_REFILLS = 12
-"""Attempts to save packs; two in a row that close less than a tenth of the gap end them too."""
+"""Attempts to save packs. Two in a row that close less than a tenth of the gap end them too."""
 
 NUM_DRAWN = 60
-"""Runs that are drawn for a completion before all are looked at in order."""
+"""Runs that are drawn for a completion before all are tried in order."""
 
 _STEPS_OF_A_BIN = 300
-"""Steps that a bin costs beside its completions: draws, and what is left of each run."""
+"""Steps of a bin beside its completions, for draws and counts."""
 
 _BITS_OF_A_STEP = 1 << 15
-"""Bits that a step shifts; capacities beyond take so many more."""
+"""Bits that one step shifts. Larger capacities take proportionally more steps."""
 
 
 def fill_exactly(
@@ -42,12 +42,13 @@ def fill_exactly(
     Pack all samples, bin by bin.
 
     Args:
-        runs: Lengths from 1 to *capacity*; counts may be 0.
+        runs: Runs of lengths from 1 to *capacity*; counts may be 0.
         capacity: Tokens a bin may hold.
-        effort: What the filling may cost; SpentError beyond.
-        largest_first: Start each bin with the longest sample left, else with a drawn one.
-        seed: Complete bins from drawn runs, so that what is left stays a fair sample of the whole;
-        None: from the longest that fit, which leaves short ones for the end.
+        effort: Limit of the filling; SpentError beyond.
+        largest_first: Whether each bin starts with the longest sample left. Otherwise with a drawn
+            one.
+        seed: Seed of the runs that complete bins, so that the samples left stay a fair selection.
+            None completes with the longest that fit, which leaves short ones for the end.
     """
     sizes, left = runs.sizes, list(runs.counts)
     alive = [run for run, count in enumerate(left) if count]
@@ -80,14 +81,15 @@ def fill_exactly(
 
 def refill(filling: Filling, runs: Runs, *, capacity: int, enough: int, effort: Effort) -> Filling:
     """
-    Pack again what is not full, with some full bins beside it, as long as that saves packs.
+    Pack the samples of partly filled bins again, with those of some full bins, while that saves
+    packs.
 
     Args:
-        filling: Of all samples.
-        runs: Lengths from 1 to *capacity*.
+        filling: Packing of all samples.
+        runs: Runs of lengths from 1 to *capacity*.
         capacity: Tokens a bin may hold.
-        enough: A number of packs that ends the search.
-        effort: What the search may cost; SpentError beyond.
+        enough: Number of packs that ends the search.
+        effort: Limit of the search; SpentError beyond.
     """
     idle = 0
     for seed in range(1, MAX_REFILLS + 1):
@@ -105,8 +107,8 @@ def refill(filling: Filling, runs: Runs, *, capacity: int, enough: int, effort: 
 
 def _take_apart(filling: Filling, runs: Runs, capacity: int, seed: int) -> tuple[Filling, list[int]]:
     """
-    Return the bins to keep, and the samples of the others: all that are not full, and half as many
-    full ones.
+    Return the bins to keep, and the samples of the others. Those are all bins that are not full,
+    and half as many full ones.
     """
     is_full = [sum(runs.sizes[run] * per_bin for run, per_bin in p.items()) == capacity for p, _ in filling]
     num_full = np.cumsum([num * full for (_, num), full in zip(filling, is_full, strict=True)])
@@ -129,10 +131,7 @@ def _take_apart(filling: Filling, runs: Runs, capacity: int, seed: int) -> tuple
 def _complete(
     room: int, candidates: Iterable[int], sizes: list[int], left: list[int], effort: Effort
 ) -> tuple[int, Pattern]:
-    """
-    Return the largest sum up to *room* that the candidates reach, and a pattern for it; early if it
-    is *room*.
-    """
+    """Return the largest sum up to *room* that the candidates reach, and a pattern for it."""
     within = (1 << (room + 1)) - 1
     reached = [1]  # bit n of the last: n tokens are reachable
     used: list[tuple[int, int]] = []
@@ -162,8 +161,8 @@ def _complete(
 
 def _draws(left: list[int], seed: int) -> Iterator[int]:
     """
-    Yield runs for ever, each as often as samples of it are left; the raw stream is the same in
-    every numpy.
+    Yield runs without end, each in proportion to its samples left. The raw stream is the same in
+    every version of numpy.
     """
     stream = np.random.PCG64(seed)
     while True:

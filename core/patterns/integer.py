@@ -1,4 +1,4 @@
-"""Whole patterns: the integer program over patterns that are known, for problems of few samples."""
+"""Integer program over known patterns, for problems of few samples."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from packplan.core.patterns import Filling, Pattern
 from packplan.core.runs import Runs
 
 MAX_NODES = 200
-"""Nodes of the solver's search tree at most; it ends by this count, never by the clock."""
+"""Limit of nodes in the solver's search tree. It ends by this count, never by the clock."""
 
 
 def fewest_patterns(patterns: list[Pattern], runs: Runs) -> Filling | None:
     """
-    Choose whole patterns, as few bins as possible, that have a place for every sample; None if none
-    is found.
+    Return the fewest bins of whole patterns that have a place for every sample; None without a
+    solution.
 
     Args:
-        patterns: Over *runs*; each run has to be in one.
-        runs: Lengths and counts; at most some hundred samples.
+        patterns: Patterns over *runs*. Each run has to be in one.
+        runs: Runs of at most some hundred samples.
     """
-    # Half a second to load, and most plans are proven without it.
+    # It takes half a second to load, and most plans are proven without it.
     from scipy.optimize import LinearConstraint, milp  # noqa: PLC0415
 
     places = np.zeros((len(runs.sizes), len(patterns)))

@@ -1,4 +1,4 @@
-"""Lower bounds that cost some passes over the distinct lengths."""
+"""Lower bounds that take a few passes over the distinct lengths."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ MAX_PARTS = 100
 
 def quick_bound(runs: Runs, *, capacity: int) -> int:
     """
-    Return the better of L2 and dual-feasible functions.
+    Return the better of the L2 bound and the bound of dual-feasible functions.
 
     L2 (Martello and Toth, "Lower bounds and reduction procedures for the bin packing problem",
-    1990): for every threshold K up to half the capacity, samples above `capacity - K` need a pack
-    each, samples above half need one each and leave room, and what of the samples from K up exceeds
-    that room needs more. The functions u(k) of Fekete and Schepers ("New classes of fast lower
-    bounds for bin packing problems", 2001) round lengths to k-ths of the capacity such that no pack
-    holds more than k of them.
+    1990): take a threshold K up to half the capacity. Samples above `capacity - K` need a pack
+    each. Samples above half the capacity need one each and leave room. If the samples from K up to
+    half exceed this room, they need further packs. The functions u(k) of Fekete and Schepers ("New
+    classes of fast lower bounds for bin packing problems", 2001) round lengths to k-ths of the
+    capacity such that no pack holds more than k of them.
     """
     if not runs.sizes:
         return 0
     sizes = np.array(runs.sizes[::-1], dtype=np.int64)
     counts = np.array(runs.counts[::-1], dtype=np.int64)
-    # Products reach number of samples * capacity * parts: beyond 64 bits Python's own integers take
-    # over.
+    # Products reach number of samples * capacity * parts. Beyond 64 bits, Python's own integers
+    # take over.
     if sum(runs.counts) * capacity * (MAX_PARTS + 1) >= 2**63:
         sizes, counts = sizes.astype(object), counts.astype(object)
     return max(_l2(sizes, counts, capacity), _dual_feasible(sizes, counts, capacity))
@@ -39,8 +39,8 @@ def _l2(sizes: IntArray, counts: IntArray, capacity: int) -> int:
     tokens = np.concatenate([[0], np.cumsum(counts * sizes)])
     halves = int(np.searchsorted(sizes, capacity // 2, side="right"))
     thresholds = np.concatenate([[0], sizes[:halves]])
-    # Runs below `small` are below K, up to `halves` at most half, up to `large` leave room for K;
-    # the rest do not.
+    # Runs below `small` are below K, those up to `halves` are at most half, those up to `large`
+    # leave room for K.
     small = np.searchsorted(sizes, thresholds, side="left")
     large = np.maximum(np.searchsorted(sizes, capacity - thresholds, side="right"), halves)
     room = (samples[large] - samples[halves]) * capacity - (tokens[large] - tokens[halves])
@@ -54,7 +54,7 @@ def _dual_feasible(sizes: IntArray, counts: IntArray, capacity: int) -> int:
     for parts in range(1, MAX_PARTS + 1):
         scaled = sizes * (parts + 1)
         whole = scaled // capacity
-        # A length on the boundary keeps its share of the capacity; the others are rounded down to
+        # A length on the boundary keeps its share of the capacity. The others are rounded down to
         # whole parts.
         value = np.where(scaled == whole * capacity, sizes * parts, whole * capacity)
         best = max(best, -(-int((value * counts).sum()) // (capacity * parts)))

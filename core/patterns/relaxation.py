@@ -1,15 +1,15 @@
 """
 The linear relaxation of packing over patterns, by column generation.
 
-Gilmore and Gomory, "A linear programming approach to the cutting-stock problem" (1961, 1963): how
-many packs are needed if patterns may be used in fractions. The master program is solved by HiGHS
-through scipy; new patterns come from a knapsack over the dual values. Slow convergence is met by
-two known means: a sample may take the place of a longer one (the dual cuts of Valério de Carvalho,
-2005), and knapsacks are solved between the best dual values so far and the current ones (the
+The relaxation is the number of packs if patterns may be used in fractions (Gilmore and Gomory, "A
+linear programming approach to the cutting-stock problem", 1961, 1963). HiGHS solves the master
+program through scipy. New patterns come from a knapsack over the dual values. Two known methods
+speed up convergence. A sample may take the place of a longer one (the dual cuts of Valério de
+Carvalho, 2005). Knapsacks are solved between the best dual values so far and the current ones (the
 smoothing of Wentges, 1997), which start at each length's share of the capacity.
 
-The bound never rests on floating point: dual values are rounded to integers, the knapsack is solved
-exactly over them, and Farley's bound (1990) is then a quotient of integers.
+The bound never depends on floating point. Dual values are rounded to integers, and the knapsack is
+solved exactly over them. Farley's bound (1990) is then a quotient of integers.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from packplan.core.patterns.effort import Effort, SpentError
 from packplan.core.runs import Runs
 
 MAX_ROUNDS = 30
-"""Master programs at most; each gives a valid bound."""
+"""Limit of master programs. Each gives a valid bound."""
 
 MAX_NEW_PATTERNS = 1_000
-"""Taken from one knapsack."""
+"""Limit of patterns taken from one knapsack."""
 
 MAX_CAPACITY = 1 << 17
 MAX_RUNS = 20_000
-"""Beyond either, one knapsack takes more than seconds."""
+"""Limits beyond which one knapsack takes more than seconds."""
 
 _SCALE = 1 << 40
 _SMOOTHING = 0.8
@@ -43,16 +43,16 @@ FloatArray = NDArray[np.float64]
 
 @attrs.frozen
 class Relaxation:
-    """What the linear program knows."""
+    """Result of the linear program."""
 
     bound: int
-    """No packing has fewer packs."""
+    """Number of packs that no packing can go below."""
 
     patterns: list[Pattern]
     """All patterns of the last master program."""
 
     is_complete: bool
-    """Whether it ended before its effort was spent."""
+    """Whether it ended within its effort."""
 
 
 def relax(runs: Runs, *, capacity: int, fillings: list[Filling], bound: int, enough: int, effort: Effort) -> Relaxation:
@@ -60,12 +60,12 @@ def relax(runs: Runs, *, capacity: int, fillings: list[Filling], bound: int, eno
     Raise a lower bound on the number of packs.
 
     Args:
-        runs: Lengths from 1 to *capacity*, counts >= 1.
+        runs: Runs of lengths from 1 to *capacity*, counts >= 1.
         capacity: Tokens a pack may hold.
-        fillings: Packings that are known; their patterns start the program.
-        bound: A lower bound that is known.
-        enough: A bound that is as good as any, for a packing has that many packs.
-        effort: What the search may cost; it ends with the best bound so far.
+        fillings: Known packings, whose patterns start the program.
+        bound: Known lower bound.
+        enough: Number of packs of a known packing. A bound that reaches it ends the search.
+        effort: Limit of the search, which then ends with the best bound so far.
     """
     sizes, counts = np.array(runs.sizes), np.array(runs.counts)
     pool = {key_of(pattern): pattern for filling in fillings for pattern, _ in filling}
@@ -101,7 +101,7 @@ def relax(runs: Runs, *, capacity: int, fillings: list[Filling], bound: int, eno
 
 def _steps_of_a_master(pool: dict[PatternKey, Pattern]) -> int:
     """
-    Return about what a master program costs: some milliseconds, and the product of its runs and its
+    Estimate the steps of a master program: some milliseconds, and the product of its runs and
     entries.
     """
     num_runs = len({run for pattern in pool.values() for run in pattern})
@@ -109,41 +109,38 @@ def _steps_of_a_master(pool: dict[PatternKey, Pattern]) -> int:
 
 
 def _steps_of_a_knapsack(num_runs: int, capacity: int) -> int:
-    """
-    Return about what a knapsack costs: a pass over the runs for each capacity up to the one that is
-    asked for.
-    """
+    """Estimate the steps of a knapsack: a pass over the runs for each capacity up to *capacity*."""
     return capacity * (12 + num_runs // 150)
 
 
 @attrs.frozen
 class Master:
-    """The linear program's solution."""
+    """Solution of the linear program."""
 
     num_packs: float
 
     uses: FloatArray
-    """How often each pattern is used; shape (num_patterns,)."""
+    """Number of uses of each pattern; shape (num_patterns,)."""
 
     duals: FloatArray
-    """What one more sample of each run would cost, in packs; shape (num_runs,)."""
+    """Price of one more sample of each run, in packs; shape (num_runs,)."""
 
 
 def solve_master(patterns: list[Pattern], *, sizes: IntArray, counts: IntArray) -> Master | None:
     """
-    Use patterns in fractions, as few packs as possible, so that every sample has a place.
+    Find the fewest packs of fractional patterns that have a place for every sample.
 
     A sample may take the place of a longer one.
 
     Args:
-        patterns: Over the runs of *sizes*.
+        patterns: Patterns over the runs of *sizes*.
         sizes: Lengths in tokens, longest first.
-        counts: Samples of each.
+        counts: Number of samples of each length.
 
     Returns:
         None if the solver gives up.
     """
-    # Half a second to load, and most plans are proven without it.
+    # They take half a second to load, and most plans are proven without them.
     from scipy.optimize import linprog  # noqa: PLC0415
     from scipy.sparse import csc_array  # noqa: PLC0415
 
@@ -164,7 +161,7 @@ def solve_master(patterns: list[Pattern], *, sizes: IntArray, counts: IntArray) 
 
 @attrs.frozen
 class Knapsack:
-    """The dearest patterns under given prices."""
+    """Patterns of the highest price under given prices of samples."""
 
     sizes: IntArray
     prices: IntArray
@@ -174,9 +171,7 @@ class Knapsack:
     """The highest price of a pattern of at most n tokens; shape (capacity + 1,)."""
 
     first: IntArray
-    """
-    A run that such a pattern has, -1 where it leaves the n-th token unused; shape (capacity + 1,).
-    """
+    """A run of such a pattern; -1 if it leaves the n-th token unused; shape (capacity + 1,)."""
 
     @property
     def best(self) -> int:
@@ -184,14 +179,12 @@ class Knapsack:
         return int(self.worth[-1])
 
     def worth_with_each_run(self) -> IntArray:
-        """
-        Return the highest price of a pattern that has a sample of each run; shape (num_runs,).
-        """
+        """Return, for each run, the highest price of a pattern that has it; shape (num_runs,)."""
         worth: IntArray = self.prices + self.worth[self.worth.size - 1 - self.sizes]
         return worth
 
     def patterns_with(self, runs: list[int]) -> Iterator[Pattern]:
-        """Yield the dearest pattern that has a sample of each of these runs."""
+        """Yield, for each of these runs, the pattern of the highest price that has it."""
         used = np.maximum.accumulate(np.where(self.first >= 0, np.arange(self.first.size), 0)).tolist()
         first, sizes = self.first.tolist(), self.sizes.tolist()
         for run in runs:
@@ -205,12 +198,12 @@ class Knapsack:
 
 def solve_knapsack(sizes: IntArray, prices: IntArray, capacity: int) -> Knapsack:
     """
-    Solve the unbounded knapsack exactly, in integers; *sizes* in tokens, longest first.
+    Solve the unbounded knapsack exactly, in integers.
 
     Args:
         sizes: Tokens of each kind of item, longest first; shape (num_kinds,).
-        prices: Worth of an item of each kind, whole numbers; shape (num_kinds,).
-        capacity: Tokens that the knapsack holds.
+        prices: Price of an item of each kind, a whole number; shape (num_kinds,).
+        capacity: Tokens that the knapsack may hold.
     """
     ascending, value = sizes[::-1], prices[::-1]
     fitting = np.searchsorted(ascending, np.arange(capacity + 1), side="right").tolist()
@@ -230,8 +223,8 @@ def solve_knapsack(sizes: IntArray, prices: IntArray, capacity: int) -> Knapsack
 
 def _add_patterns(pool: dict[PatternKey, Pattern], knapsack: Knapsack, duals: FloatArray) -> int:
     """
-    Add the best pattern with each run, where it would lower the master program; return how many
-    were new.
+    Add the best pattern with each run if it would lower the master program; return the number of
+    new ones.
     """
     before = len(pool)
     dual = duals.tolist()

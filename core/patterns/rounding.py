@@ -1,9 +1,9 @@
 """
-Whole bins out of the linear relaxation: by diving, and for few samples by restarts and an integer
+Whole bins from the linear relaxation, by diving. For few samples, also restarts and an integer
 program.
 
-A dive takes the patterns that the program uses whole, and the best of the others until enough bins
-are fixed; then what is left is packed exactly, and the program is solved again for it.
+A dive takes the patterns with whole uses, and the best of the others until enough bins are fixed.
+The remaining samples are then packed exactly, and the program is solved again for them.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from packplan.core.patterns.relaxation import FloatArray, Master, solve_master
 from packplan.core.runs import Runs
 
 MAX_DIVES = 40
-"""Linear programs after the relaxation; each has fewer samples than the one before."""
+"""Limit of linear programs after the relaxation. Each has fewer samples than the one before."""
 
 MIN_SHARE_OF_A_DIVE = 0.5
-"""Share of the packs still to find that one dive fixes at least."""
+"""Least share of the remaining packs that one dive fixes."""
 
 FEW_SAMPLES = 60
 MAX_RESTARTS = 100
 """
-Where so few samples leave a gap, so many packings are tried, and an integer program over their
-patterns.
+Problems of at most this many samples are packed this many times, and by an integer program over the
+patterns found.
 """
 
 _TINY = 1e-6
-"""What a solver's zero may be."""
+"""Tolerance of the solver around zero."""
 
 
 def dives(runs: Runs, *, capacity: int, patterns: list[Pattern]) -> Iterator[Filling]:
     """
-    Yield packings, each with more of its bins fixed by the linear program.
+    Yield packings, each with more bins fixed by the linear program.
 
     Args:
-        runs: Lengths from 1 to *capacity*, counts >= 1.
+        runs: Runs of lengths from 1 to *capacity*, counts >= 1.
         capacity: Tokens a bin may hold.
-        patterns: Of the relaxation; among them a packing of all samples.
+        patterns: Patterns of the relaxation, which include a packing of all samples.
     """
     left = list(runs.counts)
     fixed: Filling = []
@@ -67,10 +67,7 @@ def dives(runs: Runs, *, capacity: int, patterns: list[Pattern]) -> Iterator[Fil
 
 
 def restarts(runs: Runs, *, capacity: int) -> Iterator[Filling]:
-    """
-    Yield packings of other draws, and at last the best one of all their patterns, where there are
-    few samples.
-    """
+    """Yield packings of other draws and the best packing of all their patterns, for few samples."""
     if sum(runs.counts) > FEW_SAMPLES:
         return
     pool: dict[PatternKey, Pattern] = {}
@@ -96,16 +93,15 @@ def _solve(patterns: list[Pattern], sizes: list[int], left: list[int]) -> Master
 
 def _fix(patterns: list[Pattern], uses: FloatArray, left: list[int], *, at_least: float) -> Filling:
     """
-    Take whole bins from *left*, most used patterns first, and return them: all whole uses, and
-    *at_least* so many.
+    Take bins of the most used patterns from *left*, all whole uses and *at_least* as many in all;
+    return them.
     """
     fixed: Filling = []
     for place in np.argsort(-uses, kind="stable").tolist():
         pattern, used = patterns[place], float(uses[place])
         if used < 1 - _TINY and fixed and (num_packs(fixed) >= at_least or used < _TINY):
             break
-        # The program lets a sample take the place of a longer one: not every bin that it uses can
-        # be filled as it says.
+        # The program lets a sample take the place of a longer one, so not every bin can be filled.
         num = min(max(int(used + _TINY), 1), *(left[run] // per_bin for run, per_bin in pattern.items()))
         if num:
             fixed.append((pattern, num))

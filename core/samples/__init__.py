@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from packplan.core.samples.bad import BadRecord
-from packplan.core.samples.entries import DataEntry, Draw, draw, parse_entry
+from packplan.core.samples.entries import DataEntry, DrawnRecords, draw_records, parse_entry
 from packplan.core.samples.identity import DIGEST_BYTES, HEAD_BYTES, digest_of, inline_image, unreadable_digest
 from packplan.core.samples.images import Image, is_url, to_images
 from packplan.core.samples.measurement import (
     COLUMNS,
-    IMAGE_COLUMNS,
-    ImageFacts,
-    ImageTable,
-    Measured,
+    MEDIA_COLUMNS,
+    MeasuredSample,
     Measurement,
+    MediaFacts,
+    MediaTable,
     Outcome,
     ShortcutError,
     Table,
@@ -37,9 +37,9 @@ __all__ = [
     "COLUMNS",
     "DIGEST_BYTES",
     "HEAD_BYTES",
-    "IMAGE_COLUMNS",
     "IMAGE_KEYS",
     "MAX_MESSAGES",
+    "MEDIA_COLUMNS",
     "MIXABLE",
     "READ",
     "REFUSED",
@@ -50,12 +50,12 @@ __all__ = [
     "BadRecord",
     "DataEntry",
     "DataFile",
-    "Draw",
+    "DrawnRecords",
     "Image",
-    "ImageFacts",
-    "ImageTable",
-    "Measured",
+    "MeasuredSample",
     "Measurement",
+    "MediaFacts",
+    "MediaTable",
     "Outcome",
     "Place",
     "Shaped",
@@ -65,7 +65,7 @@ __all__ = [
     "VideoTotals",
     "column",
     "digest_of",
-    "draw",
+    "draw_records",
     "from_row",
     "from_tables",
     "inline_image",

@@ -35,7 +35,7 @@ class DataEntry:
 
 
 @attrs.frozen
-class Draw:
+class DrawnRecords:
     """What is taken of one data set."""
 
     train: IntArray
@@ -79,9 +79,9 @@ def parse_entry(text: str, *, exists: Callable[[str], bool]) -> DataEntry:
     return DataEntry(rest.strip(), names, count, hub)
 
 
-def draw(
+def draw_records(
     sizes: Sequence[int], counts: Sequence[int | None], *, split_ratio: float, shuffle: bool, seed: int
-) -> tuple[Draw, ...]:
+) -> tuple[DrawnRecords, ...]:
     """
     Return which records of each data set are trained and evaluated, as ms-swift draws them.
 
@@ -95,7 +95,7 @@ def draw(
     Raises:
         ValueError: A data set is too small for its split, or for its count without repeating.
 
-    >>> [drawn] = draw([4], [6], split_ratio=0, shuffle=False, seed=42)
+    >>> [drawn] = draw_records([4], [6], split_ratio=0, shuffle=False, seed=42)
     >>> drawn.train.tolist(), drawn.val.tolist()
     ([0, 1, 2, 3, 0, 1], [])
     """
@@ -112,16 +112,16 @@ def _seed_of(generator: np.random.RandomState) -> int:
     return int(generator.randint(0, np.iinfo(np.int32).max))
 
 
-def _draw_one(size: int, count: int, ratio: float, *, shuffle: bool, generator: np.random.RandomState) -> Draw:
+def _draw_one(size: int, count: int, ratio: float, *, shuffle: bool, generator: np.random.RandomState) -> DrawnRecords:
     nothing = np.zeros(0, np.int64)
     everything = np.arange(size, dtype=np.int64)
     if ratio == 0:
-        return Draw(_sampled(everything, count, shuffle=shuffle, generator=generator), nothing)
+        return DrawnRecords(_sampled(everything, count, shuffle=shuffle, generator=generator), nothing)
     if ratio == 1:
         if count > size:
             message = f"asks for {count:,} records of {size:,}, and evaluation repeats none: ask for at most {size:,}"
             raise ValueError(message)
-        return Draw(nothing, _sampled(everything, count, shuffle=shuffle, generator=generator))
+        return DrawnRecords(nothing, _sampled(everything, count, shuffle=shuffle, generator=generator))
     num_val = max(int(min(size, count) * ratio), 1)
     if num_val >= min(size, count):
         message = f"has {size:,} records, too few to split: remove custom.split_dataset_ratio, or add records"
@@ -132,7 +132,7 @@ def _draw_one(size: int, count: int, ratio: float, *, shuffle: bool, generator: 
         val, train = order[:num_val], order[num_val:]
     else:
         train, val = everything[: size - num_val], everything[size - num_val :]
-    return Draw(_sampled(train, count - num_val, shuffle=shuffle, generator=generator), val)
+    return DrawnRecords(_sampled(train, count - num_val, shuffle=shuffle, generator=generator), val)
 
 
 def _sampled(items: IntArray, count: int, *, shuffle: bool, generator: np.random.RandomState) -> IntArray:

@@ -67,7 +67,7 @@ def column(table: Table, name: str) -> NDArray[np.int32]:
 
 
 @attrs.frozen
-class ImageFacts:
+class MediaFacts:
     """
     An image or a video as it was when its sample was measured: enough to see, without decoding,
     that it is another.
@@ -95,29 +95,29 @@ class ImageFacts:
     decoded: int = 0
     """1 where a video is decoded to be measured, since its container promises too little."""
 
-    def differences(self, current: ImageFacts) -> tuple[Difference, ...]:
+    def differences(self, current: MediaFacts) -> tuple[Difference, ...]:
         """Return in what the image as it is now differs from this, the measured one."""
-        pairs = zip(attrs.astuple(self), attrs.astuple(current), IMAGE_COLUMNS, strict=True)
+        pairs = zip(attrs.astuple(self), attrs.astuple(current), MEDIA_COLUMNS, strict=True)
         return tuple(Difference(name, measured, found) for measured, found, name in pairs if measured != found)
 
 
-IMAGE_COLUMNS = tuple(field.name for field in attrs.fields(ImageFacts))
+MEDIA_COLUMNS = tuple(field.name for field in attrs.fields(MediaFacts))
 """The columns of a table of images, in order."""
 
-ImageTable = NDArray[np.int64]
+MediaTable = NDArray[np.int64]
 """
 Images and videos of many samples, in their order, the images of each first: int64 of shape
-(num_images + num_videos, len(IMAGE_COLUMNS)).
+(num_images + num_videos, len(MEDIA_COLUMNS)).
 """
 
 
 @attrs.frozen
-class Measured:
+class MeasuredSample:
     """What measuring one sample gives."""
 
     measurement: Measurement
 
-    images: tuple[ImageFacts, ...] = ()
+    media: tuple[MediaFacts, ...] = ()
     """Its images, then its videos."""
 
 
@@ -140,32 +140,32 @@ class ShortcutError(Exception):
         return f"{self.where} measured {self.quick} by a shortcut, but encodes to {self.encoded} ({', '.join(COLUMNS)})"
 
 
-Outcome = Measured | RecordError
+Outcome = MeasuredSample | RecordError
 """Measuring goes on after a record that cannot become a sample, so its error is a value."""
 
 
-def to_tables(measured: Iterable[Measured]) -> tuple[Table, ImageTable]:
+def to_tables(measured: Iterable[MeasuredSample]) -> tuple[Table, MediaTable]:
     """Return the measurements of several samples, and their images."""
     measured = list(measured)
     rows = np.array([to_row(one.measurement) for one in measured], dtype=np.int32)
-    images = np.array([attrs.astuple(image) for one in measured for image in one.images], dtype=np.int64)
-    return rows.reshape(-1, len(COLUMNS)), images.reshape(-1, len(IMAGE_COLUMNS))
+    media = np.array([attrs.astuple(image) for one in measured for image in one.media], dtype=np.int64)
+    return rows.reshape(-1, len(COLUMNS)), media.reshape(-1, len(MEDIA_COLUMNS))
 
 
-def from_tables(table: Table, images: ImageTable, indices: Iterable[int]) -> list[Measured]:
+def from_tables(table: Table, media: MediaTable, indices: Iterable[int]) -> list[MeasuredSample]:
     """
     Return what tables say of some samples.
 
     Args:
         table: Measurements of all samples; int32, shape (num_samples, num_columns).
-        images: What is stored of their images, in the order of the samples; int64, shape
+        media: What is stored of their images, in the order of the samples; int64, shape
             (num_images, num_image_columns).
         indices: Samples to read, each from 0.
     """
     ends = np.cumsum(num_media(table))
     return [
-        Measured(
-            row, tuple(ImageFacts(*one) for one in images[ends[index] - row.images - row.videos : ends[index]].tolist())
+        MeasuredSample(
+            row, tuple(MediaFacts(*one) for one in media[ends[index] - row.images - row.videos : ends[index]].tolist())
         )
         for index in indices
         for row in [from_row(table, index)]
@@ -190,19 +190,19 @@ class VideoTotals:
     """Videos that were decoded to be measured, since their containers promise too little."""
 
 
-def video_totals(table: Table, images: ImageTable) -> VideoTotals:
+def video_totals(table: Table, media: MediaTable) -> VideoTotals:
     """
     Return what the videos of samples are together.
 
     Args:
         table: Measurements of the samples; int32, shape (num_samples, num_columns).
-        images: What is stored of their images and videos; int64, shape (num_media,
+        media: What is stored of their images and videos; int64, shape (num_media,
             num_image_columns).
     """
     videos, frames, patches = (
         int(column(table, name).sum(dtype=np.int64)) for name in ("videos", "frames", "video_patches")
     )
-    milliseconds, decoded = (int(images[:, IMAGE_COLUMNS.index(name)].sum()) for name in ("milliseconds", "decoded"))
+    milliseconds, decoded = (int(media[:, MEDIA_COLUMNS.index(name)].sum()) for name in ("milliseconds", "decoded"))
     return VideoTotals(videos, frames, patches, milliseconds / 1000, decoded)
 
 

@@ -132,7 +132,7 @@ class EpochSchedule:
     """The order of the epoch that was asked for last, which takes long to assign; read-only."""
 
     @classmethod
-    def of(
+    def from_plan(
         cls,
         aligned: AlignedPlan,
         *,
@@ -166,7 +166,7 @@ class EpochSchedule:
         >>> plan = build_raw_plan([5, 5, 5], packing_length=5)
         >>> aligned = align_plan(plan, world_size=2, dataloader_drop_last=False)
         >>> options = {"gradient_accumulation_steps": 1, "num_train_epochs": 1, "shuffle": False}
-        >>> EpochSchedule.of(aligned, **options).order(0).tolist()
+        >>> EpochSchedule.from_plan(aligned, **options).order(0).tolist()
         [0, 1, 2, 0]
         """
         return cls(

@@ -55,7 +55,7 @@ class PackStats:
     """FLOPs of the images of each pack, where `works` say them; shape (num_packs,)."""
 
     @classmethod
-    def of(
+    def from_plan(
         cls, plan: RawPlan, lengths: IntArray, *, packed: bool = True, works: SampleWorks | None = None
     ) -> PackStats:
         """
@@ -76,7 +76,7 @@ class PackStats:
             packs=packs,
             samples=packs.sizes(),
             tokens=packs.loads(lengths),
-            work=packs.sums(_squares(lengths) if works is None else works.samples),
+            work=packs.sums(_squares(lengths) if works is None else works.flops),
             long=packs.loads(is_long),
             packing_length=plan.packing_length,
             all_samples=plan.num_samples,
@@ -86,7 +86,7 @@ class PackStats:
             images=None if works is None else np.add.reduceat(works.images[packs.indices], packs.offsets[:-1]),
         )
 
-    def of_squares(self) -> PackStats:
+    def with_squared_lengths(self) -> PackStats:
         """Return the same numbers, but for work that counts the squares of the samples' lengths."""
         if self.works is None:
             return self
@@ -145,7 +145,7 @@ class EpochStats:
     """Different packs that the epoch consumed before this run."""
 
     @classmethod
-    def of(cls, pack_stats: PackStats, schedule: EpochSchedule, epoch: int) -> EpochStats:
+    def from_schedule(cls, pack_stats: PackStats, schedule: EpochSchedule, epoch: int) -> EpochStats:
         """
         Open the stats of *epoch*.
 

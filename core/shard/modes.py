@@ -395,7 +395,7 @@ def _works(widths: IntArray, work: WorkModel | None) -> NDArray[np.float64]:
     if work is None:
         squares: NDArray[np.float64] = widths.astype(np.float64) ** 2
         return squares
-    return work.of(widths)
+    return work.sample_flops(widths)
 
 
 def _global_batches(num: int, batch_size: int) -> Iterator[range]:

@@ -130,7 +130,7 @@ class WorkModel:
             per_chunk=3 * self.per_chunk,
         )
 
-    def of(self, lengths: Lengths, grids: Sequence[Sequence[Grid]] = ()) -> FLOPs:
+    def sample_flops(self, lengths: Lengths, grids: Sequence[Sequence[Grid]] = ()) -> FLOPs:
         """
         Return the forward FLOPs of each sample under causal attention; shape (num_samples,).
 
@@ -146,21 +146,21 @@ class WorkModel:
             ValueError: Grids of another number of samples than lengths.
 
         >>> model = WorkModel(per_position=100, per_pair=2)
-        >>> model.of([1, 3]).tolist()
+        >>> model.sample_flops([1, 3]).tolist()
         [102.0, 312.0]
         """
         tokens = as_lengths(lengths).astype(np.float64)
-        work = self.of_rows(tokens)
+        work = self.row_flops(tokens)
         if not len(grids):
             return work
         if len(grids) != tokens.size:
             message = f"grids of {len(grids)} samples for {tokens.size} lengths"
             raise ValueError(message)
-        images = self.of_images([grid for sample in grids for grid in sample])
+        images = self.image_flops([grid for sample in grids for grid in sample])
         sample = np.repeat(np.arange(tokens.size), [len(sample) for sample in grids])
         return work + np.bincount(sample, weights=images, minlength=tokens.size)
 
-    def of_rows(self, widths: Any) -> FLOPs:
+    def row_flops(self, widths: Any) -> FLOPs:
         """
         Return the forward FLOPs of text, of rows of one sample each under causal attention; of the
         shape of *widths*.
@@ -173,7 +173,7 @@ class WorkModel:
             work = work + self.per_chunk * np.ceil(tokens / DELTA_CHUNK)
         return work
 
-    def of_positions(self, positions: Any, pairs: Any) -> FLOPs:
+    def position_flops(self, positions: Any, pairs: Any) -> FLOPs:
         """
         Return the forward FLOPs of text by the number of positions computed, padding included, and
         of pairs that every attention layer compares, whatever it sees: as under eager attention.
@@ -187,7 +187,7 @@ class WorkModel:
             work = work + self.per_chunk * np.ceil(positions / DELTA_CHUNK)
         return work
 
-    def of_images(self, grids: Sequence[Grid]) -> FLOPs:
+    def image_flops(self, grids: Sequence[Grid]) -> FLOPs:
         """
         Return the forward FLOPs of each image in the vision tower; shape (num_images,).
 
@@ -199,7 +199,7 @@ class WorkModel:
                 message = f"{len(grids)} images for a model without a vision tower"
                 raise ValueError(message)
             return np.zeros(0)
-        return self.vision.of(grids)
+        return self.vision.image_flops(grids)
 
 
 FRAMES_OF_LAYER = 2
@@ -219,7 +219,7 @@ class SampleWorks:
     """FLOPs of each sample's images and videos; shape (num_samples,)."""
 
     @classmethod
-    def of(
+    def from_lengths(
         cls,
         model: WorkModel,
         lengths: Lengths,
@@ -242,20 +242,22 @@ class SampleWorks:
 
         >>> vision = VisionWork(per_patch=100, per_image_pair=1, per_window_pair=0, window=0)
         >>> model = WorkModel(per_position=0, per_pair=0, vision=vision)
-        >>> SampleWorks.of(model, [9], images=2, patches=32).samples.tolist()
+        >>> SampleWorks.from_lengths(model, [9], images=2, patches=32).flops.tolist()
         [3712.0]
-        >>> SampleWorks.of(model, [9], frames=4, video_patches=32).samples.tolist()
+        >>> SampleWorks.from_lengths(model, [9], frames=4, video_patches=32).flops.tolist()
         [3712.0]
         """
         tokens = as_lengths(lengths)
         seen = np.zeros(tokens.size)
         if model.vision is not None:
             layers = np.asarray(frames) / FRAMES_OF_LAYER
-            seen = model.vision.of_counts(images, patches) + model.vision.of_counts(layers, video_patches)
+            seen = model.vision.estimate_image_flops(images, patches) + model.vision.estimate_image_flops(
+                layers, video_patches
+            )
         return cls(model, tokens, np.broadcast_to(seen, tokens.shape))
 
     @property
-    def samples(self) -> FLOPs:
+    def flops(self) -> FLOPs:
         """
         FLOPs of each sample, whole numbers, whose `Packs.sums` are the same on every processor;
         shape (num_samples,).
@@ -264,7 +266,7 @@ class SampleWorks:
 
     def padded(self, widths: Any) -> FLOPs:
         """Return the FLOPs of text alone, of rows of these *widths*; of their shape."""
-        return self.model.of_rows(widths)
+        return self.model.row_flops(widths)
 
 
 def causal_pairs(lengths: Any) -> Any:

@@ -47,7 +47,7 @@ class VisionWork:
     without windows.
     """
 
-    def of_counts(self, images: Any, patches: Any) -> FLOPs:
+    def estimate_image_flops(self, images: Any, patches: Any) -> FLOPs:
         """
         Return the forward FLOPs of each sample's images where only their number and patches are
         known: as if a sample's images had equal sizes and whole windows.
@@ -57,7 +57,7 @@ class VisionWork:
             patches: Patches of all images of a sample together; of the same shape.
 
         >>> vision = VisionWork(per_patch=100, per_image_pair=1, per_window_pair=1, window=4)
-        >>> vision.of_counts([1, 2, 0], [16, 32, 0]).tolist()
+        >>> vision.estimate_image_flops([1, 2, 0], [16, 32, 0]).tolist()
         [2112.0, 4224.0, 0.0]
         """
         images, patches = np.asarray(images, dtype=np.float64), np.asarray(patches, dtype=np.float64)
@@ -66,12 +66,12 @@ class VisionWork:
         work: FLOPs = self.per_patch * patches + self.per_image_pair * pairs + windows
         return work
 
-    def of(self, grids: Iterable[Grid]) -> FLOPs:
+    def image_flops(self, grids: Iterable[Grid]) -> FLOPs:
         """
         Return the forward FLOPs of each image; shape (num_images,).
 
         >>> vision = VisionWork(per_patch=100, per_image_pair=1, per_window_pair=1, window=4)
-        >>> vision.of([(1, 4, 4), (1, 4, 6)]).tolist()
+        >>> vision.image_flops([(1, 4, 4), (1, 4, 6)]).tolist()
         [2112.0, 3296.0]
         """
         frames, rows, columns = np.array(list(grids), dtype=np.float64).reshape(-1, 3).T

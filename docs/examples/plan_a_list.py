@@ -35,7 +35,7 @@ def describe(lengths: Lengths, *, packing_length: int) -> str:
         gradient_accumulation_steps=None,
         world_size=WORLD_SIZE,
     ).gradient_accumulation_steps
-    schedule = EpochSchedule.of(aligned, gradient_accumulation_steps=accumulation, num_train_epochs=EPOCHS)
+    schedule = EpochSchedule.from_plan(aligned, gradient_accumulation_steps=accumulation, num_train_epochs=EPOCHS)
     return (
         f"{plan.planned_samples:,} of {plan.num_samples:,} samples in {len(plan.packs):,} packs "
         f"(no plan has fewer than {plan.lower_bound:,}), fill {plan.fill:.4f}; on {WORLD_SIZE} ranks "

@@ -21,7 +21,7 @@ from packplan.core.errors import ConfigError, CorruptArtefactError, OutputError,
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.plan import build_raw_plan
 from packplan.core.ports import Origin, StoredPlan
-from packplan.core.samples import COLUMNS, IMAGE_COLUMNS, DataFile
+from packplan.core.samples import COLUMNS, MEDIA_COLUMNS, DataFile
 from tests.fakes import MemoryLengthStore, MemoryPlanStore
 
 KEY = Fingerprint({"a": 1, "b": None})
@@ -34,7 +34,7 @@ def DATA(count: int) -> str:  # noqa: N802  # a constant of these tests
 
 ROWS = np.arange(10 * len(COLUMNS), dtype=np.int32).reshape(10, -1)
 
-IMAGES = np.arange(10 * len(IMAGE_COLUMNS), dtype=np.int64).reshape(10, -1)
+IMAGES = np.arange(10 * len(MEDIA_COLUMNS), dtype=np.int64).reshape(10, -1)
 
 
 def put(store, first: int, end: int, **options) -> None:
@@ -45,7 +45,7 @@ def put(store, first: int, end: int, **options) -> None:
 def taken(store, num_samples: int = 10, data=DATA) -> list[list[int]]:
     """Return the rows that a store resumes with; their images have to be theirs."""
     stored = store.resume(KEY, num_samples, data)
-    assert stored.images.tolist() == IMAGES[: len(stored.table)].tolist()
+    assert stored.media.tolist() == IMAGES[: len(stored.table)].tolist()
     return stored.table.tolist()
 
 
@@ -76,15 +76,15 @@ def test_a_probe_is_kept_until_rows_follow_it(reopen_lengths):
     """It speaks of the rows it saw."""
     store = reopen_lengths()
     taken(store)
-    put(store, 0, 4, probe={"samples": [3, 0]})
-    assert {"samples": [3, 0]} == reopen_lengths().resume(KEY, 10, DATA).probe
+    put(store, 0, 4, repeatability={"samples": [3, 0]})
+    assert {"samples": [3, 0]} == reopen_lengths().resume(KEY, 10, DATA).repeatability
 
     store = reopen_lengths()
     taken(store)
     put(store, 4, 10)
-    assert reopen_lengths().resume(KEY, 10, DATA).probe is None
-    put(store, 10, 10, probe={"samples": [9]})
-    assert {"samples": [9]} == reopen_lengths().resume(KEY, 10, DATA).probe
+    assert reopen_lengths().resume(KEY, 10, DATA).repeatability is None
+    put(store, 10, 10, repeatability={"samples": [9]})
+    assert {"samples": [9]} == reopen_lengths().resume(KEY, 10, DATA).repeatability
 
 
 def test_files_are_kept_until_rows_follow_them(reopen_lengths):
@@ -166,14 +166,14 @@ def test_lengths_are_inspected_whatever_they_were_measured_from(reopen_lengths):
     taken(store)
     assert (None, None) == (reopen_lengths().origin(), reopen_lengths().inspect())
     for end in (4, 10):
-        put(store, 0 if end == 4 else 4, end, in_full=True, probe={"samples": [end]})
+        put(store, 0 if end == 4 else 4, end, in_full=True, repeatability={"samples": [end]})
 
         lengths = reopen_lengths().inspect()
 
         assert Origin(KEY, 10, end, DATA(end)) == reopen_lengths().origin() == lengths.origin
         assert ROWS[:end].tolist() == lengths.rows.table.tolist()
-        assert IMAGES[:end].tolist() == lengths.rows.images.tolist()
-        assert (True, {"samples": [end]}) == (lengths.rows.in_full, lengths.rows.probe)
+        assert IMAGES[:end].tolist() == lengths.rows.media.tolist()
+        assert (True, {"samples": [end]}) == (lengths.rows.in_full, lengths.rows.repeatability)
         assert store.digest() == lengths.digest
         assert [] == list(reopen_lengths().damage())
         assert reopen_lengths().where
@@ -233,7 +233,7 @@ def test_the_disk_holds_small_readable_manifests_and_nothing_else(tmp_path: Path
     """Counts and checksums to read; every file is named by a manifest; no temporary file stays."""
     lengths, plans = DiskLengthStore(tmp_path), DiskPlanStore(tmp_path)
     taken(lengths)
-    put(lengths, 0, 10, probe={})
+    put(lengths, 0, 10, repeatability={})
     plans.save(KEY, PLAN)
     aligned = align_plan(PLAN, world_size=4, dataloader_drop_last=False)
     plans.save_aligned(KEY, aligned)
@@ -260,7 +260,7 @@ def test_one_changed_byte_anywhere_is_found(tmp_path: Path):
     """
     lengths, plans = DiskLengthStore(tmp_path), DiskPlanStore(tmp_path)
     taken(lengths)
-    put(lengths, 0, 10, probe={})
+    put(lengths, 0, 10, repeatability={})
     plans.save(KEY, PLAN)
 
     for path in sorted(tmp_path.iterdir()):
@@ -282,7 +282,7 @@ def test_torn_files_are_never_read(tmp_path: Path):
     """A manifest cut short, arrays cut short, rows cut short, and an array that is gone."""
     lengths, plans = DiskLengthStore(tmp_path), DiskPlanStore(tmp_path)
     taken(lengths)
-    put(lengths, 0, 10, probe={})
+    put(lengths, 0, 10, repeatability={})
     plans.save(KEY, PLAN)
 
     for path in sorted(tmp_path.iterdir()):
@@ -342,7 +342,7 @@ def test_a_run_that_maps_lengths_survives_their_being_measured_anew(tmp_path: Pa
     store.append(ROWS[5:6], IMAGES[5:6], DATA(1), in_full=True)
 
     assert ROWS.tolist() == mapped.table.tolist()
-    assert IMAGES.tolist() == mapped.images.tolist()
+    assert IMAGES.tolist() == mapped.media.tolist()
 
 
 def test_another_runs_lengths_are_taken_over_once(tmp_path: Path):
@@ -358,7 +358,7 @@ def test_another_runs_lengths_are_taken_over_once(tmp_path: Path):
     assert ROWS[:6].tolist() == taken(DiskLengthStore(two, lengths_from=one))
     assert before == {path.name: path.read_bytes() for path in one.iterdir()}
     assert before == {path.name: path.read_bytes() for path in two.iterdir()}
-    put(other, 6, 10, probe={"samples": [1]})
+    put(other, 6, 10, repeatability={"samples": [1]})
     assert ROWS[:6].tolist() == taken(DiskLengthStore(two, lengths_from=one))
 
 
@@ -411,7 +411,7 @@ def whole(tmp_path):
     """A folder with lengths, a plan, and two alignments of it."""
     lengths = DiskLengthStore(tmp_path)
     lengths.resume(KEY, 10, DATA)
-    put(lengths, 0, 10, probe={"samples": [0, 9]})
+    put(lengths, 0, 10, repeatability={"samples": [0, 9]})
     plans = DiskPlanStore(tmp_path)
     plans.save(KEY, PLAN)
     for world_size in (3, 2):
@@ -437,7 +437,7 @@ def test_a_look_needs_no_key(whole):
     )  # fmt: skip
     assert ROWS.tolist() == lengths.rows.table.tolist()
     assert ROWS[:, 0].tolist() == lengths.tokens.tolist()
-    assert IMAGES.tolist() == lengths.rows.images.tolist()
+    assert IMAGES.tolist() == lengths.rows.media.tolist()
     assert (KEY, PLAN, (2, 3)) == (plan.key, plan.plan, plan.world_sizes)
     assert DiskLengthStore(whole).origin() == lengths.origin
     assert before == {path.name: path.read_bytes() for path in whole.iterdir()}

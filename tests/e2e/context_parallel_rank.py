@@ -78,7 +78,7 @@ def share(
     if checkpointing:
         model.gradient_checkpointing_enable()
     plain = model.config._attn_implementation
-    layout = LAYOUTS[fault].of(LENGTHS, cp_size=dist.get_world_size())
+    layout = LAYOUTS[fault].from_lengths(LENGTHS, cp_size=dist.get_world_size())
     row = torch.full((layout.num_positions,), 7)
     row[layout.is_token] = torch.cat(sequences())
     positions = layout.positions(dist.get_rank())

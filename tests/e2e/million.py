@@ -18,7 +18,7 @@ from packplan.core.align import align_plan
 from packplan.core.config import plan_policy
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.plan import build_raw_plan
-from packplan.core.samples import COLUMNS, IMAGE_COLUMNS, DataFile, ImageFacts, Measurement, from_row
+from packplan.core.samples import COLUMNS, MEDIA_COLUMNS, DataFile, Measurement, MediaFacts, from_row
 
 KEY, DIGEST, ROWS = Fingerprint({}), "data", "rows.npy"
 
@@ -39,11 +39,11 @@ def store(folder: Path, lengths: np.ndarray, *, packing_length: int, world_size:
     rows[:, COLUMNS.index("length")] = lengths
     rows[:, COLUMNS.index("images")] = 1
     np.save(folder / ROWS, rows)
-    images = np.zeros((lengths.size, len(IMAGE_COLUMNS)), dtype=np.int64)
-    images[:, :4] = np.column_stack([np.arange(lengths.size), np.full((lengths.size, 2), 28), np.arange(lengths.size)])
+    media = np.zeros((lengths.size, len(MEDIA_COLUMNS)), dtype=np.int64)
+    media[:, :4] = np.column_stack([np.arange(lengths.size), np.full((lengths.size, 2), 28), np.arange(lengths.size)])
     with stores.lock.held(timeout_s=60, report=lambda _: None):
         stores.lengths.resume(KEY, lengths.size, str)
-        stores.lengths.append(rows, images, DIGEST, in_full=False, probe={})
+        stores.lengths.append(rows, media, DIGEST, in_full=False, repeatability={})
         raw, key = build_raw_plan(lengths, policy), policy.fingerprint(stores.lengths.digest())
         stores.plans.save(key, raw)
         stores.plans.save_aligned(key, align_plan(raw, world_size=world_size, dataloader_drop_last=False))
@@ -76,8 +76,8 @@ class StoredSamples:
     def leave_out(self, numbers: Sequence[int]) -> None:
         assert not numbers
 
-    def images(self, index: int, *, decode: bool = False) -> tuple[ImageFacts, ...]:
-        return (ImageFacts(index, 28, 28, index),)
+    def media_facts(self, index: int, *, decode: bool = False) -> tuple[MediaFacts, ...]:
+        return (MediaFacts(index, 28, 28, index),)
 
 
 def plan_as_rank(path: str, out: str) -> int:

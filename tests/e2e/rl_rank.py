@@ -37,7 +37,7 @@ def rollouts(vocabulary: int) -> BatchedData:
     inside = torch.arange(width) < torch.tensor(LENGTHS)[:, None]
     ids = torch.randint(20, vocabulary, inside.shape, generator=drawn) * inside
     answer = torch.arange(width) >= torch.tensor([length // 3 for length in LENGTHS])[:, None]
-    return BatchedData.of(
+    return BatchedData.from_fields(
         {
             "input_ids": ids,
             "token_mask": (inside & answer).float(),

@@ -39,7 +39,7 @@ def main(config: str, out: str) -> None:
     dist.init_process_group("gloo", init_method=place, rank=rank, world_size=RANKS)
     mesh = dist.device_mesh.init_device_mesh("cpu", (RANKS,))
     model = trainer.model
-    dummy = DummyImage.of(model, trainer.template)
+    dummy = DummyImage.from_model(model, trainer.template)
     dummy.ensure_seen()  # a pack without images meets one with
     lists = [part for part in model.modules() if isinstance(part, torch.nn.ModuleList)]
     for block in [*(block for part in lists for block in part), dummy.inner.get_submodule(dummy.towers[0])]:

@@ -270,10 +270,10 @@ def test_damage_between_two_frames_is_found_by_decoding_all(write_run, tmp_path)
     measured = list(samples.measure_many(range(4), in_full=False))
     assert [1] * 4 == [one.measurement.videos for one in measured]
     for index in (0, 1):
-        assert measured[index].images == samples.images(index, decode=True)
+        assert measured[index].media == samples.media_facts(index, decode=True)
 
     for index, name in ((2, "bad.mp4"), (3, "turned.mp4")):
-        for read in (lambda index: samples.images(index, decode=True), encoder.encode):
+        for read in (lambda index: samples.media_facts(index, decode=True), encoder.encode):
             with pytest.raises(RecordError) as caught:
                 read(index)
             assert f"damaged.jsonl, line {index + 1}: " in str(caught.value)

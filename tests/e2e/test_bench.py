@@ -20,7 +20,7 @@ from benchmarks.__main__ import main
 from benchmarks.child import Child, NotMeasuredError, measure, run_in_child
 from benchmarks.distributions import DISTRIBUTIONS, made_mix, trace
 from benchmarks.peers import PEERS
-from benchmarks.train import WAYS, Ratio, Row, compared, operations
+from benchmarks.train import WAYS, Ratio, TrainRow, compared, operations
 from packplan.core.bounds import lower_bound
 from packplan.core.packers import ALGORITHMS, pack
 from packplan.core.schedule import EpochSchedule
@@ -289,8 +289,19 @@ def test_operations_are_those_of_every_forward_pass(batches):
 
 def test_rows_are_compared_round_by_round():
     """A machine that is twice as slow in one round changes no ratio; what is missing has none."""
-    row = Row(kind="text", budget=512, way="packed", attention="varlen", batch_size=1, num_steps=9, padding_share=0.0,
-              flops=2e9, seconds=(2.0, 4.0, 2.0), tokens_per_sample=9.0, peak_bytes=46)  # fmt: skip
+    row = TrainRow(
+        kind="text",
+        budget=512,
+        way="packed",
+        attention="varlen",
+        batch_size=1,
+        num_steps=9,
+        padding_share=0.0,
+        flops=2e9,
+        seconds=(2.0, 4.0, 2.0),
+        tokens_per_sample=9.0,
+        peak_bytes=46,
+    )
     padded = attrs.evolve(row, way="padded", batch_size=4, flops=3e9, seconds=(3.0, 6.0, 4.0))
 
     packed, other = compared([row, padded])

@@ -120,7 +120,7 @@ def test_every_shipped_model_passes(compared, model, attn_impl):
     assert all(worst[check] == 0 for check in (*EXACT, "isolation"))
     compared_numbers = ("logits", "sample loss", "step loss", "gradients")
     assert all(worst[check] < (1e-6 if attn_impl == "varlen" else 1e-5) for check in compared_numbers)
-    assert worst["probe"] > 1e-2
+    assert worst["sensitivity"] > 1e-2
 
 
 @pytest.mark.parametrize("model", ["qwen2_5_vl", "qwen3_vl"])
@@ -321,7 +321,7 @@ def test_a_wrong_layout_is_found(compared, monkeypatch, fault):
 
     assert "varlen" == report.attn_impl
     assert {"logits", "sample loss", "gradients"} <= failed
-    assert not failed & {"positions", "labels", "probe"}
+    assert not failed & {"positions", "labels", "sensitivity"}
 
 
 def test_a_block_computed_twice_is_found(compared, monkeypatch):

@@ -365,7 +365,7 @@ def view_of(path, *overrides):
     """Plan a run, and return its plan of training in numbers."""
     config = stores.read_config(path, overrides)
     split = gather(config).splits["train"]
-    Planner.of(config, OneRank()).plan(split)
+    Planner.from_config(config, OneRank()).plan(split)
     return inspect_plan(config, "train", world_size=1)
 
 

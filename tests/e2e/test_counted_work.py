@@ -93,10 +93,10 @@ def test_torch_counts_the_same_operations(demo, model_type):
 
     with_images = [(90, GRIDS), (400, GRIDS[:1]), (60 * 4, GRIDS * 4)] if sees_images else []
     for num_tokens, grids in [(1, []), (60, []), (60 * 12, []), *with_images]:
-        mine = work.of_positions(num_tokens, num_tokens**2) + work.of_images(grids).sum()
+        mine = work.position_flops(num_tokens, num_tokens**2) + work.image_flops(grids).sum()
         assert counted(model, config, num_tokens, grids) == mine
     if sees_images:
-        mine = work.of_positions(90, 90**2) + work.of_images(VIDEOS).sum()
+        mine = work.position_flops(90, 90**2) + work.image_flops(VIDEOS).sum()
         assert counted(model, config, 90, VIDEOS, "video") == mine
 
 
@@ -134,7 +134,7 @@ def test_torch_counts_a_backward_pass_beside_frozen_parts(demo, frozen, passes):
                 given["pixel_values"].requires_grad_("visual" not in frozen)
             model(**given, use_cache=False).logits.sum().backward()
         model.zero_grad()
-        mine = work.of_positions(num_tokens, num_tokens**2) + work.of_images(grids).sum()
+        mine = work.position_flops(num_tokens, num_tokens**2) + work.image_flops(grids).sum()
         assert mine == pytest.approx(counter.get_total_flops(), rel=0.02)
 
 
@@ -165,7 +165,7 @@ def test_torch_counts_about_the_same_in_families_that_keys_describe(family):
 
     grids = [] if family in TEXTS else GRIDS
     for num_tokens, images in ((60, []), (60 * 4, []), *([(90, grids), (60 * 4, grids * 4)] if grids else [])):
-        mine = work.of_positions(num_tokens, num_tokens**2) + work.of_images(images).sum()
+        mine = work.position_flops(num_tokens, num_tokens**2) + work.image_flops(images).sum()
         assert mine == pytest.approx(counted(model, config, num_tokens, images), rel=0.02)
 
 
@@ -218,8 +218,8 @@ def test_torch_counts_about_the_same_in_towers_of_tiles_and_of_wide_layers(famil
             grids = [grid] * number
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             model.get_image_features(**media)
-        mine = vision.of(grids).sum()
+        mine = vision.image_flops(grids).sum()
         assert mine == pytest.approx(counter.get_total_flops(), rel=0.02)
         images = 1 if family == "internvl" else number
-        by_counts = vision.of_counts(images, sum(rows * columns for _, rows, columns in grids))
+        by_counts = vision.estimate_image_flops(images, sum(rows * columns for _, rows, columns in grids))
         assert by_counts == pytest.approx(mine, rel=1e-9)

@@ -27,18 +27,18 @@ def test_training_does_what_show_foretold(write_run, execute, few_scenes, capfd,
 
     result = execute(path)
 
-    assert shown["course"]["total_steps"] == result.num_steps
+    assert shown["schedule"]["total_steps"] == result.num_steps
     assert shown["checksums"]["raw_plan"] == result.planned["train"].raw_checksum
     assert shown["checksums"]["aligned_plan"] == result.planned["train"].checksum
     assert settings.get("data_seed", 42) == result.schedule.seed
     assert settings.get("train_dataloader_shuffle", True) == result.schedule.shuffle
-    logged = [entry for entry in result.history if "work" in entry][: shown["course"]["steps_per_epoch"]]
+    logged = [entry for entry in result.history if "work" in entry][: shown["schedule"]["steps_per_epoch"]]
     works = [entry["work"] for entry in logged]
-    assert shown["course"]["work_per_step"] == pytest.approx(sum(works) / len(works))
+    assert shown["schedule"]["work_per_step"] == pytest.approx(sum(works) / len(works))
     assert shown["plan"]["sample_coverage"] == pytest.approx(logged[-1]["coverage"])
 
 
-def test_the_course_is_ordered_as_the_trainers_arguments_say(write_run):
+def test_the_schedule_is_ordered_as_the_trainers_arguments_say(write_run):
     """ms-swift's defaults are those that looking without it assumes."""
     from packplan.app.training.schedule import batch_of, schedule_of
     from packplan.app.wiring import training

@@ -13,7 +13,7 @@ from packplan.adapters.conversion import hubs
 from packplan.app import sft
 from packplan.app.wiring import stores
 from packplan.core.errors import ConfigError
-from packplan.core.samples import draw
+from packplan.core.samples import draw_records
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +55,7 @@ def test_a_draw_takes_the_records_that_ms_swift_takes(tmp_path, counts, ratio, s
     names = [f"{file}#{count}" if count else str(file) for file, count in zip(files, counts, strict=True)]
 
     theirs = load_dataset(names, split_dataset_ratio=ratio, seed=seed, shuffle=shuffle, strict=True)
-    drawn = draw([37, 11], counts, split_ratio=ratio, shuffle=shuffle, seed=seed)
+    drawn = draw_records([37, 11], counts, split_ratio=ratio, shuffle=shuffle, seed=seed)
 
     for data, part in zip(theirs, ("train", "val"), strict=True):
         expected = [] if data is None else sorted(row["messages"][0]["content"] for row in data)

@@ -23,7 +23,7 @@ def batch_of(lengths):
     ids = torch.zeros((len(lengths), width), dtype=torch.int64)
     for number, length in enumerate(lengths):
         ids[number, :length] = 1000 * number + torch.arange(1, length + 1)
-    return BatchedData.of(
+    return BatchedData.from_fields(
         {
             "input_ids": ids,
             "values": ids.double() / 2,
@@ -123,7 +123,7 @@ def test_a_field_of_another_dimension_is_declared():
         "mrope": torch.arange(2 * 3 * 4).view(2, 3, 4),
         "scores": torch.arange(8).view(2, 4),
     }
-    batch = BatchedData.of(fields, lengths=[4, 2], sequence_dims={"input_ids": 1, "mrope": 2})
+    batch = BatchedData.from_fields(fields, lengths=[4, 2], sequence_dims={"input_ids": 1, "mrope": 2})
 
     narrow = batch.truncate(2)
 
@@ -154,19 +154,21 @@ def test_a_batch_that_is_none_is_refused():
     """
     ids = torch.ones((2, 4), dtype=torch.int64)
     with pytest.raises(BatchError, match="field rewards has 3 entries, but the batch has 2 sequences"):
-        BatchedData.of({"input_ids": ids, "rewards": torch.ones(3)}, lengths=[1, 2])
+        BatchedData.from_fields({"input_ids": ids, "rewards": torch.ones(3)}, lengths=[1, 2])
     with pytest.raises(BatchError, match="a sequence has 5 tokens, but the batch is 4 wide"):
-        BatchedData.of({"input_ids": ids}, lengths=[1, 5])
+        BatchedData.from_fields({"input_ids": ids}, lengths=[1, 5])
     with pytest.raises(BatchError, match="field texts is a list"):
-        BatchedData.of({"input_ids": ids, "texts": ["a", "b"]}, lengths=np.array([1, 2])).tensor("texts")
+        BatchedData.from_fields({"input_ids": ids, "texts": ["a", "b"]}, lengths=np.array([1, 2])).tensor("texts")
     for lengths in ([1.0, 2.0], [0, 2], [[1], [2]]):
         with pytest.raises(BatchError, match="whole numbers of at least 1 token"):
-            BatchedData.of({"input_ids": ids}, lengths=lengths)
+            BatchedData.from_fields({"input_ids": ids}, lengths=lengths)
     for fields in ({}, {"input_ids": [1, 2]}, {"input_ids": ids[0]}):
         with pytest.raises(BatchError, match="a batch has input_ids"):
-            BatchedData.of(fields, lengths=[1, 2])
+            BatchedData.from_fields(fields, lengths=[1, 2])
     with pytest.raises(BatchError, match="made for sequences of other lengths"):
-        BatchedData.of({"input_ids": ids}, lengths=[1, 2]).shard(shard_plain([1, 2, 2], shards=1, batch_size=3))
+        BatchedData.from_fields({"input_ids": ids}, lengths=[1, 2]).shard(
+            shard_plain([1, 2, 2], shards=1, batch_size=3)
+        )
 
 
 def test_no_field_is_lost_where_batches_become_one():
@@ -184,7 +186,7 @@ def test_no_field_is_lost_where_batches_become_one():
         (along, beside, ("a tensor of shape (batch, width)", "a tensor of shape (batch, 4)")),
         (scores, sized, ("a tensor of shape (batch)", "a tensor of shape (batch, 3)")),
     ):
-        first, last = (BatchedData.of(fields, lengths=[1, 2]) for fields in (one, other))
+        first, last = (BatchedData.from_fields(fields, lengths=[1, 2]) for fields in (one, other))
         for batches, (here, there) in (([first, first, last], kinds), ([last, last, first], kinds[::-1])):
             says = f"batch 2 has other fields than batch 0: x is {there}, in batch 0 {here}: give all the same fields"
             with pytest.raises(BatchError, match=re.escape(says)):
@@ -197,7 +199,7 @@ def test_a_batch_may_be_empty_but_a_row_may_not():
     are refused.
     """
     batch = batch_of([3, 1])
-    empty = BatchedData.of(dict(batch.select([]).fields), lengths=[])
+    empty = BatchedData.from_fields(dict(batch.select([]).fields), lengths=[])
 
     assert 0 == len(empty) == len(concatenate([empty, empty])) == len(empty.truncate(2).slice(0, 1))
     assert torch.equal(batch.tensor("features"), concatenate([empty, batch, empty]).tensor("features"))
@@ -207,4 +209,4 @@ def test_a_batch_may_be_empty_but_a_row_may_not():
     with pytest.raises(BatchError, match="no batch to concatenate"):
         concatenate([])
     with pytest.raises(BatchError, match="field input_ids has 2 entries, but the batch has 0 sequences"):
-        BatchedData.of({"input_ids": batch["input_ids"]}, lengths=[])
+        BatchedData.from_fields({"input_ids": batch["input_ids"]}, lengths=[])

@@ -8,7 +8,7 @@ import random
 import pytest
 from PIL import Image
 
-from packplan.core.samples import Measured, ShortcutError
+from packplan.core.samples import MeasuredSample, ShortcutError
 
 MARKS = (
     "<|im_end|>", "<|im_start|>user\n", "<think>\nso\n</think>\n\n", "<bbox>", "<ref-object>", "<video>", "  ", "\n",
@@ -84,7 +84,7 @@ def test_texts_measure_as_full_encodes_do(of, limit, samples, tmp_path, monkeypa
     quick = list(measured.measure_many(range(50), in_full=False))
 
     assert in_full == quick
-    lengths = [one.measurement for one in quick if isinstance(one, Measured)]
+    lengths = [one.measurement for one in quick if isinstance(one, MeasuredSample)]
     assert len(lengths) > 40
     cut = sum(one.cut for one in lengths)
     assert 5 < cut < 25 if limit else not cut

@@ -63,7 +63,7 @@ def test_three_ranks_consume_every_aligned_pack_once_an_epoch(start_ranks, write
     assert ranks[0]["num_aligned"] > ranks[0]["num_raw"]
     assert ranks[0]["num_aligned"] // 3 % 2, "no ragged window to try"
     config = stores.read_config(write_run("qwen3_vl", name="one", **overlay))
-    one = Planner.of(config, OneRank()).plan(gather(config).splits["train"])
+    one = Planner.from_config(config, OneRank()).plan(gather(config).splits["train"])
     assert any(one.table[pack, 2].sum() == 0 for pack in one.raw.packs), "no pack without images to try"
     assert one.raw_checksum == ranks[0]["raw"]
 

@@ -176,7 +176,7 @@ def test_answers_are_put_to_their_prompts_and_they_alone_are_trained(write_rl):
     )
     lengths = [3, 1, 4, 2, 6]
     ids = torch.tensor([[n] * n + [0] * (6 - n) for n in lengths])
-    asked = BatchedData.of({"input_ids": ids, "answers": [""] * 5, "records": [""] * 5}, lengths=lengths)
+    asked = BatchedData.from_fields({"input_ids": ids, "answers": [""] * 5, "records": [""] * 5}, lengths=lengths)
 
     rollouts = loop._roll_out(config, Answering(), asked, shards=2, step=0)
 
@@ -219,7 +219,7 @@ def test_prompts_are_answered_from_their_end_and_answers_end_with_their_token(wr
     ids = torch.zeros((3, 3), dtype=torch.int64)
     for row, prompt in enumerate(prompts):
         ids[row, : len(prompt)] = torch.tensor(prompt)
-    asked = BatchedData.of({"input_ids": ids, "answers": [""] * 3, "records": [""] * 3}, lengths=[3, 1, 2])
+    asked = BatchedData.from_fields({"input_ids": ids, "answers": [""] * 3, "records": [""] * 3}, lengths=[3, 1, 2])
     (shard,) = asked.shard(shard_plain([3, 1, 2], shards=1, batch_size=3))
 
     found = worker.generate(shard, seed=[0, 0])

@@ -126,7 +126,7 @@ def test_a_batch_without_images_uses_every_weight(write_run, few_scenes, model):
         return loss.item(), {name for name, p in trainer.model.named_parameters() if p.grad is None}
 
     before, unused = loss_and_unused()
-    DummyImage.of(trainer.model, trainer.template).ensure_seen()
+    DummyImage.from_model(trainer.model, trainer.template).ensure_seen()
     after, still = loss_and_unused()
 
     assert before == after

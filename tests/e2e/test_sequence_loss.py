@@ -52,7 +52,7 @@ def batches(draw) -> tuple[torch.Tensor, dict, PackedLayout]:
     number.
     """
     lengths = draw(st.lists(st.integers(1, 9), min_size=1, max_size=5))
-    layout = PackedLayout.of(lengths, cp_size=draw(st.integers(1, 3)), tp_size=draw(st.integers(1, 2)))
+    layout = PackedLayout.from_lengths(lengths, cp_size=draw(st.integers(1, 3)), tp_size=draw(st.integers(1, 2)))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     shape = (len(lengths), max(lengths) + draw(st.integers(0, 2)))
     inside = torch.arange(shape[1]) < torch.tensor(lengths)[:, None]
@@ -380,7 +380,7 @@ def test_what_does_not_fit_is_refused():
     given = {"num_sequences": 1, "num_tokens": 2}
     with pytest.raises(ValueError, match="needs old_log_probabilities, but the data have input_ids, token_mask, adv"):
         FusedLoss(ClippedPolicyLoss())(torch.ones(1, 3, 5), fields, **given)
-    layout = PackedLayout.of([3], cp_size=2)
+    layout = PackedLayout.from_lengths([3], cp_size=2)
     for loss in (FusedLoss(ClippedPolicyLoss()), PackedLoss(plain_policy_loss)):
         with pytest.raises(
             ValueError, match=r"layout has \d positions in 1 row, but the logits have the shape \(1, 3, 5\)"

@@ -132,7 +132,7 @@ def test_a_row_that_nobody_shares_is_the_row(group_of_one, qwen3):
     plain = model(tokens).logits
     expected = torch.cat([model(tokens[:, :3]).logits, model(tokens[:, 3:]).logits], dim=1)
 
-    with context_parallel(model, layout=PackedLayout.of([3, 5])):
+    with context_parallel(model, layout=PackedLayout.from_lengths([3, 5])):
         found = model(tokens).logits
 
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
@@ -149,17 +149,17 @@ def test_what_cannot_be_computed_is_refused(group_of_one, qwen3):
     model, tokens = qwen3
     with (
         pytest.raises(ValueError, match="for 2 ranks, but the group has 1"),
-        context_parallel(model, layout=PackedLayout.of([8], cp_size=2)),
+        context_parallel(model, layout=PackedLayout.from_lengths([8], cp_size=2)),
     ):
         pass
-    with context_parallel(model, layout=PackedLayout.of([9])):
+    with context_parallel(model, layout=PackedLayout.from_lengths([9])):
         with pytest.raises(ValueError, match="9 of 9 positions, but this one has 8"):
             model(tokens, position_ids=torch.arange(8)[None])
         with pytest.raises(ValueError, match="attention_mask is given"):
             model(tokens, attention_mask=torch.ones_like(tokens))
     model.model.layers[0].self_attn.sliding_window = 4
     with (
-        context_parallel(model, layout=PackedLayout.of([8])),
+        context_parallel(model, layout=PackedLayout.from_lengths([8])),
         pytest.raises(ValueError, match="without a sliding window"),
     ):
         model(tokens)

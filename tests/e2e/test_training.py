@@ -76,7 +76,7 @@ def test_a_run_trains_every_pack_once_an_epoch_and_counts_its_steps(  # noqa: PL
     assert [plan.planned_samples / plan.num_samples] * 2 == [
         line["epoch_coverage"] for line in lines if "epoch_coverage" in line
     ]
-    samples = work_of(read_config(path), result.planned["train"].table).of.samples
+    samples = work_of(read_config(path), result.planned["train"].table).samples.flops
     assert 2 * samples[plan.packs.indices].sum() == pytest.approx(sum(step["work"] for step in steps))
     # An epoch's line would take the accuracy of the steps since the last log along.
     assert not any("token_acc" in line for line in lines if "epoch_coverage" in line)
@@ -345,7 +345,7 @@ def test_cut_samples_are_counted_apart_from_those_that_fit(write_run, execute, c
     assert {50} == set(table[cut, 0].tolist())
     assert f"{cut.sum()} samples are truncated to 50 tokens" in caplog.text
     whole = read_config(write_run("qwen2", name="whole", template={"max_length": 50}))
-    lengths = Planner.of(whole, OneRank()).plan(gather(whole).splits["train"]).table
+    lengths = Planner.from_config(whole, OneRank()).plan(gather(whole).splits["train"]).table
     assert (lengths[:, 0] > 50).tolist() == cut.tolist()
     assert 0 == lengths[:, 4].sum()
 

@@ -298,4 +298,4 @@ def test_a_run_fetches_its_images_before_it_measures_and_trains_without_a_networ
         assert expected["input_ids"] == found["input_ids"]
         assert expected["pixel_values"].equal(found["pixel_values"])
     assert {1} == {*serving.asked.values()}
-    assert attrs.asdict(run.splits["train"].source.images(0)[0])["num_bytes"] == len(RED)
+    assert attrs.asdict(run.splits["train"].source.media_facts(0)[0])["num_bytes"] == len(RED)

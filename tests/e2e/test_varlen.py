@@ -277,7 +277,7 @@ class Stale:
     """The layout of the row before, its end cut to the row's own."""
 
     def __init__(self):
-        self._last = Layout.of_boundaries(torch.tensor([0, 3, 9, 10**9]), is_causal=True)
+        self._last = Layout.from_boundaries(torch.tensor([0, 3, 9, 10**9]), is_causal=True)
 
     def __call__(self, found):
         last, self._last = self._last, found
@@ -330,7 +330,7 @@ def test_recomputing_layers_without_their_layout_is_found(opened, monkeypatch):
     def forgetful(query, key, value, layout, **options):
         calls.append(layout)
         if len(calls) > 2:  # two layers, forward; then recomputed
-            layout = Layout.of_boundaries(layout.cu_seqlens[[0, -1]], is_causal=True)
+            layout = Layout.from_boundaries(layout.cu_seqlens[[0, -1]], is_causal=True)
         return plain(query, key, value, layout, **options)
 
     monkeypatch.setattr(varlen, "attend_within", forgetful)
@@ -455,7 +455,7 @@ def test_the_fused_kernel_is_asked_for_what_the_blocks_compute(kind, key_heads):
 def test_autocast_is_heeded_where_the_kernel_does_not_know_it():
     """float32 tensors come as what autocast computes in."""
     parts = list(tensors(5))
-    layout = Layout.of_boundaries(torch.tensor([0, 5]), is_causal=True)
+    layout = Layout.from_boundaries(torch.tensor([0, 5]), is_causal=True)
 
     with torch.autocast("cpu", torch.bfloat16):
         found = varlen.fused_arguments(*parts, layout, scaling=None)

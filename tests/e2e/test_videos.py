@@ -104,7 +104,7 @@ def test_containers_give_the_lengths_of_full_encodes(model, demo, made, tmp_path
     quick = video_lengths(tmp_path / model, paths, in_full=False)
 
     assert [] == differing(paths, quick, video_lengths(tmp_path / model, paths, in_full=True))
-    decoded = [video.rate is None for video, one in zip(videos, quick, strict=True) if one.images[0].decoded]
+    decoded = [video.rate is None for video, one in zip(videos, quick, strict=True) if one.media[0].decoded]
     assert decoded
     assert all(decoded)
     assert len(decoded) == sum(video.rate is None for video in videos)

@@ -184,7 +184,7 @@ def test_internvl_in_its_chat_form_is_counted_and_encoded_in_full(vision_run, fo
         custom={"train_jsonl": str(pictures)},
     )
     samples = measurer(path)
-    measured = [samples.measure_quickly(index) for index in range(len(samples))]
+    measured = [samples.measure_by_headers(index) for index in range(len(samples))]
 
     assert [one.images for one in measured] == [1] * 45 + [2, 3, 4, 0]
     assert all(one.patches % 16 == 0 for one in measured), "a tile has 4 times 4"
@@ -214,7 +214,7 @@ def blur(trainer) -> None:
             lambda part: part + part.mean([*range(part.dim() - 1)]) if torch.is_tensor(part) else part, output
         )
 
-    dummy = DummyImage.of(trainer.model, trainer.template)
+    dummy = DummyImage.from_model(trainer.model, trainer.template)
     dummy.inner.get_submodule(dummy.towers[0]).register_forward_hook(mixed)
 
 
@@ -261,7 +261,7 @@ def test_a_family_is_shown_to_pack(vision_run, folder, monkeypatch, family):
     trainer.data_collator = plain
 
     before = [loss_and_unused(prepared, index)[0] for index in (1, 2)]
-    dummy = DummyImage.of(trainer.model, trainer.template)
+    dummy = DummyImage.from_model(trainer.model, trainer.template)
     assert [] == dummy.unreached()
     dummy.ensure_seen()
     assert [(loss, set()) for loss in before] == [loss_and_unused(prepared, index) for index in (1, 2)]

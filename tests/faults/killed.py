@@ -56,8 +56,8 @@ def run_and_kill(data: Path, folder: Path, line: int) -> bool:
     source = FileSource(data)
     stored = DiskLengthStore(folder).read(source.fingerprint(), len(source), source.data_digest)
     assert LENGTHS[: len(stored.table)] == stored.table[:, 0].tolist()
-    assert len(stored.table) == len(stored.images)
-    if stored.probe is None:
+    assert len(stored.table) == len(stored.media)
+    if stored.repeatability is None:
         assert process.counter - len(stored.table) <= FLUSH_EVERY
     return status != 0
 

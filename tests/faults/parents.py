@@ -75,7 +75,7 @@ def loader(folder: Path) -> list[int]:
 
 
 def elsewhere(folder: Path) -> list[int]:
-    """Start the process in which samples are probed."""
+    """Start the process in which samples are encoded again."""
     import threading
 
     from packplan.adapters.samples.measurer import SwiftMeasurer

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from packplan.app.planning.measure import PROBED_SAMPLES
+from packplan.app.planning.measure import REPEATED_SAMPLES
 from packplan.core.errors import CorruptArtefactError, LockedError, OutputError, PackplanError, StaleLengthsError
 from tests.faults.runs import FileSource, Forked, artefacts_of, execute, write_data
 
@@ -131,7 +131,7 @@ def test_of_two_jobs_on_one_folder_one_measures_and_the_other_reads(data, whole,
 
     assert 0 == writer.wait()
     assert heard[0].startswith(f"waiting for process {writer.pid} on ")
-    assert PROBED_SAMPLES == len(source.measured), "what is compared, and no more"
+    assert REPEATED_SAMPLES == len(source.measured), "what is compared, and no more"
     assert whole == artefacts_of(folder)
 
 
@@ -188,7 +188,7 @@ def test_a_clock_that_was_set_back_changes_nothing(data, whole, tmp_path, monkey
     source = FileSource(data)
     execute(source, folder)
 
-    assert PROBED_SAMPLES == len(source.measured), "what is compared, and no more"
+    assert REPEATED_SAMPLES == len(source.measured), "what is compared, and no more"
     assert whole == artefacts_of(folder)
 
 

@@ -34,7 +34,7 @@ def test_processes_end_with_the_parent_that_started_them(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", ["loader", "elsewhere"])
 def test_workers_of_loaders_end_with_their_rank(server, tmp_path, kind):
-    """Workers that are in the middle of a sample, and the process that probes."""
+    """Workers that are in the middle of a sample, and the process that encodes samples again."""
     parent = server.start(parents.main, kind, str(tmp_path), log=tmp_path / "log")
     each_ends(tmp_path, parent.pid)
 

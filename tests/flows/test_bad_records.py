@@ -11,7 +11,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from packplan.app.plan.building import list_failures
-from packplan.app.planning.measure import PROBED_SAMPLES, measure
+from packplan.app.planning.measure import REPEATED_SAMPLES, measure
 from packplan.app.planning.split import GatheredSplit, Stores
 from packplan.core.errors import DataSetError, RecordError
 from packplan.core.policy import PlanPolicy
@@ -54,7 +54,7 @@ def test_the_samples_are_the_good_records_in_their_order(lengths):
     later = FaultySource(lengths)
     assert table.tolist() == measured(later, store).tolist()
     assert good == later.lengths
-    assert len(later.measured) <= PROBED_SAMPLES
+    assert len(later.measured) <= REPEATED_SAMPLES
 
 
 def test_more_than_the_share_stop_the_run():
@@ -145,7 +145,7 @@ def test_records_left_out_survive_an_interruption(monkeypatch):
     """What was measured before stays measured, and what was left out stays out."""
     source, store = FaultySource([5, -1, 6, 7, 8, -1, 9]), MemoryLengthStore()
     with monkeypatch.context() as patch:
-        patch.setattr(source, "images", partial(interrupted, source, source.images))
+        patch.setattr(source, "media_facts", partial(interrupted, source, source.media_facts))
         with pytest.raises(KeyboardInterrupt):
             measured(source, store)
     assert [1] == [one.number for one in store.bad()]

@@ -22,7 +22,7 @@ from packplan.app.training.schedule import batch_of, schedule_of
 from packplan.app.wiring.stores import read_config, split_folder
 from packplan.core.align import align_plan
 from packplan.core.checksum import plan_checksum
-from packplan.core.equality import Measured, PackingVerdict
+from packplan.core.equality import PackingVerdict, ProbeResult
 from packplan.core.inspection import plan_difference, summarise, summarise_schedule
 from packplan.core.plan import build_raw_plan
 from packplan.core.samples import DataFile
@@ -58,16 +58,16 @@ def test_show_says_what_core_says(store, said):
     path = store(eval_lengths=LENGTHS[:9])
     document = json.loads(said("show", path, "--json", "--world-size", "2"))["splits"]
     config, plan = read_config(path), build_raw_plan(LENGTHS, packing_length=80)
-    works = SampleWorks.of(WorkModel.estimated({}).trained(), LENGTHS)
+    works = SampleWorks.from_lengths(WorkModel.estimated({}).trained(), LENGTHS)
     schedule = schedule_of(
         config, batch_of(config, world_size=2), align_plan(plan, world_size=2, dataloader_drop_last=False),
-        plan.packs.loads(works.samples),
+        plan.packs.loads(works.flops),
     )  # fmt: skip
 
     assert ["train", "eval"] == list(document)
     nothing = [0] * len(LENGTHS)
     assert attrs.asdict(summarise(plan, LENGTHS, supervised=nothing)) == document["train"]["plan"]
-    assert attrs.asdict(summarise_schedule(plan, LENGTHS, schedule, works=works)) == document["train"]["course"]
+    assert attrs.asdict(summarise_schedule(plan, LENGTHS, schedule, works=works)) == document["train"]["schedule"]
     assert plan_checksum(plan.packs) == document["train"]["checksums"]["raw_plan"]
     evaluated = build_raw_plan(LENGTHS[:9], packing_length=80, drop_last=False)
     assert attrs.asdict(summarise(evaluated, LENGTHS[:9], supervised=nothing[:9])) == document["eval"]["plan"]
@@ -78,9 +78,9 @@ def test_show_takes_the_most_ranks_that_were_built_for(store, said):
     """Another number of ranks is looked at without building."""
     path = store(world_sizes=(1, 4, 2))
 
-    assert 4 == json.loads(said("show", path, "--json"))["splits"]["train"]["course"]["world_size"]
+    assert 4 == json.loads(said("show", path, "--json"))["splits"]["train"]["schedule"]["world_size"]
     other = said("show", path, "--json", "--world-size", "1")
-    assert 1 == json.loads(other)["splits"]["train"]["course"]["world_size"]
+    assert 1 == json.loads(other)["splits"]["train"]["schedule"]["world_size"]
 
 
 def test_a_plan_is_broken_down_by_source(store, said, tmp_path):
@@ -161,7 +161,7 @@ def test_show_says_which_attention_training_takes(  # noqa: PLR0917  # fixtures
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     verdict = PackingVerdict(
         "llama", strategy, attn_impl if attn_impl != "auto" else "varlen", "sdpa" if strategy else "eager",
-        split=(), follows_rows=False, measured=Measured(0 if strategy else 0.25, 3e-7), reason="it was looked at",
+        split=(), follows_rows=False, measured=ProbeResult(0 if strategy else 0.25, 3e-7), reason="it was looked at",
     )  # fmt: skip
     path = store(model={"model": str(tmp_path), "attn_impl": attn_impl}, verdict=verdict)
 
@@ -182,7 +182,7 @@ def test_show_says_which_attention_training_takes(  # noqa: PLR0917  # fixtures
 def test_show_asks_for_the_verdict_of_the_model_as_it_is(store, said, tmp_path):
     """Another config.json than the one that was asked is a warning."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    verdict = PackingVerdict("llama", "varlen", "varlen", "sdpa", (), False, Measured(0, 0), "it passes")  # noqa: FBT003
+    verdict = PackingVerdict("llama", "varlen", "varlen", "sdpa", (), False, ProbeResult(0, 0), "it passes")  # noqa: FBT003
     path = store(model={"model": str(tmp_path)}, verdict=verdict)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "sliding_window": 8}))
 
@@ -198,8 +198,8 @@ def test_show_asks_for_the_verdict_of_the_model_as_it_is(store, said, tmp_path):
 
 
 def test_show_warns_of_what_training_would_refuse_or_do_otherwise(store, said):
-    """Another system prompt, another ratio, a ragged window, dropped tokens, an unprobed store."""
-    path = store(probe=False, training={"packing_min_fill_ratio": 1.0, "packing_allow_single_long": False})
+    """Another system prompt, another ratio, a ragged window, dropped tokens, an unchecked store."""
+    path = store(repeatability=False, training={"packing_min_fill_ratio": 1.0, "packing_allow_single_long": False})
     document = yaml.safe_load(path.read_text())
     document["template"]["system"] = "Another."
     document["training"]["packing_min_fill_ratio"] = 0.5
@@ -212,7 +212,7 @@ def test_show_warns_of_what_training_would_refuse_or_do_otherwise(store, said):
     assert "training would plan again: min_fill_ratio: stored '1.0', now '0.5'" in warnings
     assert "filled below 1.0 are dropped" in warnings
     assert "are skipped" in warnings
-    assert "not yet probed" in warnings
+    assert "not yet checked" in warnings
     assert "the last optimizer step of each epoch sees" in warnings
     assert "warning: " in said("show", path)
 
@@ -347,7 +347,7 @@ def test_overrides_steer_what_is_shown(store, said, capfd):
     )
     plain = json.loads(said("show", path, "--json", "training.effective_batch_size=2", "training.num_train_epochs=1"))
 
-    steps = [one["splits"]["train"]["course"]["total_steps"] for one in (plain, document)]
+    steps = [one["splits"]["train"]["schedule"]["total_steps"] for one in (plain, document)]
     assert steps[1] == 2 * steps[0]
     (planned,) = json.loads(said("whatif", path, "template.max_length=100", "--json"))["alternatives"]
     assert 100 == planned["packing_length"]
@@ -417,7 +417,7 @@ def test_whatif_gives_what_building_each_would_show(store, said):
     for (packing_length, world_size), one in found.items():
         built = store(name=f"other{packing_length}", template={"max_length": packing_length})
         shown = json.loads(said("show", built, "--json", "--world-size", world_size))["splits"]["train"]
-        assert shown["course"] == one["course"]
+        assert shown["schedule"] == one["schedule"]
         quick = ("lower_bound", "bound_kind", "gap", "supervised_tokens")
         assert {k: v for k, v in shown["plan"].items() if k not in quick} == {
             k: v for k, v in one["plan"].items() if k not in quick

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from packplan.app.planning.deadline import Deadline
 from packplan.app.planning.log_lines import describe
-from packplan.app.planning.measure import PROBED_SAMPLES, failures
+from packplan.app.planning.measure import REPEATED_SAMPLES, failures
 from packplan.app.planning.split import Alignment, GatheredSplit, Planner, Stores
 from packplan.core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig, plan_policy
 from packplan.core.errors import (
@@ -101,7 +101,9 @@ def test_packs_of_equal_work_are_planned_from_what_was_measured():
     desk = Desk()
     planned = desk.plan(algorithm="balanced", work=work)
     table = planned.table
-    works = SampleWorks.of(work, LENGTHS, images=column(table, "images"), patches=column(table, "patches")).samples
+    works = SampleWorks.from_lengths(
+        work, LENGTHS, images=column(table, "images"), patches=column(table, "patches")
+    ).flops
 
     assert build_raw_plan(LENGTHS, packing_length=80, algorithm="balanced", works=works) == planned.raw
     assert planned.raw_checksum == desk.plan(algorithm="balanced", work=work).raw_checksum
@@ -201,10 +203,10 @@ def test_samples_that_measure_differently_are_refused(source):
     for flush_every in (1, 3, 8, 100):
         with pytest.raises(DataSetError, match="encode the same every time: make the preprocessing deterministic"):
             desk.plan(flush_every=flush_every)
-        assert desk.lengths.probe is None
+        assert desk.lengths.repeatability is None
 
 
-def test_lengths_measured_but_not_probed_are_probed_by_the_next_run():
+def test_lengths_measured_but_not_checked_are_checked_by_the_next_run():
     """An interrupted run's rows are complete by chance when the data is cut to them."""
     desk = Desk(FailingSource(LENGTHS, bad={6}))
     with pytest.raises(RecordError):
@@ -215,7 +217,7 @@ def test_lengths_measured_but_not_probed_are_probed_by_the_next_run():
         desk.plan()
     desk.source = ListSource(LENGTHS[:6])
     desk.plan()
-    assert list(range(5, -1, -1)) == desk.lengths.probe["samples"]
+    assert list(range(5, -1, -1)) == desk.lengths.repeatability["samples"]
     assert not desk.lock.is_held
 
 
@@ -229,7 +231,7 @@ def test_an_image_replaced_after_measuring_is_found_at_the_next_start():
 
     with pytest.raises(ChangedImageError, match=r"image 0 of sample 0 .* num_bytes: stored 1000, now 1001"):
         desk.plan()
-    assert PROBED_SAMPLES == len(desk.lengths.probe["samples"])
+    assert REPEATED_SAMPLES == len(desk.lengths.repeatability["samples"])
 
 
 @given(st.integers(0, 7), st.integers(1, 9))
@@ -290,12 +292,12 @@ def test_the_first_image_of_each_shape_is_audited():
     assert LENGTHS * 100 == table[:, 0].tolist()
 
 
-def test_the_probe_encodes_the_same_samples_in_another_order_elsewhere():
+def test_repeatability_encodes_the_same_samples_in_another_order_elsewhere():
     """Neither forward, as they were measured, nor backward, as they were audited."""
     desk = Desk()
     desk.plan()
 
-    assert sorted(desk.lengths.probe["samples"]) == sorted(desk.source.elsewhere)
+    assert sorted(desk.lengths.repeatability["samples"]) == sorted(desk.source.elsewhere)
     assert desk.source.elsewhere not in (list(range(8)), list(range(7, -1, -1)))
 
 
@@ -483,8 +485,12 @@ def test_a_run_says_how_its_splits_are_aligned(packing, eval_packing):
         training=training,
     )  # fmt: skip
 
-    assert Alignment(dataloader_drop_last=True, batch_size=1 if packing else 2) == Alignment.of(config, "train")
+    assert Alignment(dataloader_drop_last=True, batch_size=1 if packing else 2) == Alignment.from_config(
+        config, "train"
+    )
     packs_eval = packing and eval_packing
-    assert Alignment(dataloader_drop_last=False, batch_size=1 if packs_eval else 3) == Alignment.of(config, "eval")
+    assert Alignment(dataloader_drop_last=False, batch_size=1 if packs_eval else 3) == Alignment.from_config(
+        config, "eval"
+    )
     assert (packing, packs_eval) == (plan_policy(config, "train").packing, plan_policy(config, "eval").packing)
     assert (True, False) == (plan_policy(config, "train").drop_last, plan_policy(config, "eval").drop_last)

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packplan.app.planning.deadline import Deadline
-from packplan.app.planning.measure import PROBED_SAMPLES, measure
+from packplan.app.planning.measure import REPEATED_SAMPLES, measure
 from packplan.app.planning.measure_slices import measure_slices
 from packplan.app.planning.split import GatheredSplit, Stores
 from packplan.core.errors import DataSetError
 from packplan.core.policy import PlanPolicy
-from packplan.core.samples import Measured, to_tables
+from packplan.core.samples import MeasuredSample, to_tables
 from tests.fakes import (
     AuditedSource,
     FailingSource,
@@ -57,7 +57,7 @@ def bounds(known: int, world_size: int) -> list[tuple[int, int]]:
 
 @given(known=st.integers(0, 7), world_size=st.integers(2, 5))
 def test_slices_are_put_together_as_one_process_would_have_measured(known, world_size):
-    """Behind what is stored already; no sample is measured again, and the probe sees all."""
+    """No stored sample is measured again, and repeatability is checked over all."""
     source, slices = ListSource(LENGTHS), Slices()
     slices.whole.resume(source.fingerprint(), 8, source.data_digest)
     alone = MemoryLengthStore()
@@ -77,13 +77,13 @@ def test_slices_are_put_together_as_one_process_would_have_measured(known, world
     assert LENGTHS == table[:, 0].tolist()
     measure("train", ListSource(LENGTHS), alone, flush_every=None, report=print)
     assert alone.digest() == slices.whole.digest()
-    assert alone.probe == slices.whole.probe
+    assert alone.repeatability == slices.whole.repeatability
 
 
 def test_slices_take_no_shortcut_where_it_proved_wrong():
     """Nor trust a slice that was measured by it before."""
     source, slices = GuessingSource(LENGTHS, wrong=5), Slices()
-    rows = to_tables(Measured(source.measure(index), source.images(index)) for index in range(4))
+    rows = to_tables(MeasuredSample(source.measure(index), source.media_facts(index)) for index in range(4))
     slices.whole.resume(source.fingerprint(), 8, source.data_digest)
     slices.whole.append(*rows, source.data_digest(4), in_full=True)
     own, other = slices.open(4, 6)[0], slices.open(6, 8)[0]
@@ -165,7 +165,7 @@ def test_ranks_do_not_measure_many_samples_when_a_few_measure_differently():
         slices.measure(source, world_size=2, others=lambda value: value)
 
     assert {} == slices.stores
-    assert len(source.measured) <= 2 * PROBED_SAMPLES
+    assert len(source.measured) <= 2 * REPEATED_SAMPLES
 
 
 def test_nothing_is_opened_when_all_is_stored():

@@ -198,10 +198,10 @@ def test_samples_and_images_that_cannot_be_read_are_findings(built):
     """With the record's own reason; the others are still looked at."""
 
     class Gone(FailingSource):
-        def images(self, index, *, decode=False):
+        def media_facts(self, index, *, decode=False):
             if index == 5:
                 raise RecordError(f"{self.name}, line 6", "the image is gone")
-            return super().images(index) * (2 if index == 6 else 1)
+            return super().media_facts(index) * (2 if index == 6 else 1)
 
     source = Gone(LENGTHS, bad={2})
     findings = found(built, source)

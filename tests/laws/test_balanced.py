@@ -30,7 +30,7 @@ def made_samples(num: int, capacity: int, seed: int = 0) -> tuple[np.ndarray, np
     images = rng.choice([0, 256, 576, 1280, 2560], num)
     fits = text + images < capacity
     text, images = text[fits], images[fits]
-    return text + images, MODEL.of(text + images) + 5e9 * images
+    return text + images, MODEL.sample_flops(text + images) + 5e9 * images
 
 
 @given(packable(min_size=1), st.data())
@@ -156,7 +156,7 @@ def test_packs_with_a_rare_long_sample_are_level_too(capacity):
     """
     lengths = np.random.default_rng(2).choice(trace("chat"), 40_000).astype(np.int64)
     lengths = lengths[lengths < capacity]
-    works = MODEL.trained().of(lengths)
+    works = MODEL.trained().sample_flops(lengths)
     packs = pack(lengths, capacity=capacity, algorithm="balanced", works=works)
     sums = np.add.reduceat(works[packs.indices], packs.offsets[:-1])
 

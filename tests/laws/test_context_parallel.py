@@ -22,7 +22,7 @@ def layouts(draw) -> PackedLayout:
     """
     lengths = draw(st.lists(st.integers(1, 40), max_size=8))
     cp_size, tp_size = draw(st.integers(1, 5)), draw(st.integers(1, 3))
-    layout = PackedLayout.of(lengths, cp_size=cp_size, tp_size=tp_size)
+    layout = PackedLayout.from_lengths(lengths, cp_size=cp_size, tp_size=tp_size)
     if lengths and draw(st.booleans()):
         # A row of a fixed length: its last sequence has the rest for padding.
         ends = layout.cu_seqlens_padded.tolist()
@@ -136,7 +136,7 @@ def test_cumulative_lengths():
 
 def test_a_sequence_of_six_over_two_ranks():
     """Padded to eight; 18 pairs each, where halves would have 10 and 26."""
-    layout = PackedLayout.of([6], cp_size=2)
+    layout = PackedLayout.from_lengths([6], cp_size=2)
 
     assert ["01pp", "2345"] == ["".join(row) for row in ranks_rows(layout, "012345pp")]
     assert (18, 18) == layout.causal_work()
@@ -144,7 +144,7 @@ def test_a_sequence_of_six_over_two_ranks():
 
 def test_four_sequences_over_two_ranks():
     """Each padded to a multiple of four and cut on its own, then packed."""
-    layout = PackedLayout.of([5, 8, 1, 3], cp_size=2, tp_size=1)
+    layout = PackedLayout.from_lengths([5, 8, 1, 3], cp_size=2, tp_size=1)
     row = "00000ppp111111112ppp333p"
 
     assert [0, 5, 13, 14, 17] == layout.cu_seqlens.tolist()

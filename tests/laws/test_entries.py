@@ -6,7 +6,7 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from packplan.core.samples import DataEntry, draw, parse_entry
+from packplan.core.samples import DataEntry, draw_records, parse_entry
 
 sizes = st.lists(st.integers(3, 40), min_size=1, max_size=4)
 
@@ -19,7 +19,7 @@ def test_a_draw_has_as_many_records_as_it_says_and_evaluates_none_that_it_trains
         f"some data set is repeated: {any(count and count > size for size, count in zip(sizes, counts, strict=True))}"
     )
 
-    drawn = draw(sizes, counts, split_ratio=ratio, shuffle=shuffle, seed=seed)
+    drawn = draw_records(sizes, counts, split_ratio=ratio, shuffle=shuffle, seed=seed)
 
     for size, count, one in zip(sizes, counts, drawn, strict=True):
         assert (count or size) == len(one.train) + len(one.val)
@@ -27,7 +27,7 @@ def test_a_draw_has_as_many_records_as_it_says_and_evaluates_none_that_it_trains
         assert len(set(one.val.tolist())) == len(one.val)
         assert {*one.train.tolist(), *one.val.tolist()} <= set(range(size))
         assert (len(one.val) > 0) == (ratio > 0)
-    again = draw(sizes, counts, split_ratio=ratio, shuffle=shuffle, seed=seed)
+    again = draw_records(sizes, counts, split_ratio=ratio, shuffle=shuffle, seed=seed)
     assert [one.train.tolist() for one in drawn] == [one.train.tolist() for one in again]
 
 
@@ -68,11 +68,11 @@ def test_a_name_that_is_none_is_refused(text, says):
 def test_data_that_are_too_few_are_refused(size, count, ratio, says):
     """For their split, or for an evaluation that would repeat them."""
     with pytest.raises(ValueError, match=says):
-        draw([size], [count], split_ratio=ratio, shuffle=True, seed=0)
+        draw_records([size], [count], split_ratio=ratio, shuffle=True, seed=0)
 
 
 def test_an_evaluation_takes_all_of_its_count():
     """A ratio of 1 trains nothing."""
-    [drawn] = draw([5], [3], split_ratio=1, shuffle=False, seed=0)
+    [drawn] = draw_records([5], [3], split_ratio=1, shuffle=False, seed=0)
 
     assert ([], [0, 1, 2]) == (drawn.train.tolist(), drawn.val.tolist())

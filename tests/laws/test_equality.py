@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from packplan.core.equality import (
     CHECKS,
-    PROBE_FACTOR,
-    Finding,
+    SENSITIVITY_FACTOR,
+    Deviation,
     choose_packs,
     judge,
     kind,
@@ -80,16 +80,16 @@ def test_the_only_pack_with_a_video_is_looked_at(place):
 @pytest.mark.parametrize("precision", PRECISIONS)
 @given(values=st.lists(st.floats(0, 10), min_size=1, max_size=8))
 def test_the_worst_finding_decides(precision, values):
-    """Each check has its worst, the probe its least; what is not a number never passes."""
+    """Each check has its worst, the sensitivity its least; what is not a number never passes."""
     for check in CHECKS:
-        findings = [Finding(check, value, pack=number) for number, value in enumerate(values)]
+        findings = [Deviation(check, value, pack=number) for number, value in enumerate(values)]
 
         (verdict,) = judge(findings, precision=precision)
 
-        extreme = min(values) if check == "probe" else max(values)
+        extreme = min(values) if check == "sensitivity" else max(values)
         assert extreme == verdict.worst.value == values[verdict.worst.pack]
-        assert verdict.passed == (extreme >= verdict.limit if check == "probe" else extreme <= verdict.limit)
-        (spoilt,) = judge([*findings, Finding(check, math.nan, pack=99)], precision=precision)
+        assert verdict.passed == (extreme >= verdict.limit if check == "sensitivity" else extreme <= verdict.limit)
+        (spoilt,) = judge([*findings, Deviation(check, math.nan, pack=99)], precision=precision)
         assert not spoilt.passed
         assert 99 == spoilt.worst.pack
 
@@ -110,12 +110,12 @@ def test_a_loss_is_compared_with_itself_or_with_the_logits_it_comes_from(found, 
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_the_probe_has_to_see_more_than_it_forgives(precision):
+def test_the_sensitivity_has_to_see_more_than_it_forgives(precision):
     """Or a leak of the same size would pass."""
-    isolation, probe = judge([Finding("isolation", 0, 0), Finding("probe", 1, 0)], precision=precision)
+    isolation, sensitivity = judge([Deviation("isolation", 0, 0), Deviation("sensitivity", 1, 0)], precision=precision)
 
-    assert PROBE_FACTOR * isolation.limit == probe.limit
-    assert probe.passed
+    assert SENSITIVITY_FACTOR * isolation.limit == sensitivity.limit
+    assert sensitivity.passed
 
 
 @given(st.sampled_from([7, 10, 23]), st.integers(1, 200))

@@ -14,7 +14,7 @@ from packplan.core.bounds import find_bound, lower_bound
 from packplan.core.packers import pack
 from packplan.core.patterns import num_packs
 from packplan.core.patterns.certificate import certify, reduced
-from packplan.core.patterns.effort import TOLD_EVERY, Effort, SpentError, ToldEffort
+from packplan.core.patterns.effort import REPORT_EVERY, Effort, ReportedEffort, SpentError
 from packplan.core.patterns.fill import fill_exactly, refill
 from packplan.core.patterns.integer import fewest_patterns
 from packplan.core.patterns.quick_bounds import quick_bound
@@ -47,7 +47,7 @@ def test_exact_filling_holds_each_sample_once(case, largest_first, seed):
     Whatever the order; no bin over capacity, before and after what is not full is packed again.
     """
     lengths, capacity = case
-    runs = Runs.of(np.array(lengths))
+    runs = Runs.from_lengths(np.array(lengths))
 
     filling = fill_exactly(runs, capacity=capacity, effort=Effort(), largest_first=largest_first, seed=seed)
     again = refill(filling, runs, capacity=capacity, enough=1, effort=Effort())
@@ -65,7 +65,7 @@ def test_a_bin_is_completed_to_the_largest_reachable_sum(case, capacity):
     """The first bin of a filling, against all subsets."""
     lengths, _ = case
     lengths = [min(length, capacity) for length in lengths]
-    runs = Runs.of(np.array(lengths))
+    runs = Runs.from_lengths(np.array(lengths))
     rest = sorted(lengths)[:-1]
     sums = {sum(n for bit, n in enumerate(rest) if chosen >> bit & 1) for chosen in range(1 << len(rest))}
     best = max(total for total in sums if total + max(lengths) <= capacity)
@@ -79,7 +79,7 @@ def test_a_bin_is_completed_to_the_largest_reachable_sum(case, capacity):
 def test_the_relaxation_is_a_bound_and_no_weaker_than_the_one_it_is_given(case):
     """Against exhaustive search, however early the search ends."""
     lengths, capacity = case
-    runs = Runs.of(np.array(lengths))
+    runs = Runs.from_lengths(np.array(lengths))
     best = references.fewest(lengths, capacity)
 
     for enough in (1, best, 99):
@@ -91,8 +91,8 @@ def test_the_relaxation_is_a_bound_and_no_weaker_than_the_one_it_is_given(case):
 def test_quick_bounds_are_bounds(case):
     """Against exhaustive search; in 64 bits and beyond."""
     lengths, capacity = case
-    small = quick_bound(Runs.of(np.array(lengths)), capacity=capacity)
-    huge = Runs.of(np.array(lengths) * 2**52)
+    small = quick_bound(Runs.from_lengths(np.array(lengths)), capacity=capacity)
+    huge = Runs.from_lengths(np.array(lengths) * 2**52)
 
     assert small <= references.fewest(lengths, capacity)
     assert small == quick_bound(huge, capacity=capacity * 2**52)
@@ -144,7 +144,7 @@ def test_the_knapsack_is_exact(case, rng):
 def test_the_master_program_is_below_every_packing_of_its_patterns(case):
     """And its dual values price every sample at as much as the packs cost."""
     lengths, capacity = case
-    runs = Runs.of(np.array(lengths))
+    runs = Runs.from_lengths(np.array(lengths))
     filling = fill_exactly(runs, capacity=capacity, effort=Effort())
 
     master = solve_master([pattern for pattern, _ in filling], sizes=np.array(runs.sizes), counts=np.array(runs.counts))
@@ -258,9 +258,9 @@ def test_certified_is_the_same_every_time():
 def test_problems_in_lowest_terms_are_the_same_problem(case, factor, rest):
     """The greatest common divisor goes, and what it leaves of the capacity."""
     lengths, capacity = case
-    scaled = Runs.of(np.array(lengths) * factor)
+    scaled = Runs.from_lengths(np.array(lengths) * factor)
 
-    assert reduced(Runs.of(np.array(lengths)), capacity=capacity) == reduced(
+    assert reduced(Runs.from_lengths(np.array(lengths)), capacity=capacity) == reduced(
         scaled, capacity=capacity * factor + min(rest, factor - 1)
     )
 
@@ -269,7 +269,7 @@ def test_problems_in_lowest_terms_are_the_same_problem(case, factor, rest):
 def test_the_quick_bound_of_huge_lengths_is_that_of_small_ones(case, power):
     """Its products pass 64 bits there."""
     lengths, capacity = case
-    runs = Runs.of(np.array(lengths))
+    runs = Runs.from_lengths(np.array(lengths))
     assume(sum(lengths) << power < 2**63)
     huge = Runs([size << power for size in runs.sizes], runs.counts)
 
@@ -280,7 +280,7 @@ def test_the_quick_bound_of_huge_lengths_is_that_of_small_ones(case, power):
 def test_a_certificate_holds(case):
     """What it knows of the best packing agrees with its bound."""
     lengths, capacity = case
-    runs = Runs.of(np.array(lengths))
+    runs = Runs.from_lengths(np.array(lengths))
     certificate = certify(runs, capacity=capacity, known=len(lengths) + 1, effort=Effort())
     assume(certificate.filling is not None)
 
@@ -301,7 +301,7 @@ def test_a_bound_of_any_effort_is_one_and_more_effort_never_weakens_it(case, eff
     for found in (less, more):
         assert found.kind != "reached" or found.packs == fewest
     quick = find_bound(lengths, capacity=capacity, effort=0)
-    assert ("quick", quick_bound(Runs.of(np.array(lengths)), capacity=capacity)) == (quick.kind, quick.packs)
+    assert ("quick", quick_bound(Runs.from_lengths(np.array(lengths)), capacity=capacity)) == (quick.kind, quick.packs)
 
 
 @pytest.mark.parametrize("limit", [0, 1_000, 20_000, 150_000, pytest.param(1_000_000, marks=pytest.mark.untraced)])
@@ -311,7 +311,7 @@ def test_a_search_never_spends_more_than_its_effort(limit):
     paid for.
     """
     lengths, capacity = narrow()
-    runs = Runs.of(lengths)
+    runs = Runs.from_lengths(lengths)
     effort = Effort(limit)
     with patch("packplan.core.patterns.relaxation.solve_master", side_effect=solve_master) as masters:
         certificate = certify(runs, capacity=capacity, known=len(lengths), effort=effort)
@@ -346,17 +346,17 @@ def test_a_plan_of_many_distinct_lengths_waits_for_no_linear_program():
         plan = build_raw_plan(lengths, packing_length=8192)
 
     assert "quick" == plan.bound_kind
-    assert quick_bound(Runs.of(lengths), capacity=8192) == plan.lower_bound
+    assert quick_bound(Runs.from_lengths(lengths), capacity=8192) == plan.lower_bound
 
 
 def test_a_search_that_takes_long_says_how_many_steps_it_took():
     """At most once a million, and it is never refused any."""
     said = []
-    effort = ToldEffort(said.append)
-    for steps in (TOLD_EVERY - 1, 1, 5, 2 * TOLD_EVERY, TOLD_EVERY - 6):
+    effort = ReportedEffort(said.append)
+    for steps in (REPORT_EVERY - 1, 1, 5, 2 * REPORT_EVERY, REPORT_EVERY - 6):
         effort.spend(steps)
 
-    assert [TOLD_EVERY, 3 * TOLD_EVERY + 5] == said
+    assert [REPORT_EVERY, 3 * REPORT_EVERY + 5] == said
 
 
 def test_certified_says_how_far_it_is_and_packs_the_same():

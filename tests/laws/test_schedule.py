@@ -75,7 +75,7 @@ def packs_of(steps) -> list[int]:
 @example(3, 1, 4, True)  # noqa: FBT003  # less than a padded batch
 @example(1, 5, 4, False)  # noqa: FBT003  # repeated for every rank
 @example(0, 1, 1, False)  # noqa: FBT003  # nothing to repeat
-def test_a_course_gives_every_rank_a_batch_or_is_none(num_packs, world_size, batch_size, drop_last):
+def test_a_schedule_gives_every_rank_a_batch_or_is_none(num_packs, world_size, batch_size, drop_last):
     """
     Whole batches for all ranks where the remainder is dropped, else one pack; the error has all
     numbers.
@@ -98,7 +98,7 @@ def test_a_course_gives_every_rank_a_batch_or_is_none(num_packs, world_size, bat
 
 
 @pytest.mark.parametrize("name", ["world_size", "gradient_accumulation_steps", "batch_size"])
-def test_a_course_counts_from_one(name):
+def test_a_schedule_counts_from_one(name):
     """Nothing divides by 0."""
     options = {"num_packs": 8, "world_size": 1, "gradient_accumulation_steps": 1, "batch_size": 1}
 
@@ -479,7 +479,7 @@ def test_a_schedule_of_an_aligned_plan_trains_that_plan(plan, world_size, batch_
     aligned = align_plan(plan, world_size=world_size, dataloader_drop_last=drop_last, batch_size=batch_size)
     event(f"repeated: {aligned.pad_needed > 0}, dropped: {aligned.num_dropped > 0}")
 
-    schedule = EpochSchedule.of(
+    schedule = EpochSchedule.from_plan(
         aligned, gradient_accumulation_steps=2, num_train_epochs=1.5, max_steps=9, seed=3, shuffle=shuffle
     )  # fmt: skip
 

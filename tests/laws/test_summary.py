@@ -16,7 +16,7 @@ from packplan.core.errors import EmptyPlanError
 from packplan.core.inspection import summarise, summarise_schedule, summarise_sources
 from packplan.core.metrics import padded_positions
 from packplan.core.plan import build_raw_plan, one_sample_packs
-from packplan.core.samples import COLUMNS, IMAGE_COLUMNS, DataFile
+from packplan.core.samples import COLUMNS, MEDIA_COLUMNS, DataFile
 from packplan.core.schedule import EpochSchedule, EpochStats, PackStats
 from tests.strategies import packable_arrays, raw_lengths
 
@@ -117,11 +117,11 @@ def test_sources_divide_a_plan_between_them(of, data):
     }.items():
         table[:, COLUMNS.index(name)] = values
     media = [milliseconds for n, videos in zip(lengths, held, strict=True) for milliseconds in (0, *[7 * n] * videos)]
-    images = np.zeros((len(media), len(IMAGE_COLUMNS)), np.int64)
-    images[:, IMAGE_COLUMNS.index("milliseconds")] = media
+    images = np.zeros((len(media), len(MEDIA_COLUMNS)), np.int64)
+    images[:, MEDIA_COLUMNS.index("milliseconds")] = media
     bad = [number for number in range(len(of_record)) if of_record[number][1]]
 
-    sources = summarise_sources(plan, table, files, images=images, bad=bad)
+    sources = summarise_sources(plan, table, files, media=images, bad=bad)
 
     assert list(dict.fromkeys(name for name, _ in of_record)) == [one.name for one in sources]
     for one in sources:
@@ -153,8 +153,8 @@ def test_files_of_another_number_of_samples_are_no_sources():
     """A breakdown of other data would be wrong in silence."""
     plan = build_raw_plan([3, 4], packing_length=8)
     with pytest.raises(ValueError, match="the files have 3 samples, but 2 were measured"):
-        table, images = np.ones((2, len(COLUMNS)), np.int32), np.zeros((4, len(IMAGE_COLUMNS)), np.int64)
-        summarise_sources(plan, table, [DataFile("a", "a", "text", 3)], images=images)
+        table, images = np.ones((2, len(COLUMNS)), np.int32), np.zeros((4, len(MEDIA_COLUMNS)), np.int64)
+        summarise_sources(plan, table, [DataFile("a", "a", "text", 3)], media=images)
 
 
 @st.composite
@@ -182,7 +182,7 @@ def schedules(draw):
 
 
 @given(schedules())
-def test_a_course_is_summed_up_as_it_is_trained(drawn):
+def test_a_schedule_is_summed_up_as_it_is_trained(drawn):
     """
     Its packs are the aligned ones, its steps and its work those that each rank's batches give, one
     by one.
@@ -223,8 +223,8 @@ def test_the_log_of_an_epoch_says_what_the_summary_said(drawn):
     """What telemetry counts while training, summary foretells."""
     plan, lengths, schedule, packed = drawn
     summary = summarise_schedule(plan, lengths, schedule, packed=packed)
-    pack_stats = PackStats.of(plan, np.array(lengths), packed=packed)
-    logged = EpochStats.of(pack_stats, schedule, 0).statistics(0, schedule.steps_per_epoch)
+    pack_stats = PackStats.from_plan(plan, np.array(lengths), packed=packed)
+    logged = EpochStats.from_schedule(pack_stats, schedule, 0).statistics(0, schedule.steps_per_epoch)
 
     assert summary.work_per_step == pytest.approx(logged["work"])
     assert summary.work_imbalance == pytest.approx(logged["work_imbalance"])

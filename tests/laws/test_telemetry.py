@@ -43,8 +43,8 @@ def trainings(draw):
     works = None
     if draw(st.booleans()):
         images = np.array(draw(st.lists(st.integers(0, 2), min_size=len(lengths), max_size=len(lengths))))
-        works = SampleWorks.of(MODEL, lengths, images=images, patches=4 * images)
-    pack_stats = PackStats.of(plan, np.array(lengths), packed=packed, works=works)
+        works = SampleWorks.from_lengths(MODEL, lengths, images=images, patches=4 * images)
+    pack_stats = PackStats.from_plan(plan, np.array(lengths), packed=packed, works=works)
     return lengths, plan, schedule, pack_stats
 
 
@@ -72,7 +72,7 @@ def works_and_widths(lengths, plan, batch, pack_stats) -> tuple[int, int]:
 def test_a_window_is_what_its_batches_add_up_to(training, data):
     """Fill, work, imbalance, tokens and coverage of the steps from one to another."""
     lengths, plan, schedule, pack_stats = training
-    stats = EpochStats.of(pack_stats, schedule, 0)
+    stats = EpochStats.from_schedule(pack_stats, schedule, 0)
     start = data.draw(st.integers(0, schedule.num_steps(0) - 1))
     stop = data.draw(st.integers(start + 1, schedule.num_steps(0)))
     event(f"packed: {pack_stats.packed}")
@@ -106,8 +106,10 @@ def test_a_window_is_what_its_batches_add_up_to(training, data):
     together = [list(zip(*mine, strict=True)) for mine in batches]
     waited = sum(max(works) for works in together[0]) / (sum(map(sum, together[0])) / schedule.world_size)
     assert waited == pytest.approx(stats.microbatch_imbalance(start, stop))
-    squares = EpochStats.of(pack_stats.of_squares(), schedule, 0)
-    plain = EpochStats.of(PackStats.of(plan, np.array(lengths), packed=pack_stats.packed), schedule, 0)
+    squares = EpochStats.from_schedule(pack_stats.with_squared_lengths(), schedule, 0)
+    plain = EpochStats.from_schedule(
+        PackStats.from_plan(plan, np.array(lengths), packed=pack_stats.packed), schedule, 0
+    )
     assert plain.works(start, stop).tolist() == squares.works(start, stop).tolist()
     assert sum(index in long for index in samples) / len(samples) == statistics["long_share"]
     covered = {index for pack in seen | seen_before for index in plan.packs[pack]}
@@ -121,7 +123,7 @@ def test_a_window_is_what_its_batches_add_up_to(training, data):
 def test_an_epoch_covers_what_the_plan_does(training):
     """Skipped and dropped samples are not covered; the parts of a resumed epoch add up."""
     lengths, plan, schedule, pack_stats = training
-    whole = EpochStats.of(pack_stats, schedule, 0)
+    whole = EpochStats.from_schedule(pack_stats, schedule, 0)
     num_steps = schedule.num_steps(0)
     statistics = whole.epoch_statistics(num_steps)
 
@@ -135,7 +137,7 @@ def test_an_epoch_covers_what_the_plan_does(training):
         assert fills(plan, np.array(lengths)).min() == statistics["epoch_fill_min"]
         assert plan.fill == pytest.approx(statistics["epoch_fill_mean"])
     for stop in range(1, num_steps):
-        resumed = EpochStats.of(pack_stats, attrs.evolve(schedule, start=schedule.at(stop)), 0)
+        resumed = EpochStats.from_schedule(pack_stats, attrs.evolve(schedule, start=schedule.at(stop)), 0)
         rest = num_steps - stop
         assert statistics == pytest.approx(resumed.epoch_statistics(rest))
         assert whole.tokens(0, stop).useful + resumed.tokens(0, rest).useful == whole.tokens(0, num_steps).useful
@@ -146,14 +148,14 @@ def test_an_epoch_covers_what_the_plan_does(training):
 def test_work_beyond_64_bits_is_counted(packed, model):
     """By a large model's FLOPs and by squares alike: no figure is negative or of other samples."""
     lengths = np.array([4 * 10**9, 4 * 10**9, 6 * 10**9])
-    of_sample = [length**2 if model is None else model.of([length])[0] for length in lengths.tolist()]
+    of_sample = [length**2 if model is None else model.sample_flops([length])[0] for length in lengths.tolist()]
     plan = build_raw_plan(lengths, packing_length=8 * 10**9) if packed else one_sample_packs(lengths, packing_length=1)
-    works = None if model is None else SampleWorks.of(model, lengths)
+    works = None if model is None else SampleWorks.from_lengths(model, lengths)
     schedule = EpochSchedule(
         num_packs=len(plan.packs), world_size=1, dataloader_drop_last=False, gradient_accumulation_steps=1,
         num_train_epochs=1,
     )  # fmt: skip
-    stats = EpochStats.of(PackStats.of(plan, lengths, packed=packed, works=works), schedule, 0)
+    stats = EpochStats.from_schedule(PackStats.from_plan(plan, lengths, packed=packed, works=works), schedule, 0)
     summary = summarise_schedule(plan, lengths, schedule, packed=packed, works=works)
 
     mean = sum(of_sample) / len(plan.packs)

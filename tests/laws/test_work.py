@@ -40,12 +40,15 @@ def test_counts_give_what_images_of_equal_size_take(samples):
     lengths, images = [length for length, _, _ in samples], [images for _, images, _ in samples]
     patches = [64 * side * images for _, images, side in samples]
 
-    works = SampleWorks.of(MODEL, lengths, images=images, patches=patches)
+    works = SampleWorks.from_lengths(MODEL, lengths, images=images, patches=patches)
 
-    assert MODEL.of(lengths, grids).tolist() == pytest.approx(works.samples.tolist())
-    assert all(work.is_integer() for work in works.samples.tolist())
+    assert MODEL.sample_flops(lengths, grids).tolist() == pytest.approx(works.flops.tolist())
+    assert all(work.is_integer() for work in works.flops.tolist())
     text = WorkModel(MODEL.per_position, MODEL.per_pair)
-    assert text.of(lengths).tolist() == SampleWorks.of(text, lengths, images=images, patches=patches).samples.tolist()
+    assert (
+        text.sample_flops(lengths).tolist()
+        == SampleWorks.from_lengths(text, lengths, images=images, patches=patches).flops.tolist()
+    )
 
 
 @given(st.integers(1, 500), st.integers(0, 2), st.integers(1, 4), st.integers(1, 9))
@@ -54,19 +57,19 @@ def test_two_frames_of_a_video_take_what_an_image_of_their_size_takes(length, im
     patches = 64 * side
 
     held = {"images": images, "patches": images * patches, "frames": 2 * pairs, "video_patches": pairs * patches}
-    works = SampleWorks.of(MODEL, [length], **held)
+    works = SampleWorks.from_lengths(MODEL, [length], **held)
 
     grids = [(1, 8, 8 * side)] * images + [(pairs, 8, 8 * side)]
-    assert MODEL.of([length], [grids]).tolist() == pytest.approx(works.samples.tolist())
+    assert MODEL.sample_flops([length], [grids]).tolist() == pytest.approx(works.flops.tolist())
     text = WorkModel(MODEL.per_position, MODEL.per_pair)
-    assert text.of([length]).tolist() == SampleWorks.of(text, [length], **held).samples.tolist()
+    assert text.sample_flops([length]).tolist() == SampleWorks.from_lengths(text, [length], **held).flops.tolist()
 
 
 def test_a_backward_pass_takes_twice_as_many_where_weights_are_trained():
     """Once more for what a layer is given, once more for its weights; attention has none."""
-    forward = MODEL.of([9], [[(1, 8, 8)]])[0]
+    forward = MODEL.sample_flops([9], [[(1, 8, 8)]])[0]
 
-    assert 3 * forward == MODEL.trained().of([9], [[(1, 8, 8)]])[0]
+    assert 3 * forward == MODEL.trained().sample_flops([9], [[(1, 8, 8)]])[0]
     frozen = MODEL.trained(text=False, vision=False, vision_gradients=False)
     assert (2 * MODEL.per_position, 3 * MODEL.per_pair, MODEL.vision) == (
         frozen.per_position, frozen.per_pair, frozen.vision
@@ -101,7 +104,7 @@ def test_work_is_counted_pair_by_pair(samples):
         for length, images in samples
     ]
 
-    assert expected == MODEL.of(lengths, grids).tolist()
+    assert expected == MODEL.sample_flops(lengths, grids).tolist()
 
 
 @given(SAMPLES, st.randoms())
@@ -111,18 +114,22 @@ def test_a_samples_work_does_not_depend_on_its_company(samples, random):
     """
     order = random.sample(range(len(samples)), len(samples))
     lengths, grids = zip(*samples, strict=True)
-    works = MODEL.of(lengths, grids)
+    works = MODEL.sample_flops(lengths, grids)
 
-    assert works[order].tolist() == MODEL.of([lengths[i] for i in order], [grids[i] for i in order]).tolist()
-    assert works.tolist() == [float(MODEL.of([length], [images])[0]) for length, images in samples]
+    assert works[order].tolist() == MODEL.sample_flops([lengths[i] for i in order], [grids[i] for i in order]).tolist()
+    assert works.tolist() == [float(MODEL.sample_flops([length], [images])[0]) for length, images in samples]
 
 
 def test_text_without_images_costs_the_same_in_both_models():
     """The vision tower works for images alone."""
     text = WorkModel(MODEL.per_position, MODEL.per_pair)
 
-    assert text.of([5, 9]).tolist() == MODEL.of([5, 9]).tolist() == MODEL.of([5, 9], [[], []]).tolist()
-    assert 0 == text.of_images([]).size
+    assert (
+        text.sample_flops([5, 9]).tolist()
+        == MODEL.sample_flops([5, 9]).tolist()
+        == MODEL.sample_flops([5, 9], [[], []]).tolist()
+    )
+    assert 0 == text.image_flops([]).size
 
 
 def test_head_dim_and_shared_keys_are_read():
@@ -164,8 +171,8 @@ def test_towers_of_tiles_and_of_wide_layers_are_read():
     for size in (8, [8, 8]):
         config = {"text_config": TEXT, "vision_config": {**tiles, "image_size": size}, "downsample_ratio": 0.5}
         read = WorkModel.from_config(config).vision
-        assert [2 * per_tile + 2 * 4 * 4 * 17**2] == read.of([(1, 4, 4)]).tolist()
-        assert 3 * read.of([(1, 4, 4)])[0] == read.of_counts(1, 48)
+        assert [2 * per_tile + 2 * 4 * 4 * 17**2] == read.image_flops([(1, 4, 4)]).tolist()
+        assert 3 * read.image_flops([(1, 4, 4)])[0] == read.estimate_image_flops(1, 48)
 
 
 @given(st.lists(st.integers(1, 2**62), min_size=1, max_size=9))
@@ -179,7 +186,7 @@ def test_work_of_long_samples_is_that_of_whole_numbers(lengths):
     lengths = [length for length in sorted(lengths) if sum(lengths) < 2**63] or [1]
     model = WorkModel(436 * 10**9, 12 * 80 * 8192)
     exact = [model.per_position * n + model.per_pair * (n * (n + 1) // 2) for n in lengths]
-    works = SampleWorks.of(model, lengths).samples
+    works = SampleWorks.from_lengths(model, lengths).flops
     event(f"beyond 64 bits: {sum(exact) >= 2**63}")
 
     assert exact == pytest.approx(works.tolist(), rel=2**-50)
@@ -194,7 +201,7 @@ def test_large_data_sets_do_not_overflow():
     FLOPs of a million long samples of a large model pass 64-bit integers, and stay exact to a
     float's precision.
     """
-    works = WorkModel(14 * 10**9, 4 * 10**5).of(np.full(10**6, 32_768))
+    works = WorkModel(14 * 10**9, 4 * 10**5).sample_flops(np.full(10**6, 32_768))
 
     assert 2**63 < works.sum() == pytest.approx(10**6 * (14e9 * 32_768 + 4e5 * causal_pairs(32_768)), rel=1e-12)
 
@@ -210,8 +217,8 @@ def test_local_attention_is_counted_pair_by_pair(lengths, tokens, in_chunks):
         seen = sum((place % tokens if in_chunks else min(place, tokens - 1)) + 1 for place in range(length))
         expected.append(7 * length + 3 * length * (length + 1) / 2 + 5 * seen + 11 * -(-length // 64))
 
-    assert expected == model.of(lengths).tolist()
-    assert [3 * work for work in expected] == model.trained().of(lengths).tolist()
+    assert expected == model.sample_flops(lengths).tolist()
+    assert [3 * work for work in expected] == model.trained().sample_flops(lengths).tolist()
 
 
 def test_layers_that_see_a_window_are_read():
@@ -324,8 +331,8 @@ def test_what_is_not_known_is_named(config, named):
 def test_samples_that_cannot_be_are_refused():
     """A length of nothing, images of other samples, images that the model cannot see."""
     with pytest.raises(InvalidLengthError):
-        MODEL.of([3, 0])
+        MODEL.sample_flops([3, 0])
     with pytest.raises(ValueError, match="grids of 1 samples for 2 lengths"):
-        MODEL.of([3, 4], [[]])
+        MODEL.sample_flops([3, 4], [[]])
     with pytest.raises(ValueError, match="1 images for a model without a vision tower"):
-        WorkModel(1, 1).of([3], [[(1, 2, 2)]])
+        WorkModel(1, 1).sample_flops([3], [[(1, 2, 2)]])

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from packplan.core.equality import Measured, PackingVerdict
+from packplan.core.equality import PackingVerdict, ProbeResult
 from tools import models
 
 SECTION = "## Models that see\n\nTiny models.\n\n| model |\n|---|\n| glm4v |\n"
 
-FOUND = PackingVerdict("llama", "own", "sdpa", "sdpa", (), follows_rows=False, measured=Measured(0, 1e-7), reason="")
+FOUND = PackingVerdict("llama", "own", "sdpa", "sdpa", (), follows_rows=False, measured=ProbeResult(0, 1e-7), reason="")
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 from packplan.core import errors
 from packplan.core.align import align_plan
 from packplan.core.batch import resolve_accumulation
-from packplan.core.equality import Measured, PackingVerdict, check_isolation, choose_attention, trials, why_not_here
+from packplan.core.equality import PackingVerdict, ProbeResult, check_isolation, choose_attention, trials, why_not_here
 from packplan.core.errors import Difference, Fault, IsolationError, PackplanError, agree, counted
 from packplan.core.lengths import checked_works
 from packplan.core.packers import pack
@@ -181,7 +181,7 @@ def verdict(strategy="varlen", attention="varlen", **fields):
         "native": "sdpa",
         "split": (),
         "follows_rows": False,
-        "measured": Measured(0, 3e-7),
+        "measured": ProbeResult(0, 3e-7),
         "reason": "it says so",
     }
     return PackingVerdict("llama", strategy, attention, **{**plain, **fields})
@@ -253,7 +253,7 @@ def test_varlen_by_name_is_refused_where_it_does_not_run(verdict, context_parall
 @pytest.mark.parametrize("number", [0.25, float("inf")])
 def test_a_verdict_survives_json(number):
     """Numbers that are none too; people read them."""
-    one = verdict(None, split=("Mixer", "Other"), measured=Measured(number, 1e-7), not_exercised=("vision",))
+    one = verdict(None, split=("Mixer", "Other"), measured=ProbeResult(number, 1e-7), not_exercised=("vision",))
 
     assert one == PackingVerdict.from_dict(json.loads(json.dumps(one.to_dict(), allow_nan=False)))
     assert f"(isolation {number} (must be 0), equality 1e-07); not asked: vision" in str(one)
@@ -270,7 +270,7 @@ def test_a_verdict_without_numbers_survives_json():
 
 def test_a_blind_probe_says_nothing():
     """No gradient reaches a sample from its own logits."""
-    assert "no gradient reaches a sample" in Measured(float("inf"), 0).why_not(limit=1.0)
+    assert "no gradient reaches a sample" in ProbeResult(float("inf"), 0).why_not(limit=1.0)
 
 
 def test_trials_go_from_the_fastest_to_the_slowest():
@@ -290,11 +290,11 @@ def test_trials_go_from_the_fastest_to_the_slowest():
 
 def test_what_is_measured_passes_if_it_is_apart_and_equal():
     """Isolation has no threshold; what is not a number passes nothing."""
-    assert Measured(0, 2e-5, 2e-5, 2e-5).passes()
-    assert not Measured(1e-30, 0).passes()
-    assert not Measured(0, 0, 0, 3e-5).passes()
-    assert not Measured(0, float("nan")).passes()
-    assert Measured(0, 5e-2).passes("bfloat16")
+    assert ProbeResult(0, 2e-5, 2e-5, 2e-5).passes()
+    assert not ProbeResult(1e-30, 0).passes()
+    assert not ProbeResult(0, 0, 0, 3e-5).passes()
+    assert not ProbeResult(0, float("nan")).passes()
+    assert ProbeResult(0, 5e-2).passes("bfloat16")
 
 
 def test_packing_names_a_length_over_the_capacity_and_an_unknown_algorithm():

@@ -72,7 +72,7 @@ def test_work_is_that_of_the_models_sizes(tmp_path, training, passes):
 
     assert work.estimated is None
     assert "FLOPs of the model, forward and backward" == work.unit
-    assert model.of([8, 3]).tolist() == work.of.samples.tolist()
+    assert model.sample_flops([8, 3]).tolist() == work.samples.flops.tolist()
 
 
 def test_a_model_that_is_not_known_counts_tokens_and_squares(tmp_path):
@@ -85,7 +85,7 @@ def test_a_model_that_is_not_known_counts_tokens_and_squares(tmp_path):
     assert "what num_memory_layers of its config.json adds to the work is not known" in work.estimated
     per_layer = 2 * 12 * 64**2
     assert WorkModel(2 * per_layer, 4 * 2 * 64) == WorkModel.estimated(TEXT)
-    assert WorkModel.estimated(TEXT).trained().of([8, 3]).tolist() == work.of.samples.tolist()
+    assert WorkModel.estimated(TEXT).trained().sample_flops([8, 3]).tolist() == work.samples.flops.tolist()
 
 
 def test_only_packs_that_weigh_work_are_planned_by_it(tmp_path):

@@ -30,10 +30,10 @@ from packplan.core.errors import RecordError
 from packplan.core.samples import (
     DIGEST_BYTES,
     Image,
-    ImageFacts,
-    ImageTable,
-    Measured,
+    MeasuredSample,
     Measurement,
+    MediaFacts,
+    MediaTable,
     Outcome,
     ShortcutError,
     Table,
@@ -67,7 +67,7 @@ class _Read:
 
     index: int
     sample: dict[str, Any]
-    facts: tuple[ImageFacts, ...]
+    facts: tuple[MediaFacts, ...]
     beyond: list[ImageCost]
     """What its images cost beyond stand-ins."""
 
@@ -79,7 +79,7 @@ class _Read:
 
 
 @attrs.frozen(eq=False)
-class Batch:
+class MeasuredBatch:
     """What was measured of some records, small to send from one process to another."""
 
     numbers: NDArray[np.int64]
@@ -89,13 +89,15 @@ class Batch:
     """Digest of each record, all zero where it is not known; shape (num_records, DIGEST_BYTES)."""
 
     table: Table
-    images: ImageTable
+    media: MediaTable
 
     errors: dict[int, RecordError]
     """Place in the batch -> why that record cannot become a sample; the tables leave it out."""
 
     @classmethod
-    def of(cls, numbers: NDArray[np.int64], outcomes: Sequence[Outcome], digests: Sequence[bytes] = ()) -> Batch:
+    def from_outcomes(
+        cls, numbers: NDArray[np.int64], outcomes: Sequence[Outcome], digests: Sequence[bytes] = ()
+    ) -> MeasuredBatch:
         """
         Put outcomes into arrays.
 
@@ -109,12 +111,12 @@ class Batch:
             if digest:
                 known[place] = np.frombuffer(digest, np.uint8)
         errors = {place: one for place, one in enumerate(outcomes) if isinstance(one, RecordError)}
-        table, images = to_tables(one for one in outcomes if isinstance(one, Measured))
-        return cls(numbers, known, table, images, errors)
+        table, media = to_tables(one for one in outcomes if isinstance(one, MeasuredSample))
+        return cls(numbers, known, table, media, errors)
 
     def outcomes(self) -> Iterator[Outcome]:
         """Yield what measuring each record gave, in their order."""
-        measured = iter(from_tables(self.table, self.images, range(len(self.table))))
+        measured = iter(from_tables(self.table, self.media, range(len(self.table))))
         for place in range(len(self.numbers)):
             yield self.errors[place] if place in self.errors else next(measured)
 
@@ -197,7 +199,7 @@ class QuickMeasurer:
         return _Read(index, sample, kept, beyond, shown, pieces)
 
     def _costs(
-        self, index: int, images: Sequence[ImageFacts], videos: Sequence[VideoFacts]
+        self, index: int, images: Sequence[MediaFacts], videos: Sequence[VideoFacts]
     ) -> tuple[list[ImageCost], list[VideoCost]]:
         """
         Return what the media of a sample cost beyond stand-ins; RecordError if one is refused.
@@ -208,7 +210,7 @@ class QuickMeasurer:
             raise self._encoder.fault(index, f"an image cannot be encoded: {error}") from None
         return seen, [self._of_videos.beyond_stand_in(one) for one in videos] if videos and self._of_videos else []
 
-    def facts(self, index: int, images: Sequence[Image]) -> tuple[ImageFacts, ...]:
+    def facts(self, index: int, images: Sequence[Image]) -> tuple[MediaFacts, ...]:
         """
         Return what the images of a sample are now; RecordError if one cannot be read.
 
@@ -237,12 +239,12 @@ class QuickMeasurer:
         try:
             # Which tokens a truncated sample keeps is the template's to say.
             if quick is None or (limit is not None and quick.length > limit):
-                return Measured(self._alone(one.index), one.facts)
+                return MeasuredSample(self._alone(one.index), one.facts)
         except RecordError as error:
             return error
         if self._audits(one):
             self._audit(one, quick)
-        return Measured(quick, one.facts)
+        return MeasuredSample(quick, one.facts)
 
     def _audits(self, one: _Read) -> bool:
         """Return whether a sample is encoded in full too."""

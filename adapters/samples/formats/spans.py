@@ -57,7 +57,7 @@ class Named:
     """Where relative media of its records start."""
 
     @classmethod
-    def of(cls, path: Path) -> Named:
+    def from_path(cls, path: Path) -> Named:
         """Return how a file is spoken of that is read where it is."""
         return cls(str(path), str(path.parent))
 
@@ -89,7 +89,7 @@ class SpanFile:
         Raises:
             DataSetError: The file cannot be read as what it is.
         """
-        self.path, self.named, self.max_bytes = path, named or Named.of(path), max_bytes
+        self.path, self.named, self.max_bytes = path, named or Named.from_path(path), max_bytes
         self._descriptor: int | None = None
         self._digests: NDArray[np.uint8] | None = None
         try:

@@ -21,7 +21,7 @@ import numpy as np
 
 from packplan.adapters.samples.image_headers import read_size
 from packplan.core.errors import counted
-from packplan.core.samples import HEAD_BYTES, ImageFacts, Video
+from packplan.core.samples import HEAD_BYTES, MediaFacts, Video
 
 CONTAINERS = {"mov,mp4,m4a,3gp,3g2,mj2": "mp4", "matroska,webm": "mkv", "avi": "avi"}
 """Containers that are read, as FFmpeg names them; another one is refused."""
@@ -71,10 +71,10 @@ class VideoFacts:
     doubt: str | None = None
     """What its container does not promise; None where it need not be decoded to be measured."""
 
-    def stored(self, seconds: float) -> ImageFacts:
+    def stored(self, seconds: float) -> MediaFacts:
         """Return what is kept of it, which is *seconds* long."""
         doubted = int(self.doubt is not None)
-        return ImageFacts(
+        return MediaFacts(
             self.num_bytes, self.width, self.height, self.head, self.num_frames, round(1000 * seconds), doubted
         )
 

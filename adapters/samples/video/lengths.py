@@ -60,7 +60,7 @@ class VideoLengths:
     """Counts the tokens of times; None for a template that writes none."""
 
     @classmethod
-    def of(cls, template: Template, config: TemplateConfig) -> VideoLengths | None:
+    def from_template(cls, template: Template, config: TemplateConfig) -> VideoLengths | None:
         """
         Return what videos cost in a template; None if encoding shows that it is something else.
 

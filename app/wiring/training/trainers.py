@@ -136,7 +136,7 @@ def keep_in_step(model: Any, template: Any, arguments: TrainingArguments) -> Non
     Raises:
         ConfigError: The model does not say how it sees, or no image reaches a part of its tower.
     """
-    dummy = DummyImage.of(model, template)
+    dummy = DummyImage.from_model(model, template)
     if not shards_weights(arguments) and not arguments.ddp_find_unused_parameters:
         unreached = dummy.unreached()
         if unreached:
@@ -181,7 +181,7 @@ def build_trainer(
     return PackTrainer(
         group=group,
         schedule=schedule,
-        pack_stats=PackStats.of(
+        pack_stats=PackStats.from_plan(
             train.raw, column(train.table, "length").astype(np.int64), packed=config.training.packing, works=works
         ),
         attention=attention_of(config),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from packplan.app.planning.measure import PROBED_FIRST_ABOVE, PROBED_SAMPLES
+from packplan.app.planning.measure import REPEATED_FIRST_ABOVE, REPEATED_SAMPLES
 from packplan.core.errors import DataSetError
 from tests.fakes import (
     DriftedSource,
@@ -27,7 +27,7 @@ from tests.flows.test_planning import LENGTHS, Desk
 )  # fmt: skip
 def test_many_samples_are_not_measured_when_a_few_measure_differently(kind, options, known):
     """
-    No hours are lost: the few that are probed first are all that is encoded; nothing more is
+    No hours are lost: the few that are encoded first are all that is encoded; nothing more is
     stored.
     """
     lengths = LENGTHS * 1000
@@ -40,8 +40,8 @@ def test_many_samples_are_not_measured_when_a_few_measure_differently(kind, opti
     with pytest.raises(DataSetError, match="encode the same every time"):
         desk.plan()
 
-    assert len(set(desk.source.measured)) <= PROBED_SAMPLES
-    assert len(desk.source.measured) <= 2 * PROBED_SAMPLES
+    assert len(set(desk.source.measured)) <= REPEATED_SAMPLES
+    assert len(desk.source.measured) <= 2 * REPEATED_SAMPLES
     assert known == sum(desk.lengths.flushes)
 
 
@@ -65,13 +65,13 @@ def test_stored_lengths_are_not_trusted_when_samples_encode_to_others(drifted, w
 
     assert (desk.plans.saves, [256, 144]) == (1, desk.lengths.flushes)
     assert desk.source.measured == sorted(desk.source.measured, reverse=True)
-    assert len(desk.source.measured) <= PROBED_SAMPLES
+    assert len(desk.source.measured) <= REPEATED_SAMPLES
     assert [] == desk.source.elsewhere, "no process is started"
 
 
 def test_what_is_compared_at_a_start_is_little_however_long_samples_are():
     """So many as take a fraction of a second, the lightest first, and one at least."""
-    for length, num in ((100, PROBED_SAMPLES), (20_000, 4), (10_000_000, 1)):
+    for length, num in ((100, REPEATED_SAMPLES), (20_000, 4), (10_000_000, 1)):
         lengths = [length] * 100
         lengths[14] = 50
         desk = Desk(ListSource(lengths))
@@ -94,8 +94,8 @@ def test_videos_are_compared_without_decoding_them(in_full):
     assert ([] if in_full else desk.source.measured) == desk.source.undecoded
 
 
-@pytest.mark.parametrize("left", [PROBED_FIRST_ABOVE, PROBED_FIRST_ABOVE + 1])
-def test_some_samples_are_probed_before_many_are_measured(left):
+@pytest.mark.parametrize("left", [REPEATED_FIRST_ABOVE, REPEATED_FIRST_ABOVE + 1])
+def test_some_samples_are_encoded_again_before_many_are_measured(left):
     """
     Forwards and backwards here, all over what is to be measured, and elsewhere in a third order;
     few are measured at once.
@@ -105,11 +105,11 @@ def test_some_samples_are_probed_before_many_are_measured(left):
     desk.source = ListSource([7] * (10 + left))
     desk.plan()
 
-    probed = desk.source.measured[: desk.source.measured.index(11)]
-    if left == PROBED_FIRST_ABOVE:
-        assert [10] == probed
+    again = desk.source.measured[: desk.source.measured.index(11)]
+    if left == REPEATED_FIRST_ABOVE:
+        assert [10] == again
     else:
-        few = probed[:PROBED_SAMPLES]
+        few = again[:REPEATED_SAMPLES]
         assert (10, 10 + left - 1) == (few[0], few[-1])
         assert few == sorted(set(few))
-        assert [*few, *few[::-1], *few[::2], *few[1::2], 10] == probed
+        assert [*few, *few[::-1], *few[::2], *few[1::2], 10] == again
