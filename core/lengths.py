@@ -22,13 +22,17 @@ A list or an array of whole numbers, or an object whose slice is one, such as a 
 IntArray = NDArray[np.int64]
 
 
-def as_lengths(lengths: Lengths) -> IntArray:
+def as_lengths(lengths: Lengths, *, least: int = 1) -> IntArray:
     """
-    Return *lengths* as a one-dimensional int64 array of tokens, each >= 1.
+    Return *lengths* as a one-dimensional int64 array of tokens.
+
+    Args:
+        lengths: Tokens of each sample.
+        least: Fewest tokens of each: 1, or 0 where some records are no samples and have 0 tokens.
 
     Raises:
-        InvalidLengthError: A value is not a positive whole number, or the total passes 64 bits. The
-            first such index is named.
+        InvalidLengthError: A value is not a whole number of at least *least*, or the total passes
+            64 bits. The first such index is named.
         TypeError: *lengths* is no sequence.
 
     >>> as_lengths([3, 1, 2]).tolist()
@@ -46,8 +50,8 @@ def as_lengths(lengths: Lengths) -> IntArray:
         index = int(array.argmax())
         raise InvalidLengthError(index, int(array[index]), "a length is below 2**63")
     checked: IntArray = array.astype(np.int64, copy=False)
-    if checked.size and int(checked.min()) < 1:
-        index = int(np.argmax(checked < 1))
+    if checked.size and int(checked.min()) < least:
+        index = int(np.argmax(checked < least))
         raise InvalidLengthError(index, int(checked[index]), "a length is at least 1 token")
     if checked.size and int(checked.max()) * checked.size >= 2**63:
         _raise_where_total_overflows(checked)

@@ -90,6 +90,25 @@ class RawPlan:
         """Share of all tokens that the fill filter drops."""
         return Fraction(self.dropped_tokens, self.num_tokens)
 
+    def with_indices(self, indices: IntArray) -> RawPlan:
+        """
+        Return the same plan under other indices of its samples.
+
+        Args:
+            indices: New index of each sample, ascending; int64, shape (num_samples,).
+
+        >>> plan = build_raw_plan([60, 90, 20], packing_length=80)
+        >>> plan.with_indices(np.array([0, 2, 3])).packs.tolist()
+        [[0, 3], [2]]
+        """
+        return attrs.evolve(
+            self,
+            packs=Packs(self.packs.offsets, indices[self.packs.indices]),
+            dropped_packs=Packs(self.dropped_packs.offsets, indices[self.dropped_packs.indices]),
+            single_long=tuple(indices[list(self.single_long)].tolist()),
+            skipped_long=tuple(indices[list(self.skipped_long)].tolist()),
+        )
+
 
 def build_raw_plan(
     lengths: Lengths,
@@ -216,14 +235,18 @@ def refuse_longer(lengths: Lengths, policy: PlanPolicy) -> None:
     """
     Check that no sample is longer than a pack, if the policy refuses such samples.
 
+    Args:
+        lengths: Tokens of each record, 0 for one that is no sample; shape (num_records,).
+        policy: How samples are planned.
+
     Raises:
         SampleTooLongError: A sample is longer. The first one and their number are named.
     """
-    array, limit = as_lengths(lengths), policy.packing_length
+    array, limit = as_lengths(lengths, least=0), policy.packing_length
     over = np.flatnonzero(array > limit)
     if policy.refuse_longer and over.size:
-        first = int(over[0])
-        raise SampleTooLongError(first, int(array[first]), limit, over.size, array.size, int(array.max()))
+        first, num_samples = int(over[0]), int(np.count_nonzero(array))
+        raise SampleTooLongError(first, int(array[first]), limit, over.size, num_samples, int(array.max()))
 
 
 def refuse_dropped(plan: RawPlan, lengths: Lengths, policy: PlanPolicy) -> None:
@@ -234,7 +257,7 @@ def refuse_dropped(plan: RawPlan, lengths: Lengths, policy: PlanPolicy) -> None:
 
     Args:
         plan: The raw plan.
-        lengths: Tokens of each sample; shape (num_samples,).
+        lengths: Tokens of each record, 0 for one that is no sample; shape (num_records,).
         policy: Policy of the plan.
 
     Raises:
@@ -246,7 +269,7 @@ def refuse_dropped(plan: RawPlan, lengths: Lengths, policy: PlanPolicy) -> None:
     """
     if len(plan.dropped_packs) <= 1 or plan.dropped_share <= share("max_dropped_share", policy.max_dropped_share):
         return
-    dropped = as_lengths(lengths)[plan.dropped_packs.indices]
+    dropped = as_lengths(lengths, least=0)[plan.dropped_packs.indices]
     raise DroppedTokensError(
         len(plan.dropped_packs),
         plan.dropped_samples,

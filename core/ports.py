@@ -34,13 +34,13 @@ ReportProgress = Callable[[str], None]
 
 
 class Records(Protocol):
-    """Records of a data set, by index in any order; one implementation for each format of files."""
+    """Records of a data set, by index in any order; an index never changes."""
 
     def __len__(self) -> int:
         """Return the number of records."""
 
     def __getitem__(self, index: int, /) -> Any:
-        """Return a record's JSON value; RecordError naming its place if there is none."""
+        """Return a record's JSON value; RecordError naming where it stands if there is none."""
 
     @property
     def num_with_media_tags(self) -> int:
@@ -52,25 +52,13 @@ class Records(Protocol):
 
     @property
     def files(self) -> Sequence[tuple[str, int]]:
-        """Each file, and how many records it has, also those left out."""
+        """Each file, and how many records it has."""
 
     def where(self, index: int, /) -> Place:
         """Return where the record stands."""
 
     def folder(self, index: int, /) -> str:
         """Return the folder that relative media of the record start at."""
-
-    def leave_out(self, numbers: Sequence[int], /) -> None:
-        """Leave out these records, by their positions among all, ascending, and no others."""
-
-    def number(self, index: int, /) -> int:
-        """Return the position of record *index* among all, also those left out."""
-
-    def position(self, number: int, /) -> int:
-        """Return the index of a record that is not left out, by its position among all."""
-
-    def numbers(self, indices: range, /) -> NDArray[np.int64]:
-        """Return the positions of several records among all; shape (len(indices),)."""
 
     def read(self, index: int, /) -> tuple[Any, bytes]:
         """
@@ -81,33 +69,34 @@ class Records(Protocol):
             ContractError: It is not the record whose digest is known.
         """
 
-    def remember(self, numbers: NDArray[np.int64], digests: NDArray[np.uint8], /) -> None:
+    def remember(self, indices: range, digests: NDArray[np.uint8], /) -> None:
         """
         Keep digests of records that were read, so that they need not be read for them again.
 
         Args:
-            numbers: Their positions among all; shape (num_records,).
+            indices: Records, one behind the other.
             digests: Their digests, all zero where there is none; shape (num_records, DIGEST_BYTES).
         """
 
     def record_digest(self, index: int, /) -> str:
         """Return the digest of record *index* alone."""
 
-    def digest(self, count: int, /, *, start: int = 0) -> str:
+    def digest(self, count: int, /, *, start: int = 0, without: Sequence[int] = ()) -> str:
         """
-        Return the digest of *count* records from *start* on, and of the folders of their media.
+        Return the digest of *count* records from *start* on but those of *without*, and of the
+        folders of their media.
         """
 
 
 class Measurable(Protocol):
-    """Samples that can be measured in their order."""
+    """Records that can be measured in their order."""
 
     def __len__(self) -> int:
-        """Return the number of samples."""
+        """Return the number of records."""
 
-    def data_digest(self, count: int, /, *, start: int = 0) -> str:
+    def data_digest(self, count: int, /, *, start: int = 0, without: Sequence[int] = ()) -> str:
         """
-        Return the digest of the data of *count* samples from *start* on; other samples do not
+        Return the digest of *count* records from *start* on but those of *without*; others do not
         change it.
         """
 
@@ -121,13 +110,7 @@ class Measurable(Protocol):
 
 
 class LengthSource(Measurable, Protocol):
-    """
-    Samples that can be measured one by one too, in any order, with the same result; records that
-    cannot become samples may be left out, and are no samples then.
-    """
-
-    def leave_out(self, numbers: Sequence[int], /) -> None:
-        """Leave out these records, by their positions among all, ascending, and no others."""
+    """Records that can be measured one by one too, in any order, with the same result."""
 
     def copy_faults(self) -> Iterator[tuple[str, str]]:
         """
@@ -138,11 +121,8 @@ class LengthSource(Measurable, Protocol):
     def data_files(self) -> tuple[DataFile, ...]:
         """Return the files of the data, in order, each with the shape of its records."""
 
-    def number(self, index: int, /) -> int:
-        """Return the position of sample *index* among all records, also those left out."""
-
     def record_digest(self, index: int, /) -> str:
-        """Return the digest of the record of sample *index* alone."""
+        """Return the digest of record *index* alone."""
 
     @property
     def mixes(self) -> bool:
@@ -186,7 +166,7 @@ class Stored:
     """What a store holds."""
 
     table: Table
-    """Measurements of the first samples."""
+    """Measurements of the first records."""
 
     media: MediaTable
     """What is known of their images."""
@@ -205,35 +185,35 @@ class Origin:
     key: Fingerprint
     """What they depend on, the data aside."""
 
-    num_samples: int
-    """Samples of the data, when they were last measured."""
+    num_records: int
+    """Records of the data, when they were last measured."""
 
     num_measured: int
     """How many of them, from the first on, were measured."""
 
     data_digest: str
-    """Digest of the data of the measured samples."""
+    """Digest of the measured records, bad ones aside."""
 
     bad: tuple[BadRecord, ...] = ()
-    """Records before and between them that were left out."""
+    """MeasuredSample records that cannot become samples, ascending."""
 
     files: tuple[DataFile, ...] = ()
     """Files of all the data, where that is known."""
 
     def differences(
-        self, key: Fingerprint, num_samples: int, data_digest: Callable[[int], str]
+        self, key: Fingerprint, num_records: int, data_digest: Callable[[int], str]
     ) -> tuple[Difference, ...]:
         """
         Return in what a source differs from what was measured, as it is now.
 
         Args:
             key: What its measurements depend on, the data aside.
-            num_samples: Of its data; more than were measured are no difference.
-            data_digest: Of its first so many samples.
+            num_records: Records of its data; more than were measured are no difference.
+            data_digest: Digest of its first so many records, without those of `bad`.
         """
         differences = self.key.differences(key)
-        if self.num_measured > num_samples:
-            return (*differences, Difference("data.records", self.num_measured, num_samples))
+        if self.num_measured > num_records:
+            return (*differences, Difference("data.records", self.num_measured, num_records))
         if (current := data_digest(self.num_measured)) != self.data_digest:
             where = f"data.sha256 of the first {self.num_measured:,}"
             return (*differences, Difference(where, self.data_digest, current))
@@ -249,11 +229,11 @@ class StoredLengths:
     rows: Stored
 
     digest: str
-    """Digest of the rows of all samples: what plans depend on."""
+    """Digest of the rows of all records: what plans depend on."""
 
     @property
     def tokens(self) -> IntArray:
-        """Tokens of each sample; int64, shape (num_samples,)."""
+        """Tokens of each record, 0 for one that is no sample; int64, shape (num_records,)."""
         return column(self.rows.table, "length").astype(np.int64)
 
 
@@ -301,32 +281,33 @@ class LengthStore(Inspectable[StoredLengths], Protocol):
 
     def bad(self) -> tuple[BadRecord, ...]:
         """
-        Return the records that were left out of what is stored, or would be taken over;
-        CorruptArtefactError if that is damaged.
+        Return the bad records of what is stored, or would be taken over; CorruptArtefactError if
+        that is damaged.
         """
 
-    def resume(self, key: Fingerprint, num_samples: int, data_digest: Callable[[int], str], /) -> Stored:
+    def resume(self, key: Fingerprint, num_records: int, data_digest: Callable[[int], str], /) -> Stored:
         """
-        Return what was measured under *key* so far, the first samples first.
+        Return what was measured under *key* so far, the first records first.
 
         Args:
             key: What measurements depend on, the data aside.
-            num_samples: Of the data as it is now.
-            data_digest: Digest of the first so many samples of the data as it is now.
+            num_records: Records of the data as it is now.
+            data_digest: Digest of the first so many records as they are now, without those that
+                `bad` returns.
 
         Raises:
             StaleLengthsError: Something was measured under another key, or of other data.
             CorruptArtefactError: It is not what was written.
         """
 
-    def read(self, key: Fingerprint, num_samples: int, data_digest: Callable[[int], str], /) -> Stored:
+    def read(self, key: Fingerprint, num_records: int, data_digest: Callable[[int], str], /) -> Stored:
         """
         Return what `resume` would, without becoming able to write.
 
         Args:
             key: What measurements depend on, the data aside.
-            num_samples: Samples of the data as it is now.
-            data_digest: Digest of the first so many samples of the data as it is now.
+            num_records: Records of the data as it is now.
+            data_digest: Digest of the first so many records as they are now, without bad ones.
         """
 
     def stored(self) -> Stored:
@@ -347,13 +328,13 @@ class LengthStore(Inspectable[StoredLengths], Protocol):
         Add the next rows, so that a reader sees all of them or none.
 
         Args:
-            rows: Of the next samples.
-            media: Media table of the same samples.
-            data_digest: Of all samples so far.
+            rows: Measurements of the next records.
+            media: Media table of the same records.
+            data_digest: Digest of all records so far, bad ones aside.
             in_full: Whether all so far were encoded in full.
             repeatability: Samples that were encoded again with equal results; None if that is
                 not yet checked.
-            bad: Records that were left out so far.
+            bad: Bad records of all rows so far.
         """
 
     def keep_files(self, files: Sequence[DataFile], /) -> None:

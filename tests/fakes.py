@@ -39,8 +39,6 @@ class ListSource:
 
     def __init__(self, lengths: list[int], *, name: str = "data") -> None:
         self.lengths, self.name = lengths, name
-        self.everything = lengths
-        self.left_out: set[int] = set()
         self.measured: list[int] = []
         self.undecoded: list[int] = []
         self.image_bytes = 1000
@@ -52,24 +50,10 @@ class ListSource:
         return len(self.lengths)
 
     def data_files(self) -> tuple[DataFile, ...]:
-        return (DataFile(self.name, self.name, "lengths", len(self.everything if self.left_out else self.lengths)),)
+        return (DataFile(self.name, self.name, "lengths", len(self.lengths)),)
 
     def copy_faults(self) -> Iterator[tuple[str, str]]:
         return iter(self.faulty_copies)
-
-    def leave_out(self, numbers: Sequence[int]) -> None:
-        if not self.left_out:
-            self.everything = self.lengths
-        self.left_out = set(numbers)
-        self.lengths = [self.everything[number] for number in self._kept()] if numbers else self.everything
-
-    def _kept(self) -> Sequence[int]:
-        if not self.left_out:
-            return range(len(self.lengths))
-        return [number for number in range(len(self.everything)) if number not in self.left_out]
-
-    def number(self, index: int) -> int:
-        return self._kept()[index]
 
     def record_digest(self, index: int) -> str:
         return str(self.lengths[index])
@@ -77,8 +61,8 @@ class ListSource:
     def fingerprint(self) -> Fingerprint:
         return Fingerprint({"name": self.name, "packing_length": None})
 
-    def data_digest(self, count: int, *, start: int = 0) -> str:
-        return str(self.lengths[start : start + count])
+    def data_digest(self, count: int, *, start: int = 0, without: Sequence[int] = ()) -> str:
+        return str([self.lengths[index] for index in range(start, start + count) if index not in without])
 
     def measure(self, index: int) -> Measurement:
         self.measured.append(index)
@@ -91,9 +75,7 @@ class ListSource:
     def measure_many(self, indices: range, *, in_full: bool) -> Iterator[Outcome]:
         self.is_measuring = True
         try:
-            kept = self._kept()
-            for number in [kept[index] for index in indices]:
-                index = number - sum(left < number for left in self.left_out)
+            for index in indices:
                 try:
                     yield MeasuredSample(self.measure(index), self.media_facts(index))
                 except RecordError as error:
@@ -240,28 +222,28 @@ class MemoryLengthStore:
 
     def __init__(self) -> None:
         self.key: Fingerprint | None = None
-        self.num_samples = 0
+        self.num_records = 0
         self.flushes: list[int] = []
         self.data = ""
         self.in_full = False
-        self.left_out: tuple[BadRecord, ...] = ()
+        self.bad_records: tuple[BadRecord, ...] = ()
         self.files: tuple[DataFile, ...] = ()
         self.repeatability: Mapping[str, Any] | None = None
         self._rows: list[tuple[int, ...]] = []
         self._media: list[tuple[int, ...]] = []
 
     def bad(self) -> tuple[BadRecord, ...]:
-        return self.left_out
+        return self.bad_records
 
-    def resume(self, key: Fingerprint, num_samples: int, data_digest: Callable[[int], str]) -> Stored:
-        self.key, self.num_samples = self.key or key, num_samples
-        return self.read(key, num_samples, data_digest)
+    def resume(self, key: Fingerprint, num_records: int, data_digest: Callable[[int], str]) -> Stored:
+        self.key, self.num_records = self.key or key, num_records
+        return self.read(key, num_records, data_digest)
 
-    def read(self, key: Fingerprint, num_samples: int, data_digest: Callable[[int], str]) -> Stored:
+    def read(self, key: Fingerprint, num_records: int, data_digest: Callable[[int], str]) -> Stored:
         if self.key is not None and (differences := self.key.differences(key)):
             raise StaleLengthsError("memory", differences)
         measured = len(self._rows)
-        if measured > num_samples or (measured and data_digest(measured) != self.data):
+        if measured > num_records or (measured and data_digest(measured) != self.data):
             raise StaleLengthsError("memory", (Difference("data", self.data, "other"),))
         return self.stored()
 
@@ -273,7 +255,7 @@ class MemoryLengthStore:
     def origin(self) -> Origin | None:
         if self.key is None or not self.flushes:
             return None
-        return Origin(self.key, self.num_samples, len(self._rows), self.data, self.left_out, self.files)
+        return Origin(self.key, self.num_records, len(self._rows), self.data, self.bad_records, self.files)
 
     def inspect(self) -> StoredLengths | None:
         origin = self.origin()
@@ -292,7 +274,7 @@ class MemoryLengthStore:
         repeatability: Mapping[str, Any] | None = None,
         bad: Sequence[BadRecord] = (),
     ) -> None:
-        self.data, self.in_full, self.repeatability, self.left_out = data_digest, in_full, repeatability, tuple(bad)
+        self.data, self.in_full, self.repeatability, self.bad_records = data_digest, in_full, repeatability, tuple(bad)
         self.files = ()
         if len(rows):
             self.flushes.append(len(rows))
@@ -306,7 +288,7 @@ class MemoryLengthStore:
         self._rows.clear()
         self._media.clear()
         self.flushes.clear()
-        self.in_full, self.repeatability = False, None
+        self.in_full, self.repeatability, self.bad_records = False, None, ()
 
     def digest(self) -> str:
         return str(hash(tuple(self._rows)))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import attrs
 import numpy as np
 from numpy.typing import NDArray
 
@@ -14,8 +15,6 @@ from packplan.adapters.progress import BRIEF_S, progress
 from packplan.adapters.samples.formats.spans import Named
 from packplan.core.errors import ContractError, Difference
 from packplan.core.samples import DIGEST_BYTES, Place
-
-_NOTHING = hashlib.sha256()
 
 _SHOWN_DIGITS = 12
 """Digits of a digest that a message shows."""
@@ -31,7 +30,7 @@ class RecordFile(Protocol):
         """Return the number of records."""
 
     def __getitem__(self, row: int, /) -> Any:
-        """Return a record's JSON value; RecordError naming its place if there is none."""
+        """Return a record's JSON value; RecordError naming where it stands if there is none."""
 
     def where(self, row: int, /) -> Place:
         """Return where a record stands."""
@@ -63,45 +62,19 @@ class FileRecords:
     def __init__(self, files: Sequence[RecordFile]) -> None:
         self._files = list(files)
         self._ends = np.cumsum([len(file) for file in files])
+        self.firsts = [0, *self._ends[:-1].tolist()]
         self.num_with_media_tags = sum(file.num_with_media_tags for file in files)
-        self._left_out = np.zeros(0, np.int64)
-        self._firsts: list[int] | None = None
         self._known: NDArray[np.uint8] | None = None
         """Digests of records that were read, all zero where one was not."""
-        self._digest, self._digested = _NOTHING.copy(), range(0)
+        self._hashed = _Hashed()
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) - len(self._left_out)
-
-    def leave_out(self, numbers: Sequence[int]) -> None:
-        """Leave out these records, by their positions among all, ascending, and no others."""
-        before, self._left_out = self._left_out, np.array(numbers, dtype=np.int64)
-        self._firsts = None
-        changed = np.setxor1d(before, self._left_out)
-        # What is hashed stays, if it is of records before all that changed.
-        if changed.size and self._digested and changed[0] <= self.number(self._digested.stop - 1):
-            self._digest, self._digested = _NOTHING.copy(), range(0)
-
-    def number(self, index: int) -> int:
-        """Return the position of record *index* among all, also those left out."""
-        ahead = self._left_out - np.arange(len(self._left_out))
-        return index + int(np.searchsorted(ahead, index, side="right"))
-
-    def numbers(self, indices: range) -> NDArray[np.int64]:
-        """Return the positions of records among all; shape (len(indices),)."""
-        wanted = np.arange(indices.start, indices.stop, indices.step)
-        ahead = self._left_out - np.arange(len(self._left_out))
-        numbers: NDArray[np.int64] = wanted + np.searchsorted(ahead, wanted, side="right")
-        return numbers
-
-    def position(self, number: int) -> int:
-        """Return the index of a record that is not left out, by its position among all."""
-        return number - int(np.searchsorted(self._left_out, number))
+        return int(self._ends[-1])
 
     def record_digest(self, index: int) -> str:
         """Return the digest of record *index* alone."""
         file, row = self._find(index)
-        return self._digests(file, row, self.number(index), 1).hex()
+        return self._digests(file, row, index, 1).hex()
 
     def read(self, index: int) -> tuple[Any, bytes]:
         """
@@ -129,42 +102,35 @@ class FileRecords:
             return file.digests(row, row + 1)
         if self._known is None:
             return b""
-        known: bytes = self._known[self.number(index) if len(self._left_out) else index].tobytes()
+        known: bytes = self._known[index].tobytes()
         return known if any(known) else b""
 
-    def remember(self, numbers: NDArray[np.int64], digests: NDArray[np.uint8]) -> None:
+    def remember(self, indices: range, digests: NDArray[np.uint8]) -> None:
         """
         Keep digests of records that were read, perhaps in another process, so that they need not be
         read for them again.
 
         Args:
-            numbers: Their positions among all; shape (num_records,).
+            indices: Records, one behind the other.
             digests: Their digests, all zero where there is none; shape (num_records, DIGEST_BYTES).
         """
         known = digests.any(axis=1)
         if known.any():
             if self._known is None:
-                self._known = np.zeros((int(self._ends[-1]), DIGEST_BYTES), np.uint8)
-            self._known[numbers[known]] = digests[known]
+                self._known = np.zeros((len(self), DIGEST_BYTES), np.uint8)
+            self._known[indices.start : indices.stop][known] = digests[known]
 
-    def _digests(self, file: RecordFile, row: int, number: int, count: int) -> bytes:
-        """Return the digests of records of a file, one behind the other."""
+    def _digests(self, file: RecordFile, row: int, index: int, count: int) -> bytes:
+        """Return the digests of records of a file from *index* on, one behind the other."""
         if self._known is not None:
-            known = self._known[number : number + count]
+            known = self._known[index : index + count]
             if known.any(axis=1).all():
                 return known.tobytes()
         return file.digests(row, row + count)
 
     @property
-    def firsts(self) -> list[int]:
-        """The first record of each file."""
-        if self._firsts is None:
-            self._firsts = [self.position(number) for number in (0, *self._ends[:-1].tolist())]
-        return self._firsts
-
-    @property
     def files(self) -> list[tuple[str, int]]:
-        """Each file, and how many records it has, also those left out."""
+        """Each file, and how many records it has."""
         return [(file.named.name, len(file)) for file in self._files]
 
     def __getitem__(self, index: int) -> Any:
@@ -181,28 +147,31 @@ class FileRecords:
         """Return the folder that relative media of record *index* start at."""
         return self._find(index)[0].named.folder
 
-    def digest(self, count: int, *, start: int = 0) -> str:
+    def digest(self, count: int, *, start: int = 0, without: Sequence[int] = ()) -> str:
         """
-        Return the SHA-256 of *count* records from *start* on: their content, and the folders that
-        their media start at.
+        Return the SHA-256 of *count* records from *start* on but those of *without*: their content,
+        and the folders that their media start at.
 
-        Other rows leave it as it is, and so does another format with the same records. Asked for
+        Other records leave it as it is, and so does another format with the same records. Asked for
         rising counts, it reads each record once.
         """
-        if start != self._digested.start or start + count < self._digested.stop:
-            self._digest, self._digested = _NOTHING.copy(), range(start, start)
+        end, skipped = start + count, {index for index in without if start <= index < start + count}
+        if not self._hashed.is_part_of(range(start, end), skipped):
+            self._hashed = _Hashed(range(start, start))
+        self._hashed.skipped = skipped
         bar = progress(
-            total=start + count - self._digested.stop,
+            total=end - self._hashed.indices.stop,
             desc="hashing the data", unit=" records", leave=False, delay=BRIEF_S,
         )  # fmt: skip
         with bar:
-            while (index := self._digested.stop) < start + count:
-                stop = min(start + count, self._hash_file(index, start, start + count))
+            while (index := self._hashed.indices.stop) < end:
+                stop = self._hash_file(index, end, skipped)
                 bar.update(stop - index)
-                self._digested = range(start, stop)
-        if self._digested == range(len(self)):
+                self._hashed.indices = range(start, stop)
+        if self._hashed.indices == range(len(self)):
             self._keep()
-        return self._digest.hexdigest()
+        digest: str = self._hashed.sha256.hexdigest()
+        return digest
 
     def _keep(self) -> None:
         """Let files keep the digests of their records, once all of them are known."""
@@ -210,47 +179,62 @@ class FileRecords:
             return
         for number, file in enumerate(self._files):
             if not file.knows_digests:
-                digests = self._known[int(self._ends[number]) - len(file) : int(self._ends[number])]
-                for row in np.flatnonzero(~digests.any(axis=1)).tolist():  # of records that are left out
-                    digests[row] = np.frombuffer(file.digests(row, row + 1), np.uint8)
-                file.keep(digests)
+                file.keep(self._known[self.firsts[number] : int(self._ends[number])])
         if all(file.knows_digests for file in self._files):
             self._known = None
 
-    def _hash_file(self, index: int, start: int, stop: int) -> int:
+    def _hash_file(self, index: int, stop: int, skipped: set[int]) -> int:
         """
         Add some records of the file of record *index* to the digest, and return the first that is
         not in it.
         """
         file, row = self._find(index)
-        folder = file.named.folder
-        if index == start or self.folder(index - 1) != folder:
-            self._digest.update(f"{Path(folder).resolve()}\n".encode())
-        number = self.number(index)
-        place = int(np.searchsorted(self._left_out, number))
-        until = self._left_out[place] - number if place < len(self._left_out) else _AT_ONCE
-        count = min(len(file) - row, stop - index, int(until), _AT_ONCE)
-        digests = self._digests(file, row, number, count)
-        self._digest.update(digests)
+        count = min(len(file) - row, stop - index, _AT_ONCE)
+        indices = range(index, index + count)
+        digests = np.frombuffer(self._digests(file, row, index, count), np.uint8).reshape(count, -1)
         if not file.knows_digests:
-            self.remember(np.arange(number, number + count), np.frombuffer(digests, np.uint8).reshape(count, -1))
-        return index + count
+            self.remember(indices, digests)
+        kept = digests if skipped.isdisjoint(indices) else digests[[one not in skipped for one in indices]]
+        if len(kept) and file.named.folder != self._hashed.folder:
+            self._hashed.folder = file.named.folder
+            self._hashed.sha256.update(f"{Path(file.named.folder).resolve()}\n".encode())
+        self._hashed.sha256.update(kept.tobytes())
+        return indices.stop
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("_files", "_ends", "_left_out", "num_with_media_tags", "_known")
-        return {name: self.__dict__[name] for name in kept}
+        return {name: value for name, value in self.__dict__.items() if name != "_hashed"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _firsts=None, _digest=_NOTHING.copy(), _digested=range(0))
+        self.__dict__.update(state, _hashed=_Hashed())
 
     def _find(self, index: int) -> tuple[RecordFile, int]:
         """Return the file of a record, and its row there."""
         if not 0 <= index < len(self):
             message = f"record {index} of {len(self)}"
             raise IndexError(message)
-        number = self.number(index) if len(self._left_out) else index
-        file = int(np.searchsorted(self._ends, number, side="right"))
-        return self._files[file], number - (int(self._ends[file - 1]) if file else 0)
+        file = int(np.searchsorted(self._ends, index, side="right"))
+        return self._files[file], index - self.firsts[file]
+
+
+@attrs.define(eq=False)
+class _Hashed:
+    """Digest of records so far, to which the next are added."""
+
+    indices: range = range(0)
+
+    skipped: set[int] = attrs.field(factory=set)
+    """Records between them that are not hashed."""
+
+    folder: str | None = None
+    """Folder of the media of the last record."""
+
+    sha256: Any = attrs.field(factory=hashlib.sha256)
+
+    def is_part_of(self, indices: range, skipped: set[int]) -> bool:
+        """Return whether the digest of these records can go on from this one."""
+        if self.indices.start != indices.start or self.indices.stop > indices.stop:
+            return False
+        return self.skipped == {index for index in skipped if index < self.indices.stop}
 
 
 _AT_ONCE = 1000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -42,6 +42,7 @@ from packplan.core.samples import (
     Image,
     Measurement,
     MediaFacts,
+    Shaped,
     Table,
     Video,
     from_row,
@@ -94,7 +95,7 @@ class SwiftEncoder:
         self.records = open_records(spec.paths, max_line_bytes=spec.custom.max_line_bytes, cache=spec.cache)
         self._media = MediaCache(Path(spec.custom.media_cache)) if spec.custom.media_cache else None
         self._first_shapes: dict[int, tuple[int, str]] = {}
-        """Number of a file -> its first record of known shape, and the shape."""
+        """Number of a file -> its first sound record, and its shape."""
         self.template = template or open_template(spec.model, spec.template, packing_length=spec.packing_length)
 
     def __len__(self) -> int:
@@ -203,14 +204,7 @@ class SwiftEncoder:
             raise self.fault(index, f"the record {error}") from None
         self._refuse_mixed(index, known.shape)
         try:
-            sample = to_messages(
-                known,
-                object_field_order=self.spec.custom.object_field_order,
-                use_summary=self.spec.custom.use_summary,
-                max_messages=self.spec.custom.max_messages,
-                columns=self.spec.custom.columns,
-                urls=self._media is not None,
-            )
+            sample = self._to_messages(known)
         except ValueError as error:
             raise self.fault(index, f"the record {error}") from None
         folder = self.records.folder(index)
@@ -222,6 +216,18 @@ class SwiftEncoder:
             self._refuse_unread_videos(index)
         self._refuse_unread(index, sample)
         return sample, images
+
+    def _to_messages(self, known: Shaped) -> dict[str, Any]:
+        """Return a record as messages; ValueError if it cannot become a sample."""
+        custom = self.spec.custom
+        return to_messages(
+            known,
+            object_field_order=custom.object_field_order,
+            use_summary=custom.use_summary,
+            max_messages=custom.max_messages,
+            columns=custom.columns,
+            urls=self._media is not None,
+        )
 
     def _located(self, index: int, image: Image, folder: str) -> Image:
         """
@@ -273,11 +279,6 @@ class SwiftEncoder:
         if (why_not := why_no_reader()) is not None and "pip install" in why_not:
             raise self.fault(index, f"the record has videos, but {why_not}")
 
-    def leave_out(self, numbers: Sequence[int]) -> None:
-        """Leave out these records, by their positions among all, ascending, and no others."""
-        self.records.leave_out(numbers)
-        self._first_shapes.clear()
-
     def data_files(self) -> tuple[DataFile, ...]:
         """Return the data files, each with the shape of its records."""
         sources = sources_of(self.spec.paths, self.spec.custom.source_names)
@@ -287,21 +288,22 @@ class SwiftEncoder:
         )
 
     def _first_shape(self, index: int) -> tuple[int, str]:
-        """Return the first record of known shape of the file of record *index*, and the shape."""
+        """Return the first sound record of the file of record *index*, and its shape."""
         return self._shape_of_file(bisect.bisect_right(self.records.firsts, index) - 1)
 
     def _shape_of_file(self, number: int) -> tuple[int, str]:
-        """Return the first record of known shape of a file, by its number, and the shape."""
+        """Return the first sound record of a file, by its number, and its shape."""
         if number not in self._first_shapes:
             first = self.records.firsts[number]
             after = [*self.records.firsts, len(self.records)][number + 1]
             self._first_shapes[number] = (first, "unknown")
-            for place in range(first, min(after, first + _TRIED)):
+            for index in range(first, min(after, first + _TRIED)):
                 try:
-                    shape = shaped(self.records[place], self.spec.custom.columns).shape
+                    known = shaped(self.records[index], self.spec.custom.columns)
+                    self._to_messages(known)
                 except (ValueError, RecordError):
                     continue
-                self._first_shapes[number] = (place, shape)
+                self._first_shapes[number] = (index, known.shape)
                 break
         return self._first_shapes[number]
 

@@ -16,9 +16,7 @@ from typing import Any
 from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
 
 import attrs
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
 from packplan.adapters.lifeline import ctrl_c_kept, end_with_parent, lost_processes_named, open_pool
@@ -147,9 +145,9 @@ class SwiftMeasurer:
             inputs[f"environment.{variable}"] = os.environ.get(variable)
         return Fingerprint(inputs)
 
-    def data_digest(self, count: int, *, start: int = 0) -> str:
-        """Return the digest of *count* records from *start* on."""
-        return self._encoder.records.digest(count, start=start)
+    def data_digest(self, count: int, *, start: int = 0, without: Sequence[int] = ()) -> str:
+        """Return the digest of *count* records from *start* on but those of *without*."""
+        return self._encoder.records.digest(count, start=start, without=without)
 
     def copy_faults(self) -> Iterator[tuple[str, str]]:
         """Yield each data file whose copy is not what it holds; see `core.ports`."""
@@ -160,16 +158,8 @@ class SwiftMeasurer:
         """Return the data files, in order; see `core.ports`."""
         return self._encoder.data_files()
 
-    def leave_out(self, numbers: Sequence[int]) -> None:
-        """Leave out these records; see `core.ports`."""
-        self._encoder.leave_out(numbers)
-
-    def number(self, index: int) -> int:
-        """Return the position of sample *index* among all records."""
-        return self._encoder.records.number(index)
-
     def record_digest(self, index: int) -> str:
-        """Return the digest of the record of sample *index* alone."""
+        """Return the digest of record *index* alone."""
         return self._encoder.records.record_digest(index)
 
     def measure_by_headers(self, index: int) -> Measurement:
@@ -266,29 +256,27 @@ class SwiftMeasurer:
         Measure several, in the order of *indices*, by processes where that is faster; see
         `core.ports`.
         """
-        # Records may be left out while this goes on: their positions among all stay.
         self._encoder.fetch_media(indices)
-        numbers = self._encoder.records.numbers(indices)
         done = 0
         if self._workers > 1:
             started = time.perf_counter()
-            while done < len(numbers):
-                yield from self._taken(self.batch(numbers[done : done + _TRIED], in_full=in_full))
+            while done < len(indices):
+                yield from self._taken(self.batch(indices[done : done + _TRIED], in_full=in_full))
                 done += _TRIED
                 spent = time.perf_counter() - started
-                if spent / done * (len(numbers) - done) * (1 - 1 / self._workers) > self._pool_start_s:
+                if spent / done * (len(indices) - done) * (1 - 1 / self._workers) > self._pool_start_s:
                     break
-        rest = numbers[done:]
+        rest = indices[done:]
         if not len(rest) or self._workers == 1:
             for start in range(0, len(rest), AT_ONCE):
                 yield from self._taken(self.batch(rest[start : start + AT_ONCE], in_full=in_full))
             return
         yield from self._measure_in_pool(rest, in_full=in_full)
 
-    def _measure_in_pool(self, numbers: NDArray[np.int64], *, in_full: bool) -> Generator[Outcome, None, None]:
-        """Measure records by their positions among all, in other processes, a few batches ahead."""
-        size = min(AT_ONCE, -(-len(numbers) // (2 * self._workers)))
-        parts = (numbers[start : start + size] for start in range(0, len(numbers), size))
+    def _measure_in_pool(self, indices: range, *, in_full: bool) -> Generator[Outcome, None, None]:
+        """Measure records in other processes, a few batches ahead."""
+        size = min(AT_ONCE, -(-len(indices) // (2 * self._workers)))
+        parts = (indices[start : start + size] for start in range(0, len(indices), size))
         waiting: deque[Any] = deque()
         # All are forked with the first part, and share with this process what neither changes. The
         # garbage collector writes into each object that it looks at: it is kept from what is here.
@@ -313,26 +301,24 @@ class SwiftMeasurer:
 
     def _taken(self, batch: MeasuredBatch) -> Iterator[Outcome]:
         """Yield what was measured, and keep the digests of its records."""
-        self._encoder.records.remember(batch.numbers, batch.digests)
+        self._encoder.records.remember(batch.indices, batch.digests)
         yield from batch.outcomes()
 
-    def batch(self, numbers: NDArray[np.int64], *, in_full: bool) -> MeasuredBatch:
+    def batch(self, indices: range, *, in_full: bool) -> MeasuredBatch:
         """
-        Measure records by their positions among all.
+        Measure records.
 
         Args:
-            numbers: The positions; int64, shape (num_records,).
+            indices: Records, one behind the other.
             in_full: Encode each by itself, without a shortcut.
 
         Raises:
             ShortcutError: One encodes to another measurement than the shortcut gives.
         """
-        records = self._encoder.records
-        indices = [records.position(number) for number in numbers.tolist()]
         if in_full or self._quick is None:
-            return MeasuredBatch.from_outcomes(numbers, [self.outcome(index, in_full=in_full) for index in indices])
+            return MeasuredBatch.from_outcomes(indices, [self.outcome(index, in_full=in_full) for index in indices])
         outcomes, digests = self._quick.measure(indices)
-        return MeasuredBatch.from_outcomes(numbers, outcomes, digests)
+        return MeasuredBatch.from_outcomes(indices, outcomes, digests)
 
     def measure_elsewhere(self, indices: Sequence[int], *, epoch: int) -> list[Outcome]:
         """
@@ -401,7 +387,7 @@ def _say_once(what: str) -> None:
     log.info("%s", what)
 
 
-_measure: Callable[[NDArray[np.int64]], MeasuredBatch] | None = None
+_measure: Callable[[range], MeasuredBatch] | None = None
 
 
 def _open_worker(samples: SwiftMeasurer, in_full: bool) -> None:  # noqa: FBT001  # pools pass arguments by place
@@ -410,6 +396,6 @@ def _open_worker(samples: SwiftMeasurer, in_full: bool) -> None:  # noqa: FBT001
     _measure = partial(samples.batch, in_full=in_full)
 
 
-def _measure_in_worker(numbers: NDArray[np.int64]) -> MeasuredBatch:
+def _measure_in_worker(indices: range) -> MeasuredBatch:
     assert _measure is not None  # noqa: S101  # the pool's initializer made it
-    return _measure(numbers)
+    return _measure(indices)

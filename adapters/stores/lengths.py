@@ -1,7 +1,7 @@
 """
 Measured lengths on disk: fixed-width columns beside the manifest `lengths.json`.
 
-`lengths.bin` has a row of little-endian int32 for each sample, `images.bin` one of int64 for each
+`lengths.bin` has a row of little-endian int32 for each record, `images.bin` one of int64 for each
 image and each video. Rows are appended and flushed first, the manifest that counts and digests them
 follows: what a manifest names is whole, and what a crash leaves behind it is cut off on resuming. A
 flush costs what is new. The data of the rows measured so far is digested with them: rows appended
@@ -29,7 +29,7 @@ from packplan.core.samples import COLUMNS, MEDIA_COLUMNS, BadRecord, DataFile, M
 
 log = logging.getLogger(__name__)
 
-SCHEMA = "packplan lengths 3"
+SCHEMA = "packplan lengths 4"
 
 
 class _Column:
@@ -86,7 +86,7 @@ class _Column:
 def _origin(manifest: Mapping[str, Any]) -> Origin:
     return Origin(
         Fingerprint(manifest["fingerprint"]),
-        manifest["num_samples"],
+        manifest["num_records"],
         manifest["samples"]["rows"],
         manifest["data_sha256"],
         tuple(BadRecord(**one) for one in manifest.get("bad_records", ())),
@@ -111,19 +111,19 @@ class DiskLengthStore:
         self._samples = _Column(folder / "lengths.bin", COLUMNS, "<i4")
         self._media = _Column(folder / "images.bin", MEDIA_COLUMNS, "<i8")
         self._key: Fingerprint | None = None
-        self._num_samples, self._num_bad = 0, 0
+        self._num_records = 0
 
     def bad(self) -> tuple[BadRecord, ...]:
-        """Return the records left out of what is stored here, else of what would be taken over."""
+        """Return the bad records of what is stored here, else of what would be taken over."""
         origin = self.origin()
         if origin is None and self._lengths_from is not None:
             origin = DiskLengthStore(self._lengths_from).origin()
         return () if origin is None else origin.bad
 
-    def resume(self, key: Fingerprint, num_samples: int, data_digest: Callable[[int], str]) -> Stored:
+    def resume(self, key: Fingerprint, num_records: int, data_digest: Callable[[int], str]) -> Stored:
         """Return the rows measured so far under *key*; see `core.ports.LengthStore`."""
-        self._key, self._num_samples, self._num_bad = key, num_samples, len(self.bad())
-        stored = self.read(key, num_samples, data_digest)
+        self._key, self._num_records = key, num_records
+        stored = self.read(key, num_records, data_digest)
         self._samples.cut()
         self._media.cut()
         if self._lengths_from is None:
@@ -136,7 +136,7 @@ class DiskLengthStore:
         if self._manifest.exists():
             return stored
         try:
-            taken = DiskLengthStore(self._lengths_from).read(key, num_samples, data_digest)
+            taken = DiskLengthStore(self._lengths_from).read(key, num_records, data_digest)
         except StaleLengthsError as error:
             raise attrs.evolve(error, borrowed=True) from None
         if len(taken.table):
@@ -154,13 +154,13 @@ class DiskLengthStore:
             log.warning("%s holds no lengths, so all samples are measured here", self._lengths_from)
         return taken
 
-    def read(self, key: Fingerprint, num_samples: int, data_digest: Callable[[int], str]) -> Stored:
+    def read(self, key: Fingerprint, num_records: int, data_digest: Callable[[int], str]) -> Stored:
         """Verify and return what is stored, writing nothing; see `core.ports.LengthStore`."""
         self._forget()
         manifest = files.read_manifest(self._manifest, SCHEMA)
         if manifest is None:
             return Stored(np.zeros((0, len(COLUMNS)), np.int32), np.zeros((0, len(MEDIA_COLUMNS)), np.int64))
-        if differences := _origin(manifest).differences(key, num_samples, data_digest):
+        if differences := _origin(manifest).differences(key, num_records, data_digest):
             raise StaleLengthsError(str(self.folder), differences)
         return self._rows(manifest)
 
@@ -227,7 +227,7 @@ class DiskLengthStore:
                 "schema": SCHEMA,
                 "fingerprint": dict(self._key.inputs),
                 "fingerprint_sha256": self._key.digest,
-                "num_samples": self._num_samples - len(bad) + self._num_bad,
+                "num_records": self._num_records,
                 "data_sha256": data_digest,
                 "samples": self._samples.entry(),
                 "images": self._media.entry(),
@@ -254,7 +254,7 @@ class DiskLengthStore:
         self._media.cut()
 
     def digest(self) -> str:
-        """Return the SHA-256 hex digest of the rows of all samples."""
+        """Return the SHA-256 hex digest of the rows of all records."""
         return self._samples.digest()
 
     def _rows(self, manifest: Mapping[str, Any]) -> Stored:

@@ -120,6 +120,7 @@ def drawing(view: PlanView) -> Chart:
 
 def _lengths(view: PlanView) -> Chart:
     lengths, plan = view.stored.lengths.tokens, view.plan_summary
+    lengths = lengths[lengths > 0]
     counts, edges = _histogram(lengths, first=0)
 
     def draw(axes: Axes) -> None:
@@ -179,7 +180,7 @@ def _samples_per_pack(view: PlanView) -> Chart:
 def _gap(view: PlanView) -> Chart:
     plan, bound = view.stored.plan.plan, view.plan_summary.lower_bound
     lengths = view.stored.lengths.tokens
-    short = lengths[lengths < plan.packing_length]
+    short = lengths[(lengths > 0) & (lengths < plan.packing_length)]
     numbers = {"this plan": len(plan.packs) + len(plan.dropped_packs)}
     for name, algorithm in (("best fit", "best_fit_decreasing"), ("next fit", "concatenative")):
         numbers[name] = len(pack(short, capacity=plan.packing_length, algorithm=algorithm)) + len(plan.single_long)

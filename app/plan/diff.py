@@ -128,7 +128,7 @@ def _schedule(config: RunConfig, stored: StoredSplit, world_size: int | None, wo
 
 def _input_differences(one: StoredSplit, other: StoredSplit) -> Iterable[Difference]:
     yield from one.lengths.origin.key.differences(other.lengths.origin.key)
-    for name in ("num_samples", "data_digest"):
+    for name in ("num_records", "data_digest"):
         values = getattr(one.lengths.origin, name), getattr(other.lengths.origin, name)
         if values[0] != values[1]:
             yield Difference(f"data.{name}", *values)

@@ -38,14 +38,16 @@ class Explainer:
             records = stores.records_of(config, view.stored.name)
         except DataSetError:
             return cls(view, None)
-        records.leave_out([one.number for one in view.stored.lengths.origin.bad])
-        return cls(view, records if len(records) == view.stored.lengths.origin.num_samples else None)
+        return cls(view, records if len(records) == view.stored.lengths.origin.num_records else None)
 
     def sample(self, sample: int) -> dict[str, Any]:
         """
-        Return where a sample is, and when it is trained; DataSetError if there is none of that
-        number.
+        Return where a sample is, and when it is trained; DataSetError if there is no such sample.
         """
+        for bad in self.view.stored.lengths.origin.bad:
+            if bad.index == sample:
+                message = f"record {sample} is no sample: {bad.where}: {bad.reason}"
+                raise DataSetError(message)
         try:
             place = place_of(self.view.stored.plan.plan, sample)
         except IndexError as error:

@@ -78,10 +78,9 @@ def _text_of(config: RunConfig, view: PlanView, sample: int) -> list[dict[str, A
     from packplan.app.wiring.training import open_samples
 
     encoder = open_samples(config)[view.stored.name]
-    encoder.leave_out([one.number for one in view.stored.lengths.origin.bad])
-    measured = view.stored.lengths.origin.num_samples
+    measured = view.stored.lengths.origin.num_records
     if len(encoder) != measured:
-        message = f"the data have {counted(len(encoder), 'sample')} now, but {measured:,} were measured: build again"
+        message = f"the data have {counted(len(encoder), 'record')} now, but {measured:,} were measured: build again"
         raise DataSetError(message)
     return [{"trained": trained, "text": text} for trained, text in encoder.decoded(sample)]
 

@@ -68,9 +68,8 @@ class StoredSplit:
         origin = self.lengths.origin
         if not origin.files:
             return ()
-        bad = [one.number for one in origin.bad]
         rows = self.lengths.rows
-        return summarise_sources(self.plan.plan, rows.table, origin.files, media=rows.media, bad=bad)
+        return summarise_sources(self.plan.plan, rows.table, origin.files, media=rows.media)
 
 
 @attrs.frozen(eq=False)
@@ -105,7 +104,7 @@ def splits_of(config: RunConfig, split: str | None) -> list[str]:
 
 def open_lengths(store: LengthStore) -> StoredLengths:
     """
-    Return the lengths of all samples of a split.
+    Return the lengths of all records of a split.
 
     Raises:
         NotBuiltError: None are stored, or not all.
@@ -115,9 +114,9 @@ def open_lengths(store: LengthStore) -> StoredLengths:
     if lengths is None:
         raise NotBuiltError(store.where, "holds no lengths")
     measured = len(lengths.rows.table)
-    if measured < lengths.origin.num_samples:
+    if measured < lengths.origin.num_records:
         reason = (
-            f"holds the lengths of {measured:,} of {counted(lengths.origin.num_samples, 'sample')}, since measuring "
+            f"holds the lengths of {measured:,} of {counted(lengths.origin.num_records, 'record')}, since measuring "
             "was interrupted"
         )
         raise NotBuiltError(store.where, reason)
@@ -253,7 +252,7 @@ def _warnings(config: RunConfig, stored: StoredSplit, planned: PlannedSplit, sch
         except DroppedTokensError as error:
             yield f"{planned.name}: training refuses the plan: {error}"
     if bad := stored.lengths.origin.bad:
-        yield f"{planned.name}: {left_out(bad, stored.lengths.origin.num_samples + len(bad))}"
+        yield f"{planned.name}: {left_out(bad, stored.lengths.origin.num_records)}"
     if stored.lengths.rows.repeatability is None:
         yield f"{planned.name}: repeatability is not yet checked: no sample was encoded twice; build does it"
     shown_as = attrs.evolve(

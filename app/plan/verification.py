@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from decimal import Decimal
+from functools import partial
 from typing import TypeVar
 
 import attrs
 import numpy as np
 
 from packplan.adapters.progress import progress
-from packplan.app.planning.bad import LeftOut
 from packplan.app.planning.split import GatheredSplit, plan_with_progress
 from packplan.core.errors import (
     ContractError,
@@ -30,7 +29,7 @@ from packplan.core.inspection import plan_faults
 from packplan.core.lengths import IntArray
 from packplan.core.plan import refuse_dropped, refuse_longer
 from packplan.core.ports import LengthSource, Origin, StoredLengths, StoredPlan
-from packplan.core.samples import MeasuredSample, MediaTable, Table, from_row, from_tables, num_media
+from packplan.core.samples import MeasuredSample, MediaTable, Table, from_row, from_tables, num_media, sample_indices
 
 log = logging.getLogger(__name__)
 
@@ -72,9 +71,10 @@ def verify(split: GatheredSplit, *, num_samples: int = 0, decode: bool = False) 
         raise NotBuiltError(lengths_kept.where, "holds no lengths")
     differences: tuple[Difference, ...] = ()
     if origin is not None:
-        LeftOut(source, max_share=Decimal(1)).take_over(origin.bad)
-        differences = origin.differences(source.fingerprint(), len(source), source.data_digest)
+        data_digest = partial(source.data_digest, without=[one.index for one in origin.bad])
+        differences = origin.differences(source.fingerprint(), len(source), data_digest)
         yield from _check_inputs(lengths_kept.where, origin, differences, len(source))
+        yield from _check_bad(origin, source)
     yield from (Finding("copies", where, reason) for where, reason in source.copy_faults())
     # What is damaged is named above, and compared with nothing.
     lengths, plan = _or_none(lengths_kept.inspect), _or_none(plans_kept.inspect)
@@ -103,14 +103,21 @@ def _or_none(read: Callable[[], T | None]) -> T | None:
 
 
 def _check_inputs(
-    where: str, origin: Origin, differences: tuple[Difference, ...], num_samples: int
+    where: str, origin: Origin, differences: tuple[Difference, ...], num_records: int
 ) -> Iterator[Finding]:
     """Yield in what the run as it is now differs from what the lengths were measured from."""
     for difference in differences:
         yield Finding("inputs", difference.key, f"measured with {difference.stored!r}, now {difference.current!r}")
-    if origin.num_measured < num_samples and not _other_data(differences):
-        reason = f"{origin.num_measured:,} of {counted(num_samples, 'sample')} are measured: build goes on"
+    if origin.num_measured < num_records and not _other_data(differences):
+        reason = f"{origin.num_measured:,} of {counted(num_records, 'record')} are measured: build goes on"
         yield Finding("inputs", where, reason)
+
+
+def _check_bad(origin: Origin, source: LengthSource) -> Iterator[Finding]:
+    """Yield each bad record that is another one now."""
+    for one in origin.bad:
+        if one.index < len(source) and source.record_digest(one.index) != one.sha256:
+            yield Finding("inputs", one.where, "changed, and was bad: build measures it again")
 
 
 def _other_data(differences: tuple[Difference, ...]) -> bool:
@@ -186,8 +193,9 @@ def _measured(table: Table, media: MediaTable, indices: IntArray) -> Iterator[tu
 
 def _check_samples(name: str, lengths: StoredLengths, source: LengthSource, count: int) -> Iterator[Finding]:
     """Encode samples again, the first and the last and some between, and compare."""
-    total = min(len(lengths.rows.table), len(source))
-    indices = np.unique(np.linspace(0, total - 1, min(count, total)).round().astype(int)).tolist() if count else []
+    samples = sample_indices(lengths.rows.table[: len(source)])
+    chosen = np.linspace(0, samples.size - 1, min(count, samples.size)).round().astype(int)
+    indices = np.unique(samples[chosen]).tolist()
     for index in progress(indices, desc=f"encoding {name} again", unit=" samples"):
         stored = from_row(lengths.rows.table, index)
         try:

@@ -1,4 +1,4 @@
-"""Records that cannot become samples, and are left out of them."""
+"""Records that cannot become samples: how many there may be, and their reasons."""
 
 from __future__ import annotations
 
@@ -57,76 +57,73 @@ class ReasonCounts:
         return dict(shown) | ({OTHER_REASONS: others} if others else {})
 
 
-class LeftOut:
-    """The records of a source that are left out; a share of all, at most."""
+class BadRecords:
+    """The bad records of a source so far; a share of all records, at most."""
 
     def __init__(self, source: LengthSource, *, max_share: Decimal | None) -> None:
         """
-        Leave out none yet.
+        Know of none yet.
 
         Args:
-            source: The samples.
-            max_share: Share of all records that may be left out; None lets a bad record stop the
+            source: All records.
+            max_share: Largest share of the records that may be bad; None lets a bad one stop the
                 run.
         """
-        source.leave_out(())
-        self._source, self._max_share, self._total = source, max_share, len(source)
+        self._source, self._max_share = source, max_share
         self.records: tuple[BadRecord, ...] = ()
 
     @property
-    def numbers(self) -> tuple[int, ...]:
-        """Positions of the records that are left out, among all."""
-        return tuple(record.number for record in self.records)
+    def indices(self) -> list[int]:
+        """Their indices, ascending."""
+        return [one.index for one in self.records]
 
     def take_over(self, known: Sequence[BadRecord]) -> None:
         """
-        Leave out what an earlier start left out, but for records that were fixed; RecordError if
-        none may be.
-        """
-        still = tuple(one for one in known if one.number < self._total and self._is_same(one))
-        self._leave_out(still)
+        Take the bad records of an earlier start in place of those so far.
 
-    def _is_same(self, known: BadRecord) -> bool:
-        return self._source.record_digest(known.number) == known.sha256
+        Raises:
+            RecordError: None may be bad.
+            DataSetError: They are too many.
+        """
+        if known and self._max_share is None:
+            raise RecordError(known[0].where, f"{known[0].reason} ({_OTHERWISE})")
+        self._set(tuple(known))
 
     def add(self, index: int, error: RecordError) -> None:
         """
-        Leave out sample *index*; its error if none may be, DataSetError if they are too many.
+        Add record *index*, behind the others; its error if none may be bad, DataSetError if they
+        are too many.
         """
         if self._max_share is None:
-            # Where the run is to be changed, leaving records out would lose all like this one.
+            # Where the run is to be changed, skipping records would lose all like this one.
             raise error if error.remedy else RecordError(error.where, f"{error.reason} ({_OTHERWISE})")
-        number = self._source.number(index)
-        bad = BadRecord(number, error.where, error.why, self._source.record_digest(index))
-        self._leave_out(tuple(sorted((*self.records, bad), key=lambda one: one.number)))
+        self._set((*self.records, BadRecord(index, error.where, error.why, self._source.record_digest(index))))
 
-    def _leave_out(self, records: tuple[BadRecord, ...]) -> None:
-        if records and self._max_share is None:
-            raise RecordError(records[0].where, f"{records[0].reason} ({_OTHERWISE})")
-        self.records = records
-        self._source.leave_out(self.numbers)
-        if self._max_share is not None and len(records) > self._max_share * self._total:
+    def _set(self, records: tuple[BadRecord, ...]) -> None:
+        total = len(self._source)
+        if self._max_share is not None and len(records) > self._max_share * total:
             fact = (
-                f"{len(records):,} of {counted(self._total, 'record')} cannot become samples, which is more than "
+                f"{len(records):,} of {counted(total, 'record')} cannot become samples, which is more than "
                 f"custom.max_bad_share ({self._max_share}): fix them (packplan plan build run.yaml "
                 "--list-failures names all), or raise it:"
             )
             message = "\n  ".join([fact, *(f"{one.where}: {one.reason}" for one in records[:_SHOWN])])
             raise DataSetError(message)
+        self.records = records
 
     def warn(self, name: str) -> None:
-        """Log what is left out of a split."""
+        """Log the bad records of a split."""
         if self.records:
-            log.warning("%s: %s", name, left_out(self.records, self._total))
+            log.warning("%s: %s", name, left_out(self.records, len(self._source)))
 
 
 def left_out(records: Sequence[BadRecord], total: int) -> str:
     """
-    Return what is left out, in a line.
+    Return how many records are bad, and the first of them, in a line.
 
     Args:
-        records: Those that are left out.
-        total: All records of the data.
+        records: Bad records, ascending.
+        total: Number of all records of the data.
     """
     first = "; ".join(f"{one.where}: {one.reason}" for one in records[:_SHOWN])
     more = f"; and {len(records) - _SHOWN:,} more, which lengths.json names" if len(records) > _SHOWN else ""

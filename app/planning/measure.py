@@ -8,12 +8,13 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from decimal import Decimal
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from packplan.adapters.progress import progress
-from packplan.app.planning.bad import LeftOut
+from packplan.app.planning.bad import BadRecords
 from packplan.core.errors import ChangedImageError, DataSetError, RecordError, agree, counted
 from packplan.core.ports import LengthSource, LengthStore, Measurable, ReportProgress, Stored
 from packplan.core.samples import (
@@ -22,12 +23,14 @@ from packplan.core.samples import (
     MeasuredSample,
     Measurement,
     MediaTable,
+    Outcome,
     ShortcutError,
     Table,
     column,
     from_row,
     from_tables,
     num_media,
+    sample_indices,
     to_row,
     to_tables,
 )
@@ -70,19 +73,19 @@ def measure(
     max_bad_share: Decimal | None = None,
 ) -> Table:
     """
-    Return the measurements of all samples, measuring those that the store does not have.
+    Return the measurements of all records, measuring those that the store does not have.
 
     The source's shortcut is audited: where an encoded sample measures otherwise, all are encoded in
     full.
 
     Args:
         name: Of the split, for messages.
-        source: Its samples.
+        source: Its records.
         store: Keeps what is measured, while it is measured.
         flush_every: Samples between two flushes; None adapts to the number of samples.
         report: Hears how many are measured.
-        max_bad_share: Share of all records that are left out where they cannot become samples; None
-            lets the first stop the run.
+        max_bad_share: Largest share of all records that may be bad, and are flagged; None lets the
+            first stop the run.
 
     Raises:
         RecordError: A record cannot become a sample; what was measured before it is kept.
@@ -91,30 +94,67 @@ def measure(
             encodes to another measurement than is stored of it.
         ChangedImageError: An image is not the one that was measured.
     """
-    bad = LeftOut(source, max_share=max_bad_share)
-    bad.take_over(store.bad())
-    total = len(source)
-    stored = store.resume(source.fingerprint(), total, source.data_digest)
+    bad = BadRecords(source, max_share=max_bad_share)
+    stored = resume(name, source, store, bad)
+    total, known = len(source), len(stored.table)
+    num_samples = known - len(bad.records)
     _check_images(source, stored)
-    if len(stored.table) == total and stored.repeatability is not None:
+    if known == total and stored.repeatability is not None:
         num = _compare_stored(source, stored)
         again = f"{counted(num, 'sample')} encoded again {agree(num, 'has', 'have')} the same"
-        log.info("%s: the lengths of all %s are stored; %s", name, counted(total, "sample"), again)
+        log.info("%s: the lengths of all %s are stored; %s", name, counted(num_samples, "sample"), again)
         bad.warn(name)
         return stored.table
-    known = len(stored.table)
     check_repeatability_first(source, known, report=report, skips=max_bad_share is not None)
     if known < total:
-        log.info("%s: measuring %s, %s %s stored", name, counted(total - known, "sample"), f"{known:,}", agree(known))
+        log.info(
+            "%s: measuring %s, %s %s stored",
+            name,
+            counted(total - known, "sample"),
+            f"{num_samples:,}",
+            agree(num_samples),
+        )
     else:
-        log.info("%s: the lengths of all %s are stored, and not yet checked", name, counted(total, "sample"))
+        log.info("%s: the lengths of all %s are stored, and not yet checked", name, counted(num_samples, "sample"))
     try:
         return _measure_and_check(name, source, store, stored, bad, flush_every=flush_every, report=report)
     except ShortcutError as error:
         log.warning("%s: %s: encoding every sample in full instead", name, error)
         store.discard()
+        bad.take_over(())
         nothing = Stored(stored.table[:0], stored.media[:0], in_full=True)
         return _measure_and_check(name, source, store, nothing, bad, flush_every=flush_every, report=report)
+
+
+def resume(name: str, source: LengthSource, store: LengthStore, bad: BadRecords) -> Stored:
+    """
+    Return the stored measurements that still hold: where a bad record changed, those before it.
+
+    Args:
+        name: Name of the split, for messages.
+        source: Its records.
+        store: Keeps the measurements.
+        bad: Takes over the bad records that are stored.
+
+    Raises:
+        StaleLengthsError: The measurements are of other data or of another configuration.
+        RecordError: None may be bad.
+        DataSetError: Too many are bad.
+    """
+    known = store.bad()
+    data_digest = partial(source.data_digest, without=[one.index for one in known])
+    stored = store.resume(source.fingerprint(), len(source), data_digest)
+    changed = [one for one in known if source.record_digest(one.index) != one.sha256]
+    bad.take_over([one for one in known if one not in changed])
+    if not changed:
+        return stored
+    count = changed[0].index
+    log.info("%s: %s changed, and was bad: records from it on are measured again", name, changed[0].where)
+    bad.take_over([one for one in known if one.index < count])
+    first = Stored(stored.table[:count], stored.media[: num_media(stored.table[:count]).sum()], stored.in_full)
+    store.discard()
+    store.append(first.table, first.media, data_digest(count), in_full=first.in_full, bad=bad.records)
+    return first
 
 
 def _measure_and_check(
@@ -122,14 +162,14 @@ def _measure_and_check(
     source: LengthSource,
     store: LengthStore,
     stored: Stored,
-    bad: LeftOut,
+    bad: BadRecords,
     *,
     flush_every: int | None,
     report: ReportProgress,
 ) -> Table:
     done = measure_rows(name, source, store, stored, bad=bad, flush_every=flush_every, report=report)
     bad.warn(name)
-    if bad.records and not len(done.table):
+    if bad.records and len(bad.records) == len(done.table):
         message = f"none of the {name} records can become a sample: fix them"
         raise DataSetError(message)
     report(f"the {name} samples are encoded again, some of them")
@@ -137,14 +177,8 @@ def _measure_and_check(
     # Complete only now that the samples have proved steady: otherwise the next run would trust
     # them.
     rows, media = to_tables([])
-    store.append(
-        rows,
-        media,
-        source.data_digest(len(done.table)),
-        in_full=done.in_full,
-        repeatability=repeatability,
-        bad=bad.records,
-    )
+    data_digest = source.data_digest(len(done.table), without=bad.indices)
+    store.append(rows, media, data_digest, in_full=done.in_full, repeatability=repeatability, bad=bad.records)
     return done.table
 
 
@@ -154,16 +188,16 @@ def measure_rows(
     store: LengthStore,
     stored: Stored,
     *,
-    bad: LeftOut | None = None,
+    bad: BadRecords | None = None,
     flush_every: int | None,
     report: ReportProgress,
 ) -> Stored:
     """
-    Measure the samples that a store does not have, and append them, flush by flush.
+    Measure the records that a store does not have, and append them, flush by flush.
 
     Args:
         name: Of the samples, for messages.
-        source: The samples.
+        source: The records.
         store: Resumed.
         stored: What it has; where that was encoded in full, no shortcut is taken.
         bad: Takes records that cannot become samples; None lets the first stop this.
@@ -176,7 +210,7 @@ def measure_rows(
     total = len(source)
     first = done = len(stored.table)
     every = flush_every or min(max(total // 100, 256), 10_000)
-    waiting: list[MeasuredSample] = []
+    waiting: list[Outcome] = []
 
     def flush() -> None:
         nonlocal done
@@ -184,8 +218,9 @@ def measure_rows(
         # Whatever becomes of them, these are not written a second time.
         waiting.clear()
         done += len(rows)
-        left = bad.records if bad else ()
-        store.append(rows, theirs, source.data_digest(done), in_full=stored.in_full, bad=left)
+        known, indices = (bad.records, bad.indices) if bad else ((), [])
+        data_digest = source.data_digest(done, without=indices)
+        store.append(rows, theirs, data_digest, in_full=stored.in_full, bad=known)
 
     # Closed by name: an error that is on its way would keep the processes that measure alive, and
     # their work.
@@ -199,7 +234,6 @@ def measure_rows(
                     if bad is None:
                         raise outcome
                     bad.add(done + len(waiting), outcome)
-                    continue
                 waiting.append(outcome)
                 bar.update()
                 report(f"{bar.n:,} of {total:,} {name} samples are measured")
@@ -232,8 +266,8 @@ def _check_repeatability(source: LengthSource, stored: Stored) -> dict[str, Any]
         DataSetError: A sample encodes otherwise each time.
         ShortcutError: It does not, but the shortcut measured it otherwise.
     """
-    table = stored.table
-    indices = sorted({*_spread(len(table)), *_shape_classes(table, stored.media)}, reverse=True)
+    table, samples = stored.table, sample_indices(stored.table)
+    indices = sorted({*samples[_spread(samples.size)].tolist(), *_shape_classes(table, stored.media)}, reverse=True)
     for index in indices:
         encoded = source.measure(index)
         if encoded == from_row(table, index):
@@ -253,7 +287,7 @@ def check_repeatability_first(source: LengthSource, known: int, *, report: Repor
     Forwards, then backwards, then in another process and epoch, in a third order.
 
     Args:
-        source: The samples.
+        source: The records.
         known: How many of them, from the first, are measured already.
         report: Hears that this is done.
         skips: Whether records that cannot become samples are passed over.
@@ -267,7 +301,7 @@ def check_repeatability_first(source: LengthSource, known: int, *, report: Repor
         return
     report("a few samples are encoded more than once, before all are measured")
     first: dict[int, Measurement] = {}
-    for index in (known + place for place in _spread(left)):
+    for index in (known + ahead for ahead in _spread(left)):
         try:
             first[index] = source.measure(index)
         except RecordError:
@@ -289,7 +323,8 @@ def _compare_stored(source: LengthSource, stored: Stored) -> int:
     Raises:
         DataSetError: One encodes to another measurement than is stored.
     """
-    indices = list(_spread(len(stored.table)))
+    all_samples = sample_indices(stored.table)
+    indices = all_samples[_spread(all_samples.size)].tolist()
     samples = dict(zip(indices, from_tables(stored.table, stored.media, indices), strict=True))
     # Decoding a video takes seconds; its length is found without, unless that proved to be wrong.
     undecoded = set() if stored.in_full else {index for index, one in samples.items() if one.measurement.videos}
@@ -338,9 +373,9 @@ def _unsteady(index: int, first: Measurement, encoded: Measurement, when: str) -
     )
 
 
-def _spread(total: int) -> Iterator[int]:
+def _spread(total: int) -> list[int]:
     count = min(total, REPEATED_SAMPLES)
-    return (index * (total - 1) // max(count - 1, 1) for index in range(count))
+    return [index * (total - 1) // max(count - 1, 1) for index in range(count)]
 
 
 def _shape_classes(table: Table, media: MediaTable) -> list[int]:
@@ -348,13 +383,13 @@ def _shape_classes(table: Table, media: MediaTable) -> list[int]:
     Return the first sample with so many images, or videos, and the first with one of each width and
     height, to powers of two.
     """
-    per_sample = num_media(table)
-    _, by_number = np.unique(per_sample, return_index=True)
-    _, by_kind = np.unique(column(table, "videos"), return_index=True)
+    per_sample, samples = num_media(table), sample_indices(table)
+    _, by_number = np.unique(per_sample[samples], return_index=True)
+    _, by_kind = np.unique(column(table, "videos")[samples], return_index=True)
     owner = np.repeat(np.arange(len(table)), per_sample)
     sides = np.frexp(media[:, [MEDIA_COLUMNS.index("width"), MEDIA_COLUMNS.index("height")]])[1]
     _, by_shape = np.unique(sides, axis=0, return_index=True)
-    return [*by_number.tolist(), *by_kind.tolist(), *owner[by_shape].tolist()]
+    return [*samples[by_number].tolist(), *samples[by_kind].tolist(), *owner[by_shape].tolist()]
 
 
 def _check_images(source: LengthSource, stored: Stored) -> None:
@@ -363,7 +398,7 @@ def _check_images(source: LengthSource, stored: Stored) -> None:
     meets them.
     """
     with_images = np.flatnonzero(num_media(stored.table))
-    indices = [int(with_images[position]) for position in _spread(len(with_images))]
+    indices = with_images[_spread(with_images.size)].tolist()
     for index, measured in zip(indices, from_tables(stored.table, stored.media, indices), strict=True):
         for number, (then, now) in enumerate(zip(measured.media, source.media_facts(index), strict=True)):
             if differences := then.differences(now):

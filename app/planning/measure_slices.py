@@ -15,8 +15,9 @@ from itertools import pairwise
 import attrs
 import numpy as np
 
+from packplan.app.planning.bad import BadRecords
 from packplan.app.planning.deadline import Deadline
-from packplan.app.planning.measure import check_repeatability_first, measure_rows
+from packplan.app.planning.measure import check_repeatability_first, measure_rows, resume
 from packplan.app.planning.split import GatheredSplit
 from packplan.core.errors import DataSetError, PackplanError, agree, counted
 from packplan.core.ports import Arrays, LengthSource, LengthStore, Lock, RankGroup, ReportProgress, Stored
@@ -78,7 +79,7 @@ def _count_stored(split: GatheredSplit, deadline: Deadline, report: ReportProgre
     """
     source, stores = split.source, split.stores
     with stores.lock.held(**deadline.wait(), report=report):
-        stored = stores.lengths.resume(source.fingerprint(), len(source), source.data_digest)
+        stored = resume(split.name, source, stores.lengths, BadRecords(source, max_share=None))
         check_repeatability_first(source, len(stored.table), report=report)
     return {"known": np.array([len(stored.table), stored.in_full])}
 
@@ -165,7 +166,7 @@ def _no_one(_: str) -> None:
 
 @attrs.frozen
 class _Slice:
-    """Some samples of a source, as a `core.ports.Measurable`."""
+    """Some records of a source, as a `core.ports.Measurable`."""
 
     source: LengthSource
     start: int
@@ -174,8 +175,10 @@ class _Slice:
     def __len__(self) -> int:
         return self.stop - self.start
 
-    def data_digest(self, count: int, *, start: int = 0) -> str:
-        return self.source.data_digest(count, start=self.start + start)
+    def data_digest(self, count: int, *, start: int = 0, without: Sequence[int] = ()) -> str:
+        return self.source.data_digest(
+            count, start=self.start + start, without=[self.start + index for index in without]
+        )
 
     def measure_many(self, indices: range, *, in_full: bool) -> Generator[Outcome, None, None]:
         return self.source.measure_many(range(self.start + indices.start, self.start + indices.stop), in_full=in_full)

@@ -32,7 +32,7 @@ from packplan.core.plan import (
 )
 from packplan.core.policy import PlanPolicy
 from packplan.core.ports import Arrays, LengthSource, LengthStore, Lock, PlanStore, RankGroup, ReportProgress
-from packplan.core.samples import Table, column
+from packplan.core.samples import Table, column, sample_indices
 from packplan.core.schedule import ORDER_VERSION, EpochSchedule, ResumeState
 from packplan.core.work import SampleWorks
 
@@ -113,7 +113,7 @@ class GatheredSplit:
     alignment: Alignment = Alignment()
 
     max_bad_share: Decimal | None = None
-    """Share of all records that may be left out; None lets the first bad one stop the run."""
+    """Largest share of all records that may be bad; None lets the first bad one stop the run."""
 
 
 @attrs.frozen
@@ -163,11 +163,11 @@ class Planner:
         build = partial(self._build, split, world_size)
         arrays = dict(self.group.from_rank_zero(build, **self.deadline.wait()))
         table = arrays.pop("table")
-        split.source.leave_out(arrays.pop("bad").tolist())
         raw = plan_from_arrays(arrays)
         aligned = split.alignment.align(raw, world_size=world_size)
         name, source = split.name, split.source
-        planned = PlannedSplit(name, table, raw, aligned, source.data_digest(len(source)))
+        bad = np.flatnonzero(column(table, "bad")).tolist()
+        planned = PlannedSplit(name, table, raw, aligned, source.data_digest(len(source), without=bad))
         require_agreement(self.group, f"the {name} plan's checksum", planned.checksum)
         # A rank that sees other data would train on other samples under the same plan.
         require_agreement(self.group, f"what the {name} lengths depend on", source.fingerprint().digest)
@@ -187,7 +187,6 @@ class Planner:
                 max_bad_share=split.max_bad_share,
             )
             stores.lengths.keep_files(split.source.data_files())
-            bad = [one.number for one in stores.lengths.bad()]
             measured = column(table, "length").astype(np.int64)
             refuse_longer(measured, policy)
             report(f"planning {name}")
@@ -195,7 +194,7 @@ class Planner:
             raw = _plan(name, policy, table, key, stores.plans, report=report)
             refuse_dropped(raw, measured, policy)
             stores.plans.save_aligned(key, split.alignment.align(raw, world_size=world_size))
-        return {"table": table, "bad": np.array(bad, dtype=np.int64), **plan_to_arrays(raw)}
+        return {"table": table, **plan_to_arrays(raw)}
 
 
 def _require_steady(split: GatheredSplit) -> None:
@@ -240,7 +239,7 @@ def _plan(
     if raw is not None:
         log.info("%s: the stored plan fits and is used again", name)
         return raw
-    log.info("%s: planning %s", name, counted(len(table), "sample"))
+    log.info("%s: planning %s", name, counted(sample_indices(table).size, "sample"))
     takes_long = policy.packing and policy.algorithm in TAKES_LONG
     if takes_long:
         log.info("%s: %s %s", name, policy.algorithm, TAKES_LONG[policy.algorithm])
@@ -266,7 +265,7 @@ def plan_with_progress(
     Args:
         name: Of the split, for messages.
         policy: How it is planned.
-        table: Measurements of the samples; shape (num_samples, num_columns).
+        table: Measurements of the records; shape (num_records, num_columns).
         quick_bound: Take a bound that is found at once, where plans are only compared.
         report: Hears how far it is, too.
     """
@@ -286,21 +285,24 @@ def plan_of(
     table: Table, policy: PlanPolicy, *, quick_bound: bool = False, report: ReportProgress = lambda _: None
 ) -> RawPlan:
     """
-    Plan measured samples; what `core.plan.build_raw_plan` raises.
+    Plan the measured records that are not bad; what `core.plan.build_raw_plan` raises.
 
     Args:
-        table: Measurements of the samples; shape (num_samples, num_columns).
+        table: Measurements of the records; shape (num_records, num_columns).
         policy: How they are planned.
         quick_bound: Take a bound that is found at once, where plans are only compared.
         report: Hears how far it is.
     """
-    lengths, works = column(table, "length").astype(np.int64), None
+    indices = sample_indices(table)
+    samples = table[indices]
+    lengths, works = column(samples, "length").astype(np.int64), None
     if policy.weighs and policy.work is not None:
         media = {
-            name: column(table, name).astype(np.int64) for name in ("images", "patches", "frames", "video_patches")
+            name: column(samples, name).astype(np.int64) for name in ("images", "patches", "frames", "video_patches")
         }
         works = SampleWorks.from_lengths(policy.work, lengths, **media).flops
-    return build_raw_plan(lengths, policy, works=works, quick_bound=quick_bound, report=report)
+    plan = build_raw_plan(lengths, policy, works=works, quick_bound=quick_bound, report=report)
+    return plan.with_indices(indices)
 
 
 def require_agreement(group: RankGroup, what: str, value: str) -> None:

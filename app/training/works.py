@@ -43,7 +43,7 @@ def work_of(config: RunConfig, table: Table) -> Work:
 
     Args:
         config: The run.
-        table: Measurements of the samples; shape (num_samples, num_columns).
+        table: Measurements of the records; shape (num_records, num_columns).
     """
     model, estimated = trained_work(config)
     works = SampleWorks.from_lengths(

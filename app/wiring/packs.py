@@ -99,7 +99,7 @@ def _lengths(config: RunConfig) -> IntArray:
     try:
         stored = open_lengths(open_stores(config, "train").lengths)
         if not any(stale_inputs(config, stored)):
-            return stored.tokens
+            return stored.tokens[stored.tokens > 0]
     except NotBuiltError:
         pass  # what is not stored is measured
     with tempfile.TemporaryDirectory() as cache:

@@ -39,7 +39,7 @@ def plan_difference(first: RawPlan, second: RawPlan, first_lengths: Lengths, sec
     Args:
         first: A plan.
         second: Another one, perhaps of more or fewer samples.
-        first_lengths: Tokens of each sample of the first plan, >= 1.
+        first_lengths: Tokens of each record of the first plan, 0 for one that is no sample.
         second_lengths: Of the second.
 
     >>> from packplan.core.plan import build_raw_plan
@@ -49,7 +49,7 @@ def plan_difference(first: RawPlan, second: RawPlan, first_lengths: Lengths, sec
     >>> difference.moved.tolist(), difference.resized.tolist()
     ([0, 1, 2], [1])
     """
-    lengths, others = as_lengths(first_lengths), as_lengths(second_lengths)
+    lengths, others = as_lengths(first_lengths, least=0), as_lengths(second_lengths, least=0)
     number = max(lengths.size, others.size)
     before, after = _pack_of(first.packs, number), _pack_of(second.packs, number)
     both = (before >= 0) & (after >= 0)
@@ -63,9 +63,9 @@ def plan_difference(first: RawPlan, second: RawPlan, first_lengths: Lengths, sec
     )
 
 
-def _pack_of(packs: Packs, num_samples: int) -> IntArray:
-    """Return the pack of each sample, -1 for none; shape (num_samples,)."""
-    pack = np.full(num_samples, -1, dtype=np.int64)
+def _pack_of(packs: Packs, num_records: int) -> IntArray:
+    """Return the pack of each record, -1 for none; shape (num_records,)."""
+    pack = np.full(num_records, -1, dtype=np.int64)
     pack[packs.indices] = np.repeat(np.arange(len(packs)), packs.sizes())
     return pack
 

@@ -28,16 +28,18 @@ def plan_faults(
 
     Args:
         plan: To be checked.
-        lengths: Tokens of each sample, >= 1.
+        lengths: Tokens of each record, 0 for one that is no sample.
         packed: Whether samples share packs; if not, each is alone, whatever its length.
         min_fill_ratio: Of the fill filter; None if nothing was to be dropped.
     """
-    array = as_lengths(lengths)
+    array = as_lengths(lengths, least=0)
     everywhere = np.concatenate(
         [plan.packs.indices, plan.dropped_packs.indices, np.array(plan.skipped_long, dtype=np.int64)]
     )
-    if array.size != plan.num_samples:
-        yield f"the plan is of {counted(plan.num_samples, 'sample')}, but there are {counted(array.size, 'length')}"
+    is_sample = array > 0
+    if is_sample.sum() != plan.num_samples:
+        num_lengths = counted(int(is_sample.sum()), "length")
+        yield f"the plan is of {counted(plan.num_samples, 'sample')}, but there are {num_lengths}"
     if everywhere.size and not 0 <= everywhere.min() <= everywhere.max() < array.size:
         yield (
             f"sample {everywhere.max() if everywhere.min() >= 0 else everywhere.min()} is in the plan, but has no "
@@ -45,11 +47,11 @@ def plan_faults(
         )
         return
     times = np.bincount(everywhere, minlength=array.size)
-    if (times != 1).any():
-        sample = int(np.argmax(times != 1))
+    wrong = np.flatnonzero(times != is_sample)
+    if wrong.size:
         yield (
-            f"{counted(int((times != 1).sum()), 'sample')} {agree(int((times != 1).sum()))} not in the plan exactly "
-            f"once: sample {sample} is {times[sample]} times"
+            f"{counted(wrong.size, 'sample')} {agree(wrong.size)} not in the plan exactly once: sample {wrong[0]} is "
+            f"{times[wrong[0]]} times"
         )
     yield from _order_faults(plan.packs, "pack")
     yield from _order_faults(plan.dropped_packs, "dropped pack")

@@ -45,7 +45,7 @@ def place_of(plan: RawPlan, sample: int) -> Place:
     Return where a sample of a plan is.
 
     Raises:
-        IndexError: The plan has no such sample.
+        IndexError: It is no sample of the plan.
 
     >>> from packplan.core.plan import build_raw_plan
     >>> place_of(build_raw_plan([60, 20, 90], packing_length=80), 1).pack_members
@@ -59,7 +59,7 @@ def place_of(plan: RawPlan, sample: int) -> Place:
             return Place("long" if alone else kind, pack, tuple(packs[pack]))  # type: ignore[arg-type]
     if sample in plan.skipped_long:
         return Place("skipped", None, ())
-    message = f"the plan has no sample {sample}: it has {plan.num_samples:,}, from 0"
+    message = f"record {sample} is no sample of the plan, which has {plan.num_samples:,}"
     raise IndexError(message)
 
 

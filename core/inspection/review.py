@@ -40,7 +40,7 @@ def longest_pack(plan: RawPlan, lengths: Lengths) -> LongestPack:
     >>> longest_pack(build_raw_plan(lengths, packing_length=100), lengths)
     LongestPack(tokens=111, num_oversized=1)
     """
-    loads = plan.packs.loads(as_lengths(lengths))
+    loads = plan.packs.loads(as_lengths(lengths, least=0))
     # In whole numbers: 1.1 is no binary fraction.
     return LongestPack(int(loads.max()), int((loads * 10 > plan.packing_length * 11).sum()))
 
@@ -78,14 +78,14 @@ def low_fill(plan: RawPlan, lengths: Lengths) -> LowFill | None:
 
     Args:
         plan: What was planned, packed.
-        lengths: Tokens of each sample that was planned, shape (num_samples,).
+        lengths: Tokens of each record, 0 for one that is no sample; shape (num_records,).
     """
     if len(plan.packs) <= MIN_PACKS or plan.fill >= MAX_FILL:
         return None
-    array = as_lengths(lengths)
+    array = as_lengths(lengths, least=0)
     loads, sizes = plan.packs.loads(array), plan.packs.sizes()
     is_short = (sizes > 1) | (loads < plan.packing_length)
-    short = array[array < plan.packing_length]
+    short = array[(array > 0) & (array < plan.packing_length)]
     room = plan.packing_length - loads[is_short]
     alone = (sizes[is_short] == 1) & (room * 2 < plan.packing_length)
     num_packs = int(is_short.sum()) + len(plan.dropped_packs)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from packplan.core.lengths import IntArray
 from packplan.core.plan import RawPlan
-from packplan.core.samples import MEDIA_COLUMNS, DataFile, MediaTable, Table, column, num_media
+from packplan.core.samples import MEDIA_COLUMNS, DataFile, MediaTable, Table, column, num_media, sample_indices
 
 QUANTILES = (5, 50, 95)
 """Per cent of a source's samples."""
@@ -74,46 +74,45 @@ class SourceSummary:
 
 
 def summarise_sources(
-    plan: RawPlan, table: Table, files: Sequence[DataFile], *, media: MediaTable, bad: Sequence[int] = ()
+    plan: RawPlan, table: Table, files: Sequence[DataFile], *, media: MediaTable
 ) -> tuple[SourceSummary, ...]:
     """
     Return a plan in numbers, source by source, in the order of their first files.
 
     Args:
         plan: Of the samples.
-        table: Their measurements; int32, shape (num_samples, num_columns).
+        table: Measurements of the records; int32, shape (num_records, num_columns).
         files: Files of the data, in order.
         media: What is stored of the samples' images and videos; int64, shape (num_media,
             num_image_columns).
-        bad: Positions of the records that are no samples, among all records.
 
     Raises:
-        ValueError: The files have another number of samples than the table.
+        ValueError: The files have another number of records than the table.
     """
     names = list(dict.fromkeys(file.source for file in files))
     owners = np.repeat([names.index(file.source) for file in files], [file.records for file in files])
-    of_sample = np.delete(owners, list(bad))
-    if len(of_sample) != len(table):
-        message = f"the files have {len(of_sample):,} samples, but {len(table):,} were measured"
+    if len(owners) != len(table):
+        message = f"the files have {len(owners):,} records, but {len(table):,} were measured"
         raise ValueError(message)
+    everything = sample_indices(table)
 
-    def count(samples: IntArray | None = None, name: str | None = None) -> NDArray[np.int64]:
+    def count(samples: IntArray = everything, name: str | None = None) -> NDArray[np.int64]:
         """Return the sum of a column over some samples, or their number, for each source."""
-        which = np.arange(len(table)) if samples is None else samples
         values = np.ones(len(table), np.int64) if name is None else column(table, name).astype(np.int64)
         sums = np.zeros(len(names), np.int64)
-        np.add.at(sums, of_sample[which], values[which])
+        np.add.at(sums, owners[samples], values[samples])
         return sums
 
     milliseconds = np.zeros(len(names), np.int64)
-    np.add.at(milliseconds, np.repeat(of_sample, num_media(table)), media[:, MEDIA_COLUMNS.index("milliseconds")])
-    lengths = [np.sort(column(table, "length")[of_sample == number]) for number in range(len(names))]
+    np.add.at(milliseconds, np.repeat(owners, num_media(table)), media[:, MEDIA_COLUMNS.index("milliseconds")])
+    tokens, owner_of = column(table, "length")[everything], owners[everything]
+    lengths = [np.sort(tokens[owner_of == number]) for number in range(len(names))]
     planned, dropped = plan.packs.indices, plan.dropped_packs.indices
     skipped = np.array(plan.skipped_long, dtype=np.int64)
     pack_of = np.repeat(np.arange(len(plan.packs)), plan.packs.sizes())
-    met = np.unique(pack_of * len(names) + of_sample[planned]) % len(names)
+    met = np.unique(pack_of * len(names) + owners[planned]) % len(names)
     columns = {
-        "bad_records": np.bincount(owners[list(bad)], minlength=len(names)),
+        "bad_records": np.bincount(owners, column(table, "bad"), len(names)),
         "num_samples": count(),
         "num_tokens": count(name="length"),
         "supervised_tokens": count(name="supervised"),

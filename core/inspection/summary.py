@@ -200,7 +200,7 @@ def summarise(
 
     Args:
         plan: Of samples of these lengths.
-        lengths: Tokens of each sample, >= 1.
+        lengths: Tokens of each record, 0 for one that is no sample.
         packed: Whether samples share packs; if not, each is planned alone.
         supervised: Tokens of each sample that the loss counts, if they were measured.
 
@@ -209,7 +209,7 @@ def summarise(
     >>> summarise(build_raw_plan(lengths, packing_length=80), lengths).fill_mean
     1.0
     """
-    array = as_lengths(lengths)
+    array = as_lengths(lengths, least=0)
     samples_per_pack = plan.planned_samples / len(plan.packs)
     longest = longest_pack(plan, array)
     gap = mean = p5 = worst = saved = None
@@ -270,13 +270,13 @@ def summarise_schedule(
 
     Args:
         plan: Of samples of these lengths.
-        lengths: Tokens of each sample, >= 1.
+        lengths: Tokens of each record, 0 for one that is no sample.
         schedule: Over the plan's packs, from the beginning.
         packed: Whether samples share packs; if not, they are padded to the longest of their batch.
         works: What samples cost; None counts the squares of their lengths.
     """
     aligned = schedule.packs_per_epoch
-    array = as_lengths(lengths)
+    array = as_lengths(lengths, least=0)
     pack_stats = PackStats.from_plan(plan, array, packed=packed, works=works)
     samples = (array.astype(np.float64) ** 2 if works is None else works.flops)[plan.packs.indices]
     stats, plain = (

@@ -65,14 +65,14 @@ def what_if(
     Yield every combination, as it is planned.
 
     Args:
-        lengths: Tokens of each sample, >= 1.
+        lengths: Tokens of each record, 0 for one that is no sample.
         packing_lengths: Tokens a pack may hold.
         world_sizes: Data-parallel learners.
         plan: Plans the samples for a packing length; may raise UserError.
         schedule: Gives the schedule over a plan at a world size; may raise UserError.
         works: What samples cost; None counts the squares of their lengths.
     """
-    array = as_lengths(lengths)
+    array = as_lengths(lengths, least=0)
     for packing_length in packing_lengths:
         try:
             planned = plan(packing_length)

@@ -7,6 +7,7 @@ from packplan.core.samples.entries import DataEntry, DrawnRecords, draw_records,
 from packplan.core.samples.identity import DIGEST_BYTES, HEAD_BYTES, digest_of, inline_image, unreadable_digest
 from packplan.core.samples.images import Image, is_url, to_images
 from packplan.core.samples.measurement import (
+    BAD,
     COLUMNS,
     MEDIA_COLUMNS,
     MeasuredSample,
@@ -21,6 +22,7 @@ from packplan.core.samples.measurement import (
     from_row,
     from_tables,
     num_media,
+    sample_indices,
     to_row,
     to_tables,
     video_totals,
@@ -33,6 +35,7 @@ from packplan.core.samples.tools import CALL, RESPONSE
 from packplan.core.samples.videos import VIDEO_TAG, Video, to_videos
 
 __all__ = [
+    "BAD",
     "CALL",
     "COLUMNS",
     "DIGEST_BYTES",
@@ -72,6 +75,7 @@ __all__ = [
     "is_url",
     "num_media",
     "parse_entry",
+    "sample_indices",
     "shaped",
     "to_images",
     "to_messages",

@@ -1,4 +1,4 @@
-"""A record that is left out of the samples, since it cannot become one."""
+"""A record that cannot become a sample."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import attrs
 
 @attrs.frozen
 class BadRecord:
-    """What a store keeps of a record that was left out, so that every start leaves it out."""
+    """Why a record is no sample, kept with its row, which is flagged."""
 
-    number: int
-    """Position among all records of the data, from 0."""
+    index: int
+    """Index of the record in the data, from 0."""
 
     where: str
     """Place of the record, as `core.samples.Place` prints it."""
@@ -19,4 +19,4 @@ class BadRecord:
     """Why it cannot become a sample."""
 
     sha256: str
-    """Digest of its content: a record that was fixed is no longer left out."""
+    """Digest of its content: a record that changed since is measured again."""

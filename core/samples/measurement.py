@@ -13,7 +13,7 @@ from packplan.core.errors import Difference, RecordError
 
 @attrs.frozen
 class Measurement:
-    """One sample, as its template encodes it."""
+    """One record, as its template encodes it."""
 
     length: int
     """Tokens that the forward pass consumes, image tokens included."""
@@ -37,6 +37,9 @@ class Measurement:
     video_patches: int = 0
     """Vision patches of all videos together, each of two frames, before merging."""
 
+    bad: bool = False
+    """Whether the record cannot become a sample; all else is 0 then."""
+
     def differences(self, fetched: Measurement) -> tuple[Difference, ...]:
         """Return in what the fetched sample differs from this, the planned one."""
         pairs = zip(attrs.astuple(self), attrs.astuple(fetched), COLUMNS, strict=True)
@@ -46,8 +49,11 @@ class Measurement:
 COLUMNS = tuple(field.name for field in attrs.fields(Measurement))
 """The columns of a table of measurements, in order."""
 
+BAD = Measurement(0, 0, 0, 0, bad=True)
+"""The row of a record that cannot become a sample."""
+
 Table = NDArray[np.int32]
-"""Measurements of many samples: int32 of shape (num_samples, len(COLUMNS))."""
+"""Measurements of many records, by index: int32 of shape (num_records, len(COLUMNS))."""
 
 
 def to_row(measurement: Measurement) -> tuple[int, ...]:
@@ -56,14 +62,19 @@ def to_row(measurement: Measurement) -> tuple[int, ...]:
 
 
 def from_row(table: Table, index: int) -> Measurement:
-    """Return sample *index* of a table."""
-    length, supervised, images, patches, cut, *videos = table[index].tolist()
-    return Measurement(length, supervised, images, patches, bool(cut), *videos)
+    """Return record *index* of a table."""
+    length, supervised, images, patches, cut, videos, frames, video_patches, bad = table[index].tolist()
+    return Measurement(length, supervised, images, patches, bool(cut), videos, frames, video_patches, bool(bad))
 
 
 def column(table: Table, name: str) -> NDArray[np.int32]:
-    """Return one column of a table; shape (num_samples,)."""
+    """Return one column of a table; shape (num_records,)."""
     return table[:, COLUMNS.index(name)]
+
+
+def sample_indices(table: Table) -> NDArray[np.int64]:
+    """Return the indices of the records that are samples, ascending; shape (num_samples,)."""
+    return np.flatnonzero(column(table, "bad") == 0)
 
 
 @attrs.frozen
@@ -127,7 +138,7 @@ class ShortcutError(Exception):
     trusted.
 
     Args:
-        where: Place of the sample's record, or its number.
+        where: Place of the sample's record, or its index.
         quick: What the shortcut gives, in the order of `COLUMNS`.
         encoded: What encoding gives.
     """
@@ -144,9 +155,9 @@ Outcome = MeasuredSample | RecordError
 """Measuring goes on after a record that cannot become a sample, so its error is a value."""
 
 
-def to_tables(measured: Iterable[MeasuredSample]) -> tuple[Table, MediaTable]:
-    """Return the measurements of several samples, and their images."""
-    measured = list(measured)
+def to_tables(outcomes: Iterable[Outcome]) -> tuple[Table, MediaTable]:
+    """Return the measurements of several records, and their images."""
+    measured = [MeasuredSample(BAD) if isinstance(one, RecordError) else one for one in outcomes]
     rows = np.array([to_row(one.measurement) for one in measured], dtype=np.int32)
     media = np.array([attrs.astuple(image) for one in measured for image in one.media], dtype=np.int64)
     return rows.reshape(-1, len(COLUMNS)), media.reshape(-1, len(MEDIA_COLUMNS))
@@ -154,13 +165,13 @@ def to_tables(measured: Iterable[MeasuredSample]) -> tuple[Table, MediaTable]:
 
 def from_tables(table: Table, media: MediaTable, indices: Iterable[int]) -> list[MeasuredSample]:
     """
-    Return what tables say of some samples.
+    Return what tables say of some records.
 
     Args:
-        table: Measurements of all samples; int32, shape (num_samples, num_columns).
+        table: Measurements of all records; int32, shape (num_records, num_columns).
         media: What is stored of their images, in the order of the samples; int64, shape
             (num_images, num_image_columns).
-        indices: Samples to read, each from 0.
+        indices: Records to read, each from 0.
     """
     ends = np.cumsum(num_media(table))
     return [
@@ -195,7 +206,7 @@ def video_totals(table: Table, media: MediaTable) -> VideoTotals:
     Return what the videos of samples are together.
 
     Args:
-        table: Measurements of the samples; int32, shape (num_samples, num_columns).
+        table: Measurements of the records; int32, shape (num_records, num_columns).
         media: What is stored of their images and videos; int64, shape (num_media,
             num_image_columns).
     """
@@ -207,5 +218,5 @@ def video_totals(table: Table, media: MediaTable) -> VideoTotals:
 
 
 def num_media(table: Table) -> NDArray[np.int64]:
-    """Return how many images and videos each sample has; int64 of shape (num_samples,)."""
+    """Return how many images and videos each record has; int64 of shape (num_records,)."""
     return column(table, "images").astype(np.int64) + column(table, "videos")

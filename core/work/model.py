@@ -234,7 +234,8 @@ class SampleWorks:
 
         Args:
             model: What its layers take.
-            lengths: Tokens of each sample, image tokens included, each >= 1; shape (num_samples,).
+            lengths: Tokens of each sample, image tokens included, 0 for a record that is no sample;
+                shape (num_samples,).
             images: Images of each sample; shape (num_samples,).
             patches: Patches of all images of a sample together; shape (num_samples,).
             frames: Frames that are sampled of a sample's videos; two of them are seen as one image.
@@ -247,7 +248,7 @@ class SampleWorks:
         >>> SampleWorks.from_lengths(model, [9], frames=4, video_patches=32).flops.tolist()
         [3712.0]
         """
-        tokens = as_lengths(lengths)
+        tokens = as_lengths(lengths, least=0)
         seen = np.zeros(tokens.size)
         if model.vision is not None:
             layers = np.asarray(frames) / FRAMES_OF_LAYER

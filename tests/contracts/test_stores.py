@@ -433,7 +433,7 @@ def test_a_look_needs_no_key(whole):
     lengths, plan = DiskLengthStore(whole).inspect(), DiskPlanStore(whole).inspect()
 
     assert (KEY, 10, 10, DATA(10)) == (
-        lengths.origin.key, lengths.origin.num_samples, lengths.origin.num_measured, lengths.origin.data_digest
+        lengths.origin.key, lengths.origin.num_records, lengths.origin.num_measured, lengths.origin.data_digest
     )  # fmt: skip
     assert ROWS.tolist() == lengths.rows.table.tolist()
     assert ROWS[:, 0].tolist() == lengths.tokens.tolist()

@@ -67,14 +67,12 @@ class StoredSamples:
     def fingerprint(self) -> Fingerprint:
         return KEY
 
-    def data_digest(self, _: int) -> str:
+    def data_digest(self, _: int, *, without: Sequence[int]) -> str:
+        assert not without
         return DIGEST
 
     def data_files(self) -> tuple[DataFile, ...]:
         return ()
-
-    def leave_out(self, numbers: Sequence[int]) -> None:
-        assert not numbers
 
     def media_facts(self, index: int, *, decode: bool = False) -> tuple[MediaFacts, ...]:
         return (MediaFacts(index, 28, 28, index),)

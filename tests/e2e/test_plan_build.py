@@ -137,7 +137,7 @@ def test_a_split_that_the_run_does_not_have_is_named(write_run, capfd):
 
 
 def test_bad_records_are_skipped_named_and_never_trained(write_run, execute, tmp_path, capsys):
-    """On every start; `show` and `verify` know them; one that is fixed is not skipped unseen."""
+    """On every start; `show` and `verify` know them; one that is fixed becomes a sample."""
     good = [{"query": f"say {n}", "response": "blue circle " * (1 + n % 7)} for n in range(30)]
     rows = [*good[:4], {"query": "no answer"}, *good[4:20], {"messages": [], "id": 1}, *good[20:]]
     data, clean = tmp_path / "mixed.jsonl", tmp_path / "good.jsonl"
@@ -149,20 +149,27 @@ def test_bad_records_are_skipped_named_and_never_trained(write_run, execute, tmp
     trained, again = execute(path), execute(path)
     plain = execute(write_run("qwen2", "clean", custom={"train_jsonl": str(clean)}, training={"max_steps": 2}))
 
-    assert plain.planned["train"].checksum == trained.planned["train"].checksum == again.planned["train"].checksum
+    indices = np.delete(np.arange(len(rows)), [4, 21])
+    assert plain.planned["train"].raw.with_indices(indices) == trained.planned["train"].raw
+    assert trained.planned["train"].checksum == again.planned["train"].checksum
     assert plain.planned["train"].data_digest == trained.planned["train"].data_digest
     manifest = json.loads((tmp_path / "run" / "static_packing" / "train" / "lengths.json").read_text())
     assert [(4, f"{data}, line 5"), (21, f"{data}, line 22")] == [
-        (one["number"], one["where"]) for one in manifest["bad_records"]
+        (one["index"], one["where"]) for one in manifest["bad_records"]
     ]
     capsys.readouterr()
     assert 0 == plan.main(["show", str(path), "--json"])
     assert "2 of 32 records cannot become samples and are left out: " in capsys.readouterr().out
-    assert 0 == plan.main(["show", str(path), "--sample", "4"])
+    assert 0 == plan.main(["show", str(path), "--sample", "5"])
     assert "line 6" in capsys.readouterr().out
+    assert 2 == plan.main(["show", str(path), "--sample", "4"])
+    assert f"record 4 is no sample: {data}, line 5: " in capsys.readouterr().err
     assert 0 == plan.main(["verify", str(path), "--samples", "30"])
     data.write_text("".join(f"{json.dumps(row)}\n" for row in [*rows[:4], good[0], *rows[5:]]))
-    assert 2 == plan.main(["build", str(path)])
+    assert 3 == plan.main(["verify", str(path)])
+    assert "line 5: changed, and was bad" in capsys.readouterr().out
+    assert 0 == plan.main(["build", str(path)])
+    assert 0 == plan.main(["verify", str(path), "--samples", "31"])
 
 
 def test_naming_sources_measures_nothing_and_plans_nothing(write_run, tmp_path, monkeypatch, capsys):
@@ -219,7 +226,7 @@ def test_the_text_of_a_sample_is_shown_with_what_of_it_is_trained(write_run, tmp
     assert "--text: is of one sample" in capsys.readouterr().err
     data.write_text(f"{json.dumps(rows[0])}\n")
     assert 2 == plan.main(["show", str(path), "--sample", "0", "--text"])
-    assert "the data have 1 sample now, but 4 were measured" in capsys.readouterr().err
+    assert "the data have 1 record now, but 4 were measured" in capsys.readouterr().err
 
 
 def test_failures_are_written_whole_whatever_is_printed(write_run, tmp_path, capsys, monkeypatch):

@@ -13,16 +13,22 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import attrs
+import numpy as np
 
 from packplan.adapters.stores.lengths import DiskLengthStore
+from packplan.core.samples import column
 from tests.faults.runs import FLUSH_EVERY, POLICY, FileSource, Forked, artefacts_of, at_each_line, execute, write_data
 
 RUNS = 24
 
 LENGTHS = [random.Random(5).randint(1, 95) for _ in range(40)]  # noqa: S311  # lengths of a test
+
+BAD = (11, 30)
+"""Records that are bad at the start `bad records`, and fixed when it goes on."""
 
 OTHER = attrs.evolve(POLICY, packing_length=70)
 
@@ -53,17 +59,22 @@ def run_and_kill(data: Path, folder: Path, line: int) -> bool:
     process = Forked(run)
     status = process.wait()
     assert status in {0, -signal.SIGKILL}, status
-    source = FileSource(data)
-    stored = DiskLengthStore(folder).read(source.fingerprint(), len(source), source.data_digest)
-    assert LENGTHS[: len(stored.table)] == stored.table[:, 0].tolist()
-    assert len(stored.table) == len(stored.media)
+    source, store = FileSource(data), DiskLengthStore(folder)
+    bad = [one.index for one in store.bad()]
+    stored = store.read(source.fingerprint(), len(source), partial(source.data_digest, without=bad))
+    assert [0 if index in bad else LENGTHS[index] for index in range(len(stored.table))] == stored.table[:, 0].tolist()
+    assert bad == np.flatnonzero(column(stored.table, "bad")).tolist()
+    assert len(stored.table) == len(stored.media) + len(bad)
     if stored.repeatability is None:
         assert process.counter - len(stored.table) <= FLUSH_EVERY
     return status != 0
 
 
 def main(start: str, seed: int, folder: Path) -> None:
-    """Kill runs that start with nothing, or with another plan, at moments that the seed gives."""
+    """
+    Kill runs that start with nothing, with another plan, or with bad records that were fixed, at
+    moments that the seed gives.
+    """
     os.fsync = lambda _: None  # the pages of a killed process are not lost
     data, before = write_data(folder / "data.jsonl", LENGTHS), folder / "before"
     execute(FileSource(data), folder / "whole")
@@ -71,6 +82,9 @@ def main(start: str, seed: int, folder: Path) -> None:
     before.mkdir()
     if start == "another plan":
         execute(FileSource(data), before, policy=OTHER)
+    if start == "bad records":
+        broken = [-1 if index in BAD else length for index, length in enumerate(LENGTHS)]
+        execute(FileSource(write_data(folder / "broken.jsonl", broken)), before)
     shutil.copytree(before, folder / "counted")
     num_lines = num_lines_of(lambda: execute(FileSource(data), folder / "counted"))
     killed, rng = 0, random.Random(seed)  # noqa: S311  # moments of a test

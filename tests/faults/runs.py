@@ -11,7 +11,8 @@ import os
 import signal
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from decimal import Decimal
 from pathlib import Path
 
 from packplan.adapters.lifeline import end_with_parent
@@ -21,6 +22,7 @@ from packplan.adapters.stores.lock import FolderLock
 from packplan.adapters.stores.plans import DiskPlanStore
 from packplan.app.planning.deadline import Deadline
 from packplan.app.planning.split import GatheredSplit, PlannedSplit, Planner, Stores
+from packplan.core.errors import RecordError
 from packplan.core.policy import PlanPolicy
 from packplan.core.ports import ReportProgress
 from packplan.core.samples import Measurement
@@ -32,18 +34,23 @@ POLICY = PlanPolicy(packing_length=80)
 
 
 class FileSource(ListSource):
-    """Lengths that a JSONL file holds."""
+    """Lengths that a JSONL file holds; a record of a negative one is bad."""
 
     def __init__(self, path: Path, *, before_each: Callable[[int], None] = lambda _: None) -> None:
         self.records = open_records((str(path),))
         super().__init__([self.records[index] for index in range(len(self.records))], name="file")
         self._before_each = before_each
 
-    def data_digest(self, count: int, *, start: int = 0) -> str:
-        return self.records.digest(count, start=start)
+    def data_digest(self, count: int, *, start: int = 0, without: Sequence[int] = ()) -> str:
+        return self.records.digest(count, start=start, without=without)
+
+    def record_digest(self, index: int) -> str:
+        return self.records.record_digest(index)
 
     def measure(self, index: int) -> Measurement:
         self._before_each(index)
+        if self.lengths[index] < 0:
+            raise RecordError(str(self.records.where(index)), "is bad")
         return super().measure(index)
 
 
@@ -63,7 +70,7 @@ def execute(
     """Measure and plan, as rank 0 of a run does."""
     stores = Stores(DiskLengthStore(folder), DiskPlanStore(folder), FolderLock(folder))
     planner = Planner(ScriptedGroup(hear=report), Deadline(timeout_s), FLUSH_EVERY)
-    return planner.plan(GatheredSplit("train", policy, source, stores))
+    return planner.plan(GatheredSplit("train", policy, source, stores, max_bad_share=Decimal(1)))
 
 
 def artefacts_of(folder: Path) -> dict[str, bytes]:

@@ -18,7 +18,7 @@ SEED = os.environ.get("EXPLORE_SEED", "0")
 """Other moments to be killed at; `make explore` sets it."""
 
 
-@pytest.mark.parametrize("start", ["nothing", "another plan"])
+@pytest.mark.parametrize("start", ["nothing", "another plan", "bad records"])
 def test_a_run_killed_at_any_line_ends_as_one_that_was_not(start, tmp_path):
     """
     Killed once and, going on, killed again: rows are a prefix, at most one flush is measured again,

@@ -1,4 +1,4 @@
-"""Bad records stop a run, or are left out of it: of every rank, and of every later start."""
+"""Bad records stop a run, or are flagged: for every rank, and for every later start."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ from contextlib import nullcontext
 from decimal import Decimal
 from functools import partial
 
+import numpy as np
 import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
 from packplan.app.plan.building import list_failures
+from packplan.app.planning.deadline import Deadline
 from packplan.app.planning.measure import REPEATED_SAMPLES, measure
-from packplan.app.planning.split import GatheredSplit, Stores
-from packplan.core.errors import DataSetError, RecordError
+from packplan.app.planning.split import GatheredSplit, Planner, Stores
+from packplan.core.errors import DataSetError, EmptyPlanError, RecordError
 from packplan.core.policy import PlanPolicy
-from packplan.core.samples import from_row
-from tests.fakes import FreeLock, ListSource, MemoryLengthStore, MemoryPlanStore
+from packplan.core.samples import BAD, column, from_row
+from tests.fakes import FreeLock, ListSource, MemoryLengthStore, MemoryPlanStore, ScriptedGroup
 
 
 class FaultySource(ListSource):
@@ -24,7 +26,7 @@ class FaultySource(ListSource):
 
     def measure(self, index):
         if self.lengths[index] < 0:
-            raise RecordError(f"data, line {self.number(index) + 1}", "is bad")
+            raise RecordError(f"data, line {index + 1}", "is bad")
         return super().measure(index)
 
 
@@ -37,30 +39,83 @@ lengths = st.lists(st.integers(1, 9) | st.just(-1), min_size=1, max_size=90).fil
 
 
 @given(lengths)
-def test_the_samples_are_the_good_records_in_their_order(lengths):
+def test_every_record_has_a_row_and_bad_ones_are_flagged(lengths):
     """Wherever bad ones stand; each is kept with its reason; a later start compares a few."""
     event(f"bad: {lengths.count(-1) > 0}")
     store = MemoryLengthStore()
-    source = FaultySource(lengths)
 
-    table = measured(source, store)
+    table = measured(FaultySource(lengths), store)
 
-    good = [length for length in lengths if length > 0]
-    assert good == [from_row(table, index).length for index in range(len(table))] == source.lengths
-    bad = [number for number, length in enumerate(lengths) if length < 0]
-    assert [(number, f"data, line {number + 1}", "is bad") for number in bad] == [
-        (one.number, one.where, one.reason) for one in store.bad()
+    assert [max(0, length) for length in lengths] == column(table, "length").tolist()
+    assert [length < 0 for length in lengths] == [from_row(table, index) == BAD for index in range(len(table))]
+    assert [length < 0 for length in lengths] == column(table, "bad").astype(bool).tolist()
+    assert [(index, f"data, line {index + 1}", "is bad") for index, length in enumerate(lengths) if length < 0] == [
+        (one.index, one.where, one.reason) for one in store.bad()
     ]
     later = FaultySource(lengths)
     assert table.tolist() == measured(later, store).tolist()
-    assert good == later.lengths
     assert len(later.measured) <= REPEATED_SAMPLES
+
+
+def planned(source, store, **changes):
+    """Plan a split of a source, bad records flagged."""
+    policy = PlanPolicy(**{"packing_length": 9, "min_fill_ratio": "0.4", "max_dropped_share": 1, **changes})
+    stores = Stores(store, MemoryPlanStore(), FreeLock())
+    split = GatheredSplit("train", policy, source, stores, max_bad_share=Decimal(1))
+    return Planner(ScriptedGroup(), Deadline(1), 3).plan(split)
+
+
+@given(
+    lengths.filter(lambda them: max(them) > 4), st.sampled_from(["constant_volume", "balanced", "first_fit_shuffle"]),
+    st.booleans(), st.booleans(),
+)  # fmt: skip
+def test_the_packs_are_those_of_the_good_records_alone(lengths, algorithm, packing, single_long):
+    """Index by index: data without the bad records give the same packs, counts and digest."""
+    good = [index for index, length in enumerate(lengths) if length > 0]
+    changes = {"algorithm": algorithm, "packing": packing, "allow_single_long": single_long}
+    try:
+        alone = planned(ListSource([lengths[index] for index in good]), MemoryLengthStore(), **changes)
+    except EmptyPlanError:
+        with pytest.raises(EmptyPlanError):
+            planned(FaultySource(lengths), MemoryLengthStore(), **changes)
+        return
+    event(f"bad: {len(good) < len(lengths)}, long: {bool(alone.raw.single_long)}, {algorithm}")
+
+    among_bad = planned(FaultySource(lengths), MemoryLengthStore(), **changes)
+
+    assert alone.raw.with_indices(np.array(good)) == among_bad.raw
+    assert [[good[index] for index in pack] for pack in alone.aligned.packs] == among_bad.aligned.packs.tolist()
+    assert alone.data_digest == among_bad.data_digest
+
+
+@given(lengths, st.data())
+def test_a_bad_record_that_was_fixed_is_measured_and_becomes_a_sample(lengths, data):
+    """With all behind it; those before it are not measured again, and other bad ones stay."""
+    store = MemoryLengthStore()
+    measured(FaultySource(lengths), store)
+    bad = [index for index, length in enumerate(lengths) if length < 0]
+    fixed = data.draw(st.sets(st.sampled_from(bad))) if bad else set()
+    event(f"bad: {len(bad) > 0}, fixed: {len(fixed) > 0}")
+    later = FaultySource([5 if index in fixed else length for index, length in enumerate(lengths)])
+
+    assert measured(later, store).tolist() == measured(FaultySource(later.lengths), MemoryLengthStore()).tolist()
+    assert [index for index in bad if index not in fixed] == [one.index for one in store.bad()]
+    if fixed:
+        assert len([index for index in later.measured if index < min(fixed)]) <= 4 * REPEATED_SAMPLES
+
+
+def test_a_run_that_stops_at_bad_records_goes_on_where_they_were_fixed():
+    """Whatever skipped them before."""
+    store = MemoryLengthStore()
+    measured(FaultySource([5, -1, 6]), store)
+
+    assert [5, 7, 6] == column(measured(FaultySource([5, 7, 6]), store, None), "length").tolist()
 
 
 def test_more_than_the_share_stop_the_run():
     """With their number and the first of them; as many as the share do not."""
     lengths = [5] * 98 + [-1] * 2
-    assert 98 == len(measured(FaultySource(lengths), MemoryLengthStore(), "0.02"))
+    assert 100 == len(measured(FaultySource(lengths), MemoryLengthStore(), "0.02"))
 
     with pytest.raises(
         DataSetError, match=r"2 of 100 records cannot .* custom\.max_bad_share \(0\.01\).*\n  data, line 99"
@@ -141,19 +196,19 @@ def test_a_run_that_stops_at_bad_records_takes_over_none():
         measured(FaultySource([5, -1, 6]), store, None)
 
 
-def test_records_left_out_survive_an_interruption(monkeypatch):
-    """What was measured before stays measured, and what was left out stays out."""
+def test_bad_records_survive_an_interruption(monkeypatch):
+    """What was measured before stays measured, and flagged records stay flagged."""
     source, store = FaultySource([5, -1, 6, 7, 8, -1, 9]), MemoryLengthStore()
     with monkeypatch.context() as patch:
         patch.setattr(source, "media_facts", partial(interrupted, source, source.media_facts))
         with pytest.raises(KeyboardInterrupt):
             measured(source, store)
-    assert [1] == [one.number for one in store.bad()]
+    assert [1] == [one.index for one in store.bad()]
 
     table = measured(FaultySource([5, -1, 6, 7, 8, -1, 9]), store)
 
-    assert [5, 6, 7, 8, 9] == table[:, 0].tolist()
-    assert [1, 5] == [one.number for one in store.bad()]
+    assert [5, 0, 6, 7, 8, 0, 9] == table[:, 0].tolist()
+    assert [1, 5] == [one.index for one in store.bad()]
 
 
 def interrupted(source, images, index, **options):

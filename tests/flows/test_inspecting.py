@@ -275,7 +275,7 @@ def test_samples_in_no_pack_are_explained(store, said):
 
 @pytest.mark.parametrize(
     ("arguments", "reason"),
-    [(["--sample", "60"], "no sample 60: it has 60, from 0"), (["--pack", "99"], "no pack 99"),
+    [(["--sample", "60"], "record 60 is no sample of the plan"), (["--pack", "99"], "no pack 99"),
      (["--split", "eval"], "custom.val_jsonl"), (["--world-size", "3"], "not divisible by 3 ranks")],
 )  # fmt: skip
 def test_what_is_not_there_is_named(store, capfd, arguments, reason):
@@ -366,7 +366,7 @@ def test_what_is_not_built_is_named(store, capfd):
     path = store()
     folder = split_folder(read_config(path).training.output_dir, "train")
     for change, reason in (
-        (lambda: store(measured=30), "the lengths of 30 of 60 samples"),
+        (lambda: store(measured=30), "the lengths of 30 of 60 records"),
         ((folder / "lengths.json").unlink, "holds no lengths"),
         (lambda: store(world_sizes=()) and (folder / "raw_plan.json").unlink(), "but no plan"),
     ):
@@ -599,7 +599,7 @@ def test_diff_names_inputs_samples_and_figures(store, said):
     inputs = {row["key"]: (row["first"], row["second"]) for row in train["inputs"]}
     assert (None, "Look.") == inputs["template.system"]
     assert (80, 90) == inputs["plan.packing_length"]
-    assert (60, 61) == inputs["data.num_samples"]
+    assert (60, 61) == inputs["data.num_records"]
     plans = build_raw_plan(LENGTHS, packing_length=80), build_raw_plan(more, packing_length=90)
     difference = plan_difference(*plans, LENGTHS, more)
     assert {name: array.tolist() for name, array in attrs.asdict(difference).items()} == train["samples"]

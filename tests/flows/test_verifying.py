@@ -117,7 +117,7 @@ def test_data_that_grew_or_shrank_are_found(built):
     grown, shrunk = found(built, ListSource([*LENGTHS, 9])), found(built, ListSource(LENGTHS[:5]))
 
     assert 1 == len(grown)
-    assert "8 of 9 samples are measured" in grown[0]
+    assert "8 of 9 records are measured" in grown[0]
     assert ["inputs: data.records: measured with 8, now 5"] == shrunk
 
 

@@ -96,7 +96,7 @@ def test_padding_is_exact_for_many_samples():
 def test_sources_divide_a_plan_between_them(of, data):
     """
     Each source has what counting its own samples by hand gives, whatever its files and whichever
-    records are left out; a pack counts for each source that it has.
+    records are bad; a pack counts for each source that it has.
     """
     plan, lengths = of
     of_record = data.draw(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=3 * len(lengths)))
@@ -105,7 +105,7 @@ def test_sources_divide_a_plan_between_them(of, data):
     good = [number for number, (_, bad) in enumerate(of_record) if not bad][: len(lengths)]
     of_record = of_record[: good[-1] + 1]
     files = [DataFile(f"{number}.jsonl", name, "text", 1) for number, (name, _) in enumerate(of_record)]
-    table = np.zeros((len(lengths), len(COLUMNS)), np.int32)
+    table = np.zeros((len(of_record), len(COLUMNS)), np.int32)
     held = [n % 3 for n in lengths]
     for name, values in {
         "length": lengths,
@@ -115,13 +115,14 @@ def test_sources_divide_a_plan_between_them(of, data):
         "frames": [4 * n for n in held],
         "video_patches": [96 * n for n in held],
     }.items():
-        table[:, COLUMNS.index(name)] = values
+        table[good, COLUMNS.index(name)] = values
+    table[:, COLUMNS.index("bad")] = [bad for _, bad in of_record]
     media = [milliseconds for n, videos in zip(lengths, held, strict=True) for milliseconds in (0, *[7 * n] * videos)]
     images = np.zeros((len(media), len(MEDIA_COLUMNS)), np.int64)
     images[:, MEDIA_COLUMNS.index("milliseconds")] = media
     bad = [number for number in range(len(of_record)) if of_record[number][1]]
 
-    sources = summarise_sources(plan, table, files, media=images, bad=bad)
+    sources = summarise_sources(plan.with_indices(np.array(good)), table, files, media=images)
 
     assert list(dict.fromkeys(name for name, _ in of_record)) == [one.name for one in sources]
     for one in sources:
@@ -146,13 +147,13 @@ def test_sources_divide_a_plan_between_them(of, data):
         assert sum(not own.isdisjoint(pack) for pack in plan.packs) == one.num_packs
         assert [file for file in files if file.source == one.name] == list(one.files)
         assert sum(of_record[number][0] == one.name for number in bad) == one.bad_records
-    event(f"sources: {len(sources)}, records left out: {bool(bad)}, dropped: {plan.dropped_samples > 0}")
+    event(f"sources: {len(sources)}, bad records: {bool(bad)}, dropped: {plan.dropped_samples > 0}")
 
 
-def test_files_of_another_number_of_samples_are_no_sources():
+def test_files_of_another_number_of_records_are_no_sources():
     """A breakdown of other data would be wrong in silence."""
     plan = build_raw_plan([3, 4], packing_length=8)
-    with pytest.raises(ValueError, match="the files have 3 samples, but 2 were measured"):
+    with pytest.raises(ValueError, match="the files have 3 records, but 2 were measured"):
         table, images = np.ones((2, len(COLUMNS)), np.int32), np.zeros((4, len(MEDIA_COLUMNS)), np.int64)
         summarise_sources(plan, table, [DataFile("a", "a", "text", 3)], media=images)
 

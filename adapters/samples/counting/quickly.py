@@ -82,8 +82,8 @@ class _Read:
 class MeasuredBatch:
     """What was measured of some records, small to send from one process to another."""
 
-    numbers: NDArray[np.int64]
-    """Positions of the records among all; shape (num_records,)."""
+    indices: range
+    """Records, one behind the other."""
 
     digests: NDArray[np.uint8]
     """Digest of each record, all zero where it is not known; shape (num_records, DIGEST_BYTES)."""
@@ -92,33 +92,29 @@ class MeasuredBatch:
     media: MediaTable
 
     errors: dict[int, RecordError]
-    """Place in the batch -> why that record cannot become a sample; the tables leave it out."""
+    """Row -> why that record cannot become a sample."""
 
     @classmethod
-    def from_outcomes(
-        cls, numbers: NDArray[np.int64], outcomes: Sequence[Outcome], digests: Sequence[bytes] = ()
-    ) -> MeasuredBatch:
+    def from_outcomes(cls, indices: range, outcomes: Sequence[Outcome], digests: Sequence[bytes] = ()) -> MeasuredBatch:
         """
         Put outcomes into arrays.
 
         Args:
-            numbers: Positions of the records among all.
-            outcomes: What measuring each gave.
-            digests: Of each record, empty where it is not known.
+            indices: Records, one behind the other.
+            outcomes: Measurement or error of each record.
+            digests: Digest of each record, empty where it is not known.
         """
-        known = np.zeros((len(numbers), DIGEST_BYTES), np.uint8)
-        for place, digest in enumerate(digests):
+        known = np.zeros((len(indices), DIGEST_BYTES), np.uint8)
+        for row, digest in enumerate(digests):
             if digest:
-                known[place] = np.frombuffer(digest, np.uint8)
-        errors = {place: one for place, one in enumerate(outcomes) if isinstance(one, RecordError)}
-        table, media = to_tables(one for one in outcomes if isinstance(one, MeasuredSample))
-        return cls(numbers, known, table, media, errors)
+                known[row] = np.frombuffer(digest, np.uint8)
+        errors = {row: one for row, one in enumerate(outcomes) if isinstance(one, RecordError)}
+        return cls(indices, known, *to_tables(outcomes), errors)
 
     def outcomes(self) -> Iterator[Outcome]:
-        """Yield what measuring each record gave, in their order."""
-        measured = iter(from_tables(self.table, self.media, range(len(self.table))))
-        for place in range(len(self.numbers)):
-            yield self.errors[place] if place in self.errors else next(measured)
+        """Yield the measurement or error of each record, in their order."""
+        for row, measured in enumerate(from_tables(self.table, self.media, range(len(self.table)))):
+            yield self.errors.get(row, measured)
 
 
 class QuickMeasurer:
@@ -252,7 +248,7 @@ class QuickMeasurer:
         is_new = kind not in self._kinds and len(self._kinds) < _MOST_KINDS
         if is_new:
             self._kinds.add(kind)
-        return is_new or self._encoder.records.number(one.index) % AUDITED_ONE_IN == 0
+        return is_new or one.index % AUDITED_ONE_IN == 0
 
     def _audit(self, one: _Read, quick: Measurement) -> None:
         """
