@@ -39,7 +39,7 @@ from packplan.core.errors import ConfigError, UnequalError, counted
 from packplan.core.samples import num_media
 
 if TYPE_CHECKING:
-    from packplan.app.training.prepare import Prepared
+    from packplan.app.sft.prepare import Prepared
 
 log = logging.getLogger("packplan.app.check")
 
@@ -79,16 +79,14 @@ def check(config: RunConfig, *, num_packs: int) -> Report:
     Raises:
         PackplanError: Something the user can fix, or something stored that is damaged.
     """
-    from packplan.app.training.prepare import prepare
+    from packplan.app.sft.prepare import prepare
     from packplan.app.wiring import training
 
     if not config.training.packing:
         raise ConfigError.of("training.packing", "is false: nothing is packed, so there is nothing to compare")
-    training.require_isolation(config, packed=False)
     with training.joined_ranks(config) as group:
-        prepared = prepare(
-            attrs.evolve(config, training=attrs.evolve(config.training, resume_from_checkpoint=None)), group
-        )
+        from_start = attrs.evolve(config, training=attrs.evolve(config.training, resume_from_checkpoint=None))
+        prepared = prepare(from_start, group, may_leak=True)
         return compare(config, prepared, num_packs=num_packs)
 
 
@@ -118,7 +116,7 @@ def compare(config: RunConfig, prepared: Prepared, *, num_packs: int) -> Report:
     return Report(
         model=config.model.model,
         model_type=training.model_type_of(config),
-        attn_impl=training.attention_of(config).name,
+        attn_impl=prepared.trainer.attention.name,
         precision=precision,
         packs=tuple(
             (pack, kind(images[train.raw.packs[pack]].tolist()), len(train.raw.packs[pack])) for pack in chosen

@@ -24,7 +24,7 @@ from benchmarks.train import WAYS, ComputedBatch, Setting, TrainRow, Way, compar
 from packplan.adapters.progress import progress
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.samples.encoder import SwiftEncoder
-from packplan.app.training.prepare import Prepared, prepare
+from packplan.app.sft.prepare import Prepared, prepare
 from packplan.core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
 from packplan.core.lengths import IntArray
 from packplan.core.samples import Table

@@ -83,8 +83,12 @@ class Records(Protocol):
 
     def digest(self, count: int, /, *, start: int = 0, without: Sequence[int] = ()) -> str:
         """
-        Return the digest of *count* records from *start* on but those of *without*, and of the
-        folders of their media.
+        Return the digest of some records, and of the folders of their media.
+
+        Args:
+            count: Number of records.
+            start: First of them.
+            without: Records to leave out.
         """
 
 
@@ -96,8 +100,12 @@ class Measurable(Protocol):
 
     def data_digest(self, count: int, /, *, start: int = 0, without: Sequence[int] = ()) -> str:
         """
-        Return the digest of *count* records from *start* on but those of *without*; others do not
-        change it.
+        Return the digest of some records, which the others do not change.
+
+        Args:
+            count: Number of records.
+            start: First of them.
+            without: Records to leave out.
         """
 
     def measure_many(self, indices: range, /, *, in_full: bool) -> Generator[Outcome, None, None]:
@@ -123,10 +131,6 @@ class LengthSource(Measurable, Protocol):
 
     def record_digest(self, index: int, /) -> str:
         """Return the digest of record *index* alone."""
-
-    @property
-    def mixes(self) -> bool:
-        """Whether its samples are others in another epoch; then no static plan holds."""
 
     def fingerprint(self) -> Fingerprint:
         """Return everything that the measurements depend on, the data aside."""

@@ -35,8 +35,6 @@ from packplan.core.samples import (
 class ListSource:
     """Samples of given lengths, each with an image; counts what is measured."""
 
-    mixes = False
-
     def __init__(self, lengths: list[int], *, name: str = "data") -> None:
         self.lengths, self.name = lengths, name
         self.measured: list[int] = []
@@ -89,12 +87,6 @@ class ListSource:
 
     def media_facts(self, index: int, *, decode: bool = False) -> tuple[MediaFacts, ...]:
         return (MediaFacts(self.image_bytes, self.widths.get(index, 28), 28, self.lengths[index]),)
-
-
-class MixingSource(ListSource):
-    """Its samples are others in another epoch."""
-
-    mixes = True
 
 
 class FailingSource(ListSource):

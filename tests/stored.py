@@ -11,15 +11,8 @@ import numpy as np
 import yaml
 
 from packplan.app.planning.split import Alignment
-from packplan.app.wiring.stores import (
-    needs_verdict,
-    open_stores,
-    open_verdicts,
-    read_config,
-    split_folder,
-    stored_verdict,
-    verdict_key,
-)
+from packplan.app.wiring.attention import keep_verdict, needs_verdict, stored_verdict, verdict_key
+from packplan.app.wiring.stores import open_stores, read_config, split_folder
 from packplan.core.config import RunConfig, configured_inputs, plan_policy
 from packplan.core.equality import PackingVerdict
 from packplan.core.fingerprint import Fingerprint
@@ -71,7 +64,7 @@ def store_run(
     path.write_text(yaml.safe_dump(sections))
     config = read_config(path)
     if verdict is not None:
-        open_verdicts(config).save(verdict_key(config), verdict)
+        keep_verdict(config, verdict)
     for split, of in (("train", lengths), ("eval", eval_lengths)):
         if of:
             shutil.rmtree(split_folder(config.training.output_dir, split), ignore_errors=True)
@@ -126,7 +119,7 @@ def asked(path: Path, *, rl: bool = False) -> Path:
     config = training.read_config(str(path), rl=rl)
     packed = config.training.packing or config.policy.sequence_packing.enabled
     if needs_verdict(config, packed=packed) and stored_verdict(config) is None:
-        training.keep_verdict(config, _VERDICTS.get(verdict_key(config).digest) or training.verdict_of(config))
+        keep_verdict(config, _VERDICTS.get(verdict_key(config).digest) or training.verdict_of(config))
     return path
 
 

@@ -24,7 +24,7 @@ from packplan.adapters.attention.states import split_states
 from packplan.adapters.attention.varlen import attend, attend_to_patches, row_mask, sample_mask, told_row_mask
 from packplan.adapters.attention.vision import project_patches
 from packplan.adapters.families import trained_part
-from packplan.core.equality import MASKED, NATIVE, VARLEN, Attention
+from packplan.core.equality import MASKED, NATIVE, VARLEN, AttentionChoice
 
 __all__ = [
     "MASKED_NAME",
@@ -67,7 +67,7 @@ AttentionMaskInterface.register(MASKED_NAME, _as_it_is(sample_mask))
 AttentionInterface.register(PATCHES_NAME, _as_it_is(attend_to_patches))
 
 
-def attend_as(model: Any, attention: Attention) -> None:
+def attend_as(model: Any, attention: AttentionChoice) -> None:
     """
     Let a model attend as a run does; one that attends by transformers' own was opened with it.
 

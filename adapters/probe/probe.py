@@ -28,7 +28,7 @@ from packplan.core.equality import (
     MASKED,
     NATIVE,
     VARLEN,
-    Attention,
+    AttentionChoice,
     PackingVerdict,
     Precision,
     ProbeResult,
@@ -72,7 +72,7 @@ def apply_trial(model: Any, trial: Trial, split: tuple[str, ...] = ()) -> None:
     name = {VARLEN: ROWS_NAME if follows else NAME, MASKED: MASKED_NAME}.get(trial.attention, trial.attention)
     if name == trial.attention and model.config._attn_implementation != name:  # noqa: SLF001  # no public question
         model.set_attn_implementation(name)
-    attend_as(model, Attention(trial.attention, "", split=split, follows_rows=trial.follows_rows))
+    attend_as(model, AttentionChoice(trial.attention, split=split, follows_rows=trial.follows_rows))
     if model.config._attn_implementation != name:  # noqa: SLF001
         raise ProbeError(model.config.model_type, f"its code takes no attention but its own, not {trial.attention}")
 

@@ -149,8 +149,8 @@ class FileRecords:
 
     def digest(self, count: int, *, start: int = 0, without: Sequence[int] = ()) -> str:
         """
-        Return the SHA-256 of *count* records from *start* on but those of *without*: their content,
-        and the folders that their media start at.
+        Return the SHA-256 of some records: their content, and the folders that their media start at;
+        see `core.ports`.
 
         Other records leave it as it is, and so does another format with the same records. Asked for
         rising counts, it reads each record once.

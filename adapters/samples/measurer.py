@@ -146,7 +146,7 @@ class SwiftMeasurer:
         return Fingerprint(inputs)
 
     def data_digest(self, count: int, *, start: int = 0, without: Sequence[int] = ()) -> str:
-        """Return the digest of *count* records from *start* on but those of *without*."""
+        """Return the digest of some records; see `core.ports`."""
         return self._encoder.records.digest(count, start=start, without=without)
 
     def copy_faults(self) -> Iterator[tuple[str, str]]:
@@ -360,11 +360,6 @@ class SwiftMeasurer:
             return MeasuredSample(measurement, self.media_facts(index))
         except RecordError as error:
             return error
-
-    @property
-    def mixes(self) -> bool:
-        """Whether samples are others in another epoch: not those of files."""
-        return False
 
 
 class _FullyEncoded(Dataset[Outcome]):

@@ -1,5 +1,5 @@
 """
-Measured lengths on disk: fixed-width columns beside the manifest `lengths.json`.
+MeasuredSample lengths on disk: fixed-width columns beside the manifest `lengths.json`.
 
 `lengths.bin` has a row of little-endian int32 for each record, `images.bin` one of int64 for each
 image and each video. Rows are appended and flushed first, the manifest that counts and digests them

@@ -26,12 +26,12 @@ from packplan.adapters.model_folder import require_whole_weights
 from packplan.adapters.samples.template import swift_model_type
 from packplan.adapters.trainer.tuners import prepare_tuner, quantisation_of
 from packplan.core.config import ModelConfig, TrainingConfig
-from packplan.core.equality import MASKED, SHARED_ROWS, VARLEN, Attention
+from packplan.core.equality import AttentionChoice
 from packplan.core.errors import ConfigError, agree, counted
 
 
 def open_model(
-    model: ModelConfig, training: TrainingConfig, *, attention: Attention, device: torch.device | None
+    model: ModelConfig, training: TrainingConfig, *, attention: AttentionChoice, device: torch.device | None
 ) -> torch.nn.Module:
     """
     Load the model, with its cache off and nothing frozen but what is asked for, perhaps with
@@ -40,7 +40,7 @@ def open_model(
     Args:
         model: What to load.
         training: What is frozen, and which adapters.
-        attention: As `core.equality.choose_attention` gives it.
+        attention: Attention of the run.
         device: Where to; None leaves it to the engine that shards the weights.
     """
     model_type = swift_model_type(model)
@@ -58,7 +58,7 @@ def open_model(
             opened, _ = get_model_processor(
                 model.model,
                 model_type=model_type,
-                attn_impl=attention.native if attention.name in (VARLEN, MASKED, SHARED_ROWS) else attention.name,
+                attn_impl=attention.backend,
                 torch_dtype=dtype,
                 device_map=None if device is None else str(device),
                 quantization_config=quantisation,

@@ -24,7 +24,7 @@ from packplan.adapters.samples.encoder import VIDEO_SECONDS
 from packplan.adapters.trainer.base import PackingTrainer, require_packs
 from packplan.adapters.trainer.checkpoints import files_to_state, remove_digests, to_state, write_digests
 from packplan.adapters.trainer.loader import PACK_INDICES, PackLoader, TrainBatches
-from packplan.core.equality import Attention
+from packplan.core.equality import AttentionChoice
 from packplan.core.schedule import EpochSchedule, EpochStats, PackStats, Progress, ResumeState
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class PackTrainer(PackingTrainer):
         schedule: EpochSchedule,
         pack_stats: PackStats,
         resume_state: Callable[[Progress], ResumeState],
-        attention: Attention,
+        attention: AttentionChoice,
         **options: Any,
     ) -> None:
         """

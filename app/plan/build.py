@@ -15,9 +15,10 @@ from typing import Any
 
 from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import add_config_arguments, positive_number
+from packplan.app.planning.schedule import require_static
 from packplan.app.planning.split import GatheredSplit
-from packplan.app.training.schedule import require_static
 from packplan.app.wiring import stores
+from packplan.app.wiring.attention import keep_verdict
 from packplan.app.wiring.mixes import write_records, writing_failures
 from packplan.core.errors import ConfigError
 
@@ -57,7 +58,7 @@ def run(options: argparse.Namespace) -> None:
     with loading_libraries():
         from packplan.app.plan.building import build, list_failures
         from packplan.app.wiring.gather import gather
-        from packplan.app.wiring.training import ask_before_measuring, joined_ranks, keep_verdict, local_ranks
+        from packplan.app.wiring.training import ask_before_measuring, joined_ranks, local_ranks
 
     if options.list_failures:
         gathered = gather(config)

@@ -13,11 +13,12 @@ from functools import partial
 import numpy as np
 
 from packplan.app.planning.bad import ReasonCounts
+from packplan.app.planning.deadline import Deadline
 from packplan.app.planning.log_lines import log_plan
 from packplan.app.planning.measure import failures
 from packplan.app.planning.measure_slices import measure_slices
-from packplan.app.planning.split import GatheredSplit, Planner
-from packplan.app.training.schedule import warn_of_ignored
+from packplan.app.planning.schedule import warn_of_ignored
+from packplan.app.planning.split import GatheredSplit, plan_split, require_writable
 from packplan.app.wiring.stores import open_slice, remove_slices
 from packplan.core.config import RunConfig
 from packplan.core.errors import DataSetError, counted
@@ -49,16 +50,16 @@ def build(
     """
     if group.rank == 0:
         warn_of_ignored(config)
-    planner = Planner.from_config(config, group)
-    planner.require_writable(splits)
+    deadline = Deadline(config.training.packing_wait_timeout_s)
+    require_writable(splits, group=group, deadline=deadline)
     for split in splits:
         # Which records are left out decides which samples the ranks would share.
         if group.world_size > 1 and split.max_bad_share is None:
             measure_slices(
                 split, partial(open_slice, config, split.name),
-                group=group, flush_every=planner.flush_every, deadline=planner.deadline,
+                group=group, flush_every=split.flush_every, deadline=deadline,
             )  # fmt: skip
-        planned = planner.plan(split, world_size=world_size)
+        planned = plan_split(split, group=group, deadline=deadline, world_size=world_size)
         if group.rank == 0:
             remove_slices(config, split.name)
             log_plan(planned, split.policy)

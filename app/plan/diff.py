@@ -17,10 +17,11 @@ import attrs
 from rich.console import Console
 
 from packplan.app.cli.command import add_overrides, positive_number
-from packplan.app.plan.stored import StoredSplit, open_split, split_schedule
+from packplan.app.plan.stored import StoredSplit, open_split
+from packplan.app.planning.schedule import split_schedule
 from packplan.app.planning.split import Alignment
-from packplan.app.training.works import work_of
 from packplan.app.wiring import stores
+from packplan.app.wiring.works import work_of
 from packplan.core.config import RunConfig
 from packplan.core.errors import ConfigError, Difference
 from packplan.core.inspection import PlanDifference, figure_differences, plan_difference, summarise_schedule

@@ -56,7 +56,7 @@ def deciding(view: PlanView) -> Iterator[FigureRow]:
             f"busiest rank over the mean; worst step {schedule.worst_work_imbalance:.3f}",
         )  # fmt: skip
     if view.attention is not None:
-        yield "attention", view.attention.name, view.attention.reason
+        yield "attention", view.attention.name, view.attention.why
     if view.verdict is not None and not view.verdict.passes:
         yield _verdict(view.verdict)
 
@@ -180,7 +180,7 @@ def _epoch(view: PlanView) -> Iterator[FigureRow]:
     schedule, packed = view.schedule_summary, view.stored.packed
     unit = "packs" if packed else "samples"
     if view.attention is not None:
-        yield "attention", view.attention.name, view.attention.reason
+        yield "attention", view.attention.name, view.attention.why
     if view.verdict is not None:
         yield _verdict(view.verdict)
     step = "optimizer steps" if view.stored.name == "train" else "forward passes"

@@ -7,19 +7,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import attrs
-import numpy as np
-from numpy.typing import NDArray
 
 from packplan.app.planning.bad import left_out
 from packplan.app.planning.log_lines import describe
-from packplan.app.planning.split import Alignment, PlannedSplit, Stores, plan_of
-from packplan.app.training.schedule import batch_of, evaluation_schedule_of, require_static, schedule_of
-from packplan.app.training.works import Work, policy_of, work_of
+from packplan.app.planning.schedule import require_static, split_schedule
+from packplan.app.planning.split import Alignment, PlannedSplit, Stores, plan_table
+from packplan.app.planning.stored_lengths import open_lengths, stale_inputs
 from packplan.app.wiring import stores
-from packplan.core.align import AlignedPlan
+from packplan.app.wiring.attention import attention_by, needs_verdict, refuse_leak, stored_verdict
+from packplan.app.wiring.works import Work, policy_of, work_of
 from packplan.core.batch import partial_window
-from packplan.core.config import RunConfig, configured_inputs
-from packplan.core.equality import AUTO, Attention, PackingVerdict
+from packplan.core.config import RunConfig
+from packplan.core.equality import AUTO, AttentionChoice, PackingVerdict
 from packplan.core.errors import (
     ConfigError,
     DroppedTokensError,
@@ -27,9 +26,7 @@ from packplan.core.errors import (
     NotBuiltError,
     SampleTooLongError,
     UserError,
-    counted,
 )
-from packplan.core.fingerprint import Fingerprint
 from packplan.core.inspection import (
     PlanSummary,
     ScheduleSummary,
@@ -39,7 +36,7 @@ from packplan.core.inspection import (
     summarise_sources,
 )
 from packplan.core.plan import refuse_dropped, refuse_longer
-from packplan.core.ports import LengthStore, StoredLengths, StoredPlan
+from packplan.core.ports import StoredLengths, StoredPlan
 from packplan.core.samples import column, video_totals
 from packplan.core.schedule import EpochSchedule
 
@@ -82,7 +79,7 @@ class PlanView:
     plan_summary: PlanSummary
     schedule_summary: ScheduleSummary
     work: Work
-    attention: Attention | None
+    attention: AttentionChoice | None
     """That training takes; None if that cannot be said, which `warnings` then do."""
 
     verdict: PackingVerdict | None
@@ -100,27 +97,6 @@ def splits_of(config: RunConfig, split: str | None) -> list[str]:
     if split is not None and split not in having:
         raise ConfigError.of("custom.val_jsonl", "is not set, so there is no eval split")
     return having if split is None else [split]
-
-
-def open_lengths(store: LengthStore) -> StoredLengths:
-    """
-    Return the lengths of all records of a split.
-
-    Raises:
-        NotBuiltError: None are stored, or not all.
-        CorruptArtefactError: They are not what was written.
-    """
-    lengths = store.inspect()
-    if lengths is None:
-        raise NotBuiltError(store.where, "holds no lengths")
-    measured = len(lengths.rows.table)
-    if measured < lengths.origin.num_records:
-        reason = (
-            f"holds the lengths of {measured:,} of {counted(lengths.origin.num_records, 'record')}, since measuring "
-            "was interrupted"
-        )
-        raise NotBuiltError(store.where, reason)
-    return lengths
 
 
 def open_split(name: str, kept: Stores) -> StoredSplit:
@@ -150,7 +126,7 @@ def _open_planned(config: RunConfig, split: str) -> StoredSplit:
     except NotBuiltError:
         lengths, policy = open_lengths(kept.lengths), policy_of(config, split)
         refuse_longer(lengths.tokens, policy)
-        plan_of(lengths.rows.table, policy, quick_bound=True)
+        plan_table(split, policy, lengths.rows.table, quick_bound=True)
         raise
 
 
@@ -176,15 +152,16 @@ def inspect_plan(config: RunConfig, split: str, *, world_size: int | None) -> Pl
     warnings = list(_warnings(config, stored, planned, schedule))
     attention = verdict = None
     try:
-        verdict = stores.stored_verdict(config)
-        if verdict is None and stores.needs_verdict(config, packed=stored.packed):
+        verdict = stored_verdict(config)
+        if verdict is None and needs_verdict(config, packed=stored.packed):
             warnings.append(
                 f"{split}: no stored verdict says whether samples may share the model's packs: build asks the model"
             )
         if verdict is not None or config.model.attn_impl != AUTO:
-            attention = stores.attention_by(config, verdict)
-        if stored.packed:
-            stores.refuse_leaks(config, verdict)
+            on_cpu = bool(config.training.trainer.get("use_cpu"))
+            attention = attention_by(config, verdict, on_cpu=on_cpu)
+            if stored.packed:
+                refuse_leak(config, attention)
     except IsolationError as error:
         warnings.append(f"{split}: training refuses the attention: {error}")
     except UserError as error:
@@ -204,36 +181,6 @@ def inspect_plan(config: RunConfig, split: str, *, world_size: int | None) -> Pl
         verdict=verdict,
         warnings=tuple(warnings),
     )
-
-
-def split_schedule(
-    config: RunConfig, split: str, aligned: AlignedPlan, works: NDArray[np.number] | None
-) -> EpochSchedule:
-    """
-    Return the schedule of training, or of an evaluation; BatchSizeError if the ranks cannot realise
-    the batch.
-
-    Args:
-        config: The run.
-        split: `train` or `eval`.
-        aligned: The plan of the split.
-        works: Work of each pack of the raw plan, shape (num_raw_packs,); None where who trains a
-            pack is of no interest.
-    """
-    if split == "eval":
-        return evaluation_schedule_of(aligned)
-    return schedule_of(config, batch_of(config, world_size=aligned.world_size), aligned, works)
-
-
-def stale_inputs(config: RunConfig, lengths: StoredLengths) -> Iterator[str]:
-    """
-    Yield what the configuration alone shows that the stored lengths do not fit; `verify` finds the
-    rest.
-    """
-    inputs = lengths.origin.key.inputs
-    asked = configured_inputs(config.template, config.custom, packing_length=config.packing_length)
-    for difference in Fingerprint({key: inputs.get(key) for key in asked}).differences(Fingerprint(asked)):
-        yield f"the stored lengths are of another configuration, and training refuses them: {difference}"
 
 
 def _warnings(config: RunConfig, stored: StoredSplit, planned: PlannedSplit, schedule: EpochSchedule) -> Iterator[str]:
@@ -271,10 +218,18 @@ def _warnings(config: RunConfig, stored: StoredSplit, planned: PlannedSplit, sch
 
 def as_document(view: PlanView) -> dict[str, Any]:
     """Return a look for programs."""
-    stored, planned = view.stored, view.planned
+    stored, planned, attention = view.stored, view.planned, view.attention
     return {
         "folder": stored.where,
-        "attention": None if view.attention is None else attrs.asdict(view.attention),
+        "attention": None
+        if attention is None
+        else {
+            "name": attention.name,
+            "reason": attention.why,
+            "native": attention.native,
+            "split": attention.split,
+            "follows_rows": attention.follows_rows,
+        },
         "verdict": None if view.verdict is None else view.verdict.to_dict(),
         "warnings": list(view.warnings),
         "plan": attrs.asdict(view.plan_summary),

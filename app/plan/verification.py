@@ -14,7 +14,7 @@ import attrs
 import numpy as np
 
 from packplan.adapters.progress import progress
-from packplan.app.planning.split import GatheredSplit, plan_with_progress
+from packplan.app.planning.split import GatheredSplit, plan_table
 from packplan.core.errors import (
     ContractError,
     CorruptArtefactError,
@@ -152,7 +152,7 @@ def _check_plan(split: GatheredSplit, lengths: StoredLengths, stored: StoredPlan
         except DroppedTokensError as error:
             yield Finding("plan", where, f"training refuses the plan: {error}")
     if not differences and not faults:
-        again = plan_with_progress(f"{split.name} again", policy, lengths.rows.table, quick_bound=True)
+        again = plan_table(f"{split.name} again", policy, lengths.rows.table, quick_bound=True)
         if again.packs != stored.plan.packs:
             yield Finding("plan", where, "planned again from the stored lengths, it is another one")
 

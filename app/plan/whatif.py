@@ -20,10 +20,12 @@ from rich.table import Table
 
 from packplan.adapters.progress import progress
 from packplan.app.cli.command import add_config_arguments, positive_numbers, world_sizes
-from packplan.app.plan.stored import open_lengths, split_schedule, splits_of, stale_inputs
-from packplan.app.planning.split import Alignment, plan_with_progress
-from packplan.app.training.works import policy_of, work_of
+from packplan.app.plan.stored import splits_of
+from packplan.app.planning.schedule import split_schedule
+from packplan.app.planning.split import Alignment, plan_table
+from packplan.app.planning.stored_lengths import open_lengths, stale_inputs
 from packplan.app.wiring import stores
+from packplan.app.wiring.works import policy_of, work_of
 from packplan.core.config import RunConfig
 from packplan.core.errors import ConfigError, counted
 from packplan.core.inspection import Alternative, best_of, what_if
@@ -97,7 +99,7 @@ def _alternatives(
         other = attrs.evolve(config, template=attrs.evolve(config.template, max_length=packing_length))
         policy = policy_of(other, split)
         refuse_longer(lengths, policy)
-        raw = plan_with_progress(f"packs of {packing_length:,}", policy, stored.rows.table, quick_bound=True)
+        raw = plan_table(f"packs of {packing_length:,}", policy, stored.rows.table, quick_bound=True)
         refuse_dropped(raw, lengths, policy)
         return raw
 

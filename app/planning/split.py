@@ -1,15 +1,17 @@
 """
-Lengths -> raw plan -> aligned plan of one split: measured and planned on rank 0, verified on all
-ranks.
+One split from its samples to a verified plan: `plan_split` is read from top to bottom.
+
+Rank 0 measures the samples, or takes their stored lengths. It builds the raw plan, or takes the
+stored one. Every rank then aligns that plan, and all compare what they have by checksums.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from decimal import Decimal
-from functools import partial
 
 import attrs
 import numpy as np
@@ -20,8 +22,7 @@ from packplan.app.planning.measure import measure
 from packplan.core.align import AlignedPlan, align_plan
 from packplan.core.checksum import plan_checksum
 from packplan.core.config import RunConfig
-from packplan.core.errors import DataSetError, EmptyPlanError, RanksDisagreeError, counted
-from packplan.core.fingerprint import Fingerprint
+from packplan.core.errors import EmptyPlanError, RanksDisagreeError, counted
 from packplan.core.plan import (
     RawPlan,
     build_raw_plan,
@@ -33,8 +34,7 @@ from packplan.core.plan import (
 from packplan.core.policy import PlanPolicy
 from packplan.core.ports import Arrays, LengthSource, LengthStore, Lock, PlanStore, RankGroup, ReportProgress
 from packplan.core.samples import Table, column, sample_indices
-from packplan.core.schedule import ORDER_VERSION, EpochSchedule, ResumeState
-from packplan.core.work import SampleWorks
+from packplan.core.work import SampleWorks, WorkModel
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ TAKES_LONG = {
     "certified": "looks for the fewest packs, which may take minutes",
     "balanced": "levels the work of packs, which takes about 15 s a million samples",
 }
-"""Algorithms that say how far they are, and why."""
+"""Algorithms whose start and duration are logged, and the reason."""
 
 
 @attrs.frozen
@@ -115,143 +115,104 @@ class GatheredSplit:
     max_bad_share: Decimal | None = None
     """Largest share of all records that may be bad; None lets the first bad one stop the run."""
 
-
-@attrs.frozen
-class Planner:
-    """Plans the splits of a run: rank 0 measures and plans, all ranks take the same plan."""
-
-    group: RankGroup
-    """All ranks."""
-
-    deadline: Deadline
-    """For rank 0, and for another job that writes the same stores."""
-
     flush_every: int | None = None
-    """Samples between two flushes of what is measured; None adapts to their number."""
+    """Samples between two flushes of measurements; None adapts to the number of samples."""
 
-    @classmethod
-    def from_config(cls, config: RunConfig, group: RankGroup) -> Planner:
-        """Return what plans a run; from now on its waits count."""
-        training = config.training
-        return cls(group, Deadline(training.packing_wait_timeout_s), training.packing_length_cache_persist_every)
 
-    def require_writable(self, splits: Iterable[GatheredSplit]) -> None:
-        """Make the places of stores; OutputError, on every rank, if one cannot be written."""
+def require_writable(splits: Iterable[GatheredSplit], *, group: RankGroup, deadline: Deadline) -> None:
+    """
+    Make the places of stores; OutputError, on every rank, if one cannot be written.
 
-        def make(_: ReportProgress) -> Arrays:
-            for split in splits:
-                split.stores.lock.require_writable()
-            return {}
+    Args:
+        splits: Splits whose lengths and plans are to be stored.
+        group: All ranks.
+        deadline: Limit of the wait for rank 0.
+    """
 
-        self.group.from_rank_zero(make, **self.deadline.wait())
+    def make(_: ReportProgress) -> Arrays:
+        for split in splits:
+            split.stores.lock.require_writable()
+        return {}
 
-    def plan(self, split: GatheredSplit, *, world_size: int | None = None) -> PlannedSplit:
-        """
-        Measure and plan a split on rank 0, share it, align it, and compare it between all ranks.
+    group.from_rank_zero(make, **deadline.wait())
 
-        Args:
-            split: What is planned.
-            world_size: Ranks to align for, if not those of the group.
 
-        Raises:
-            PackplanError: Whatever rank 0 finds wrong, on every rank; RanksDisagreeError if ranks
-                hold different plans; DataSetError if the source mixes its samples again in each
-                epoch; EmptyPlanError, before anything is stored, if it has none.
-        """
-        _require_steady(split)
-        world_size = world_size or self.group.world_size
-        build = partial(self._build, split, world_size)
-        arrays = dict(self.group.from_rank_zero(build, **self.deadline.wait()))
-        table = arrays.pop("table")
-        raw = plan_from_arrays(arrays)
-        aligned = split.alignment.align(raw, world_size=world_size)
-        name, source = split.name, split.source
-        bad = np.flatnonzero(column(table, "bad")).tolist()
-        planned = PlannedSplit(name, table, raw, aligned, source.data_digest(len(source), without=bad))
-        require_agreement(self.group, f"the {name} plan's checksum", planned.checksum)
-        # A rank that sees other data would train on other samples under the same plan.
-        require_agreement(self.group, f"what the {name} lengths depend on", source.fingerprint().digest)
-        require_agreement(self.group, f"the {name} data", planned.data_digest)
-        return planned
+def plan_split(
+    split: GatheredSplit, *, group: RankGroup, deadline: Deadline, world_size: int | None = None
+) -> PlannedSplit:
+    """
+    Measure and plan a split on rank 0, share it, align it, and compare it between all ranks.
 
-    def _build(self, split: GatheredSplit, world_size: int, report: ReportProgress) -> Arrays:
-        """Measure and plan on rank 0, and keep both; return what the other ranks need of them."""
-        name, policy, stores = split.name, split.policy, split.stores
-        with stores.lock.held(**self.deadline.wait(), report=report):
+    Args:
+        split: Samples, policy and stores.
+        group: All ranks.
+        deadline: Limit of the waits for rank 0, and for another job that writes the same stores.
+        world_size: Ranks to align for, if not those of the group.
+
+    Raises:
+        PackplanError: Any error of rank 0, on every rank; RanksDisagreeError if ranks hold
+            different plans; EmptyPlanError, before anything is stored, if there are no samples.
+    """
+    name, policy, source, stores = split.name, split.policy, split.source, split.stores
+    if not len(source):
+        raise EmptyPlanError(0, 0, policy.packing_length)
+    ranks = world_size or group.world_size
+
+    def measure_and_plan(report: ReportProgress) -> Arrays:
+        """Return the table and the raw plan; rank 0 alone runs this."""
+        with stores.lock.held(**deadline.wait(), report=report):
             table = measure(
                 name,
-                split.source,
+                source,
                 stores.lengths,
-                flush_every=self.flush_every,
+                flush_every=split.flush_every,
                 report=report,
                 max_bad_share=split.max_bad_share,
             )
-            stores.lengths.keep_files(split.source.data_files())
-            measured = column(table, "length").astype(np.int64)
-            refuse_longer(measured, policy)
+            stores.lengths.keep_files(source.data_files())
+            lengths = column(table, "length").astype(np.int64)
+            refuse_longer(lengths, policy)
             report(f"planning {name}")
             key = policy.fingerprint(stores.lengths.digest())
-            raw = _plan(name, policy, table, key, stores.plans, report=report)
-            refuse_dropped(raw, measured, policy)
-            stores.plans.save_aligned(key, split.alignment.align(raw, world_size=world_size))
+            raw = stores.plans.load(key)
+            if raw is not None:
+                log.info("%s: the stored plan fits and is used again", name)
+            else:
+                log.info("%s: planning %s", name, counted(sample_indices(table).size, "sample"))
+                with _duration_logged(name, policy):
+                    raw = plan_table(name, policy, table, report=report)
+                stores.plans.save(key, raw)
+            refuse_dropped(raw, lengths, policy)
+            stores.plans.save_aligned(key, split.alignment.align(raw, world_size=ranks))
         return {"table": table, **plan_to_arrays(raw)}
 
+    arrays = dict(group.from_rank_zero(measure_and_plan, **deadline.wait()))
+    table = arrays.pop("table")
+    raw = plan_from_arrays(arrays)
+    aligned = split.alignment.align(raw, world_size=ranks)
+    bad = np.flatnonzero(column(table, "bad")).tolist()
+    planned = PlannedSplit(name, table, raw, aligned, source.data_digest(len(source), without=bad))
 
-def _require_steady(split: GatheredSplit) -> None:
-    """Refuse samples that no static plan can hold: those mixed again each epoch, and none."""
-    if split.source.mixes:
-        message = (
-            f"the {split.name} data are mixed again in each epoch, which a static plan cannot follow: write an "
-            "epoch's mix to one JSONL (packplan plan materialise mix.yaml -o mix.jsonl), or set "
-            "custom.trainer_variant: rollout"
-        )
-        raise DataSetError(message)
-    if not len(split.source):
-        raise EmptyPlanError(0, 0, split.policy.packing_length)
-
-
-def resume_state_of(planned: PlannedSplit, schedule: EpochSchedule, config: RunConfig) -> ResumeState:
-    """
-    Return what a checkpoint says of a plan, at the start of a schedule over it.
-
-    Args:
-        planned: The plan of `train`.
-        schedule: What is trained when.
-        config: The run.
-    """
-    tuner = config.training.tuner_type
-    return ResumeState(
-        planned.raw_checksum,
-        planned.data_digest,
-        schedule.seed,
-        schedule.shuffle,
-        tuner,
-        ORDER_VERSION,
-        schedule.start,
-        schedule.grouping,
-    )
+    require_agreement(group, f"the {name} plan's checksum", planned.checksum)
+    # A rank that sees other data would train on other samples under the same plan.
+    require_agreement(group, f"what the {name} lengths depend on", source.fingerprint().digest)
+    require_agreement(group, f"the {name} data", planned.data_digest)
+    return planned
 
 
-def _plan(
-    name: str, policy: PlanPolicy, table: Table, key: Fingerprint, plans: PlanStore, *, report: ReportProgress
-) -> RawPlan:
-    raw = plans.load(key)
-    if raw is not None:
-        log.info("%s: the stored plan fits and is used again", name)
-        return raw
-    log.info("%s: planning %s", name, counted(sample_indices(table).size, "sample"))
+@contextmanager
+def _duration_logged(name: str, policy: PlanPolicy) -> Iterator[None]:
+    """Log the start of an algorithm that takes long, and its seconds."""
     takes_long = policy.packing and policy.algorithm in TAKES_LONG
     if takes_long:
         log.info("%s: %s %s", name, policy.algorithm, TAKES_LONG[policy.algorithm])
     started = time.monotonic()
-    raw = plan_with_progress(name, policy, table, report=report)
+    yield
     if takes_long:
         log.info("%s: %s took %.1f s", name, policy.algorithm, time.monotonic() - started)
-    plans.save(key, raw)
-    return raw
 
 
-def plan_with_progress(
+def plan_table(
     name: str,
     policy: PlanPolicy,
     table: Table,
@@ -260,49 +221,43 @@ def plan_with_progress(
     report: ReportProgress = lambda _: None,
 ) -> RawPlan:
     """
-    Plan a split, and show how far it is.
+    Build the raw plan of the records that are not bad, with a progress line.
 
     Args:
-        name: Of the split, for messages.
-        policy: How it is planned.
+        name: Name of the split, for messages.
+        policy: Settings of planning.
         table: Measurements of the records; shape (num_records, num_columns).
         quick_bound: Take a bound that is found at once, where plans are only compared.
-        report: Hears how far it is, too.
+        report: Called with each progress message too.
     """
+    indices, works = sample_indices(table), None
+    samples = table[indices]
+    if policy.weighs and policy.work is not None:
+        works = table_works(policy.work, samples).flops
     look = "{desc}{postfix} [{elapsed}]"
     delay = 0 if policy.algorithm in TAKES_LONG else BRIEF_S
     with progress(desc=f"planning {name}", bar_format=look, miniters=1, delay=delay, leave=not delay) as bar:
 
-        def say(words: str) -> None:
+        def show(words: str) -> None:
             report(f"planning {name}: {words}")
             bar.set_postfix_str(words, refresh=False)
             bar.update()
 
-        return plan_of(table, policy, quick_bound=quick_bound, report=say)
+        lengths = column(samples, "length").astype(np.int64)
+        plan = build_raw_plan(lengths, policy, works=works, quick_bound=quick_bound, report=show)
+        return plan.with_indices(indices)
 
 
-def plan_of(
-    table: Table, policy: PlanPolicy, *, quick_bound: bool = False, report: ReportProgress = lambda _: None
-) -> RawPlan:
+def table_works(model: WorkModel, table: Table) -> SampleWorks:
     """
-    Plan the measured records that are not bad; what `core.plan.build_raw_plan` raises.
+    Return the work of measured records.
 
     Args:
+        model: Work of a model.
         table: Measurements of the records; shape (num_records, num_columns).
-        policy: How they are planned.
-        quick_bound: Take a bound that is found at once, where plans are only compared.
-        report: Hears how far it is.
     """
-    indices = sample_indices(table)
-    samples = table[indices]
-    lengths, works = column(samples, "length").astype(np.int64), None
-    if policy.weighs and policy.work is not None:
-        media = {
-            name: column(samples, name).astype(np.int64) for name in ("images", "patches", "frames", "video_patches")
-        }
-        works = SampleWorks.from_lengths(policy.work, lengths, **media).flops
-    plan = build_raw_plan(lengths, policy, works=works, quick_bound=quick_bound, report=report)
-    return plan.with_indices(indices)
+    media = {name: column(table, name).astype(np.int64) for name in ("images", "patches", "frames", "video_patches")}
+    return SampleWorks.from_lengths(model, column(table, "length").astype(np.int64), **media)
 
 
 def require_agreement(group: RankGroup, what: str, value: str) -> None:

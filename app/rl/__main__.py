@@ -10,6 +10,7 @@ the ranks of torchrun, this process, or Ray actors (--ray-workers).
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
 from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import (
@@ -20,6 +21,7 @@ from packplan.app.cli.command import (
     run_command,
     run_program,
 )
+from packplan.app.rl.actors import build_in_actor
 from packplan.app.wiring import stores
 from packplan.core.errors import ConfigError
 
@@ -57,6 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.quiet:
             config = training.without_progress(config)
         loop.require_runnable(config)
+        attention = training.decide_attention(config, isolated=config.policy.sequence_packing.enabled)
         if loop.is_first_rank():
             stores.open_policy_folder(config).make_room(overwrite=options.overwrite)
         samples = training.open_samples(config)["train"]
@@ -65,7 +68,11 @@ def main(arguments: list[str] | None = None) -> int:
                 "model.model", "reads images, but packplan rl trains models of text: name one of these"
             )
         with training.open_workers(
-            config, options.config, samples, overrides=options.overrides, ray_workers=options.ray_workers
+            config,
+            samples,
+            attention,
+            ray_workers=options.ray_workers,
+            build_in_actor=partial(build_in_actor, options.config, options.overrides),
         ) as workers:
             loop.run(config, workers, samples)
 

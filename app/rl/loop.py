@@ -24,9 +24,8 @@ from numpy.typing import NDArray
 from packplan.adapters.microbatches import BatchedData
 from packplan.adapters.progress import progress
 from packplan.adapters.sequence_loss import normalisers
-from packplan.app.training.works import trained_work
 from packplan.app.wiring.stores import open_policy_folder
-from packplan.app.wiring.training import require_isolation
+from packplan.app.wiring.works import trained_work
 from packplan.core.config import RunConfig
 from packplan.core.errors import ConfigError, RecordError, counted
 from packplan.core.ports import Arrays, Workers
@@ -62,10 +61,7 @@ def is_first_rank() -> bool:
 
 
 def require_runnable(config: RunConfig) -> None:
-    """
-    Refuse what this command's own engine does not run, and a packed attention that might mix
-    sequences.
-    """
+    """Refuse settings that this command's own engine does not run."""
     policy = config.policy
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         if getattr(policy, name) > 1:
@@ -73,7 +69,6 @@ def require_runnable(config: RunConfig) -> None:
             raise ConfigError.of(f"policy.{name}", reason)
     if policy.compile:
         raise ConfigError.of("policy.compile", "is for engines of your own; packplan rl does not compile: remove it")
-    require_isolation(config, packed=policy.sequence_packing.enabled)
 
 
 def run(config: RunConfig, workers: Workers, samples: SwiftEncoder) -> list[dict[str, Any]]:

@@ -11,9 +11,9 @@ import attrs
 
 from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.app.planning.split import Alignment, GatheredSplit
-from packplan.app.training.works import policy_of
 from packplan.app.wiring.stores import open_stores
 from packplan.app.wiring.training import open_measurer, open_samples
+from packplan.app.wiring.works import policy_of
 from packplan.core.config import RunConfig
 
 
@@ -46,6 +46,7 @@ def gather(config: RunConfig, *, measuring_ranks: int = 1, train_paths: tuple[st
             open_stores(config, name),
             Alignment.from_config(config, name),
             config.custom.max_bad_share if config.custom.on_bad_record == "skip" else None,
+            config.training.packing_length_cache_persist_every,
         )
         for name, encoder in samples.items()
     }

@@ -14,12 +14,12 @@ import numpy as np
 from packplan.adapters.config.run import parse_config
 from packplan.adapters.config.trainer_keys import TrainerKey
 from packplan.adapters.progress import BRIEF_S, progress
-from packplan.app.plan.stored import open_lengths, stale_inputs
+from packplan.app.planning.schedule import split_schedule
 from packplan.app.planning.split import Alignment
-from packplan.app.training.schedule import batch_of, schedule_of
-from packplan.app.training.works import policy_of
+from packplan.app.planning.stored_lengths import open_lengths, stale_inputs
 from packplan.app.wiring.inputs import with_inputs
 from packplan.app.wiring.stores import open_stores, require_inputs
+from packplan.app.wiring.works import policy_of
 from packplan.core.config import RunConfig
 from packplan.core.conversion import Conversion, packs_of_step, samples_of_step, with_packs, without_packs
 from packplan.core.errors import ConfigError, DataSetError, NotBuiltError, PackplanError, RecordError
@@ -85,7 +85,7 @@ def _plan(config: RunConfig, lengths: IntArray) -> RawPlan:
 def _steps(config: RunConfig, plan: RawPlan, world_size: int) -> int:
     """Return the optimizer steps of a run."""
     aligned = Alignment.from_config(config, "train").align(plan, world_size=world_size)
-    return schedule_of(config, batch_of(config, world_size=world_size), aligned, None).total_steps
+    return split_schedule(config, "train", aligned).total_steps
 
 
 def _lengths(config: RunConfig) -> IntArray:

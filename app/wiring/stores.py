@@ -9,40 +9,24 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from packplan.adapters import files
 from packplan.adapters.config.devices import device_faults, surely_without_gpu
 from packplan.adapters.config.run import load_config
 from packplan.adapters.config.trainer_keys import lacking, stored_keys
-from packplan.adapters.model_folder import config_digest, config_model_type, model_faults, model_sizes
+from packplan.adapters.model_folder import model_faults
 from packplan.adapters.policy_folder import PolicyFolder
 from packplan.adapters.ranks import environment
 from packplan.adapters.samples.files import file_faults, open_records
 from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.adapters.stores.lock import FolderLock
 from packplan.adapters.stores.plans import DiskPlanStore
-from packplan.adapters.stores.verdicts import DiskVerdictStore
-from packplan.adapters.versions import installed_version
 from packplan.app.planning.split import Stores
 from packplan.app.wiring.inputs import records_cache, with_inputs
 from packplan.core.config import RunConfig
-from packplan.core.equality import (
-    AUTO,
-    PROBE_VERSION,
-    VARLEN,
-    Attention,
-    PackingVerdict,
-    asked_attention,
-    check_isolation,
-    choose_attention,
-    why_not_here,
-)
-from packplan.core.errors import ConfigError, Fault, IsolationError, OutputError
-from packplan.core.fingerprint import Fingerprint
+from packplan.core.errors import ConfigError, Fault, OutputError
 from packplan.core.ports import Records
 
 
@@ -99,87 +83,6 @@ def require_inputs(config: RunConfig, *, loads: bool = False, trains: bool = Fal
         found += [*lacking(trainer), *device_faults(trainer, on_cpu=on_cpu)]
     if found:
         raise ConfigError("the configuration", tuple(found))
-
-
-def asked_of(config: RunConfig) -> str:
-    """Return the attention that the model is asked about: may samples share packs under it?"""
-    return asked_attention(config.model.attn_impl, context_parallel_size=config.policy.context_parallel_size)
-
-
-def verdict_key(config: RunConfig) -> Fingerprint:
-    """
-    Return everything that the verdict on a run's model depends on; ConfigError if its folder does
-    not say what it is.
-    """
-    packages = {name: installed_version(name) for name in ("torch", "transformers", "ms-swift", "flash-attn")}
-    return Fingerprint(
-        {
-            "config.json": config_digest(config.model),
-            "model.attn_impl": asked_of(config),
-            "model.trust_remote_code": config.model.trust_remote_code,
-            "probe": PROBE_VERSION,
-            **packages,
-        }
-    )
-
-
-def sizes_of(config: RunConfig) -> Mapping[str, Any]:
-    """Return the sizes that a run's model says it has; ConfigError if its folder does not say."""
-    return model_sizes(config.model)
-
-
-def open_verdicts(config: RunConfig) -> DiskVerdictStore:
-    """Return where the verdict on a run's model is kept."""
-    return DiskVerdictStore(Path(config.training.output_dir) / "static_packing")
-
-
-def stored_verdict(config: RunConfig) -> PackingVerdict | None:
-    """
-    Return the verdict on a run's model as it is now, if it is stored; CorruptArtefactError if it is
-    damaged.
-    """
-    return open_verdicts(config).load(verdict_key(config))
-
-
-def needs_verdict(config: RunConfig, *, packed: bool) -> bool:
-    """
-    Return whether the model has to be asked: samples share packs, or the attention follows from it.
-    """
-    return packed or config.model.attn_impl in (AUTO, VARLEN)
-
-
-def attention_by(config: RunConfig, verdict: PackingVerdict | None) -> Attention:
-    """
-    Return the attention that a run takes, by the verdict on its model.
-
-    Raises:
-        AttentionError: It cannot take the one that `model.attn_impl` names.
-    """
-    return choose_attention(config.model.attn_impl, verdict, context_parallel_size=config.policy.context_parallel_size)
-
-
-def refuse_leaks(config: RunConfig, verdict: PackingVerdict | None, *, on_cpu: bool | None = None) -> None:
-    """
-    Refuse an attention under which samples of a pack might see each other, or that does not run
-    here.
-
-    Args:
-        config: The run.
-        verdict: On its model; None if it was not asked yet, where only the settings are looked at.
-        on_cpu: Whether it trains on a CPU; None if only its settings are known.
-
-    Raises:
-        IsolationError: The attention is refused, and what to do.
-    """
-    why_not = why_not_here(
-        config.model.attn_impl,
-        flash_installed=find_spec("flash_attn") is not None,
-        on_cpu=bool(config.training.trainer.get("use_cpu")) if on_cpu is None else on_cpu,
-    )
-    if why_not is not None:
-        raise IsolationError(config_model_type(config.model), config.model.attn_impl, why_not)
-    if verdict is not None:
-        check_isolation(config.model.attn_impl, verdict, context_parallel_size=config.policy.context_parallel_size)
 
 
 def split_folder(output_dir: str, split: str) -> Path:

@@ -5,6 +5,7 @@ established for.
 
 from __future__ import annotations
 
+from packplan.core.equality.choice import AttentionChoice, choose_attention
 from packplan.core.equality.equality import (
     CHECKS,
     SENSITIVITY_FACTOR,
@@ -16,7 +17,6 @@ from packplan.core.equality.equality import (
     kind,
     loss_difference,
 )
-from packplan.core.equality.isolation import Attention, asked_attention, check_isolation, choose_attention, why_not_here
 from packplan.core.equality.names import AUTO, BACKENDS, FLASH_BACKENDS, FLEX, MASKED, NATIVE, SHARED_ROWS, VARLEN
 from packplan.core.equality.verdict import (
     EQUAL,
@@ -44,7 +44,7 @@ __all__ = [
     "SHARED_ROWS",
     "STRATEGIES",
     "VARLEN",
-    "Attention",
+    "AttentionChoice",
     "Deviation",
     "PackingVerdict",
     "Precision",
@@ -52,8 +52,6 @@ __all__ = [
     "Strategy",
     "Trial",
     "Verdict",
-    "asked_attention",
-    "check_isolation",
     "choose_attention",
     "choose_packs",
     "judge",
@@ -61,5 +59,4 @@ __all__ = [
     "loaded_limit",
     "loss_difference",
     "trials",
-    "why_not_here",
 ]

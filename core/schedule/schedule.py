@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import Self, get_args
+from typing import Any, Self, get_args
 
 import attrs
 import numpy as np
@@ -132,34 +132,14 @@ class EpochSchedule:
     """The order of the epoch that was asked for last, which takes long to assign; read-only."""
 
     @classmethod
-    def from_plan(
-        cls,
-        aligned: AlignedPlan,
-        *,
-        gradient_accumulation_steps: int,
-        num_train_epochs: float,
-        max_steps: int = -1,
-        seed: int = 0,
-        shuffle: bool = True,
-        works: NDArray[np.number] | None = None,
-        meeting: Meeting = "step",
-        group_by_work: int = 0,
-    ) -> Self:
+    def from_plan(cls, aligned: AlignedPlan, **fields: Any) -> Self:
         """
-        Return the schedule that trains an aligned plan from its beginning.
+        Return the schedule that trains an aligned plan.
 
         Args:
             aligned: What the ranks consume in an epoch.
-            gradient_accumulation_steps: Batches of a rank in one optimizer step, >= 1.
-            num_train_epochs: May be fractional.
-            max_steps: Optimizer steps in total, if positive; overrides the epochs.
-            seed: Seed of the order, from 0.
-            shuffle: False takes every epoch in the order of the plan.
-            works: Work of each pack of the raw plan, in any unit, to assign a step's packs to its
-                ranks by; shape (num_raw_packs,). None leaves them as the order has them.
-            meeting: Where the ranks wait for each other: `step` or `microbatch`.
-            group_by_work: Steps of a window in which packs of like work come into one step; 0
-                leaves steps as they are drawn.
+            fields: The other fields by name: `gradient_accumulation_steps`, `num_train_epochs`,
+                `max_steps`, `seed`, `shuffle`, `works`, `meeting`, `group_by_work`, `start`.
 
         >>> from packplan.core.align import align_plan
         >>> from packplan.core.plan import build_raw_plan
@@ -173,15 +153,8 @@ class EpochSchedule:
             num_packs=aligned.num_raw_packs,
             world_size=aligned.world_size,
             dataloader_drop_last=aligned.dataloader_drop_last,
-            gradient_accumulation_steps=gradient_accumulation_steps,
-            num_train_epochs=num_train_epochs,
             batch_size=aligned.batch_size,
-            max_steps=max_steps,
-            seed=seed,
-            shuffle=shuffle,
-            works=works,
-            meeting=meeting,
-            group_by_work=group_by_work,
+            **fields,
         )
 
     def __attrs_post_init__(self) -> None:

@@ -165,9 +165,11 @@ def test_one_place_knows_the_formats_of_data_files():
 
 def programs() -> list[str]:
     """Return every module that `python -m` runs, but for the one that hands over to them."""
-    files = [*(ROOT / "app").glob("[!_]*.py"), *(ROOT / "app").glob("*/__main__.py")]
+    files = [
+        *(ROOT / "app").glob("[!_]*.py"), *(ROOT / "app").glob("*/__init__.py"), *(ROOT / "app").glob("*/__main__.py")
+    ]  # fmt: skip
     return [
-        ".".join(("packplan", *path.relative_to(ROOT).with_suffix("").parts))
+        ".".join(("packplan", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
         for path in files
         if "def main(" in path.read_text()
     ]

@@ -21,7 +21,7 @@ from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.adapters.stores.plans import DiskPlanStore
 from packplan.app.__main__ import COMMANDS
 from packplan.app.planning.deadline import Deadline
-from packplan.app.planning.split import GatheredSplit, Planner, Stores
+from packplan.app.planning.split import GatheredSplit, Stores, plan_split
 from packplan.core.config import OWN, PATHS
 from packplan.core.policy import PlanPolicy
 from tests.fakes import FreeLock, ListSource, ScriptedGroup
@@ -302,7 +302,7 @@ def planned(tmp_path, monkeypatch) -> str:
     lengths = np.random.default_rng(1).geometric(1 / 200, 300).tolist()
     stores = Stores(DiskLengthStore(folder), DiskPlanStore(folder), FreeLock())
     split = GatheredSplit("train", PlanPolicy(packing_length=1024), ListSource(lengths), stores)
-    return Planner(ScriptedGroup(), Deadline(1)).plan(split).raw_checksum
+    return plan_split(split, group=ScriptedGroup(), deadline=Deadline(1)).raw_checksum
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.child import peak_bytes, reset_peak
 from packplan.app.planning.deadline import Deadline
-from packplan.app.planning.split import GatheredSplit, Planner
+from packplan.app.planning.split import GatheredSplit, plan_split
 from packplan.app.wiring.stores import open_stores, read_config
 from packplan.core.align import align_plan
 from packplan.core.config import plan_policy
@@ -53,8 +53,6 @@ def store(folder: Path, lengths: np.ndarray, *, packing_length: int, world_size:
 class StoredSamples:
     """Samples whose lengths are all stored."""
 
-    mixes = False
-
     def __init__(self, rows: np.ndarray) -> None:
         self._rows = rows
 
@@ -87,6 +85,6 @@ def plan_as_rank(path: str, out: str) -> int:
     stores, policy = open_stores(config, "train"), plan_policy(config, "train")
     with training.joined_ranks(None, use_cpu=True) as group:
         before = reset_peak()
-        Planner(group, Deadline(600)).plan(GatheredSplit("train", policy, source, stores))
+        plan_split(GatheredSplit("train", policy, source, stores), group=group, deadline=Deadline(600))
         Path(out, f"bytes{os.environ['RANK']}").write_text(str(peak_bytes() - before))
     return 0

@@ -24,7 +24,7 @@ with loading_libraries():
 
     from packplan.adapters.samples.measurer import SwiftMeasurer
     from packplan.adapters.trainer import packed_dataset
-    from packplan.app.training import prepare
+    from packplan.app.sft import prepare
     from packplan.app.wiring import training
     from tests.e2e.alone import Gradients, silence
 

@@ -17,8 +17,8 @@ from packplan.adapters.microbatches import BatchedData
 from packplan.adapters.sequence_loss import normalisers
 from packplan.adapters.workers.ranks import RankWorkers
 from packplan.app.rl import loop
-from packplan.app.training.works import trained_work
 from packplan.app.wiring import training
+from packplan.app.wiring.works import trained_work
 
 LENGTHS = [9, 41, 5, 30, 2, 17, 61, 8, 12, 25, 33]
 """
@@ -53,7 +53,7 @@ def phases(path: str) -> dict:
     config = training.read_config(path, rl=True)
     with training.joined_ranks(config) as group:
         samples = training.open_samples(config)["train"]
-        worker = training.open_policy(config, group, samples)
+        worker = training.open_policy(config, group, samples, training.decide_attention(config, isolated=False))
         workers = RankWorkers(worker, group)
         shards = group.world_size // config.policy.context_parallel_size
         batch = rollouts(len(samples.template.tokenizer))

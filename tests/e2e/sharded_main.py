@@ -18,7 +18,7 @@ from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.samples.video import sees_videos_apart
 from packplan.adapters.trainer.packed_dataset import EncodedPack
 from packplan.adapters.trainer.vision import DummyImage
-from packplan.app.training.prepare import prepare
+from packplan.app.sft.prepare import prepare
 from packplan.app.wiring import training
 from packplan.core.samples import column
 

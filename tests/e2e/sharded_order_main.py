@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.trainer.packed_dataset import EncodedPack
 from packplan.adapters.trainer.vision import DummyImage
-from packplan.app.training.prepare import prepare
+from packplan.app.sft.prepare import prepare
 from packplan.app.wiring import training
 from packplan.core.work import assign_steps
 

@@ -82,7 +82,7 @@ def compared(write_run, scenes, runs, monkeypatch):
     sets, or a hook that `hooked` keeps.
     """
     from packplan.app.check import compare
-    from packplan.app.training.prepare import prepare
+    from packplan.app.sft.prepare import prepare
     from packplan.app.wiring import training as wiring
 
     def run(of: str, data: str = "", plant=None, num_packs=2, **overlay):
@@ -93,7 +93,7 @@ def compared(write_run, scenes, runs, monkeypatch):
             sections["training"] = {**overlay.get("training", {}), "output_dir": str(scenes / f"run{len(runs)}")}
             path = write_run(of, **sections)
             config = wiring.read_config(path)
-            runs[key] = config, prepare(config, OneRank())
+            runs[key] = config, prepare(config, OneRank(), may_leak=True)
         config, prepared = runs[key]
         if plant is not None:
             plant(prepared.trainer)

@@ -14,7 +14,7 @@ from packplan.adapters.probe import open_model_config, probe_config
 from packplan.adapters.samples.template import open_template
 from packplan.adapters.trainer.model import open_model
 from packplan.core.config import ModelConfig, TemplateConfig, TrainingConfig
-from packplan.core.equality import Attention
+from packplan.core.equality import AttentionChoice
 
 
 def test_a_configuration_is_its_name_inside_alone():
@@ -63,7 +63,7 @@ def test_no_configuration_is_written_out_while_a_model_is_asked_and_opened(demo,
 
     assert probe_config(open_model_config(model), attn_impl="varlen").passes
     open_template(model, TemplateConfig(max_length=64), packing_length=64)
-    open_model(model, TrainingConfig(output_dir="none"), attention=Attention("sdpa", ""), device=cpu)
+    open_model(model, TrainingConfig(output_dir="none"), attention=AttentionChoice("sdpa"), device=cpu)
 
     assert [] == written
     assert "{" in repr(open_model_config(model))

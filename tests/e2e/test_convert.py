@@ -20,9 +20,10 @@ from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.trainer.loader import LENGTHS
 from packplan.app import convert
 from packplan.app.plan.stored import inspect_plan
-from packplan.app.planning.split import Planner
-from packplan.app.training.prepare import prepare
-from packplan.app.training.schedule import batch_of
+from packplan.app.planning.deadline import Deadline
+from packplan.app.planning.schedule import batch_of
+from packplan.app.planning.split import plan_split
+from packplan.app.sft.prepare import prepare
 from packplan.app.wiring import stores
 from packplan.app.wiring import training as wiring
 from packplan.app.wiring.conversion import convert_source, run_text
@@ -365,7 +366,7 @@ def view_of(path, *overrides):
     """Plan a run, and return its plan of training in numbers."""
     config = stores.read_config(path, overrides)
     split = gather(config).splits["train"]
-    Planner.from_config(config, OneRank()).plan(split)
+    plan_split(split, group=OneRank(), deadline=Deadline(0))
     return inspect_plan(config, "train", world_size=1)
 
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from packplan.adapters.ranks.weight_digests import weight_digests
-from packplan.app.training import stream
+from packplan.app.sft import stream
 from packplan.app.wiring import training
 from packplan.app.wiring.training import ranks
 from packplan.core.config import rank_differences

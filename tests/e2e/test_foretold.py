@@ -40,14 +40,14 @@ def test_training_does_what_show_foretold(write_run, execute, few_scenes, capfd,
 
 def test_the_schedule_is_ordered_as_the_trainers_arguments_say(write_run):
     """ms-swift's defaults are those that looking without it assumes."""
-    from packplan.app.training.schedule import batch_of, schedule_of
+    from packplan.app.planning.schedule import batch_of, split_schedule
     from packplan.app.wiring import training
 
     aligned = align_plan(build_raw_plan([8] * 5, packing_length=8), world_size=1, dataloader_drop_last=False)
     for settings in ({}, {"data_seed": 7, "train_dataloader_shuffle": False}):
         config = training.read_config(write_run(training=settings))
         batch = batch_of(config, world_size=1)
-        schedule = schedule_of(config, batch, aligned, None)
+        schedule = split_schedule(config, "train", aligned)
         arguments = training.open_arguments(config, batch.size, batch.accumulation)
 
         assert (arguments.data_seed, arguments.train_dataloader_shuffle) == (schedule.seed, schedule.shuffle)

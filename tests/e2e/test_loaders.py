@@ -17,7 +17,7 @@ from packplan.adapters.samples import measurer
 from packplan.adapters.trainer.packed_dataset import PackedDataset
 from packplan.adapters.trainer.static import PackTrainer
 from packplan.app import sft
-from packplan.app.training.outcome import log_outcome
+from packplan.app.sft.outcome import log_outcome
 from packplan.app.wiring import stores
 from packplan.core.errors import LostProcessError
 from tests.processes import wait_for

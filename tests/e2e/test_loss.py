@@ -63,7 +63,7 @@ def weigh(record, number):
 @pytest.fixture
 def prepared(write_run, data, tmp_path):
     """Return a function that builds a run without training it."""
-    from packplan.app.training.prepare import prepare
+    from packplan.app.sft.prepare import prepare
     from packplan.app.wiring import training
 
     def build(of: str, *, val: bool = False, weighed: bool = False, **overlay):

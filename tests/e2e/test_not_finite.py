@@ -25,7 +25,7 @@ KEYS = {"save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "constan
 def prepared(write_run, text_jsonl):
     """Return a function that prepares a quick run on text."""
     from packplan.adapters.ranks.torch_group import OneRank
-    from packplan.app.training.prepare import prepare
+    from packplan.app.sft.prepare import prepare
     from packplan.app.wiring import training as wiring
 
     def prepare_run(*, of: str = "qwen2", of_validation: bool = False, **training: Any) -> Any:

@@ -109,7 +109,7 @@ def sections(folders, text_jsonl):
 @pytest.mark.parametrize("family", ["llama", "qwen3_next"])
 def test_another_family_trains_resumes_and_evaluates_packed_as_padded(write_run, execute, sections, tmp_path, family):
     """Bit for bit after a resume; the loss falls, with layers that are computed again."""
-    from packplan.app.training.prepare import prepare
+    from packplan.app.sft.prepare import prepare
     from packplan.app.wiring import training
 
     rest = sections(family)

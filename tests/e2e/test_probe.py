@@ -27,7 +27,7 @@ from packplan.adapters.probe.families import default_config, family_names, probe
 from packplan.adapters.probe.shrink import LONGEST, shrink
 from packplan.adapters.probe.small_model import build_small
 from packplan.adapters.stores.verdicts import DiskVerdictStore
-from packplan.core.equality import EQUAL, Attention, PackingVerdict
+from packplan.core.equality import EQUAL, AttentionChoice, PackingVerdict
 from packplan.core.errors import CorruptArtefactError, IsolationError, PackplanError
 from packplan.core.fingerprint import Fingerprint
 from tools import models
@@ -330,7 +330,7 @@ def test_layers_that_are_computed_again_have_the_row_of_their_own_forward_pass()
 
     def gradients(*, checkpointed):
         model = build_small(default_config("lfm2"), attention="sdpa")
-        attend_as(model, Attention("varlen", "", split=("Lfm2ShortConv",), follows_rows=True))
+        attend_as(model, AttentionChoice("varlen", split=("Lfm2ShortConv",), follows_rows=True))
         if checkpointed:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
@@ -363,7 +363,7 @@ def test_a_split_layer_outside_of_its_model_is_an_error():
 def test_a_model_that_lost_its_row_is_an_error():
     """As where a library puts its own forward pass back: samples are not mixed without a word."""
     model = build_small(default_config("gpt_oss"), attention="eager")
-    attend_as(model, Attention("varlen", "", native="eager", follows_rows=True))
+    attend_as(model, AttentionChoice("varlen", native="eager", follows_rows=True))
     row = rows.ProbeRow.draw(model, (5, 9), ids=range(16, 96))
     model(**row.packed(), use_cache=False)
     del model.forward
@@ -375,7 +375,7 @@ def test_a_model_that_lost_its_row_is_an_error():
 def loaded(family, *, attention="varlen", precision="bfloat16"):
     """Return a small model of a family in some precision, as a run has it."""
     model = build_small(default_config(family), attention="sdpa").to(getattr(torch, precision)).train()
-    attend_as(model, Attention(attention, ""))
+    attend_as(model, AttentionChoice(attention))
     return model
 
 
@@ -571,14 +571,16 @@ def test_every_architecture_of_text_that_transformers_knows_is_listed():
 @pytest.mark.parametrize("installed", [False, True])
 def test_flash_attention_by_name_is_asked_of_where_its_package_is(write_run, monkeypatch, installed):
     """Elsewhere plans are built for it without an answer: training asks, on its own machine."""
+    from packplan.app.wiring import attention
     from packplan.app.wiring.training import read_config, verdicts
 
-    asked = []
+    passes = PackingVerdict(
+        "qwen2_5_vl", "flash", "flash_attention_2", "sdpa", (), follows_rows=False, measured=None, reason="it passes"
+    )
     monkeypatch.setattr(verdicts, "runs_on_cpu", lambda _: False)
-    monkeypatch.setattr(verdicts, "find_spec", lambda _: object() if installed else None)
-    monkeypatch.setattr(verdicts, "require_isolation", lambda *_, **__: asked.append("isolation"))
-    monkeypatch.setattr(verdicts, "verdict_of", lambda _: asked.append("verdict"))
+    monkeypatch.setattr(attention, "find_spec", lambda _: object() if installed else None)
+    monkeypatch.setattr(verdicts, "verdict_of", lambda _: passes)
 
-    verdicts.ask_before_measuring(read_config(write_run(model={"attn_impl": "flash_attention_2"})))
+    found = verdicts.ask_before_measuring(read_config(write_run(model={"attn_impl": "flash_attention_2"})))
 
-    assert (["isolation", "verdict"] if installed else []) == asked
+    assert (passes if installed else None) == found

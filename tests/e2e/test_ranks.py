@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from packplan.adapters.ranks.torch_group import OneRank
-from packplan.app.planning.split import Planner
+from packplan.app.planning.deadline import Deadline
+from packplan.app.planning.split import plan_split
 from packplan.app.wiring import stores
 from packplan.app.wiring.gather import gather
 from tests.e2e import rank_main
@@ -63,7 +64,7 @@ def test_three_ranks_consume_every_aligned_pack_once_an_epoch(start_ranks, write
     assert ranks[0]["num_aligned"] > ranks[0]["num_raw"]
     assert ranks[0]["num_aligned"] // 3 % 2, "no ragged window to try"
     config = stores.read_config(write_run("qwen3_vl", name="one", **overlay))
-    one = Planner.from_config(config, OneRank()).plan(gather(config).splits["train"])
+    one = plan_split(gather(config).splits["train"], group=OneRank(), deadline=Deadline(0))
     assert any(one.table[pack, 2].sum() == 0 for pack in one.raw.packs), "no pack without images to try"
     assert one.raw_checksum == ranks[0]["raw"]
 

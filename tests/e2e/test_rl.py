@@ -203,7 +203,7 @@ def test_prompts_are_answered_from_their_end_and_answers_end_with_their_token(wr
 
     config = wiring.read_config(write_rl(grpo={"num_generations_per_prompt": 2, "max_new_tokens": 4}), rl=True)
     samples = wiring.open_samples(config)["train"]
-    worker = wiring.open_policy(config, OneRank(), samples)
+    worker = wiring.open_policy(config, OneRank(), samples, wiring.decide_attention(config, isolated=False))
     end = samples.template.tokenizer.eos_token_id
     prompts = [[30, 31, 32], [33], [34, 35]]
     given = []

@@ -144,7 +144,7 @@ def write_rollout(write_run, text_jsonl):
 
 def run(path):
     from packplan.adapters.ranks.torch_group import OneRank
-    from packplan.app.training import stream as rollout
+    from packplan.app.sft import stream as rollout
     from packplan.app.wiring import training as wiring
 
     return rollout.run(wiring.read_config(path), OneRank())
@@ -439,7 +439,7 @@ def test_prompts_are_answered_where_the_model_is(write_rollout):
     path.write_text(yaml.safe_dump(document))
     config = wiring.read_config(path)
 
-    from packplan.app.training.schedule import batch_of
+    from packplan.app.planning.schedule import batch_of
 
     batch = batch_of(config, world_size=1)
     assert 0 == wiring.open_arguments(config, batch.size, batch.accumulation).dataloader_num_workers

@@ -108,7 +108,7 @@ def test_a_batch_without_images_uses_every_weight(write_run, few_scenes, model):
     """
     from packplan.adapters.trainer.packed_dataset import EncodedPack
     from packplan.adapters.trainer.vision import DummyImage
-    from packplan.app.training.prepare import prepare
+    from packplan.app.sft.prepare import prepare
     from packplan.app.wiring import training as wiring
 
     prepared = prepare(wiring.read_config(write_run(model, custom={"train_jsonl": str(few_scenes)})), OneRank())

@@ -18,7 +18,7 @@ from packplan.adapters.trainer import base
 from packplan.adapters.trainer.keys import installed_keys
 from packplan.adapters.trainer.rehearsal import failures_named
 from packplan.app import sft
-from packplan.app.training.schedule import batch_of
+from packplan.app.planning.schedule import batch_of
 from packplan.app.wiring import stores
 from packplan.app.wiring import training as wiring
 from packplan.core.errors import ConfigError

@@ -20,15 +20,16 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from packplan.adapters.ranks.torch_group import OneRank
-from packplan.app.planning.split import Planner
-from packplan.app.training.schedule import batch_of, schedule_of
-from packplan.app.training.works import work_of
+from packplan.app.planning.deadline import Deadline
+from packplan.app.planning.schedule import split_schedule
+from packplan.app.planning.split import plan_split
 from packplan.app.wiring.gather import gather
 from packplan.app.wiring.stores import read_config
-from packplan.core.equality import Attention
+from packplan.app.wiring.works import work_of
+from packplan.core.equality import AttentionChoice
 from packplan.core.errors import ConfigError, ContractError
 
-SDPA = Attention("sdpa", "it is asked for")
+SDPA = AttentionChoice("sdpa", "it is asked for")
 
 pytestmark = pytest.mark.slow
 
@@ -93,8 +94,7 @@ def test_a_run_trains_every_pack_once_an_epoch_and_counts_its_steps(  # noqa: PL
     assert losses(result) == losses(again)
     assert fetched[: 2 * num_packs] == fetched[2 * num_packs :]
     other = read_config(write_run(training={**keys, "seed": 7}, **overlay))
-    batch, aligned = batch_of(other, world_size=1), result.planned["train"].aligned
-    schedule = schedule_of(other, batch, aligned, result.schedule.works)
+    schedule = split_schedule(other, "train", result.planned["train"].aligned, result.schedule.works)
     assert epochs[0] == result.schedule.order(0).tolist() != schedule.order(0).tolist()
 
 
@@ -168,7 +168,7 @@ def test_the_best_model_is_loaded_whole(model, write_run, execute, few_scenes, t
     Here the worst on purpose, which is the first: the weights at the end are those of its
     checkpoint.
     """
-    from packplan.app.training import prepare
+    from packplan.app.sft import prepare
 
     trainers = []
     build = prepare.build_trainer
@@ -273,7 +273,7 @@ def test_a_sample_that_changed_after_planning_stops_the_run_and_is_named(write_r
     """An image of another size in place of the planned one; from worker processes too."""
     from PIL import Image
 
-    from packplan.app.training import prepare
+    from packplan.app.sft import prepare
 
     record = json.loads((demo / "data" / "train.jsonl").read_text().splitlines()[0])
     data = tmp_path / "data"
@@ -302,7 +302,7 @@ def test_a_text_edited_in_a_copy_after_planning_stops_the_run_and_is_named(write
     In the Arrow copy of a Parquet file, under the same size and times, with as many tokens: nothing
     else would see it. Once the copy is deleted, the next start trains.
     """
-    from packplan.app.training import prepare
+    from packplan.app.sft import prepare
 
     data = text_jsonl.with_suffix(".parquet")
     lines = text_jsonl.read_text().splitlines()
@@ -345,7 +345,7 @@ def test_cut_samples_are_counted_apart_from_those_that_fit(write_run, execute, c
     assert {50} == set(table[cut, 0].tolist())
     assert f"{cut.sum()} samples are truncated to 50 tokens" in caplog.text
     whole = read_config(write_run("qwen2", name="whole", template={"max_length": 50}))
-    lengths = Planner.from_config(whole, OneRank()).plan(gather(whole).splits["train"]).table
+    lengths = plan_split(gather(whole).splits["train"], group=OneRank(), deadline=Deadline(0)).table
     assert (lengths[:, 0] > 50).tolist() == cut.tolist()
     assert 0 == lengths[:, 4].sum()
 
@@ -374,7 +374,7 @@ def test_channels_are_collated_with_their_packs(write_run, tmp_path):
     """
     A channel on each record reaches the batch; a loss per channel is refused, since packs mix them.
     """
-    from packplan.app.training.prepare import prepare
+    from packplan.app.sft.prepare import prepare
     from packplan.app.wiring import training
 
     path = tmp_path / "channels.jsonl"

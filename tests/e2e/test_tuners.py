@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from packplan.adapters.trainer.model import open_model
 from packplan.app import check, sft
-from packplan.app.training.prepare import prepare
+from packplan.app.sft.prepare import prepare
 from packplan.app.wiring import stores
 from packplan.app.wiring import training as wiring
 from packplan.core.errors import ConfigError
@@ -81,7 +81,7 @@ def test_a_tuner_trains_saves_resumes_and_passes_the_check(  # noqa: PLR0917  # 
         prepared.append(prepare(*arguments, **options))
         return prepared[-1]
 
-    monkeypatch.setattr("packplan.app.training.prepare.prepare", noted)
+    monkeypatch.setattr("packplan.app.sft.prepare.prepare", noted)
     execute(whole)
     again = {**several, "resume_from_checkpoint": str(tmp_path / "whole" / "checkpoint-1"), "save_steps": 2}
     execute(write_run(model, name="resumed", training=again, **small))
@@ -104,7 +104,7 @@ def test_weights_that_ms_swift_would_train_are_those_that_train(server, write_ru
     for number, (model, keys, _) in enumerate(TUNERS.values()):
         path = write_run(model, name=f"run{number}", training=keys)
         config = stores.read_config(path)
-        attention = wiring.attention_of(config)
+        attention = wiring.decide_attention(config, isolated=False)
         opened = open_model(config.model, config.training, attention=attention, device=torch.device("cpu"))
         mine = sorted(name for name, parameter in opened.named_parameters() if parameter.requires_grad)
         unfrozen = {"tuner_type": "full", "freeze_vit": False, "freeze_aligner": False}
@@ -136,7 +136,12 @@ def test_tuners_that_name_nothing_are_refused(write_run, keys, says):
     config = stores.read_config(write_run("qwen2", training=keys))
 
     with pytest.raises(ConfigError) as error:
-        open_model(config.model, config.training, attention=wiring.attention_of(config), device=torch.device("cpu"))
+        open_model(
+            config.model,
+            config.training,
+            attention=wiring.decide_attention(config, isolated=False),
+            device=torch.device("cpu"),
+        )
 
     assert says in str(error.value)
 

@@ -239,7 +239,7 @@ def test_a_turned_video_has_the_frames_that_it_shows(tmp_path):
 @pytest.fixture(scope="module")
 def ready(demo, few, tmp_path_factory):
     """Return a function that gives a run of a model, ready to train: one for all who compare it."""
-    from packplan.app.training.prepare import prepare
+    from packplan.app.sft.prepare import prepare
     from packplan.app.wiring import training as wiring
 
     @cache
@@ -341,6 +341,7 @@ def test_frames_that_a_neighbour_sees_are_found(ready, comparison, monkeypatch, 
 def test_two_ranks_of_which_one_has_videos_end_together(start_ranks, write_run, clips, tmp_path):
     """With evaluation, and loaders whose worker processes decode."""
     from packplan.app.wiring import training as wiring
+    from packplan.app.wiring.attention import keep_verdict
 
     records = [asked(*(["a.mp4"] if number < 2 else []), text=f"say {number}") for number in range(6)]
     data = write(clips / "one_rank.jsonl", records)
@@ -358,7 +359,7 @@ def test_two_ranks_of_which_one_has_videos_end_together(start_ranks, write_run, 
     )
 
     config = wiring.read_config(path)
-    wiring.keep_verdict(config, wiring.verdict_of(config))  # which neither rank asks for again
+    keep_verdict(config, wiring.verdict_of(config))  # which neither rank asks for again
 
     assert [0, 0] == finished(start_ranks(2, path, tmp_path / "out"))
     ranks = rank_main.seen(tmp_path / "out", 2)

@@ -240,7 +240,7 @@ def test_a_family_is_shown_to_pack(vision_run, folder, monkeypatch, family):
     loss changes.
     """
     from packplan.app.check import compare
-    from packplan.app.training.prepare import prepare
+    from packplan.app.sft.prepare import prepare
     from packplan.app.wiring import training as wiring
 
     few = {"train_jsonl": str(folder / "few.jsonl")}
@@ -287,7 +287,7 @@ def test_ranks_of_which_one_has_no_images_end_together(server, vision_run, tmp_p
 @pytest.mark.parametrize("family", ["internvl", OMNI])
 def test_sharded_ranks_of_which_one_has_no_images_stay_in_step(server, vision_run, tmp_path, family):
     """Over real FSDP: each needs the other's part of the vision tower."""
-    from packplan.app.training.prepare import prepare
+    from packplan.app.sft.prepare import prepare
     from packplan.app.wiring import training as wiring
 
     path = vision_run(family, training={"max_steps": 1})
@@ -330,7 +330,7 @@ STEPS = {"glm4v": 10, "qwen2_5_omni": 16}
 @pytest.mark.parametrize("family", ["glm4v", OMNI])
 def test_a_family_learns_resumes_and_evaluates_packed_as_padded(vision_run, execute, folder, tmp_path, family):
     """Its loss falls by half; resumed, it is the same bit for bit; padding evaluates alike."""
-    from packplan.app.training.prepare import prepare
+    from packplan.app.sft.prepare import prepare
     from packplan.app.wiring import training as wiring
 
     steps = STEPS[family]

@@ -21,7 +21,7 @@ from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.adapters.stores.lock import FolderLock
 from packplan.adapters.stores.plans import DiskPlanStore
 from packplan.app.planning.deadline import Deadline
-from packplan.app.planning.split import GatheredSplit, PlannedSplit, Planner, Stores
+from packplan.app.planning.split import GatheredSplit, PlannedSplit, Stores, plan_split
 from packplan.core.errors import RecordError
 from packplan.core.policy import PlanPolicy
 from packplan.core.ports import ReportProgress
@@ -69,8 +69,8 @@ def execute(
 ) -> PlannedSplit:
     """Measure and plan, as rank 0 of a run does."""
     stores = Stores(DiskLengthStore(folder), DiskPlanStore(folder), FolderLock(folder))
-    planner = Planner(ScriptedGroup(hear=report), Deadline(timeout_s), FLUSH_EVERY)
-    return planner.plan(GatheredSplit("train", policy, source, stores, max_bad_share=Decimal(1)))
+    split = GatheredSplit("train", policy, source, stores, max_bad_share=Decimal(1), flush_every=FLUSH_EVERY)
+    return plan_split(split, group=ScriptedGroup(hear=report), deadline=Deadline(timeout_s))
 
 
 def artefacts_of(folder: Path) -> dict[str, bytes]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from packplan.app.plan.building import list_failures
 from packplan.app.planning.deadline import Deadline
 from packplan.app.planning.measure import REPEATED_SAMPLES, measure
-from packplan.app.planning.split import GatheredSplit, Planner, Stores
+from packplan.app.planning.split import GatheredSplit, Stores, plan_split
 from packplan.core.errors import DataSetError, EmptyPlanError, RecordError
 from packplan.core.policy import PlanPolicy
 from packplan.core.samples import BAD, column, from_row
@@ -61,8 +61,8 @@ def planned(source, store, **changes):
     """Plan a split of a source, bad records flagged."""
     policy = PlanPolicy(**{"packing_length": 9, "min_fill_ratio": "0.4", "max_dropped_share": 1, **changes})
     stores = Stores(store, MemoryPlanStore(), FreeLock())
-    split = GatheredSplit("train", policy, source, stores, max_bad_share=Decimal(1))
-    return Planner(ScriptedGroup(), Deadline(1), 3).plan(split)
+    split = GatheredSplit("train", policy, source, stores, max_bad_share=Decimal(1), flush_every=3)
+    return plan_split(split, group=ScriptedGroup(), deadline=Deadline(1))
 
 
 @given(

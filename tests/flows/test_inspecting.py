@@ -18,7 +18,7 @@ import yaml
 from packplan.app.plan import __main__ as command
 from packplan.app.plan import show
 from packplan.app.plan.explain import as_text
-from packplan.app.training.schedule import batch_of, schedule_of
+from packplan.app.planning.schedule import split_schedule
 from packplan.app.wiring.stores import read_config, split_folder
 from packplan.core.align import align_plan
 from packplan.core.checksum import plan_checksum
@@ -59,10 +59,8 @@ def test_show_says_what_core_says(store, said):
     document = json.loads(said("show", path, "--json", "--world-size", "2"))["splits"]
     config, plan = read_config(path), build_raw_plan(LENGTHS, packing_length=80)
     works = SampleWorks.from_lengths(WorkModel.estimated({}).trained(), LENGTHS)
-    schedule = schedule_of(
-        config, batch_of(config, world_size=2), align_plan(plan, world_size=2, dataloader_drop_last=False),
-        plan.packs.loads(works.flops),
-    )  # fmt: skip
+    aligned = align_plan(plan, world_size=2, dataloader_drop_last=False)
+    schedule = split_schedule(config, "train", aligned, plan.packs.loads(works.flops))
 
     assert ["train", "eval"] == list(document)
     nothing = [0] * len(LENGTHS)

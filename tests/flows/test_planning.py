@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from packplan.app.planning.deadline import Deadline
 from packplan.app.planning.log_lines import describe
 from packplan.app.planning.measure import REPEATED_SAMPLES, failures
-from packplan.app.planning.split import Alignment, GatheredSplit, Planner, Stores
+from packplan.app.planning.split import Alignment, GatheredSplit, Stores, plan_split
 from packplan.core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig, plan_policy
 from packplan.core.errors import (
     ChangedImageError,
@@ -38,7 +38,6 @@ from tests.fakes import (
     ListSource,
     MemoryLengthStore,
     MemoryPlanStore,
-    MixingSource,
     OrderedSource,
     RestlessSource,
     ScriptedGroup,
@@ -66,8 +65,10 @@ class Desk:
 
     def plan(self, flush_every=None, deadline=None, alignment=None, **changes):
         stores = Stores(self.lengths, self.plans, self.lock)
-        split = GatheredSplit("train", policy(**changes), self.source, stores, alignment or Alignment())
-        return Planner(self.group, deadline or Deadline(1), flush_every).plan(split)
+        split = GatheredSplit(
+            "train", policy(**changes), self.source, stores, alignment or Alignment(), flush_every=flush_every
+        )
+        return plan_split(split, group=self.group, deadline=deadline or Deadline(1))
 
 
 def test_a_second_run_measures_and_plans_nothing():
@@ -396,16 +397,6 @@ def test_a_damaged_plan_is_never_used():
     """The error goes through."""
     with pytest.raises(CorruptArtefactError, match="torn"):
         Desk(plans=TornPlanStore()).plan()
-
-
-def test_a_source_that_mixes_is_refused_with_the_way_out():
-    """It says so itself, whatever its class is called; nothing is measured."""
-    source = MixingSource(LENGTHS)
-
-    with pytest.raises(DataSetError, match=r"packplan plan materialise"):
-        Desk(source).plan()
-
-    assert not source.measured
 
 
 def test_ranks_that_disagree_stop_the_run():

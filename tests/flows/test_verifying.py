@@ -9,7 +9,7 @@ from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.adapters.stores.plans import DiskPlanStore
 from packplan.app.plan.verification import verify
 from packplan.app.planning.deadline import Deadline
-from packplan.app.planning.split import GatheredSplit, Planner, Stores
+from packplan.app.planning.split import GatheredSplit, Stores, plan_split
 from packplan.core.errors import NotBuiltError, RecordError
 from packplan.core.packs import Packs
 from packplan.core.plan import build_raw_plan
@@ -30,7 +30,7 @@ def split_in(folder, source, **changes) -> GatheredSplit:
 
 
 def build(folder, source, **changes):
-    Planner(ScriptedGroup(), Deadline(1)).plan(split_in(folder, source, **changes))
+    plan_split(split_in(folder, source, **changes), group=ScriptedGroup(), deadline=Deadline(1))
 
 
 def found(folder, source, *, num_samples=8, decode=False, **changes) -> list[str]:

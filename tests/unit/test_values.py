@@ -14,7 +14,7 @@ import pytest
 from packplan.core import errors
 from packplan.core.align import align_plan
 from packplan.core.batch import resolve_accumulation
-from packplan.core.equality import PackingVerdict, ProbeResult, check_isolation, choose_attention, trials, why_not_here
+from packplan.core.equality import PackingVerdict, ProbeResult, choose_attention, trials
 from packplan.core.errors import Difference, Fault, IsolationError, PackplanError, agree, counted
 from packplan.core.lengths import checked_works
 from packplan.core.packers import pack
@@ -189,14 +189,13 @@ def verdict(strategy="varlen", attention="varlen", **fields):
 
 def test_a_model_that_passes_packs_and_one_that_does_not_is_refused_with_the_reason():
     """Whatever its name; ranks that share rows cannot share layers that know the whole row."""
-    check_isolation("auto", verdict())
-    check_isolation("auto", verdict(split=("Mixer",)))
-    with pytest.raises(
-        IsolationError, match=r"llama may not pack under model\.attn_impl sdpa: it says so; set model\.att"
-    ):
-        check_isolation("sdpa", verdict(None))
-    with pytest.raises(IsolationError, match=r"policy\.context_parallel_size"):
-        check_isolation("auto", verdict(split=("Mixer",)), context_parallel_size=2)
+    assert choose_attention("auto", verdict()).leak is None
+    assert choose_attention("auto", verdict(split=("Mixer",))).leak is None
+    assert "it says so" == choose_attention("sdpa", verdict(None)).leak
+    leak = choose_attention("auto", verdict(split=("Mixer",)), context_parallel_size=2).leak
+    assert "policy.context_parallel_size" in leak
+    error = IsolationError("llama", "sdpa", "it says so")
+    assert "llama may not pack under model.attn_impl sdpa: it says so; set model.att" in str(error)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +211,7 @@ def test_a_model_that_passes_packs_and_one_that_does_not_is_refused_with_the_rea
 )
 def test_what_does_not_train_here_is_refused_before_the_model_is_asked(attn_impl, flash_installed, on_cpu, says):
     """Never silently."""
-    found = why_not_here(attn_impl, flash_installed=flash_installed, on_cpu=on_cpu)
+    found = choose_attention(attn_impl, None, flash_installed=flash_installed, on_cpu=on_cpu).leak
 
     assert (says is None) == (found is None)
     assert says is None or says in found
@@ -235,8 +234,10 @@ def test_auto_takes_what_the_model_was_shown_to_pack_by(attn_impl, verdict, cont
     found = choose_attention(attn_impl, verdict, context_parallel_size=context_parallel_size)
 
     assert name == found.name
-    assert says in found.reason
-    assert f"{name}: {found.reason}" == str(found)
+    assert says in found.why
+    assert f"{name}: {found.why}" == str(found)
+    assert (found.native if name in {"varlen", "context_parallel"} else name) == found.backend
+    assert verdict is found.verdict
 
 
 @pytest.mark.parametrize(

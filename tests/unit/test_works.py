@@ -8,7 +8,8 @@ import attrs
 import numpy as np
 import pytest
 
-from packplan.app.training.works import meeting_of, policy_of, work_of
+from packplan.app.planning.schedule import meeting_of
+from packplan.app.wiring.works import policy_of, work_of
 from packplan.core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
 from packplan.core.config.faults import faults
 from packplan.core.work import WorkModel

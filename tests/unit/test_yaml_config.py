@@ -13,7 +13,7 @@ import yaml
 
 from packplan.adapters.config.run import load_config, parse_config
 from packplan.adapters.config.trainer_keys import TrainerKey
-from packplan.app.training.schedule import warn_of_ignored
+from packplan.app.planning.schedule import warn_of_ignored
 from packplan.core.config import REFUSED_TRAINING_KEYS, RunConfig, TrainingConfig
 from packplan.core.errors import ConfigError
 

@@ -20,22 +20,19 @@ from packplan.app.wiring.training.trainers import (
 )
 from packplan.app.wiring.training.verdicts import (
     ask_before_measuring,
-    attention_of,
-    keep_verdict,
+    decide_attention,
     model_type_of,
-    require_isolation,
     verdict_of,
 )
 
 __all__ = [
     "alone_in_output",
     "ask_before_measuring",
-    "attention_of",
     "build_stream_trainer",
     "build_trainer",
+    "decide_attention",
     "joined_ranks",
     "keep_in_step",
-    "keep_verdict",
     "local_ranks",
     "model_type_of",
     "open_arguments",
@@ -46,7 +43,6 @@ __all__ = [
     "open_samples",
     "open_workers",
     "read_config",
-    "require_isolation",
     "verdict_of",
     "without_progress",
 ]

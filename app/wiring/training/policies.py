@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -17,21 +18,23 @@ from packplan.adapters.trainer.arguments import runs_on_cpu
 from packplan.adapters.trainer.model import open_model
 from packplan.adapters.workers.policy import PolicySettings, PolicyWorker
 from packplan.adapters.workers.ranks import RankWorkers
-from packplan.app.wiring.actors import build_in_actor
 from packplan.app.wiring.functions import named_function
 from packplan.app.wiring.stores import (
     read_config,
 )
 from packplan.app.wiring.training.ranks import join_ranks, joined_ranks, require_same_weights
 from packplan.app.wiring.training.samples import open_samples
-from packplan.app.wiring.training.verdicts import logged_attention
+from packplan.app.wiring.training.verdicts import decide_attention
 from packplan.core.config import RunConfig
+from packplan.core.equality import AttentionChoice
 from packplan.core.errors import ConfigError, Fault
 from packplan.core.ports import RankGroup, Workers
 from packplan.core.rl import REWARDS
 
+log = logging.getLogger(__name__)
 
-def open_policy(config: RunConfig, group: RankGroup, samples: SwiftEncoder) -> PolicyWorker:
+
+def open_policy(config: RunConfig, group: RankGroup, samples: SwiftEncoder, attention: AttentionChoice) -> PolicyWorker:
     """
     Load the policy of a run of reinforcement learning, for one worker; ConfigError if the workers
     cannot share rows, DifferentRunsError if they have other weights.
@@ -40,6 +43,7 @@ def open_policy(config: RunConfig, group: RankGroup, samples: SwiftEncoder) -> P
         config: The run.
         group: The workers, as ranks.
         samples: The prompts; their template encodes answers too.
+        attention: Attention of the run.
     """
     if group.world_size % config.policy.context_parallel_size:
         reason = (
@@ -50,9 +54,9 @@ def open_policy(config: RunConfig, group: RankGroup, samples: SwiftEncoder) -> P
     grpo, trainer, policy = config.grpo, config.training.trainer, config.policy
     cuda = torch.cuda.is_available() and not runs_on_cpu(trainer)
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-    open_one = partial(
-        open_model, config.model, config.training, attention=logged_attention(config, group), device=device
-    )
+    if group.rank == 0:
+        log.info("attention: %s", attention)
+    open_one = partial(open_model, config.model, config.training, attention=attention, device=device)
     model = open_one()
     require_same_weights(group, model)
     reference = None
@@ -90,23 +94,31 @@ def _open_loss(config: RunConfig) -> FusedLoss | PackedLoss | PaddedLoss:
 def build_ray_worker(path: str, overrides: Sequence[str]) -> PolicyWorker:
     """Build one worker of a run in its own process, whose environment says which rank it is."""
     config = read_config(path, overrides, rl=True)
-    return open_policy(config, join_ranks(config), open_samples(config)["train"])
+    group = join_ranks(config)
+    # Its machine may be another one than the driver's.
+    attention = decide_attention(config, isolated=config.policy.sequence_packing.enabled)
+    return open_policy(config, group, open_samples(config)["train"], attention)
 
 
 @contextlib.contextmanager
 def open_workers(
-    config: RunConfig, path: str, samples: SwiftEncoder, *, overrides: Sequence[str] = (), ray_workers: int
+    config: RunConfig,
+    samples: SwiftEncoder,
+    attention: AttentionChoice,
+    *,
+    ray_workers: int,
+    build_in_actor: Callable[[], Any],
 ) -> Iterator[Workers]:
     """
     Start the workers of a run, and end them.
 
     Args:
         config: The run.
-        path: Of its YAML, which workers in other processes read themselves.
-        samples: Of `train`.
-        overrides: Of the command line, over the YAML.
+        samples: Samples of `train`.
+        attention: Attention of the run, for workers that are ranks.
         ray_workers: Ray actors to start; 0: the ranks that torchrun's environment describes, or
             this process.
+        build_in_actor: Builds the worker of a Ray actor, in its own process.
     """
     if ray_workers:
         if find_spec("ray") is None:
@@ -115,11 +127,11 @@ def open_workers(
         from packplan.adapters.workers.ray import RayWorkers  # an extra
 
         gpus = 0.0 if runs_on_cpu(config.training.trainer) or not torch.cuda.is_available() else 1.0
-        ray = RayWorkers(partial(build_in_actor, path, overrides), num_workers=ray_workers, gpus_each=gpus)
+        ray = RayWorkers(build_in_actor, num_workers=ray_workers, gpus_each=gpus)
         try:
             yield ray
         finally:
             ray.close()
         return
     with joined_ranks(config) as group:
-        yield RankWorkers(open_policy(config, group, samples), group)
+        yield RankWorkers(open_policy(config, group, samples, attention), group)

@@ -25,11 +25,13 @@ from packplan.adapters.trainer.rollouts import RecordStream, RolloutStream
 from packplan.adapters.trainer.static import PackTrainer
 from packplan.adapters.trainer.stream import StreamTrainer
 from packplan.adapters.trainer.vision import DummyImage
-from packplan.app.planning.split import PlannedSplit, resume_state_of
+from packplan.app.planning.schedule import resume_state_of
+from packplan.app.planning.split import PlannedSplit
 from packplan.app.wiring.training.ranks import require_same, require_same_weights
-from packplan.app.wiring.training.verdicts import ask_loaded, attention_of, logged_attention
+from packplan.app.wiring.training.verdicts import ask_loaded
 from packplan.core.batch import Accumulation
 from packplan.core.config import RunConfig, flat_values
+from packplan.core.equality import AttentionChoice
 from packplan.core.errors import ConfigError, counted
 from packplan.core.ports import RankGroup
 from packplan.core.rl import Reward, Sampling
@@ -98,23 +100,29 @@ def open_arguments(config: RunConfig, batch_size: int, accumulation: Accumulatio
 
 
 def _open_model(
-    config: RunConfig, arguments: TrainingArguments, samples: SwiftEncoder, group: RankGroup
+    config: RunConfig,
+    arguments: TrainingArguments,
+    samples: SwiftEncoder,
+    group: RankGroup,
+    attention: AttentionChoice,
 ) -> tuple[Any, Any]:
     """
     Load the model, and tell the template of it; DifferentRunsError if ranks have other weights.
     """
     template = samples.template
+    if group.rank == 0:
+        log.info("attention: %s", attention)
     model: Any = open_model(
         config.model,
         config.training,
-        attention=logged_attention(config, group),
+        attention=attention,
         device=None if shards_weights(arguments) else arguments.device,
     )
     # Where ranks share the weights, none holds them all, and they are rank 0's for all.
     if not shards_weights(arguments):
         require_same_weights(group, model)
-    if config.training.packing:
-        ask_loaded(config, model, whole=not shards_weights(arguments), keep=group.rank == 0)
+    if config.training.packing and attention.verdict is not None:
+        ask_loaded(config, model, attention.verdict, whole=not shards_weights(arguments), keep=group.rank == 0)
     template.model = getattr(model, "get_base_model", lambda: model)()
     # Where the text's weights are frozen, a batch without images would depend on nothing that is
     # trained.
@@ -154,6 +162,7 @@ def build_trainer(
     arguments: TrainingArguments,
     schedule: EpochSchedule,
     *,
+    attention: AttentionChoice,
     group: RankGroup,
     samples: Mapping[str, SwiftEncoder],
     planned: Mapping[str, PlannedSplit],
@@ -166,12 +175,13 @@ def build_trainer(
         config: The run.
         arguments: The trainer's settings.
         schedule: What is trained when.
+        attention: Attention of the run.
         group: The ranks.
         samples: Samples of `train`, and perhaps `eval`.
         planned: Plan of each split.
         works: What the samples of `train` cost.
     """
-    template, model = _open_model(config, arguments, samples["train"], group)
+    template, model = _open_model(config, arguments, samples["train"], group, attention)
     grouped = {"train": config.training.packing, "eval": config.eval_packing}
     data = {
         split: PackedDataset(samples[split], plan.raw.packs, plan.table, grouped=grouped[split])
@@ -184,7 +194,7 @@ def build_trainer(
         pack_stats=PackStats.from_plan(
             train.raw, column(train.table, "length").astype(np.int64), packed=config.training.packing, works=works
         ),
-        attention=attention_of(config),
+        attention=attention,
         resume_state=lambda progress: attrs.evolve(resume_state_of(train, schedule, config), progress=progress),
         reduction=config.training.loss_reduction,
         model=model,
@@ -199,6 +209,7 @@ def build_stream_trainer(
     config: RunConfig,
     arguments: TrainingArguments,
     *,
+    attention: AttentionChoice,
     group: RankGroup,
     samples: Mapping[str, SwiftEncoder],
     planned: PlannedSplit | None,
@@ -211,6 +222,7 @@ def build_stream_trainer(
     Args:
         config: The run.
         arguments: Of the trainer.
+        attention: Attention of the run.
         group: The ranks.
         samples: Of `train` and perhaps `eval`.
         planned: The evaluation's plan.
@@ -218,7 +230,7 @@ def build_stream_trainer(
         rollout: How prompts are answered and answers scored; None trains the data as they are.
     """
     training = config.training
-    template, model = _open_model(config, arguments, samples["train"], group)
+    template, model = _open_model(config, arguments, samples["train"], group, attention)
     stream = RecordStream(samples["train"], order)
     if rollout is not None:
         if shards_weights(arguments):

@@ -7,7 +7,6 @@ from __future__ import annotations
 import logging
 import time
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import attrs
@@ -16,39 +15,47 @@ from packplan.adapters.model_folder import config_model_type, refuse_other_layer
 from packplan.adapters.probe import limit_of, open_model_config, place_of, probe_config, probe_loaded
 from packplan.adapters.samples.template import refuse_remote_code
 from packplan.adapters.trainer.arguments import runs_on_cpu
-from packplan.app.wiring.stores import (
-    asked_of,
+from packplan.app.wiring.attention import (
+    asked_attention,
     attention_by,
+    keep_verdict,
     needs_verdict,
-    open_verdicts,
-    refuse_leaks,
+    refuse_leak,
     stored_verdict,
     verdict_key,
 )
 from packplan.core.config import ModelConfig, RunConfig
-from packplan.core.equality import Attention, PackingVerdict, why_not_here
+from packplan.core.equality import AttentionChoice, PackingVerdict
 from packplan.core.errors import IsolationError
-from packplan.core.ports import RankGroup
 
 log = logging.getLogger(__name__)
 
 
-def require_isolation(config: RunConfig, *, packed: bool) -> None:
+def decide_attention(config: RunConfig, *, isolated: bool) -> AttentionChoice:
     """
-    Ask the model whether samples may share its packs, unless that is stored, before anything is
-    measured; refuse an attention that does not run, or under which they might see each other.
+    Decide the attention of a run, once, before anything is measured. The model is asked, unless
+    its verdict is stored.
 
     Args:
         config: The run.
-        packed: Whether samples share packs.
+        isolated: Refuse an attention that does not run here, or under which samples of a pack might
+            see each other.
+
+    Raises:
+        AttentionError: The run cannot take the one that `model.attn_impl` names.
+        IsolationError: The attention is refused.
+        ConfigError: The model's folder does not say what it is.
     """
     on_cpu = runs_on_cpu(config.training.trainer)
-    if packed:
-        refuse_leaks(config, None, on_cpu=on_cpu)
-    verdict = verdict_of(config) if needs_verdict(config, packed=packed) else None
-    attention_by(config, verdict)
-    if packed:
-        refuse_leaks(config, verdict, on_cpu=on_cpu)
+    attention = attention_by(config, None, on_cpu=on_cpu)
+    if isolated:
+        refuse_leak(config, attention)
+    packed = config.training.packing or config.policy.sequence_packing.enabled
+    if needs_verdict(config, packed=packed):
+        attention = attention_by(config, verdict_of(config), on_cpu=on_cpu)
+    if isolated:
+        refuse_leak(config, attention)
+    return attention
 
 
 def ask_before_measuring(config: RunConfig) -> PackingVerdict | None:
@@ -57,31 +64,9 @@ def ask_before_measuring(config: RunConfig) -> PackingVerdict | None:
     where nothing is packed, or the attention runs on other machines alone.
     """
     on_cpu = runs_on_cpu(config.training.trainer)
-    flash = find_spec("flash_attn") is not None
-    if not config.training.packing or why_not_here(config.model.attn_impl, flash_installed=flash, on_cpu=on_cpu):
+    if not config.training.packing or attention_by(config, None, on_cpu=on_cpu).leak is not None:
         return None
-    require_isolation(config, packed=True)
-    return verdict_of(config)
-
-
-def attention_of(config: RunConfig) -> Attention:
-    """
-    Return the attention that a run takes; the model is asked, unless its verdict is stored.
-
-    Raises:
-        AttentionError: It cannot take the one that `model.attn_impl` names.
-        ConfigError: The model's folder does not say what it is.
-    """
-    packed = config.training.packing or config.policy.sequence_packing.enabled
-    return attention_by(config, verdict_of(config) if needs_verdict(config, packed=packed) else None)
-
-
-def logged_attention(config: RunConfig, group: RankGroup) -> Attention:
-    """Return the attention that a run takes, which rank 0 logs."""
-    attention = attention_of(config)
-    if group.rank == 0:
-        log.info("attention: %s", attention)
-    return attention
+    return decide_attention(config, isolated=True).verdict
 
 
 def verdict_of(config: RunConfig) -> PackingVerdict:
@@ -92,7 +77,7 @@ def verdict_of(config: RunConfig) -> PackingVerdict:
         return stored
     refuse_remote_code(config.model)
     refuse_other_layers(config.model)
-    return _probed(verdict_key(config).digest, config.model, asked_of(config), on_cpu=on_cpu)
+    return _probed(verdict_key(config).digest, config.model, asked_attention(config), on_cpu=on_cpu)
 
 
 @cache
@@ -107,31 +92,26 @@ def _probed(digest: str, model: ModelConfig, attn_impl: str, *, on_cpu: bool) ->
     return verdict
 
 
-def keep_verdict(config: RunConfig, verdict: PackingVerdict) -> None:
-    """Keep the verdict on a run's model beside its plans."""
-    if verdict != stored_verdict(config):
-        open_verdicts(config).save(verdict_key(config), verdict)
-
-
 def model_type_of(config: RunConfig) -> str:
     """Return the `model_type` of the model's config.json."""
     return config_model_type(config.model)
 
 
-def ask_loaded(config: RunConfig, model: Any, *, whole: bool, keep: bool) -> None:
+def ask_loaded(config: RunConfig, model: Any, verdict: PackingVerdict, *, whole: bool, keep: bool) -> None:
     """
     Ask the model that is about to train too, unless it was asked in this place before.
 
     Args:
         config: The run.
         model: Ready to train.
+        verdict: Verdict on its small copy.
         whole: Whether this rank holds all of it.
         keep: Whether this rank keeps the verdict.
 
     Raises:
         IsolationError: Its samples are not apart, or not equal to themselves alone.
     """
-    verdict, place = verdict_of(config), place_of(model)
+    place = place_of(model)
     if not whole:
         if keep and verdict.passes:
             log.info(

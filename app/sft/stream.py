@@ -9,16 +9,17 @@ import logging
 
 import numpy as np
 
+from packplan.app.planning.deadline import Deadline
 from packplan.app.planning.log_lines import log_plan
-from packplan.app.planning.split import Planner, require_agreement
-from packplan.app.training.outcome import interruption_logged, log_outcome
-from packplan.app.training.schedule import batch_of, forced_batches
+from packplan.app.planning.schedule import batch_of, forced_batches
+from packplan.app.planning.split import plan_split, require_agreement, require_writable
+from packplan.app.sft.outcome import interruption_logged, log_outcome
 from packplan.app.wiring.functions import named_function
 from packplan.app.wiring.gather import gather
 from packplan.app.wiring.inputs import records_cache
 from packplan.app.wiring.mixes import open_mix
 from packplan.app.wiring.stores import records_of
-from packplan.app.wiring.training import alone_in_output, build_stream_trainer, open_arguments, require_isolation
+from packplan.app.wiring.training import alone_in_output, build_stream_trainer, decide_attention, open_arguments
 from packplan.core.config import RunConfig
 from packplan.core.errors import DataSetError, counted
 from packplan.core.lengths import IntArray
@@ -38,13 +39,13 @@ def run(config: RunConfig, group: RankGroup) -> tuple[int, bool, list[dict[str, 
         PackplanError: Something the user can fix.
     """
     training = config.training
-    require_isolation(config, packed=config.training.packing)
+    attention = decide_attention(config, isolated=config.training.packing)
     batch = batch_of(config, world_size=group.world_size)
     order, paths = _order(config)
     gathered = gather(config, train_paths=paths)
     evaluated = gathered.splits.get("eval")
-    planner = Planner.from_config(config, group)
-    planner.require_writable(() if evaluated is None else (evaluated,))
+    deadline = Deadline(training.packing_wait_timeout_s)
+    require_writable(() if evaluated is None else (evaluated,), group=group, deadline=deadline)
     if group.world_size > 1:
         train = gathered.splits["train"].source
         require_agreement(group, "what the train samples depend on", train.fingerprint().digest)
@@ -52,12 +53,19 @@ def run(config: RunConfig, group: RankGroup) -> tuple[int, bool, list[dict[str, 
     arguments = open_arguments(config, batch.size, batch.accumulation)
     planned = None
     if evaluated is not None:
-        planned = planner.plan(evaluated)
+        planned = plan_split(evaluated, group=group, deadline=deadline)
         if group.rank == 0:
             log_plan(planned, evaluated.policy)
     group.settle()
     trainer = build_stream_trainer(
-        config, arguments, group=group, samples=gathered.samples, planned=planned, order=order, rollout=_rollout(config)
+        config,
+        arguments,
+        attention=attention,
+        group=group,
+        samples=gathered.samples,
+        planned=planned,
+        order=order,
+        rollout=_rollout(config),
     )
     if group.rank == 0:
         for forced in forced_batches(config):

@@ -1,22 +1,32 @@
-"""Configuration -> what an optimizer step is made of, and what training consumes when."""
+"""Aligned plan -> epoch schedule: the batches of an optimizer step, and the order of training."""
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from packplan.app.training.works import meeting_of
+from packplan.app.planning.split import PlannedSplit
 from packplan.core.align import AlignedPlan
 from packplan.core.batch import Accumulation, resolve_accumulation
 from packplan.core.config import RunConfig
 from packplan.core.errors import ConfigError
-from packplan.core.schedule import EpochSchedule
+from packplan.core.schedule import ORDER_VERSION, EpochSchedule, ResumeState
+from packplan.core.work import Meeting
 
 log = logging.getLogger(__name__)
+
+REDUCES_EACH_BACKWARD = 2
+"""
+The stage from which on DeepSpeed's ranks meet in each microbatch: gradients are sharded from 2 on,
+weights from 3 on.
+"""
 
 
 @attrs.frozen
@@ -68,20 +78,56 @@ def forced_batches(config: RunConfig) -> Iterator[str]:
         yield f"packing forces training.per_device_eval_batch_size from {training.per_device_eval_batch_size:,} to 1"
 
 
-def schedule_of(
-    config: RunConfig, batch: BatchSizes, aligned: AlignedPlan, works: NDArray[np.number] | None
+def meeting_of(config: RunConfig) -> Meeting | None:
+    """
+    Return where the ranks of a run wait for each other; None if its packs are not to be assigned by
+    work.
+
+    `training.packing_balance: auto` takes `microbatch` under FSDP and under DeepSpeed from stage 2
+    on, else `step`.
+    """
+    training = config.training
+    asked = training.packing_balance
+    if asked == "none" or not training.packing:
+        return None
+    if asked != "auto":
+        return asked
+    stage = _stage(training.trainer.get("deepspeed"))
+    return "microbatch" if training.trainer.get("fsdp") or stage >= REDUCES_EACH_BACKWARD else "step"
+
+
+def _stage(deepspeed: Any) -> int:
+    """Return the ZeRO stage of what `training.deepspeed` says; 0 where it names none."""
+    if isinstance(deepspeed, (str, Path)):
+        try:
+            deepspeed = json.loads(Path(deepspeed).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return 0  # the trainer refuses it, and says why
+    zero = deepspeed.get("zero_optimization") if isinstance(deepspeed, Mapping) else None
+    stage = zero.get("stage") if isinstance(zero, Mapping) else None
+    return stage if isinstance(stage, int) else 0
+
+
+def split_schedule(
+    config: RunConfig, split: str, aligned: AlignedPlan, works: NDArray[np.number] | None = None
 ) -> EpochSchedule:
     """
-    Return the schedule of a run from its beginning.
+    Return the schedule of a run's split from its beginning; BatchSizeError if the ranks cannot
+    realise the batch.
+
+    An evaluation is one epoch, whose steps are the forward passes of each rank.
 
     Args:
         config: The run.
-        batch: What an optimizer step is made of.
-        aligned: The plan of its training data.
+        split: `train` or `eval`.
+        aligned: The plan of the split.
         works: Work of each pack of the raw plan, shape (num_raw_packs,), to assign the packs of a
-            step by; None where that is of no interest.
+            step by. None leaves them as the order has them.
     """
+    if split == "eval":
+        return EpochSchedule.from_plan(aligned, gradient_accumulation_steps=1, num_train_epochs=1, shuffle=False)
     training, meeting = config.training, meeting_of(config)
+    batch = batch_of(config, world_size=aligned.world_size)
     return EpochSchedule.from_plan(
         aligned,
         gradient_accumulation_steps=batch.accumulation.gradient_accumulation_steps,
@@ -95,9 +141,22 @@ def schedule_of(
     )
 
 
-def evaluation_schedule_of(aligned: AlignedPlan) -> EpochSchedule:
+def resume_state_of(planned: PlannedSplit, schedule: EpochSchedule, config: RunConfig) -> ResumeState:
     """
-    Return an evaluation as the schedule of one epoch, whose steps are the forward passes of each
-    rank.
+    Return the resume state of a run at the start of its schedule, as checkpoints keep it.
+
+    Args:
+        planned: The plan of `train`.
+        schedule: The schedule over it.
+        config: The run.
     """
-    return EpochSchedule.from_plan(aligned, gradient_accumulation_steps=1, num_train_epochs=1, shuffle=False)
+    return ResumeState(
+        planned.raw_checksum,
+        planned.data_digest,
+        schedule.seed,
+        schedule.shuffle,
+        config.training.tuner_type,
+        ORDER_VERSION,
+        schedule.start,
+        schedule.grouping,
+    )

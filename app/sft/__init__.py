@@ -19,7 +19,6 @@ from packplan.app.cli.command import (
     add_logging_options,
     parse_arguments,
     run_command,
-    run_program,
 )
 from packplan.app.planning.split import PlannedSplit
 from packplan.app.wiring import stores
@@ -28,10 +27,9 @@ from packplan.core.ports import RankGroup
 from packplan.core.schedule import EpochSchedule
 
 if TYPE_CHECKING:
-    from packplan.app.training.prepare import Prepared
+    from packplan.app.sft.prepare import Prepared
 
-# Not by __name__, which is __main__ when this module is the command.
-log = logging.getLogger("packplan.app.sft")
+log = logging.getLogger(__name__)
 
 
 @attrs.frozen
@@ -55,11 +53,10 @@ def run(config: RunConfig, group: RankGroup) -> Result:
     Raises:
         PackplanError: Something the user can fix, or something stored that is damaged.
     """
-    from packplan.app.training.outcome import interruption_logged, log_outcome
-    from packplan.app.training.prepare import prepare
+    from packplan.app.sft.outcome import interruption_logged, log_outcome
+    from packplan.app.sft.prepare import prepare
     from packplan.app.wiring import training
 
-    training.require_isolation(config, packed=config.training.packing)
     prepared = prepare(config, group)
     checkpoint = prepared.checkpoint
     with training.alone_in_output(config, group), interruption_logged(prepared.trainer):
@@ -99,7 +96,7 @@ def main(arguments: list[str] | None = None) -> int:
         stores.require_inputs(config, loads=True, trains=True)
 
         with loading_libraries():
-            from packplan.app.training import stream
+            from packplan.app.sft import stream
             from packplan.app.wiring import training
 
         if options.quiet:
@@ -111,7 +108,3 @@ def main(arguments: list[str] | None = None) -> int:
                 run(config, group)
 
     return run_command(command, verbose=options.verbose, quiet=options.quiet)
-
-
-if __name__ == "__main__":
-    raise SystemExit(run_program(main))

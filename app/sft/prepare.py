@@ -12,21 +12,24 @@ from typing import TYPE_CHECKING
 
 import attrs
 
+from packplan.app.planning.deadline import Deadline
 from packplan.app.planning.log_lines import log_plan
-from packplan.app.planning.split import PlannedSplit, Planner, require_agreement, resume_state_of
-from packplan.app.training.schedule import (
+from packplan.app.planning.schedule import (
     BatchSizes,
     batch_of,
     forced_batches,
     require_static,
-    schedule_of,
+    resume_state_of,
+    split_schedule,
     warn_of_ignored,
 )
-from packplan.app.training.works import Work, work_of
+from packplan.app.planning.split import PlannedSplit, plan_split, require_agreement, require_writable
 from packplan.app.wiring.gather import gather
-from packplan.app.wiring.training import attention_of, build_trainer, open_arguments, open_checkpoint
+from packplan.app.wiring.training import build_trainer, decide_attention, open_arguments, open_checkpoint
+from packplan.app.wiring.works import Work, work_of
 from packplan.core.batch import partial_window
 from packplan.core.config import RunConfig
+from packplan.core.equality import AttentionChoice
 from packplan.core.errors import PlanChangedError, agree, counted
 from packplan.core.ports import RankGroup
 from packplan.core.schedule import EpochSchedule, Progress, ResumeState
@@ -51,29 +54,36 @@ class Prepared:
     """To resume from."""
 
 
-def prepare(config: RunConfig, group: RankGroup) -> Prepared:
+def prepare(config: RunConfig, group: RankGroup, *, may_leak: bool = False) -> Prepared:
     """
-    Plan, and build the trainer.
+    Decide the attention, plan, and build the trainer.
+
+    Args:
+        config: The run.
+        group: All ranks.
+        may_leak: Accept an attention under which samples of a pack might see each other, so that
+            they can be compared.
 
     Raises:
         PackplanError: Something the user can fix, or something stored that is damaged.
     """
     require_static(config)
+    attention = decide_attention(config, isolated=config.training.packing and not may_leak)
     checkpoint = open_checkpoint(config, group)
     # What the settings alone can get wrong is found before hours of measuring.
     batch = batch_of(config, world_size=group.world_size)
     gathered = gather(config)
-    planner = Planner.from_config(config, group)
-    planner.require_writable(gathered.splits.values())
+    deadline = Deadline(config.training.packing_wait_timeout_s)
+    require_writable(gathered.splits.values(), group=group, deadline=deadline)
     arguments = open_arguments(config, batch.size, batch.accumulation)
 
-    planned = {name: planner.plan(split) for name, split in gathered.splits.items()}
+    planned = {name: plan_split(split, group=group, deadline=deadline) for name, split in gathered.splits.items()}
     group.settle()
     work, raw = work_of(config, planned["train"].table), planned["train"].raw
     pack_works = raw.packs.sums(work.samples.flops)
     # Ranks that counted other works would assign a step's packs in another way.
     require_agreement(group, "the work of the train packs", hashlib.sha256(pack_works.tobytes()).hexdigest())
-    schedule = schedule_of(config, batch, planned["train"].aligned, pack_works)
+    schedule = split_schedule(config, "train", planned["train"].aligned, pack_works)
     if checkpoint is not None:
         schedule = attrs.evolve(
             schedule, start=_progress_of(checkpoint, resume_state_of(planned["train"], schedule, config))
@@ -85,10 +95,17 @@ def prepare(config: RunConfig, group: RankGroup) -> Prepared:
         _log_schedule(config, batch, schedule)
         _log_work(work, schedule)
         if checkpoint is not None:
-            _log_attention(config, checkpoint)
+            _log_attention(attention, checkpoint)
 
     trainer = build_trainer(
-        config, arguments, schedule, group=group, samples=gathered.samples, planned=planned, works=work.samples
+        config,
+        arguments,
+        schedule,
+        attention=attention,
+        group=group,
+        samples=gathered.samples,
+        planned=planned,
+        works=work.samples,
     )
     return Prepared(gathered.samples, planned, schedule, trainer, checkpoint)
 
@@ -142,10 +159,13 @@ def _log_work(work: Work, schedule: EpochSchedule) -> None:
     )
 
 
-def _log_attention(config: RunConfig, checkpoint: Checkpoint) -> None:
-    then, now = checkpoint.attention, attention_of(config).name
-    if then not in (None, now):
-        log.info("the checkpoint was trained by the attention %s; the run goes on by %s", then, now)
+def _log_attention(attention: AttentionChoice, checkpoint: Checkpoint) -> None:
+    if checkpoint.attention not in (None, attention.name):
+        log.info(
+            "the checkpoint was trained by the attention %s; the run goes on by %s",
+            checkpoint.attention,
+            attention.name,
+        )
 
 
 def _log_resume(schedule: EpochSchedule, unit: str) -> None:

@@ -1,1 +1,0 @@
-"""What `packplan sft` does around its trainer: from plans, or from a stream."""
