@@ -22,8 +22,8 @@ from packplan.core.samples import (
     MediaFacts,
     MediaTable,
     Outcome,
-    Place,
     Table,
+    Where,
     column,
 )
 
@@ -54,7 +54,7 @@ class Records(Protocol):
     def files(self) -> Sequence[tuple[str, int]]:
         """Each file, and how many records it has."""
 
-    def where(self, index: int, /) -> Place:
+    def where(self, index: int, /) -> Where:
         """Return where the record stands."""
 
     def folder(self, index: int, /) -> str:
@@ -83,12 +83,12 @@ class Records(Protocol):
 
     def digest(self, count: int, /, *, start: int = 0, without: Sequence[int] = ()) -> str:
         """
-        Return the digest of some records, and of the folders of their media.
+        Return the digest of records and of the folders of their media, bad records aside.
 
         Args:
-            count: Number of records.
-            start: First of them.
-            without: Records to leave out.
+            count: How many records.
+            start: The first of them.
+            without: Indices of bad records.
         """
 
 
@@ -100,12 +100,12 @@ class Measurable(Protocol):
 
     def data_digest(self, count: int, /, *, start: int = 0, without: Sequence[int] = ()) -> str:
         """
-        Return the digest of some records, which the others do not change.
+        Return the digest of records, bad ones aside; other records do not change it.
 
         Args:
-            count: Number of records.
-            start: First of them.
-            without: Records to leave out.
+            count: How many records.
+            start: The first of them.
+            without: Indices of bad records.
         """
 
     def measure_many(self, indices: range, /, *, in_full: bool) -> Generator[Outcome, None, None]:

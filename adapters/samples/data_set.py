@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from packplan.adapters.progress import BRIEF_S, progress
 from packplan.adapters.samples.formats.spans import Named
 from packplan.core.errors import ContractError, Difference
-from packplan.core.samples import DIGEST_BYTES, Place
+from packplan.core.samples import DIGEST_BYTES, Where
 
 _SHOWN_DIGITS = 12
 """Digits of a digest that a message shows."""
@@ -32,7 +32,7 @@ class RecordFile(Protocol):
     def __getitem__(self, row: int, /) -> Any:
         """Return a record's JSON value; RecordError naming where it stands if there is none."""
 
-    def where(self, row: int, /) -> Place:
+    def where(self, row: int, /) -> Where:
         """Return where a record stands."""
 
     def digests(self, start: int, stop: int, /) -> bytes:
@@ -138,7 +138,7 @@ class FileRecords:
         file, row = self._find(index)
         return file[row]
 
-    def where(self, index: int) -> Place:
+    def where(self, index: int) -> Where:
         """Return the file of record *index*, and its line or row there."""
         file, row = self._find(index)
         return file.where(row)
@@ -149,11 +149,15 @@ class FileRecords:
 
     def digest(self, count: int, *, start: int = 0, without: Sequence[int] = ()) -> str:
         """
-        Return the SHA-256 of some records: their content, and the folders that their media start at;
-        see `core.ports`.
+        Return the SHA-256 of records: their content, and the folders that their media start at.
 
         Other records leave it as it is, and so does another format with the same records. Asked for
         rising counts, it reads each record once.
+
+        Args:
+            count: How many records.
+            start: The first of them.
+            without: Indices of bad records.
         """
         end, skipped = start + count, {index for index in without if start <= index < start + count}
         if not self._hashed.is_part_of(range(start, end), skipped):

@@ -330,7 +330,7 @@ class SwiftEncoder:
         Return width and height of an image of sample *index*.
 
         Args:
-            index: Position of the sample.
+            index: Index of the sample.
             image: Path of the image, or what its file would hold.
             decode: Read its pixels too, to find damage behind the header.
 
@@ -505,9 +505,9 @@ class SwiftEncoder:
         Return an encoded sample; ContractError if it is not the one that was planned.
 
         Args:
-            index: Its position in the data, from 0.
+            index: Index of the sample.
             encoded: The sample as the template gives it.
-            planned: Measurements that the plan rests on; int32, shape (num_samples, num_columns).
+            planned: Measurements that the plan rests on; int32, shape (num_records, num_columns).
         """
         expected = from_row(planned, index)
         found = attrs.evolve(self.measured(index, encoded), cut=expected.cut)

@@ -146,7 +146,14 @@ class SwiftMeasurer:
         return Fingerprint(inputs)
 
     def data_digest(self, count: int, *, start: int = 0, without: Sequence[int] = ()) -> str:
-        """Return the digest of some records; see `core.ports`."""
+        """
+        Return the digest of records, bad ones aside.
+
+        Args:
+            count: How many records.
+            start: The first of them.
+            without: Indices of bad records.
+        """
         return self._encoder.records.digest(count, start=start, without=without)
 
     def copy_faults(self) -> Iterator[tuple[str, str]]:

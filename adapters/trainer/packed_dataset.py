@@ -46,7 +46,7 @@ class PackedDataset(Dataset[EncodedPack | PackplanError]):
         Args:
             samples: Where samples come from.
             packs: Sample indices of each item.
-            planned: Measurements of all samples, which each fetched one is compared with.
+            planned: Measurements of all records, which each fetched one is compared with.
             grouped: Packs are collated as packs; if not, every pack has one sample, and batches are
                 padded.
         """

@@ -53,7 +53,7 @@ def build(
     deadline = Deadline(config.training.packing_wait_timeout_s)
     require_writable(splits, group=group, deadline=deadline)
     for split in splits:
-        # Which records are left out decides which samples the ranks would share.
+        # One process counts how many records are bad, and stops at too many.
         if group.world_size > 1 and split.max_bad_share is None:
             measure_slices(
                 split, partial(open_slice, config, split.name),

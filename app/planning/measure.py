@@ -107,13 +107,8 @@ def measure(
         return stored.table
     check_repeatability_first(source, known, report=report, skips=max_bad_share is not None)
     if known < total:
-        log.info(
-            "%s: measuring %s, %s %s stored",
-            name,
-            counted(total - known, "sample"),
-            f"{num_samples:,}",
-            agree(num_samples),
-        )
+        left = counted(total - known, "sample")
+        log.info("%s: measuring %s, %s %s stored", name, left, f"{num_samples:,}", agree(num_samples))
     else:
         log.info("%s: the lengths of all %s are stored, and not yet checked", name, counted(num_samples, "sample"))
     try:
@@ -144,12 +139,12 @@ def resume(name: str, source: LengthSource, store: LengthStore, bad: BadRecords)
     known = store.bad()
     data_digest = partial(source.data_digest, without=[one.index for one in known])
     stored = store.resume(source.fingerprint(), len(source), data_digest)
-    changed = [one for one in known if source.record_digest(one.index) != one.sha256]
-    bad.take_over([one for one in known if one not in changed])
+    changed = {one.index for one in known if source.record_digest(one.index) != one.sha256}
+    bad.take_over([one for one in known if one.index not in changed])
     if not changed:
         return stored
-    count = changed[0].index
-    log.info("%s: %s changed, and was bad: records from it on are measured again", name, changed[0].where)
+    count = min(changed)
+    log.info("%s: record %s was bad and has changed: records from it on are measured again", name, f"{count:,}")
     bad.take_over([one for one in known if one.index < count])
     first = Stored(stored.table[:count], stored.media[: num_media(stored.table[:count]).sum()], stored.in_full)
     store.discard()

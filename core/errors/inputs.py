@@ -32,7 +32,7 @@ class RecordError(UserError):
     """One record cannot become a sample."""
 
     where: str
-    """Place of the record: `core.samples.Place` prints it."""
+    """File of the record, and its line or row there: `core.samples.Where` prints it."""
 
     reason: str
 

@@ -25,7 +25,7 @@ class SourceSummary:
     files: tuple[DataFile, ...]
 
     bad_records: int
-    """Records that cannot become samples, and are left out."""
+    """Records that cannot become samples."""
 
     num_samples: int
     num_tokens: int

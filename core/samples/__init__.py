@@ -27,12 +27,12 @@ from packplan.core.samples.measurement import (
     to_tables,
     video_totals,
 )
-from packplan.core.samples.place import Place
 from packplan.core.samples.records import MAX_MESSAGES, REFUSED, SUPPORTED, shaped, to_messages
 from packplan.core.samples.shapes import IMAGE_KEYS, MIXABLE, READ, VIDEO_KEYS, Shaped
 from packplan.core.samples.sources import DataFile
 from packplan.core.samples.tools import CALL, RESPONSE
 from packplan.core.samples.videos import VIDEO_TAG, Video, to_videos
+from packplan.core.samples.where import Where
 
 __all__ = [
     "BAD",
@@ -60,12 +60,12 @@ __all__ = [
     "MediaFacts",
     "MediaTable",
     "Outcome",
-    "Place",
     "Shaped",
     "ShortcutError",
     "Table",
     "Video",
     "VideoTotals",
+    "Where",
     "column",
     "digest_of",
     "draw_records",

@@ -13,7 +13,7 @@ class BadRecord:
     """Index of the record in the data, from 0."""
 
     where: str
-    """Place of the record, as `core.samples.Place` prints it."""
+    """File of the record, and its line or row there, as `core.samples.Where` prints it."""
 
     reason: str
     """Why it cannot become a sample."""

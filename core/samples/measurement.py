@@ -138,7 +138,7 @@ class ShortcutError(Exception):
     trusted.
 
     Args:
-        where: Place of the sample's record, or its index.
+        where: File and line of the record, or its index.
         quick: What the shortcut gives, in the order of `COLUMNS`.
         encoded: What encoding gives.
     """

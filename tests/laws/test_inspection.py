@@ -23,6 +23,7 @@ from packplan.core.inspection import (
     plan_faults,
     scheduled_steps,
     summarise,
+    summarise_schedule,
     what_if,
 )
 from packplan.core.packs import Packs
@@ -242,6 +243,27 @@ def test_plans_keep_their_laws(of, ratio):
     assert [] == list(plan_faults(alone, lengths, packed=False))
 
 
+@given(schedules(), st.data())
+def test_figures_are_those_of_the_samples_whatever_records_lie_between(drawn, data):
+    """A record of length 0 is no sample: it moves the indices of others, and changes no figure."""
+    plan, lengths, schedule, packed = drawn
+    gaps = data.draw(st.lists(st.integers(1, 3), min_size=len(lengths), max_size=len(lengths)))
+    indices = np.cumsum(gaps) - 1
+    among = np.zeros(indices[-1] + data.draw(st.integers(1, 3)), np.int64)
+    among[indices] = lengths
+    moved = plan.with_indices(indices)
+    event(f"records between: {len(among) > len(lengths)}, long: {bool(plan.single_long)}, packed: {packed}")
+
+    assert list(plan_faults(plan, lengths, packed=packed)) == list(plan_faults(moved, among, packed=packed))
+    assert summarise(plan, lengths, packed=packed) == summarise(moved, among, packed=packed)
+    figures = [summarise_schedule(*of, schedule, packed=packed) for of in ((plan, lengths), (moved, among))]
+    assert figures[0] == figures[1]
+    assert [place_of(moved, index).kind for index in indices] == [place_of(plan, i).kind for i in range(len(lengths))]
+    for record in np.flatnonzero(among == 0).tolist():
+        with pytest.raises(IndexError, match=f"record {record} is no sample"):
+            place_of(moved, record)
+
+
 PLANNED = [60, 20, 50, 30, 40, 40, 90, 10, 85]
 
 SOUND = build_raw_plan(PLANNED, packing_length=80, allow_single_long=False)
@@ -281,6 +303,13 @@ def test_a_plan_that_breaks_a_law_is_found(changes, said):
 def test_a_pack_of_several_breaks_the_law_of_padded_batches():
     """There each sample is alone."""
     assert any("share no packs" in fault for fault in plan_faults(SOUND, PLANNED, packed=False))
+
+
+def test_a_record_that_is_no_sample_is_in_no_pack():
+    """Its length is 0."""
+    found = list(plan_faults(SOUND, [0, *PLANNED[1:]]))
+
+    assert "1 sample is not in the plan exactly once: sample 0 is 1 times" in found
 
 
 def test_a_negative_sample_is_named():

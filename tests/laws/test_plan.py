@@ -232,7 +232,7 @@ def test_longer_samples_are_refused_where_that_is_asked_for(case):
         return
 
     with pytest.raises(SampleTooLongError, match=f"{len(over)} of {len(lengths)} sample") as raised:
-        refuse_longer(lengths, policy)
+        refuse_longer([*lengths, 0], policy)
 
     assert (over[0], max(lengths)) == (raised.value.index, raised.value.longest)
 

@@ -59,6 +59,8 @@ def test_the_reason_of_a_low_fill_is_what_makes_it(lengths, algorithm, reason):
 
     low = low_fill(plan, lengths)
 
+    among_bad = np.ravel([[length, 0] for length in lengths])
+    assert low == low_fill(plan.with_indices(2 * np.arange(len(lengths))), among_bad)
     assert (reason, plan.fill) == (low.reason, low.fill)
     short = [length for length in lengths if length < 100]
     assert (len(plan.packs) - len(plan.single_long), int(np.median(short))) == (low.num_packs, low.median)

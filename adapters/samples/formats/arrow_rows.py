@@ -18,7 +18,7 @@ from packplan.adapters.samples.formats.kept import KeptFacts, audited
 from packplan.adapters.samples.formats.mapped import MappedFile
 from packplan.adapters.samples.formats.spans import Named, has_media_tag
 from packplan.core.errors import DataSetError, RecordError, counted
-from packplan.core.samples import DIGEST_BYTES, Place, digest_of, unreadable_digest
+from packplan.core.samples import DIGEST_BYTES, Where, digest_of, unreadable_digest
 
 log = logging.getLogger(__name__)
 
@@ -194,9 +194,9 @@ class ArrowFile:
         except (pa.ArrowException, UnicodeDecodeError, ValueError, OverflowError) as error:
             raise RecordError(str(self.where(row)), f"is damaged: {_short(error)}") from None
 
-    def where(self, row: int) -> Place:
+    def where(self, row: int) -> Where:
         """Return where a row stands."""
-        return Place(self.named.name, row + 1, self.unit)
+        return Where(self.named.name, row + 1, self.unit)
 
     def digests(self, start: int, stop: int) -> bytes:
         """Return the digests of the records from *start* to before *stop*, one behind the other."""

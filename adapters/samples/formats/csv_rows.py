@@ -93,14 +93,14 @@ class CsvFile(SpanFile):
             if place > len(text):
                 return fields
 
-    def _value(self, text: bytes, place: str) -> Any:
+    def _value(self, text: bytes, where: str) -> Any:
         try:
             fields = self._fields(text)
         except UnicodeDecodeError:
-            raise RecordError(place, "is not UTF-8 text") from None
+            raise RecordError(where, "is not UTF-8 text") from None
         if len(fields) != len(self.columns):
             reason = f"has {counted(len(fields), 'field')}, but the header names {len(self.columns)}"
-            raise RecordError(place, f"{reason}: put quotes around a text that has commas")
+            raise RecordError(where, f"{reason}: put quotes around a text that has commas")
         return {name: field for name, field in zip(self.columns, fields, strict=True) if field}
 
     def _bounds(self, held: Any, start: int, end: int) -> tuple[int, int]:

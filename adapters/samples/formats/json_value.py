@@ -10,8 +10,8 @@ from typing import Any
 from packplan.core.errors import RecordError
 
 
-def read_value(text: bytes, place: str) -> Any:
-    """Return the JSON value of a record's text; RecordError naming its *place* if there is none."""
+def read_value(text: bytes, where: str) -> Any:
+    """Return the JSON value of a record's text; RecordError, at *where*, if there is none."""
     try:
         value = json.loads(
             text.decode("utf-8-sig"),
@@ -26,15 +26,15 @@ def read_value(text: bytes, place: str) -> Any:
     except UnicodeEncodeError as error:
         half = ascii(error.object[error.start]).strip("'")
         reason = f"has {half} without its other half, which is no character: write the whole pair, or remove it"
-        raise RecordError(place, reason) from None
+        raise RecordError(where, reason) from None
     except UnicodeDecodeError:
-        raise RecordError(place, "is not UTF-8 text") from None
+        raise RecordError(where, "is not UTF-8 text") from None
     except _UnreadableNumberError as error:
-        raise RecordError(place, str(error)) from None
+        raise RecordError(where, str(error)) from None
     except ValueError as error:
-        raise RecordError(place, f"is no valid JSON: {error}") from None
+        raise RecordError(where, f"is no valid JSON: {error}") from None
     except RecursionError:
-        raise RecordError(place, "is no usable JSON: it is nested too deeply") from None
+        raise RecordError(where, "is no usable JSON: it is nested too deeply") from None
     return value
 
 

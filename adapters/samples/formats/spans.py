@@ -20,7 +20,7 @@ from packplan.adapters.samples.formats.json_value import read_value
 from packplan.adapters.samples.formats.kept import KeptFacts, audited
 from packplan.adapters.samples.formats.mapped import MappedFile
 from packplan.core.errors import DataSetError, RecordError, counted
-from packplan.core.samples import DIGEST_BYTES, Place, digest_of, unreadable_digest
+from packplan.core.samples import DIGEST_BYTES, Where, digest_of, unreadable_digest
 
 log = logging.getLogger(__name__)
 
@@ -150,19 +150,19 @@ class SpanFile:
         """Return the spans, and how many records say <video> or <audio>."""
         raise NotImplementedError
 
-    def _value(self, text: bytes, place: str) -> Any:
+    def _value(self, text: bytes, where: str) -> Any:
         """Return the JSON value of a record's text; RecordError if there is none."""
-        return read_value(text, place)
+        return read_value(text, where)
 
     def __len__(self) -> int:
         return len(self.spans)
 
     def __getitem__(self, row: int) -> Any:
-        """Return the JSON value of a record; RecordError naming file and place."""
-        place, size = str(self.where(row)), self._size(row)
+        """Return the JSON value of a record; RecordError naming where it stands."""
+        where, size = str(self.where(row)), self._size(row)
         if self.max_bytes is not None and size > self.max_bytes:
             self._refuse_long(row, size, self.max_bytes)
-        return self._value(b"".join(self._text(row)), place)
+        return self._value(b"".join(self._text(row)), where)
 
     def _refuse_long(self, row: int, size: int, limit: int) -> None:
         """
@@ -184,9 +184,9 @@ class SpanFile:
             )
             raise RecordError(str(self.where(row)), reason)
 
-    def where(self, row: int) -> Place:
+    def where(self, row: int) -> Where:
         """Return where a record stands."""
-        return Place(self.named.name, int(self.spans[row, 2]), self.unit)
+        return Where(self.named.name, int(self.spans[row, 2]), self.unit)
 
     def digests(self, start: int, stop: int) -> bytes:
         """Return the digests of the records from *start* to before *stop*, one behind the other."""

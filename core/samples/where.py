@@ -6,7 +6,7 @@ import attrs
 
 
 @attrs.frozen
-class Place:
+class Where:
     """A file, and what in it; printed, it is the beginning of a message."""
 
     file: str
