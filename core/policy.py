@@ -28,8 +28,8 @@ class PlanPolicy:
     """
     All settings that decide a raw plan, and the plans that are refused.
 
-    A new setting of planning is a field here and an entry of `fingerprint`. `core.config.planning`
-    reads it from a run.
+    A new setting of planning is a field here, an entry of `fingerprint`, and read from a run in
+    `core.config.planning`. Its key declares `plan` (`core.config.keys`).
 
     Raises:
         ValueError: A field has an invalid value. The message names it.

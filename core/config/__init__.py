@@ -1,18 +1,19 @@
 """
-The keys of a run's YAML as classes, the faults that keys have together, advice on keys that are
-none, and which of them all ranks share.
+Keys of a run's YAML as classes, their faults, advice on unknown keys, and what of them enters
+fingerprints and is compared between ranks.
 """
 
 from __future__ import annotations
 
 from packplan.core.config.advice import closest, unknown_key
 from packplan.core.config.faults import faults
-from packplan.core.config.key_faults import REFUSED_TRAINING_KEYS
+from packplan.core.config.keys import key_of, keys_of
 from packplan.core.config.planning import configured_inputs, plan_policy
 from packplan.core.config.ranks import OWN, PATHS, flat_values, rank_differences, run_values
 from packplan.core.config.rl import GrpoConfig
 from packplan.core.config.rl_faults import rl_faults
 from packplan.core.config.run import (
+    REFUSED_TRAINING_KEYS,
     CustomConfig,
     ModelConfig,
     PathText,
@@ -36,6 +37,8 @@ __all__ = [
     "configured_inputs",
     "faults",
     "flat_values",
+    "key_of",
+    "keys_of",
     "plan_policy",
     "rank_differences",
     "rl_faults",

@@ -1,17 +1,20 @@
 """
-What is wrong with a run that its types cannot say: all faults at once, those of its data and of its
-tuners here.
+Faults of a run's configuration: those of single keys, and here those of several keys together. All
+are reported at once.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
-from packplan.core.config.key_faults import key_faults
-from packplan.core.config.run import CustomConfig, ModelConfig, RunConfig, TrainingConfig
+import attrs
+
+from packplan.core.config.keys import key_faults
+from packplan.core.config.run import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
 from packplan.core.errors import Fault
-from packplan.core.samples import parse_entry
+
+MANY_EPOCHS = 10**6
+"""Number of epochs that can only be a typing error; nothing could count its steps."""
 
 _OF_ADAPTERS = ("target_regex", "target_parameters", "modules_to_save", "use_rslora", "use_dora", "lorap_lr_ratio")
 
@@ -20,76 +23,142 @@ _OF_ALL_WEIGHTS = (
     "trainable_parameters_regex",
 )  # fmt: skip
 
-_PATTERNS = ("target_regex", "freeze_parameters_regex", "trainable_parameters_regex")
-
-_NAMES = 2
-"""A Chinese and an English one."""
-
 
 def faults(config: RunConfig) -> Iterator[Fault]:
-    """Yield everything wrong with a configuration that its types cannot say."""
+    """Yield everything wrong with a configuration that its types cannot express."""
     yield from key_faults(config)
-    yield from _entry_faults(config.custom)
+    yield from _data_faults(config.custom)
+    yield from _source_faults(config.custom)
     yield from _split_faults(config.custom)
+    yield from _video_faults(config.template)
+    yield from _step_faults(config.training)
+    yield from _mode_faults(config)
     yield from _tuner_faults(config.training)
     yield from _optimizer_faults(config.training)
     yield from _quantisation_faults(config.model, config.training)
+    if not (config.template.max_length or config.global_max_length or config.model.max_model_len):
+        yield Fault("template.max_length", "is not set, and it is the budget of a pack: set it to a number of tokens")
 
 
-def _entry_faults(custom: CustomConfig) -> Iterator[Fault]:
-    """Yield what is wrong with how data are named."""
+def _data_faults(custom: CustomConfig) -> Iterator[Fault]:
+    """Yield faults in how data are named."""
     for files, entries in (("train_jsonl", "dataset"), ("val_jsonl", "val_dataset")):
         if getattr(custom, files) and getattr(custom, entries):
             yield Fault(f"custom.{files}", f"and custom.{entries} both name data: keep one")
-        for name in getattr(custom, entries):
-            try:
-                parse_entry(name, exists=lambda _: False)
-            except ValueError as error:
-                yield Fault(f"custom.{entries}", f"has {name}, which {error}")
     if custom.fusion_config is not None and custom.dataset:
         yield Fault("custom.fusion_config", "and custom.dataset both name the data: remove one")
-    for key in ("model_name", "model_author"):
-        if len(getattr(custom, key)) > _NAMES:
-            yield Fault(f"custom.{key}", "has to be a Chinese and an English name, or one for both")
+    if not custom.train_jsonl and custom.fusion_config is None and not custom.dataset:
+        yield Fault("custom.train_jsonl", "is not set: name the data file, or a list of them")
+    if custom.on_bad_record == "skip" and custom.trainer_variant == "rollout":
+        yield Fault("custom.on_bad_record", "is skip, but which records are bad is found by static plans: remove it")
+
+
+def _source_faults(custom: CustomConfig) -> Iterator[Fault]:
+    """Yield faults in the entries that are given names."""
+    for entry in custom.source_names:
+        if entry not in {*custom.train_jsonl, *custom.val_jsonl}:
+            reason = "is no entry of custom.train_jsonl or custom.val_jsonl: write it as it is written there"
+            yield Fault(f"custom.source_names.{entry}", reason)
 
 
 def _split_faults(custom: CustomConfig) -> Iterator[Fault]:
-    """Yield what is wrong with the split that is evaluated."""
-    ratio = custom.split_dataset_ratio
-    if not 0 <= ratio < 1:
-        yield Fault("custom.split_dataset_ratio", f"is {ratio}, but has to be from 0 to below 1")
-    elif ratio and (custom.val_jsonl or custom.val_dataset):
+    """Yield faults in the split to evaluate."""
+    if not custom.split_dataset_ratio:
+        return
+    if custom.val_jsonl or custom.val_dataset:
         yield Fault("custom.split_dataset_ratio", "splits data for evaluation, but others are named: remove one")
-    elif ratio and not custom.dataset:
+    elif not custom.dataset:
         yield Fault("custom.split_dataset_ratio", "splits what custom.dataset names: write the data there")
-    if not 0 <= custom.data_seed < 2**32:
-        yield Fault("custom.data_seed", f"is {custom.data_seed}, but has to be from 0 to 2**32 - 1")
+
+
+def _video_faults(template: TemplateConfig) -> Iterator[Fault]:
+    """Yield faults in limits of videos that leave nothing between them."""
+    for what, low, high in (
+        ("frames", ("fps_min_frames", 4), ("fps_max_frames", 768)),
+        ("pixels", ("video_min_pixels", None), ("video_max_pixels", None)),
+    ):
+        least, most = (getattr(template, name) or default for name, default in (low, high))
+        if least is not None and most is not None and least > most:
+            yield Fault(f"template.{low[0]}", f"is {least}, but template.{high[0]} is {most} {what}: lower it")
+
+
+def _step_faults(training: TrainingConfig) -> Iterator[Fault]:
+    """Yield faults in the number of steps, and in their packs."""
+    if training.max_steps < 1 and not 0 < training.num_train_epochs < MANY_EPOCHS:
+        reason = f"is {training.num_train_epochs}, but has to be above 0 and below {MANY_EPOCHS:,}"
+        yield Fault("training.num_train_epochs", reason)
+    if training.packing_group_by_work and (training.packing_balance == "none" or not training.packing):
+        reason = "groups packs by work, which needs training.packing, and training.packing_balance other than none"
+        yield Fault("training.packing_group_by_work", f"{reason}: set those, or remove it")
+    if training.trainer.get("label_smoothing_factor"):
+        reason = "is averaged over packs by the trainer, not over tokens: remove it"
+        yield Fault("training.label_smoothing_factor", reason)
+    if training.packing and training.trainer.get("enable_channel_loss"):
+        reason = "logs a loss per channel, but under packing only aggregate metrics are logged"
+        yield Fault("training.enable_channel_loss", f"{reason}: remove it, or set training.packing: false")
+
+
+def _mode_faults(config: RunConfig) -> Iterator[Fault]:
+    """Yield faults in how the variant of the trainer packs."""
+    training, custom = config.training, config.custom
+    if custom.trainer_variant == "rollout":
+        yield from _rollout_faults(config)
+        return
+    default_buffer = attrs.fields(TrainingConfig).packing_buffer.default
+    if custom.rollout_reward is not None:
+        yield Fault("custom.rollout_reward", "is of the rollout variant: set custom.trainer_variant: rollout")
+    if training.packing and training.packing_mode == "dynamic":
+        yield Fault(
+            "training.packing_mode",
+            "dynamic is not for Stage-1: set training.packing_mode: static, or custom.trainer_variant: rollout",
+        )
+    if training.packing and training.packing_mode == "static" and training.packing_buffer != default_buffer:
+        yield Fault(
+            "training.packing_buffer", "has no meaning in static mode, which plans the whole data set: remove it"
+        )
+    if custom.fusion_config is not None:
+        yield Fault(
+            "custom.fusion_config",
+            "mixes data sets again each epoch, which a static plan cannot follow: write an epoch's mix to one JSONL "
+            "(packplan plan materialise mix.yaml -o mix.jsonl) and name it in custom.train_jsonl",
+        )
+
+
+def _rollout_faults(config: RunConfig) -> Iterator[Fault]:
+    """Yield faults of a run that packs while it trains."""
+    training, custom = config.training, config.custom
+    if training.packing_mode == "static":
+        reason = "is static, which is Stage-1's; the rollout variant packs while it trains: set it to dynamic"
+        yield Fault("training.packing_mode", reason)
+    if not training.packing:
+        yield Fault("training.packing", "is false, but the rollout variant packs: set it to true")
+    if training.max_steps < 1:
+        yield Fault("training.max_steps", "is not set, and packs that come as they fill cannot be counted: set it")
+    if training.resume_from_checkpoint is not None:
+        yield Fault("training.resume_from_checkpoint", "is for static plans: a stream starts again; remove it")
+    if custom.fusion_config is not None and custom.train_jsonl:
+        yield Fault("custom.fusion_config", "and custom.train_jsonl both name the data: remove one")
+    if custom.rollout_reward is not None and training.trainer.get("dataloader_num_workers"):
+        reason = "would answer prompts in processes without the model: set it to 0"
+        yield Fault("training.dataloader_num_workers", reason)
+    if custom.rollout_keep > custom.rollout_completions:
+        yield Fault("custom.rollout_keep", "is more than custom.rollout_completions: lower it")
 
 
 def _tuner_faults(training: TrainingConfig) -> Iterator[Fault]:
-    """Yield what is wrong with which weights are trained."""
+    """Yield faults in the choice of trained weights."""
     full = training.tuner_type == "full"
     for key in _OF_ADAPTERS if full else _OF_ALL_WEIGHTS:
         if getattr(training, key):
             what, other = ("adapters", "lora") if full else ("training all weights", "full")
             yield Fault(f"training.{key}", f"is of {what}: set training.tuner_type: {other}, or remove it")
-    for key in _PATTERNS:
-        try:
-            re.compile(getattr(training, key) or "")
-        except re.error as error:
-            yield Fault(f"training.{key}", f"is no pattern ({error}): correct it")
-    if not 0 <= training.freeze_parameters_ratio < 1:
-        ratio = training.freeze_parameters_ratio
-        yield Fault("training.freeze_parameters_ratio", f"is {ratio}, but has to be from 0 to below 1")
 
 
 def _optimizer_faults(training: TrainingConfig) -> Iterator[Fault]:
-    """Yield what is wrong with LoRA+, which groups the weights of the optimizer."""
-    key, ratio = "training.lorap_lr_ratio", training.lorap_lr_ratio
-    if ratio is None:
+    """Yield faults of LoRA+, which groups the weights of the optimizer."""
+    key = "training.lorap_lr_ratio"
+    if training.lorap_lr_ratio is None:
         return
-    if not 0 < ratio < float("inf"):
-        yield Fault(key, f"is {ratio}, but has to be above 0")
     if training.trainer.get("optimizer") not in {None, "lorap"}:
         yield Fault(key, "is of the optimizer lorap, but training.optimizer names another: remove one")
     if {"vit_lr", "aligner_lr"} & set(training.trainer):
@@ -97,7 +166,7 @@ def _optimizer_faults(training: TrainingConfig) -> Iterator[Fault]:
 
 
 def _quantisation_faults(model: ModelConfig, training: TrainingConfig) -> Iterator[Fault]:
-    """Yield what is wrong with quantised weights."""
+    """Yield faults of quantised weights."""
     if model.quant_method is None:
         if model.quant_bits is not None:
             yield Fault("model.quant_bits", "has no effect without model.quant_method: set it to bnb, or remove it")

@@ -1,9 +1,14 @@
-"""What of a run decides its lengths, and its plans."""
+"""Inputs of a run's lengths and plans, from its configuration."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from typing import Any
 
+import attrs
+
+from packplan.core.config.keys import key_of
 from packplan.core.config.run import CustomConfig, RunConfig, TemplateConfig
 from packplan.core.fingerprint import Value
 from packplan.core.policy import PlanPolicy
@@ -12,12 +17,12 @@ from packplan.core.work import WorkModel
 
 def plan_policy(config: RunConfig, split: str, *, work: WorkModel | None = None) -> PlanPolicy:
     """
-    Return how a run plans its split `train` or `eval`; evaluation never drops.
+    Return the plan policy of a split; evaluation never drops.
 
     Args:
         config: The run.
         split: `train` or `eval`.
-        work: What samples cost, for algorithms whose packs depend on it.
+        work: Cost of samples, for algorithms whose packs depend on it.
     """
     training, is_train = config.training, split == "train"
     return PlanPolicy(
@@ -36,33 +41,26 @@ def plan_policy(config: RunConfig, split: str, *, work: WorkModel | None = None)
 
 def configured_inputs(template: TemplateConfig, custom: CustomConfig, *, packing_length: int) -> dict[str, Value]:
     """
-    Name what of a configuration lengths depend on, as far as it can be told without opening the
-    model.
-
-    Where the template truncates, the limit decides lengths; to raise, or not, decides none.
+    Return the inputs of lengths that a configuration alone decides, without the model: keys that
+    declare `lengths`, by name.
 
     Args:
-        template: How a record becomes tokens.
-        custom: How records are read.
-        packing_length: Tokens of a pack; it decides lengths only where the template truncates.
+        template: Keys of encoding.
+        custom: Keys of data.
+        packing_length: Tokens of a pack; an input only where the template truncates.
     """
-    cut = template.truncation_strategy if template.truncation_strategy in {"left", "right"} else None
-    return {
-        "custom.object_field_order": custom.object_field_order,
-        "custom.use_summary": custom.use_summary,
-        "custom.columns": json.dumps(dict(custom.columns), sort_keys=True) if custom.columns else None,
-        "template.system": template.system,
-        "template.agent_template": template.agent_template,
-        "template.loss_scale": template.loss_scale,
-        "template.max_pixels": template.max_pixels,
-        **_set_videos(template),
-        "template.truncation_strategy": cut,
-        "packing_length": packing_length if cut else None,
-    }
+    # To raise changes no length.
+    cut = template.truncation_strategy in {"left", "right"}
+    inputs: dict[str, Value] = {"packing_length": packing_length if cut else None}
+    for section, values in (("template", template), ("custom", custom)):
+        for field in attrs.fields(type(values)):
+            lengths, value = key_of(field).lengths, getattr(values, field.name)
+            if lengths == "value" or (lengths == "value if set" and value is not None):
+                inputs[f"{section}.{field.name}"] = _as_input(value)
+    return inputs if cut else {**inputs, "template.truncation_strategy": None}
 
 
-def _set_videos(template: TemplateConfig) -> dict[str, Value]:
-    """Return how videos are sampled, as far as the run says."""
-    keys = ("fps", "fps_min_frames", "fps_max_frames", "video_min_pixels", "video_max_pixels", "video_total_pixels")
-    named = {f"template.{key}": getattr(template, key) for key in keys if getattr(template, key) is not None}
-    return {name: str(value) if isinstance(value, float) else value for name, value in named.items()}
+def _as_input(value: Any) -> Value:
+    if isinstance(value, Mapping):
+        return json.dumps(dict(value), sort_keys=True) if value else None
+    return str(value) if isinstance(value, float) else value

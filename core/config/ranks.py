@@ -14,21 +14,20 @@ from typing import Any
 
 import attrs
 
-from packplan.core.config.run import RunConfig
+from packplan.core.config.keys import key_of, keys_of
+from packplan.core.config.run import PathText, RunConfig
 from packplan.core.errors import RankDifference
 
+_KEYS = dict(keys_of(RunConfig))
+
 PATHS = frozenset(
-    {
-        "model.model", "custom.train_jsonl", "custom.val_jsonl", "custom.fusion_config", "custom.records_cache",
-        "custom.media_cache", "training.output_dir", "training.packing_lengths_from",
-        "training.resume_from_checkpoint", "training.accelerator_config", "training.deepspeed",
-        "training.fsdp_config", "training.logging_dir",
-    }
-)  # fmt: skip
+    {key for key, field in _KEYS.items() if str(PathText) in str(field.type) and not key_of(field).own}
+    | {"training.accelerator_config", "training.deepspeed", "training.fsdp_config", "training.logging_dir"}
+)
 """Keys of files and folders, which may be elsewhere on another machine."""
 
 OWN: Mapping[str, str] = {
-    "custom.source_names": "names sources for `plan show`, by their paths",
+    **{key: key_of(field).own for key, field in _KEYS.items() if key_of(field).own},
     "training.dataloader_persistent_workers": "memory of a rank's machine",
     "training.dataloader_pin_memory": "memory of a rank's machine",
     "training.dataloader_prefetch_factor": "memory of a rank's machine",
@@ -38,7 +37,6 @@ OWN: Mapping[str, str] = {
     "training.log_level": "what is shown",
     "training.log_level_replica": "what is shown",
     "training.log_on_each_node": "what is shown",
-    "training.packing_length_precompute_workers": "cores of a rank's machine",
     "training.report_to": "services that rank 0 reports to, whose packages others may lack",
 }
 """Keys that a rank may have for itself -> why: they do not change what is trained."""

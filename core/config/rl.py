@@ -1,4 +1,4 @@
-"""What a run of reinforcement learning is: the sections `policy:` and `grpo:` of its YAML."""
+"""Sections `policy:` and `grpo:`, the configuration of a run of reinforcement learning."""
 
 from __future__ import annotations
 
@@ -6,80 +6,80 @@ from typing import Literal
 
 import attrs
 
+from packplan.core.config.keys import above_0, at_least, key, must, one_of
+from packplan.core.packers import ALGORITHMS
+
 
 @attrs.frozen(kw_only=True)
 class SequencePackingConfig:
     """`policy.sequence_packing`: microbatches of an RL batch as packed rows."""
 
     enabled: bool = False
-    """Whether microbatches are made so."""
+    """Make microbatches so."""
 
-    train_mb_tokens: int = 4096
-    """Tokens of a row while the policy is updated, padding included."""
+    train_mb_tokens: int = key(4096, check=at_least(1))
+    """Tokens of a row in updates of the policy, padding included."""
 
-    logprob_mb_tokens: int | None = None
-    """Tokens of a row where only log-probabilities are computed; unset, `train_mb_tokens`."""
+    logprob_mb_tokens: int | None = key(None, check=at_least(1))
+    """Tokens of a row for log-probabilities alone; unset, `train_mb_tokens`."""
 
-    algorithm: str = "modified_first_fit_decreasing"
-    """How sequences are put into rows: one of `core.packers.ALGORITHMS`."""
+    algorithm: str = key("modified_first_fit_decreasing", check=one_of(ALGORITHMS))
+    """How sequences are packed into rows; one of those of `training.packing_algorithm`."""
 
-    sequence_length_round: int = 1
+    sequence_length_round: int = key(1, check=at_least(1))
     """Each sequence is padded to a multiple of it."""
 
     assignment: Literal["balanced", "round_robin"] = "balanced"
-    """Assign sequences so that workers have equal attention work, or whole packs in turn."""
+    """Give workers equal attention work, or whole packs in turn."""
 
     microbatch_order: Literal["packer", "largest_first"] = "packer"
-    """Order of a worker's rows: by first sequence, or by falling number of tokens."""
+    """Order of a worker's rows: by first sequence, or most tokens first."""
 
 
 @attrs.frozen(kw_only=True)
 class DynamicBatchingConfig:
-    """
-    `policy.dynamic_batching`: microbatches of an RL batch as padded batches of sequences of like
-    length.
-    """
+    """`policy.dynamic_batching`: microbatches as padded batches of sequences of like length."""
 
     enabled: bool = False
-    """Whether microbatches are made so."""
+    """Make microbatches so."""
 
-    train_mb_tokens: int = 4096
-    """Sequences times width of a microbatch while the policy is updated."""
+    train_mb_tokens: int = key(4096, check=at_least(1))
+    """Sequences times width of a microbatch in updates of the policy."""
 
-    logprob_mb_tokens: int | None = None
-    """The same where only log-probabilities are computed; unset, `train_mb_tokens`."""
+    logprob_mb_tokens: int | None = key(None, check=at_least(1))
+    """The same for log-probabilities alone; unset, `train_mb_tokens`."""
 
-    sequence_length_round: int = 64
+    sequence_length_round: int = key(64, check=at_least(1))
     """Widths are multiples of it."""
 
 
 @attrs.frozen(kw_only=True)
 class PolicyConfig:
-    """`policy.`: how an RL batch is computed; `packplan rl` alone reads it."""
+    """`policy.`: computation of an RL batch, for `packplan rl` alone."""
 
     sequence_packing: SequencePackingConfig = attrs.field(factory=SequencePackingConfig)
 
     dynamic_batching: DynamicBatchingConfig = attrs.field(factory=DynamicBatchingConfig)
 
-    train_global_batch_size: int | None = None
-    """Sequences of one optimizer step over all workers; unset, all rollouts of a step."""
+    train_global_batch_size: int | None = key(None, check=at_least(1))
+    """Sequences of an optimizer step over all workers; unset, all rollouts of a step."""
 
-    train_micro_batch_size: int = 4
-    """Sequences of a padded microbatch, where neither packing nor dynamic batching is enabled."""
+    train_micro_batch_size: int = key(4, check=at_least(1))
+    """Sequences of a padded microbatch, without packing or dynamic batching."""
 
-    logprob_batch_size: int | None = None
-    """The same where only log-probabilities are computed; unset, `train_micro_batch_size`."""
+    logprob_batch_size: int | None = key(None, check=at_least(1))
+    """The same for log-probabilities alone; unset, `train_micro_batch_size`."""
 
-    generation_batch_size: int = 32
+    generation_batch_size: int = key(32, check=at_least(1))
     """Prompts that a worker answers at a time."""
 
-    context_parallel_size: int = 1
+    context_parallel_size: int = key(1, check=at_least(1))
     """Ranks that share each row; needs packing."""
 
-    tensor_parallel_size: int = 1
-    """`packplan rl` runs 1 alone; others cut with `core.shard` for an engine of their own."""
+    tensor_parallel_size: int = key(1, check=at_least(1))
+    """`packplan rl` runs 1 alone; others cut with `core.shard` for their own engine."""
 
-    pipeline_parallel_size: int = 1
+    pipeline_parallel_size: int = key(1, check=at_least(1))
     """`packplan rl` runs 1 alone; packed rows would be padded to a fixed length."""
 
     compile: bool = False
@@ -89,47 +89,46 @@ class PolicyConfig:
 @attrs.frozen(kw_only=True)
 class GrpoConfig:
     """
-    `grpo.`: the reinforcement learning of `packplan rl` (GRPO: Shao et al., "DeepSeekMath", 2024).
+    `grpo.`: reinforcement learning of `packplan rl` (GRPO: Shao et al., "DeepSeekMath", 2024).
     """
 
-    num_steps: int = 100
+    num_steps: int = key(100, check=at_least(1))
     """Rounds of rollouts and updates."""
 
-    num_prompts_per_step: int = 8
-    """Prompts of a round; they come in an order of each epoch over the data."""
+    num_prompts_per_step: int = key(8, check=at_least(1))
+    """Prompts of a round, in an order drawn for each epoch."""
 
-    num_generations_per_prompt: int = 8
-    """Answers to each, which are compared with each other; at least 2."""
+    num_generations_per_prompt: int = key(
+        8, check=must(lambda answers: answers >= 2, "at least 2: answers are compared with each other")
+    )
+    """Answers to a prompt, compared with each other; at least 2."""
 
-    max_new_tokens: int = 64
+    max_new_tokens: int = key(64, check=at_least(1))
     """Tokens of an answer."""
 
-    temperature: float = 1.0
-    """Temperature of the answers; above 0."""
+    temperature: float = key(1.0, check=above_0)
+    """Sampling temperature; above 0."""
 
     reward: str = "word_overlap"
-    """Scores an answer against the record's own: one of `core.rl.REWARDS`, or `module:function`."""
+    """Score of an answer against the record's: one of `core.rl.REWARDS`, or `module:function`."""
 
     loss: str = "clipped"
     """
-    `clipped`, the policy-gradient loss of PPO and GRPO, or `module:function`: a loss over the
-    logits of a sequence (see `adapters.sequence_loss.SequenceLoss`).
+    `clipped`, the policy-gradient loss of PPO and GRPO, or `module:function`, a loss over a
+    sequence's logits (`adapters.sequence_loss.SequenceLoss`).
     """
 
     normalisation: Literal["token", "sequence"] = "token"
-    """What weighs the same in the clipped loss: every token of an answer, or every answer."""
+    """Unit of equal weight in the clipped loss: token or answer."""
 
-    ratio_clip_min: float = 0.2
+    ratio_clip_min: float = key(0.2, check=at_least(0))
     """How far below 1 the ratio of new to old probability counts."""
 
-    ratio_clip_max: float = 0.2
+    ratio_clip_max: float = key(0.2, check=at_least(0))
     """How far above 1."""
 
-    save_every: int | None = None
-    """
-    Steps between two writes of the policy, to `policy-<step>/`; unset: at the end alone, to
-    `policy/`.
-    """
+    save_every: int | None = key(None, check=at_least(1))
+    """Steps between saves to `policy-<step>/`; unset, one at the end, to `policy/`."""
 
-    kl_coefficient: float = 0.0
-    """Weight of the divergence from the model that training started with; 0 keeps no copy of it."""
+    kl_coefficient: float = key(0.0, check=at_least(0))
+    """Weight of the divergence from the initial model; 0 keeps no copy of it."""

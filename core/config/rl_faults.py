@@ -1,45 +1,28 @@
-"""
-What is wrong with a run of reinforcement learning that its types cannot say, and which settings
-exclude each other.
-"""
+"""Faults of a run of reinforcement learning, beyond those of every run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import MappingProxyType
 
 import attrs
 
-from packplan.core.config.rl import GrpoConfig, PolicyConfig
+from packplan.core.config.keys import key_faults, key_of
+from packplan.core.config.rl import PolicyConfig
 from packplan.core.config.run import RunConfig, TemplateConfig
 from packplan.core.errors import Fault
-from packplan.core.packers import ALGORITHMS
-
-RL_KEYS = MappingProxyType(
-    {
-        "training": frozenset(
-            {"output_dir", "seed", "tuner_type", "lora_rank", "lora_alpha", "lora_dropout", "target_modules",
-             "freeze_llm", "freeze_vit", "freeze_aligner", "trainer"}
-        ),
-        "custom": frozenset(
-            {"train_jsonl", "object_field_order", "use_summary", "columns", "records_cache", "media_cache"}
-        ),
-    }
-)  # fmt: skip
-"""Keys of these sections that `packplan rl` reads."""
 
 RL_TRAINER_KEYS = frozenset({"learning_rate", "weight_decay", "max_grad_norm", "use_cpu", "ddp_timeout"})
 """Keys of `TrainingConfig.trainer` that `packplan rl` reads."""
 
 
 def rl_faults(config: RunConfig) -> Iterator[Fault]:
-    """Yield what is wrong with a run of reinforcement learning, beyond `faults`."""
+    """Yield everything wrong with a run of reinforcement learning, beyond `faults`."""
     policy, grpo = config.policy, config.grpo
-    for section, used in RL_KEYS.items():
+    for section in ("training", "custom"):
         values = getattr(config, section)
         for field in attrs.fields(type(values)):
             # A mapping has a factory for a default.
-            if field.name not in used and getattr(values, field.name) not in (field.default, {}):
+            if not key_of(field).rl and getattr(values, field.name) not in (field.default, {}):
                 yield Fault(f"{section}.{field.name}", "is not used by app.rl: remove it")
     if config.template.loss_scale != attrs.fields(TemplateConfig).loss_scale.default:
         yield Fault("template.loss_scale", "weighs the tokens of records, but packplan rl trains on answers: remove it")
@@ -47,34 +30,15 @@ def rl_faults(config: RunConfig) -> Iterator[Fault]:
         yield Fault(
             f"training.{name}", f"is not used by app.rl, which takes {', '.join(sorted(RL_TRAINER_KEYS))}: remove it"
         )
-    yield from _grpo_faults(grpo)
     if ":" in grpo.loss and policy.context_parallel_size > 1:
         yield Fault("grpo.loss", "is of your own, which needs whole sequences: set policy.context_parallel_size: 1")
-    small = [Fault(f"policy.{path}", f"is {n}, but has to be at least 1") for path, n in _sizes(policy) if n < 1]
-    yield from small
-    if small:
-        return
-    yield from _policy_faults(policy)
-    yield from _budget_faults(config)
-
-
-def _grpo_faults(grpo: GrpoConfig) -> Iterator[Fault]:
-    for name in ("num_steps", "num_prompts_per_step", "max_new_tokens", "save_every"):
-        value = getattr(grpo, name)
-        if value is not None and value < 1:
-            yield Fault(f"grpo.{name}", f"is {value}, but has to be at least 1")
-    if grpo.num_generations_per_prompt < 2:
-        reason = f"is {grpo.num_generations_per_prompt}, but answers are compared with each other: at least 2"
-        yield Fault("grpo.num_generations_per_prompt", reason)
-    if not 0 < grpo.temperature < float("inf"):
-        yield Fault("grpo.temperature", f"is {grpo.temperature}, but has to be above 0")
-    for name in ("ratio_clip_min", "ratio_clip_max", "kl_coefficient"):
-        if not 0 <= getattr(grpo, name) < float("inf"):
-            yield Fault(f"grpo.{name}", f"is {getattr(grpo, name)}, but has to be at least 0")
+    if not any(key_faults(policy)):
+        yield from _policy_faults(policy)
+        yield from _budget_faults(config)
 
 
 def _budget_faults(config: RunConfig) -> Iterator[Fault]:
-    """Yield which budgets do not hold a sequence of the greatest length."""
+    """Yield faults of budgets that do not hold a sequence of the greatest length."""
     if not (config.template.max_length or config.global_max_length or config.model.max_model_len):
         return
     for name, mode in (
@@ -92,25 +56,14 @@ def _budget_faults(config: RunConfig) -> Iterator[Fault]:
                 yield Fault(f"policy.{name}.{key}", reason)
 
 
-def _sizes(policy: PolicyConfig) -> Iterator[tuple[str, int]]:
-    for name, value in attrs.asdict(policy).items():
-        nested = value.items() if isinstance(value, dict) else [("", value)]
-        for key, size in nested:
-            if isinstance(size, int) and not isinstance(size, bool):
-                yield f"{name}.{key}".rstrip("."), size
-
-
 def _policy_faults(policy: PolicyConfig) -> Iterator[Fault]:
-    """Yield which modes do not go together."""
+    """Yield faults of modes that do not go together."""
     packing, dynamic = policy.sequence_packing, policy.dynamic_batching
     ways = 2 * policy.context_parallel_size if policy.context_parallel_size > 1 else 1
     multiple = ways * policy.tensor_parallel_size
     if packing.enabled and dynamic.enabled:
         reason = "and policy.sequence_packing exclude each other: disable one; packing computes less"
         yield Fault("policy.dynamic_batching", reason)
-    if packing.algorithm not in ALGORITHMS:
-        reason = f"is {packing.algorithm!r}, but has to be one of {', '.join(ALGORITHMS)}"
-        yield Fault("policy.sequence_packing.algorithm", reason)
     if dynamic.enabled and policy.pipeline_parallel_size > 1:
         reason = "needs microbatches of one shape, which dynamic batching does not give: use policy.sequence_packing"
         yield Fault("policy.pipeline_parallel_size", reason)

@@ -1,32 +1,64 @@
 """
-What a run is: frozen, validated once, every field with its unit and default.
+Configuration of a run: frozen classes that mirror the YAML, section by section.
 
-`RunConfig` mirrors the YAML, section by section. Keys of `training.` that are ms-swift's or
-transformers' own are in `TrainingConfig.trainer`, unchanged.
+Each key states its type, default, check and effect at its field (`core.config.keys`), and its
+reference text below it. Keys of `training.` that belong to ms-swift or transformers are in
+`TrainingConfig.trainer`, unchanged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeAlias
 
 import attrs
 
+from packplan.core.config.keys import (
+    about,
+    above_0,
+    at_least,
+    key,
+    must,
+    one_of,
+    pattern,
+    seed_number,
+    share,
+    share_below_1,
+)
 from packplan.core.config.rl import GrpoConfig, PolicyConfig
-from packplan.core.samples import MAX_MESSAGES
+from packplan.core.equality import BACKENDS
+from packplan.core.packers import ALGORITHMS
+from packplan.core.samples import MAX_MESSAGES, READ, parse_entry
 
 PathText: TypeAlias = Annotated[str, "path"]
 """Path of a file or folder, in which `~` and `${NAME}` are replaced when the YAML is read."""
 
-PACKING_BUFFER = 512
+_LOADS = "decides how the model is loaded, not what samples are"
+_LIMITS = "decides which records are refused, not how long the others are"
+_COPIES = "decides where copies are kept, not what they hold"
+_STREAMS = "belongs to streams, which store neither lengths nor plans"
+_MEASURES = "decides how measuring proceeds, not its result"
+_ACCEPTS = "decides whether a result is accepted, not what it is"
+_TRAINS = "decides how planned packs are trained"
+_TUNES = "decides which weights are trained"
 
-MAX_LINE_BYTES = 2**20
-"""Bytes of a line of a data file, unless `custom.max_line_bytes` says otherwise."""
 
-MAX_VIDEO_BYTES = 2**32
-"""Bytes of a video's sampled frames, unless `custom.max_video_bytes` says otherwise."""
+def _entries(values: tuple[str, ...]) -> Iterator[str]:
+    for value in values:
+        try:
+            parse_entry(value, exists=lambda _: False)
+        except ValueError as error:
+            yield f"has {value}, which {error}"
+
+
+_is_backend = must(
+    lambda name: name in BACKENDS or bool({"/", "|"} & set(name)),  # kernels of a hub, paged ones
+    f"one of {', '.join(BACKENDS)}",
+)
+
+_is_pair = must(lambda names: len(names) <= 2, "a Chinese and an English name, or one for both")
 
 
 def _read_only(keys: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -35,449 +67,470 @@ def _read_only(keys: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @attrs.frozen(kw_only=True)
 class ModelConfig:
-    """`model.`: what is trained."""
+    """`model.`: the model."""
 
-    model: PathText
+    model: PathText = attrs.field(metadata=about(lengths="otherwise", plan=True))
     """
-    Folder of the model, its tokenizer and its processor; or its id, which the local caches of
-    Hugging Face and ModelScope hold.
-    """
-
-    model_type: str | None = None
-    """
-    ms-swift's name of the architecture; unset, its registry says it, if it names exactly one for
-    the model's folder or the architecture in its config.json. A text model that it does not know
-    needs none.
+    Folder of model, tokenizer and processor, or an id in a local cache of Hugging Face or
+    ModelScope.
     """
 
-    attn_impl: str = "auto"
+    model_type: str | None = key(None, lengths="otherwise")
     """
-    Attention backend: `varlen` attends to each sample of a pack by itself, without a mask; sdpa,
-    eager, flex_attention and flash_attention_2 are transformers' own. `auto` takes the fastest
-    under which a probe shows that the model keeps the samples of a pack apart, and equal to
-    themselves alone. Packing refuses a model that does not.
+    ms-swift's name of the architecture; unset, the only one that its registry has for the folder or
+    config.json. Text models unknown to it need none.
     """
 
-    torch_dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Type of the weights; unset, the model's own."""
-
-    trust_remote_code: bool = False
-    """Run Python code that comes with the model's folder."""
-
-    max_model_len: int | None = None
-    """Tokens; the budget of a pack where `template.max_length` is not set."""
-
-    download: bool = False
+    attn_impl: str = key("auto", neither=_TRAINS, check=_is_backend)
     """
-    Let ms-swift download a model, or data of `custom.dataset`, that no local cache holds; otherwise
-    nothing is fetched.
+    Attention backend. `varlen` attends to each sample of a pack by itself, without a mask; sdpa,
+    eager, flex_attention and flash_attention_2 are transformers'. `auto` takes the fastest under
+    which a probe finds samples of a pack apart, and equal to themselves alone. Packing refuses a
+    model that fails.
     """
 
-    quant_method: Literal["bnb"] | None = None
-    """Load quantised weights, under adapters (QLoRA); on a GPU alone."""
+    torch_dtype: Literal["float32", "bfloat16", "float16"] | None = key(None, neither=_LOADS)
+    """Type of the weights; unset, the model's."""
 
-    quant_bits: int | None = None
+    trust_remote_code: bool = key(False, neither=_LOADS)
+    """Run Python code from the model's folder."""
+
+    max_model_len: int | None = key(None, lengths="otherwise", plan=True, check=at_least(1))
+    """Tokens of a pack, if `template.max_length` is unset."""
+
+    download: bool = key(False, neither=_LOADS)
+    """Let ms-swift download a model or `custom.dataset` that no local cache holds."""
+
+    quant_method: Literal["bnb"] | None = key(None, neither=_LOADS)
+    """Load quantised weights, under adapters (QLoRA); needs a GPU."""
+
+    quant_bits: int | None = key(None, neither=_LOADS)
     """Bits of a quantised weight: 4 or 8."""
 
-    bnb_4bit_compute_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    bnb_4bit_compute_dtype: Literal["float32", "bfloat16", "float16"] | None = key(None, neither=_LOADS)
     """Type that 4-bit weights compute in; unset, that of the weights."""
 
-    bnb_4bit_quant_type: Literal["fp4", "nf4"] = "nf4"
+    bnb_4bit_quant_type: Literal["fp4", "nf4"] = key("nf4", neither=_LOADS)
     """Kind of 4-bit weights."""
 
-    bnb_4bit_use_double_quant: bool = True
+    bnb_4bit_use_double_quant: bool = key(True, neither=_LOADS)
     """Quantise the scales of 4-bit weights too."""
 
 
 @attrs.frozen(kw_only=True)
 class TemplateConfig:
-    """`template.`: how a record becomes tokens."""
+    """`template.`: encoding of records."""
 
-    template: str | None = None
+    template: str | None = key(None, lengths="otherwise")
     """
-    ms-swift's name of the chat template; unset, its registry says it, if it names exactly one. A
-    template that does not declare packing takes `training.packing: false`.
-    """
-
-    max_length: int | None = None
-    """
-    Tokens of a pack: the packing length; unset, `global_max_length`, else `model.max_model_len`.
-    There is no `packing_length` key.
+    ms-swift's name of the chat template; unset, the only one of its registry. Templates that do not
+    declare packing need `training.packing: false`.
     """
 
-    max_pixels: int | None = None
-    """Pixels an image is scaled down to; unset, the processor's own limit."""
-
-    fps: float | None = None
+    max_length: int | None = key(None, lengths="otherwise", plan=True, check=at_least(1))
     """
-    Frames that are sampled of a second of video, and that a second of listed frames has; unset,
+    Packing length, the tokens of a pack; unset, `global_max_length`, else `model.max_model_len`.
+    `packing_length` is no key.
+    """
+
+    max_pixels: int | None = key(None, lengths="value", check=at_least(1))
+    """Pixels to which larger images are scaled down; unset, the processor's limit."""
+
+    fps: float | None = key(None, lengths="value if set", check=above_0)
+    """
+    Frames sampled from a second of video, and frames per second of a list of frames; unset,
     ms-swift's `FPS`, 2.
     """
 
-    fps_min_frames: int | None = None
-    """Fewest frames that are sampled of a video; unset, ms-swift's `FPS_MIN_FRAMES`, 4."""
+    fps_min_frames: int | None = key(None, lengths="value if set", check=at_least(1))
+    """Fewest frames sampled from a video; unset, ms-swift's `FPS_MIN_FRAMES`, 4."""
 
-    fps_max_frames: int | None = None
-    """Most frames that are sampled of a video; unset, ms-swift's `FPS_MAX_FRAMES`, 768."""
+    fps_max_frames: int | None = key(
+        None, lengths="value if set", check=must(lambda frames: frames >= 2, "at least 2: frames are taken in pairs")
+    )
+    """Most frames sampled from a video; unset, ms-swift's `FPS_MAX_FRAMES`, 768."""
 
-    video_min_pixels: int | None = None
+    video_min_pixels: int | None = key(None, lengths="value if set", check=at_least(1))
     """
-    Pixels a frame of a video is scaled up to; unset, ms-swift's `VIDEO_MIN_TOKEN_NUM`, 128 tokens.
-    """
-
-    video_max_pixels: int | None = None
-    """
-    Pixels a frame of a video is scaled down to; unset, ms-swift's `VIDEO_MAX_TOKEN_NUM`, 768
+    Pixels to which smaller frames are scaled up; unset, ms-swift's `VIDEO_MIN_TOKEN_NUM`, 128
     tokens.
     """
 
-    video_total_pixels: int | None = None
+    video_max_pixels: int | None = key(None, lengths="value if set", check=at_least(1))
     """
-    Pixels all frames of a video may have together, each pair of frames counted once; unset, those
-    of nine tenths of ms-swift's `MODEL_SEQ_LEN`, 128,000 tokens.
-    """
-
-    system: str | None = None
-    """System prompt of records that bring none; unset, the template's."""
-
-    agent_template: str | None = None
-    """
-    ms-swift's name of the notation of tools, their calls and answers; unset, the template's own.
+    Pixels to which larger frames are scaled down; unset, ms-swift's `VIDEO_MAX_TOKEN_NUM`, 768
+    tokens.
     """
 
-    loss_scale: str = "default"
+    video_total_pixels: int | None = key(None, lengths="value if set", check=at_least(1))
     """
-    ms-swift's name of what is trained, and how much each token weighs: `default` trains what the
-    assistant says, `last_round` its last turn, `all` everything; behind it or alone, names of
-    weights, as `last_round+hermes` or `ignore_empty_think`.
+    Most pixels of a video's frames together, each pair of frames counted once; unset, nine tenths
+    of ms-swift's `MODEL_SEQ_LEN`, 128,000 tokens.
     """
 
-    truncation_strategy: Literal["left", "right", "raise"] | None = None
+    system: str | None = key(None, lengths="value")
+    """System prompt of records without one; unset, the template's."""
+
+    agent_template: str | None = key(None, lengths="value")
+    """ms-swift's name of the notation of tools, calls and answers; unset, the template's."""
+
+    loss_scale: str = key("default", lengths="value")
     """
-    Truncate samples above the limit at that end (such samples are long samples, and counted), or
-    refuse them; unset, none is truncated: they are long samples.
+    ms-swift's name of the trained tokens and their weights: `default` trains the assistant's turns,
+    `last_round` its last, `all` everything. Names of weights follow or stand alone:
+    `last_round+hermes`, `ignore_empty_think`.
+    """
+
+    truncation_strategy: Literal["left", "right", "raise"] | None = key(None, lengths="value")
+    """
+    End at which longer samples are truncated (they are long, and counted); `raise` refuses them.
+    Unset, they are long samples, not truncated.
     """
 
 
 @attrs.frozen(kw_only=True)
 class CustomConfig:
-    """`custom.`: the data, and which trainer."""
+    """`custom.`: the data, and the variant of the trainer."""
 
-    train_jsonl: tuple[PathText, ...] = ()
+    train_jsonl: tuple[PathText, ...] = key((), lengths="otherwise", rl=True)
     """
-    Data files, or patterns of their names (`data/*.parquet`): JSON Lines, JSON arrays, CSV, either
-    of them packed (.gz, .zst), Parquet, folders of `datasets.save_to_disk`. Relative paths of
-    images and videos start at the folder of their file. Needed, unless `fusion_config` names the
-    data.
+    Data files or patterns (`data/*.parquet`): JSON Lines, JSON arrays, CSV, also compressed (.gz,
+    .zst), Parquet, folders of `datasets.save_to_disk`. Relative media paths start at their file's
+    folder. Needed, unless `dataset` or `fusion_config` names the data.
     """
 
-    val_jsonl: tuple[PathText, ...] = ()
+    val_jsonl: tuple[PathText, ...] = key((), lengths="otherwise")
     """Data files of the evaluation; unset, there is none."""
 
-    source_names: dict[PathText, str] = attrs.field(factory=dict)
+    source_names: dict[PathText, str] = key(
+        attrs.Factory(dict),
+        neither="names sources in what is shown",
+        own="names sources for `plan show`, by their paths",
+        check=must(lambda name: bool(name.strip()), "a name"),
+    )
     """
-    Entries of `train_jsonl` and `val_jsonl` -> names under which their samples are counted, as
-    `{data/chats.jsonl: chats}`; entries of one name are one source, and plans stay as they are.
+    Names for entries of `train_jsonl` and `val_jsonl`, as `{data/chats.jsonl: chats}`. Samples are
+    counted by name; plans do not change.
     """
 
-    dataset: tuple[str, ...] = ()
+    dataset: tuple[str, ...] = key((), lengths="otherwise", check=_entries)
     """
-    Data as ms-swift names them, in place of `train_jsonl`: a file, a folder or an id of a hub,
-    perhaps with `:subset` and `#count` behind it.
+    Data by ms-swift's names, in place of `train_jsonl`: files, folders or hub ids, optionally with
+    `:subset` and `#count`.
     """
 
-    val_dataset: tuple[str, ...] = ()
+    val_dataset: tuple[str, ...] = key((), lengths="otherwise", check=_entries)
     """The same for the evaluation, in place of `val_jsonl`."""
 
-    split_dataset_ratio: float = 0.0
-    """Share of the records of `dataset` that is evaluated, where nothing else is."""
+    split_dataset_ratio: float = key(0.0, lengths="otherwise", check=share_below_1)
+    """Share of `dataset` to evaluate, where no other data are named."""
 
-    data_seed: int = 42
-    """Seed of what `#count` and `split_dataset_ratio` draw."""
+    data_seed: int = key(42, lengths="otherwise", check=seed_number)
+    """Seed of the draws of `#count` and `split_dataset_ratio`."""
 
-    dataset_shuffle: bool = True
+    dataset_shuffle: bool = key(True, lengths="otherwise")
     """Draw at random; `false` draws from the front."""
 
-    model_name: tuple[str, ...] = ()
-    """
-    What `swift/self-cognition` calls the model: a Chinese and an English name, or one for both.
-    """
+    model_name: tuple[str, ...] = key((), lengths="otherwise", check=_is_pair)
+    """Model's name in `swift/self-cognition`: Chinese and English, or one for both."""
 
-    model_author: tuple[str, ...] = ()
-    """Whom it says to have made the model, in the same way."""
+    model_author: tuple[str, ...] = key((), lengths="otherwise", check=_is_pair)
+    """Author's name, likewise."""
 
-    fusion_config: PathText | None = None
+    fusion_config: PathText | None = key(None, neither=_STREAMS)
     """
-    A mix of data sets, another one each epoch (a YAML); of the rollout variant. A static plan takes
-    what `packplan plan materialise` writes.
+    YAML of a mix of data sets, drawn each epoch, for the rollout variant. Static plans take the
+    output of `packplan plan materialise`.
     """
 
-    trainer_variant: Literal["sft", "rollout"] = "sft"
-    """`sft` is Stage-1, from static plans; `rollout` packs while it trains."""
+    trainer_variant: Literal["sft", "rollout"] = key("sft", plan=True)
+    """`sft`: Stage-1, from static plans; `rollout` packs during training."""
 
-    object_field_order: Literal["desc_first", "geometry_first"] = "desc_first"
-    """Order of what is said of each object of a dense caption."""
+    object_field_order: Literal["desc_first", "geometry_first"] = key("desc_first", lengths="value", rl=True)
+    """Order of description and geometry in dense captions."""
 
-    use_summary: bool = False
+    use_summary: bool = key(False, lengths="value", rl=True)
     """Answer dense captions with their summary."""
 
-    max_line_bytes: int = MAX_LINE_BYTES
+    max_line_bytes: int = key(2**20, neither=_LIMITS, check=at_least(1))
     """
-    Bytes of the longest record of a data file, its images aside; a longer one is refused before it
-    is read. Encoding it takes 2 to 8 s a MiB, and up to 370 times its size in memory.
+    Bytes of a record without its images; longer ones are refused unread. Encoding takes 2 to 8 s
+    and up to 370 MiB of memory per MiB.
     """
 
-    max_messages: int = MAX_MESSAGES
+    max_messages: int = key(MAX_MESSAGES, neither=_LIMITS, check=at_least(1))
     """Messages of a record; more are refused."""
 
-    max_video_s: float = 7200.0
-    """Seconds of the longest video; a longer one is refused before it is decoded."""
+    max_video_s: float = key(7200.0, neither=_LIMITS, check=above_0)
+    """Seconds of a video; longer ones are refused before decoding."""
 
-    max_video_bytes: int = MAX_VIDEO_BYTES
+    max_video_bytes: int = key(2**32, neither=_LIMITS, check=at_least(1))
     """
-    Bytes that the sampled frames of a video may take before they are scaled, three a pixel; more
-    are refused before they are decoded.
-    """
-
-    columns: dict[str, str] = attrs.field(factory=dict)
-    """
-    Names of the data's keys -> the names that records have, as `{q: query, a: response}`.
+    Bytes of a video's sampled frames before scaling, three a pixel; more are refused before
+    decoding.
     """
 
-    on_bad_record: Literal["stop", "skip"] = "stop"
-    """
-    What becomes of a record that cannot become a sample: the run stops, or it is left out, counted
-    and named in the log, in `lengths.json` and by `plan show`.
-    """
+    columns: dict[str, str] = key(attrs.Factory(dict), lengths="value", rl=True, check=one_of(sorted(READ)))
+    """The data's keys -> names of records, as `{q: query, a: response}`."""
 
-    max_bad_share: Decimal = Decimal("0.01")
-    """Share of all records that may be left out; more stop the run."""
-
-    records_cache: PathText | None = None
+    on_bad_record: Literal["stop", "skip"] = key("stop", neither=_ACCEPTS)
     """
-    Folder of copies of Parquet and packed files, which are written once so that records can be read
-    in any order; unset, `records` in `training.output_dir`.
+    `stop` at a record that cannot become a sample, or `skip` it: counted, and named in the log,
+    `lengths.json` and `plan show`.
     """
 
-    media_cache: PathText | None = None
+    max_bad_share: Decimal = key(Decimal("0.01"), neither=_ACCEPTS, check=share)
+    """Share of records that may be skipped; more stop the run."""
+
+    records_cache: PathText | None = key(None, neither=_COPIES, rl=True)
     """
-    Folder that images of http and https URLs are fetched into, each once, so that training needs no
-    network; runs may share it. Unset, URLs are refused.
+    Folder for copies of Parquet and compressed files, written once for reading in any order; unset,
+    `records` in `training.output_dir`.
     """
 
-    rollout_reward: str | None = None
-    """Scores the model's own answers, the best of which the rollout variant trains: one of
-    `core.rl.REWARDS`, or `module:function`. Unset, the data are trained as they are."""
+    media_cache: PathText | None = key(None, neither=_COPIES, rl=True)
+    """
+    Folder for images of http and https URLs, fetched once, so that training needs no network; runs
+    may share it. Unset, URLs are refused.
+    """
 
-    rollout_completions: int = 4
-    """Answers to each prompt."""
+    rollout_reward: str | None = key(None, neither=_STREAMS)
+    """
+    Score of the model's own answers, the best of which the rollout variant trains: one of
+    `core.rl.REWARDS`, or `module:function`. Unset, the data are trained as they are.
+    """
 
-    rollout_keep: int = 1
-    """The best so many answers of a prompt become training samples."""
+    rollout_completions: int = key(4, neither=_STREAMS, check=at_least(1))
+    """Answers to a prompt."""
 
-    rollout_max_new_tokens: int = 64
+    rollout_keep: int = key(1, neither=_STREAMS, check=at_least(1))
+    """Best answers to a prompt that are trained."""
+
+    rollout_max_new_tokens: int = key(64, neither=_STREAMS, check=at_least(1))
     """Tokens of an answer."""
 
-    rollout_temperature: float = 1.0
-    """Temperature of the answers; above 0."""
+    rollout_temperature: float = key(1.0, neither=_STREAMS, check=above_0)
+    """Sampling temperature; above 0."""
 
 
 @attrs.frozen(kw_only=True)
 class TrainingConfig:
-    """`training.`: packing, the batch, and the trainer's own settings."""
+    """`training.`: packing, batches and the trainer."""
 
-    output_dir: PathText
+    output_dir: PathText = attrs.field(metadata=about(neither="decides where results are kept", rl=True))
     """Folder of checkpoints, logs and plans."""
 
-    packing: bool = True
-    """`false` trains padded batches through the same trainer; the packing keys may stay."""
+    packing: bool = key(True, plan=True)
+    """`false` trains padded batches by the same trainer; packing keys may stay."""
 
-    packing_mode: Literal["static", "dynamic"] = "static"
-    """Stage-1 is static, the rollout variant dynamic."""
+    packing_mode: Literal["static", "dynamic"] = key("static", neither=_STREAMS)
+    """`static` in Stage-1, `dynamic` in the rollout variant."""
 
-    packing_algorithm: str = "constant_volume"
+    packing_algorithm: str = key("constant_volume", plan=True, check=one_of(ALGORITHMS))
     """
-    How samples are put into packs: one of `core.packers.ALGORITHMS`. `certified` finds the fewest,
-    `balanced` makes packs of equal work, at most 0.5 % more of them.
-    """
-
-    packing_buffer: int = PACKING_BUFFER
-    """
-    Samples that are packed together; of dynamic packing: another value is refused in static mode.
+    One of `core.packers.ALGORITHMS`. `certified` finds the fewest packs; `balanced` makes packs of
+    equal work, at most 0.5 % more.
     """
 
-    packing_balance: Literal["auto", "step", "microbatch", "none"] = "auto"
+    packing_buffer: int = key(512, neither=_STREAMS, check=at_least(1))
+    """Samples packed together in dynamic mode; static mode refuses other values."""
+
+    packing_balance: Literal["auto", "step", "microbatch", "none"] = key("auto", neither=_TRAINS)
     """
-    Assign the packs of each optimizer step to its ranks by work: `step` gives every rank the same
-    sum, `microbatch` makes each microbatch even, for ranks that wait for each other in each; `auto`
-    takes `microbatch` under FSDP and under DeepSpeed from stage 2 on, else `step`; `none` takes
-    packs as they come. Which packs a step has stays the same.
+    Assign a step's packs to ranks by work. `step`: equal sums for all ranks; `microbatch`: each
+    microbatch even, for ranks that meet in each; `auto`: `microbatch` under FSDP and under
+    DeepSpeed from stage 2 on, else `step`; `none`: as packs come. A step keeps its packs.
     """
 
-    packing_group_by_work: int = 0
+    packing_group_by_work: int = key(0, neither=_TRAINS, check=at_least(0))
     """
-    Optimizer steps of a window in which packs of like work come into one step, for ranks that have
-    one pack each; 0 leaves steps as they are drawn. Grouped steps are biased: `show` says how much
-    they differ.
-    """
-
-    packing_min_fill_ratio: Decimal = Decimal("0.65")
-    """
-    Packs filled below this share of the packing length are dropped; compared as the decimal it is.
+    Window, in optimizer steps, within which each step gets packs of like work, for ranks with one
+    pack each; 0: steps as drawn. Grouped steps are biased; `show` reports by how much.
     """
 
-    packing_drop_last: bool = True
-    """Whether packs filled below `packing_min_fill_ratio` are dropped."""
+    packing_min_fill_ratio: Decimal = key(Decimal("0.65"), plan=True, check=share)
+    """Share of the packing length, an exact decimal; packs filled below it are dropped."""
 
-    packing_max_dropped_share: Decimal = Decimal("0.01")
-    """
-    Share of all tokens that may be in dropped packs: where more than one pack is dropped and they
-    have more, planning ends with an error. 1 allows any.
-    """
+    packing_drop_last: bool = key(True, plan=True)
+    """Drop packs below `packing_min_fill_ratio`."""
 
-    packing_allow_single_long: bool = True
-    """Give a sample of the packing length or more a pack of its own; `false` skips it."""
-
-    eval_packing: bool | None = None
+    packing_max_dropped_share: Decimal = key(Decimal("0.01"), neither=_ACCEPTS, check=share)
     """
-    Whether evaluation is packed; unset, in Stage-1 and not in the rollout variant. Never without
-    `packing`. The metric is the same either way.
+    Share of tokens that dropped packs may have; more, in at least two packs, is an error. 1 allows
+    any.
     """
 
-    packing_wait_timeout_s: float = 7200.0
+    packing_allow_single_long: bool = key(True, plan=True)
+    """Give each sample of at least the packing length its own pack; `false` skips it."""
+
+    eval_packing: bool | None = key(None, plan=True)
     """
-    Seconds in all, for training and evaluation data together, that other ranks wait for rank 0 to
-    measure and plan, and rank 0 for other jobs that write the same folders; 0 means for ever.
+    Pack the evaluation; unset, in Stage-1 alone. Never without `packing`. The metric is the same.
     """
 
-    packing_lengths_from: PathText | None = None
+    packing_wait_timeout_s: float = key(
+        7200.0, neither=_MEASURES, check=must(lambda value: value >= 0, "a number of seconds, or 0 to wait for ever")
+    )
     """
-    The `output_dir` of another run, whose lengths are taken over where this run has none: a series
-    of compared runs measures once. It is only read, and has to have been measured from the same
-    inputs.
-    """
-
-    packing_length_cache_persist_every: int | None = None
-    """
-    Samples between two flushes of the measured lengths; unset, it adapts to the size of the data
-    set.
+    Seconds, for training and evaluation data together, that ranks wait for rank 0's plans, and rank
+    0 for other jobs that write the same folders; 0: for ever.
     """
 
-    packing_length_precompute_workers: int = 8
+    packing_lengths_from: PathText | None = key(
+        None, neither="names lengths that have the same fingerprint", check=must(bool, "the output_dir of another run")
+    )
     """
-    Processes that measure, at most one a core; a short rest is measured in one. 1 measures in the
-    main process.
-    """
-
-    effective_batch_size: int | None = None
-    """
-    Packs of one optimizer step over all ranks (samples, if not packing), which the ranks have to
-    divide; unset, what the next two imply.
+    `output_dir` of another run with the same inputs, whose lengths are reused if this run has none,
+    so that compared runs measure once; only read.
     """
 
-    per_device_train_batch_size: int = 1
-    """
-    Batch of a rank. Packing forces it to 1, with a warning, and keeps the packs of a step by
-    accumulation.
-    """
+    packing_length_cache_persist_every: int | None = key(None, neither=_MEASURES, check=at_least(1))
+    """Samples between flushes of measured lengths; unset, by the size of the data."""
 
-    gradient_accumulation_steps: int | None = None
+    packing_length_precompute_workers: int = key(
+        8, neither=_MEASURES, own="cores of a rank's machine", check=at_least(1)
+    )
     """
-    Batches of a rank in one optimizer step; unset, 1. Overridden where `effective_batch_size` is
-    set, or packing forces the batch to 1.
+    Processes that measure, at most one a core. 1, or a short rest, is measured in the main process.
     """
 
-    per_device_eval_batch_size: int = 1
-    """Samples of a padded evaluation batch; packed evaluation forces it to 1."""
+    effective_batch_size: int | None = key(None, neither=_TRAINS, check=at_least(1))
+    """
+    Packs (samples, if unpacked) of a step over all ranks, divisible by their number; unset, from
+    the next two.
+    """
 
-    dataloader_drop_last: bool = False
-    """Drop the packs that do not fill all ranks, instead of repeating packs from the front."""
+    per_device_train_batch_size: int = key(1, neither=_TRAINS, check=at_least(1))
+    """
+    Batch of a rank. Packing forces 1, with a warning, and keeps a step's packs by accumulation.
+    """
 
-    num_train_epochs: float = 3.0
+    gradient_accumulation_steps: int | None = key(None, neither=_TRAINS, check=at_least(1))
+    """
+    Batches of a rank in a step; unset, 1. Overridden by `effective_batch_size`, and where packing
+    forces batches of 1.
+    """
+
+    per_device_eval_batch_size: int = key(1, neither=_TRAINS, check=at_least(1))
+    """Samples of a padded evaluation batch; packed evaluation forces 1."""
+
+    dataloader_drop_last: bool = key(False, neither=_TRAINS)
+    """Drop packs that do not fill all ranks; `false` repeats packs from the front."""
+
+    num_train_epochs: float = key(3.0, neither=_TRAINS)
     """Epochs; may be fractional."""
 
-    max_steps: int = -1
-    """Optimizer steps in total, if positive; overrides the epochs."""
+    max_steps: int = key(
+        -1,
+        neither=_TRAINS,
+        check=must(lambda steps: steps == -1 or steps >= 1, "at least 1, or -1 for no limit"),
+    )
+    """Optimizer steps in total, if positive; overrides epochs."""
 
-    loss_reduction: Literal["token", "sample", "sqrt"] = "token"
+    loss_reduction: Literal["token", "sample", "sqrt"] = key("token", neither=_TRAINS)
     """
-    What weighs the same in a step's loss, over all ranks: every token, every sample, or in between
-    (`sqrt`: a token of a sample of n supervised tokens weighs n ** -0.5).
+    Unit of equal weight in a step's loss over all ranks: token, sample, or between (`sqrt`: each of
+    a sample's n supervised tokens weighs n ** -0.5).
     """
 
-    seed: int = 42
-    """Seed of weights, dropout and the order of packs, which is drawn again each epoch."""
+    seed: int = key(42, plan=True, rl=True, check=seed_number)
+    """Seed of weights, dropout, and each epoch's order of packs."""
 
-    resume_from_checkpoint: PathText | None = None
-    """A checkpoint's folder, or `last` for the newest whole one of `output_dir`."""
+    resume_from_checkpoint: PathText | None = key(None, neither=_TRAINS)
+    """Folder of a checkpoint, or `last` for the newest whole one of `output_dir`."""
 
-    tuner_type: Literal["full", "lora"] = "full"
+    tuner_type: Literal["full", "lora"] = key("full", plan=True, rl=True)
     """Train all weights, or low-rank adapters."""
 
-    lora_rank: int = 8
-    """Rank of the adapters."""
+    lora_rank: int = key(8, neither=_TUNES, rl=True, check=at_least(1))
+    """Rank of adapters."""
 
-    lora_alpha: float = 32.0
-    """An adapter's output is scaled by this over its rank."""
+    lora_alpha: float = key(32.0, neither=_TUNES, rl=True, check=at_least(1))
+    """Adapters' outputs are scaled by this over their rank."""
 
-    lora_dropout: float = 0.05
-    """Share of an adapter's inputs that are dropped, from 0 to below 1."""
+    lora_dropout: float = key(0.05, neither=_TUNES, rl=True, check=share_below_1)
+    """Dropout of adapters' inputs, from 0 to below 1."""
 
-    target_modules: tuple[str, ...] = ("all-linear",)
-    """Modules that get an adapter: names, `all-linear` or `all-embedding`."""
+    target_modules: tuple[str, ...] = key(("all-linear",), neither=_TUNES, rl=True)
+    """Modules with adapters: names, `all-linear` or `all-embedding`."""
 
-    target_regex: str | None = None
-    """Pattern of the names of modules that get an adapter, in place of `target_modules`."""
+    target_regex: str | None = key(None, neither=_TUNES, check=pattern)
+    """Pattern of names of modules with adapters, in place of `target_modules`."""
 
-    target_parameters: tuple[str, ...] = ()
-    """Parameters that get an adapter by themselves, as those of experts that are no modules."""
+    target_parameters: tuple[str, ...] = key((), neither=_TUNES)
+    """Parameters with own adapters, as of experts that are no modules."""
 
-    modules_to_save: tuple[str, ...] = ()
-    """Modules that are trained whole beside the adapters: names, `all-embedding` or `all-norm`."""
+    modules_to_save: tuple[str, ...] = key((), neither=_TUNES)
+    """Modules trained whole beside adapters: names, `all-embedding` or `all-norm`."""
 
-    use_rslora: bool = False
+    use_rslora: bool = key(False, neither=_TUNES)
     """Scale adapters by the square root of their rank (rsLoRA)."""
 
-    use_dora: bool = False
+    use_dora: bool = key(False, neither=_TUNES)
     """Train the magnitude of each weight beside its adapter (DoRA)."""
 
-    lorap_lr_ratio: float | None = None
-    """Learning rate of an adapter's second matrix over that of its first (LoRA+)."""
+    lorap_lr_ratio: float | None = key(None, neither=_TUNES, check=above_0)
+    """Learning rate of an adapter's second matrix over its first's (LoRA+)."""
 
-    freeze_llm: bool = False
-    """Keep the language model's weights."""
+    freeze_llm: bool = key(False, plan=True, rl=True)
+    """Freeze the language model."""
 
-    freeze_vit: bool = False
-    """Keep the vision tower's weights."""
+    freeze_vit: bool = key(False, plan=True, rl=True)
+    """Freeze the vision tower."""
 
-    freeze_aligner: bool = False
-    """Keep the weights between the two."""
+    freeze_aligner: bool = key(False, neither=_TUNES, rl=True)
+    """Freeze the weights between the two."""
 
-    freeze_parameters: tuple[str, ...] = ()
-    """Beginnings of the names of weights that are kept, where all are trained."""
+    freeze_parameters: tuple[str, ...] = key((), neither=_TUNES)
+    """Prefixes of names of frozen weights, in full training."""
 
-    freeze_parameters_regex: str | None = None
-    """Pattern of the names of weights that are kept."""
+    freeze_parameters_regex: str | None = key(None, neither=_TUNES, check=pattern)
+    """Pattern of names of frozen weights."""
 
-    freeze_parameters_ratio: float = 0.0
-    """Share of the weights that is kept, from the model's first on."""
+    freeze_parameters_ratio: float = key(0.0, neither=_TUNES, check=share_below_1)
+    """Share of weights that are frozen, from the model's first on."""
 
-    trainable_parameters: tuple[str, ...] = ()
-    """Beginnings of the names of weights that are trained, whatever is kept."""
+    trainable_parameters: tuple[str, ...] = key((), neither=_TUNES)
+    """Prefixes of names of trained weights, whatever is frozen."""
 
-    trainable_parameters_regex: str | None = None
-    """Pattern of the names of weights that are trained, whatever is kept."""
+    trainable_parameters_regex: str | None = key(None, neither=_TUNES, check=pattern)
+    """Pattern of names of trained weights, whatever is frozen."""
 
-    trainer: Mapping[str, Any] = attrs.field(factory=dict, converter=_read_only)
+    trainer: Mapping[str, Any] = attrs.field(
+        factory=dict, converter=_read_only, metadata=about(neither=_TRAINS, rl=True)
+    )
     """
-    Every other key of ms-swift's `Seq2SeqTrainingArguments`, and so of transformers, as it is,
-    checked against its type.
+    Any other key of ms-swift's `Seq2SeqTrainingArguments`, so of transformers, passed unchanged;
+    its type is checked.
     """
+
+
+REFUSED_TRAINING_KEYS = MappingProxyType(
+    {
+        "packing_length": "is derived from template.max_length (else model.max_model_len): set that instead",
+        "packing_avg_samples": "guesses how many samples a pack holds, which a static plan counts: remove it",
+        "group_by_length": "has no meaning for packs, which are already of like length: remove it",
+        "predict_with_generate": "is not supported, since evaluation measures the loss: remove it",
+        "max_epochs": "would end training at another step than planned: use training.num_train_epochs",
+        "auto_find_batch_size": "would change the batch behind the plan: remove it",
+        "remove_unused_columns": "would drop columns that packs need: remove it",
+        "eval_use_evalscope": "is not supported: remove it",
+        **dict.fromkeys(
+            ("generation_config", "generation_max_length", "generation_num_beams"),
+            "is for generated answers, but evaluation measures the loss: remove it",
+        ),
+        "parallelism_config": "joins several ranks to one learner, but a plan counts every rank: remove it",
+        "ignore_data_skip": "would train packs of the epoch again after a resume: remove it; to start again from a "
+        "checkpoint's weights, set model.model to it",
+        "average_tokens_across_devices": "is always on, so that the loss is the mean over all tokens: remove it",
+    }
+)
+"""Keys of `training.` -> why they are refused, and what to do."""
 
 
 @attrs.frozen(kw_only=True)
 class RunConfig:
-    """One run, as its YAML says."""
+    """Configuration of a run, as its YAML states it."""
 
     model: ModelConfig
     template: TemplateConfig
@@ -486,8 +539,8 @@ class RunConfig:
     policy: PolicyConfig = attrs.field(factory=PolicyConfig)
     grpo: GrpoConfig = attrs.field(factory=GrpoConfig)
 
-    global_max_length: int | None = None
-    """Tokens; sets `template.max_length` and `model.max_model_len` where these are not given."""
+    global_max_length: int | None = key(None, lengths="otherwise", plan=True, check=at_least(1))
+    """Tokens; sets `template.max_length` and `model.max_model_len` where these are unset."""
 
     @property
     def packing_length(self) -> int:

@@ -22,7 +22,7 @@ from packplan.adapters.stores.plans import DiskPlanStore
 from packplan.app.__main__ import COMMANDS
 from packplan.app.planning.deadline import Deadline
 from packplan.app.planning.split import GatheredSplit, Stores, plan_split
-from packplan.core.config import OWN, PATHS
+from packplan.core.config import OWN, PATHS, RunConfig, keys_of
 from packplan.core.policy import PlanPolicy
 from tests.fakes import FreeLock, ListSource, ScriptedGroup
 from tools.configuration import rewritten
@@ -380,9 +380,10 @@ def test_every_field_of_a_policy_is_in_its_table():
 
 
 def test_the_page_lists_the_keys_that_ranks_may_have_for_themselves():
-    """All of them, and no other."""
+    """All but those of type path, which the page does not list, and no other."""
     page = text_of(ROOT / "docs" / "how-it-works.md")
     (rows,) = re.findall(r"^\| keys \| why \|\n\|---\|---\|\n((?:\|.*\n)+)", page, re.MULTILINE)
     listed = [key for row in rows.splitlines() for key in CODE.findall(row.split("|")[1])]
 
-    assert sorted(key.rpartition(".")[2] for key in [*PATHS, *OWN]) == sorted(key.rpartition(".")[2] for key in listed)
+    named = {*OWN, "custom.fusion_config"} | PATHS - dict(keys_of(RunConfig)).keys()
+    assert sorted(key.rpartition(".")[2] for key in named) == sorted(key.rpartition(".")[2] for key in listed)

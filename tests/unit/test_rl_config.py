@@ -80,7 +80,7 @@ def test_rows_are_multiples_of_what_shares_them():
         ({"train_micro_batch_size": 0, "generation_batch_size": -1}, {}, "policy.generation_batch_size: is -1"),
         ({}, {"save_every": 0}, "grpo.save_every: is 0, but has to be at least 1"),
         ({}, {"num_steps": 0}, "grpo.num_steps: is 0, but has to be at least 1"),
-        ({}, {"num_generations_per_prompt": 1}, "grpo.num_generations_per_prompt: is 1, but answers are compared"),
+        ({}, {"num_generations_per_prompt": 1}, "generations_per_prompt: is 1, but has to be at least 2: answers are"),
         ({}, {"temperature": 0}, "grpo.temperature: is 0.0, but has to be above 0"),
         ({}, {"kl_coefficient": -1}, "grpo.kl_coefficient: is -1.0, but has to be at least 0"),
     ],

@@ -10,8 +10,7 @@ import pytest
 
 from packplan.app.planning.schedule import meeting_of
 from packplan.app.wiring.works import policy_of, work_of
-from packplan.core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
-from packplan.core.config.faults import faults
+from packplan.core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig, faults
 from packplan.core.work import WorkModel
 
 TEXT = {"model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -104,7 +103,7 @@ def test_only_packs_that_weigh_work_are_planned_by_it(tmp_path):
 @pytest.mark.parametrize(
     ("training", "reason"),
     [
-        ({"packing_group_by_work": -1}, "is -1, but has to be at least 0 steps"),
+        ({"packing_group_by_work": -1}, "is -1, but has to be at least 0"),
         (
             {"packing_group_by_work": 4, "packing_balance": "none"},
             "needs training.packing, and training.packing_balance",

@@ -1,0 +1,145 @@
+"""
+Declaration of a YAML key, in one place: its default, its check, and its effect on stored lengths
+and plans. The docstring below a key is its reference text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, Literal, TypeVar
+
+import attrs
+
+from packplan.core.errors import Fault
+
+T = TypeVar("T")
+
+Check = Callable[[Any], Iterator[str]]
+"""Generator of everything wrong with a value, each as a text that follows the name of its key."""
+
+
+def _accept(_: object) -> Iterator[str]:
+    return iter(())
+
+
+@attrs.frozen(kw_only=True)
+class Key:
+    """
+    Facts about a key beside its type, default and reference text.
+
+    A key of a run that plans states `lengths`, `plan` or both, or `neither`.
+    """
+
+    check: Check = _accept
+    """Check of a value that is set; of a mapping, the check of each of its values."""
+
+    lengths: Literal["value", "value if set", "otherwise"] | None = None
+    """
+    How the key enters the fingerprint of lengths: by name, by name unless it is unset, or as
+    something that follows from it, such as a digest of the files that it names.
+    """
+
+    plan: bool = False
+    """Whether the fingerprint of a plan depends on the key."""
+
+    neither: str = ""
+    """Reason why the key enters neither fingerprint."""
+
+    own: str = ""
+    """Reason why each rank may have another value; without one, all ranks have to agree."""
+
+    rl: bool = False
+    """Whether `packplan rl` reads the key, in a section that other commands read too."""
+
+
+def about(**facts: Any) -> dict[Any, Any]:
+    """Return the metadata of a field whose key has these fields of `Key`."""
+    return {Key: Key(**facts)}
+
+
+def key(default: T, **facts: Any) -> T:
+    """
+    Return a field with a default.
+
+    Args:
+        default: Value of a key that the YAML does not set.
+        facts: Fields of `Key`.
+    """
+    return attrs.field(default=default, metadata=about(**facts))
+
+
+def key_of(field: attrs.Attribute[Any]) -> Key:
+    """Return the facts that a field declares."""
+    known: Key = field.metadata.get(Key, Key())
+    return known
+
+
+def keys_of(kind: type, prefix: str = "") -> Iterator[tuple[str, attrs.Attribute[Any]]]:
+    """Yield each key of a class and of the sections below it: its path and its field."""
+    for field in attrs.fields(attrs.resolve_types(kind)):
+        path = f"{prefix}{field.name}"
+        if attrs.has(field.type):
+            yield from keys_of(field.type, f"{path}.")
+        else:
+            yield path, field
+
+
+def key_faults(section: Any, prefix: str = "") -> Iterator[Fault]:
+    """Yield everything that the checks of single keys find in a section and those below it."""
+    for field in attrs.fields(type(section)):
+        path, value = f"{prefix}{field.name}", getattr(section, field.name)
+        if attrs.has(type(value)):
+            yield from key_faults(value, f"{path}.")
+        elif value is not None:
+            values = (
+                {f"{path}.{name}": one for name, one in value.items()} if isinstance(value, Mapping) else {path: value}
+            )
+            for where, one in values.items():
+                yield from (Fault(where, reason) for reason in key_of(field).check(one))
+
+
+def must(holds: Callable[[Any], bool], wanted: str) -> Check:
+    """
+    Return a check by a predicate.
+
+    Args:
+        holds: Whether a value is right.
+        wanted: Description of a right value, which ends the message.
+
+    >>> list(must(lambda value: value < 5, "below 5")(7))
+    ['is 7, but has to be below 5']
+    """
+
+    def check(value: Any) -> Iterator[str]:
+        if not holds(value):
+            yield f"is {repr(value) if isinstance(value, str) else value}, but has to be {wanted}"
+
+    return check
+
+
+def at_least(least: int) -> Check:
+    """Return the check of a number that has a smallest value."""
+    return must(lambda value: value >= least, f"at least {least}")
+
+
+def one_of(names: Collection[str]) -> Check:
+    """Return the check of a name that has to be one of these."""
+    return must(lambda value: value in names, f"one of {', '.join(names)}")
+
+
+above_0 = must(lambda value: value > 0, "above 0")
+
+share = must(lambda value: 0 <= value <= 1, "from 0 to 1")
+
+share_below_1 = must(lambda value: 0 <= value < 1, "from 0 to below 1")
+
+seed_number = must(lambda value: 0 <= value < 2**32, "from 0 to 2**32 - 1")
+
+
+def pattern(value: str) -> Iterator[str]:
+    """Check a regular expression."""
+    try:
+        re.compile(value)
+    except re.error as error:
+        yield f"is no pattern ({error}): correct it"

@@ -1,0 +1,162 @@
+"""Every key of a run declares once how it enters stored lengths and plans, and both obey."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from decimal import Decimal
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import attrs
+import pytest
+
+from packplan.adapters.config.run import parse_config
+from packplan.app.wiring.works import policy_of
+from packplan.core.config import RunConfig, configured_inputs, key_of, keys_of, plan_policy
+from packplan.core.fingerprint import Fingerprint
+
+
+def run(**sections: dict[str, object]) -> RunConfig:
+    """Return a run with these keys beside the ones that every run needs."""
+    least = {
+        "model": {"model": "m"}, "template": {"max_length": 80}, "custom": {"train_jsonl": "a.jsonl"},
+        "training": {"output_dir": "out"},
+    }  # fmt: skip
+    return parse_config({name: {**keys, **sections.get(name, {})} for name, keys in least.items()}, "run.yaml", {})
+
+
+def length_inputs(config: RunConfig) -> dict[str, object]:
+    return configured_inputs(config.template, config.custom, packing_length=config.packing_length)
+
+
+@pytest.mark.parametrize(
+    ("sections", "digest"),
+    [
+        ({}, "3da729f5f1696655"),
+        (
+            {"template": {"system": "Look.", "agent_template": "hermes", "loss_scale": "last_round", "max_pixels": 784,
+                          "truncation_strategy": "raise"}},
+            "85a135b83cfde42d",
+        ),
+        (
+            {"template": {"truncation_strategy": "left"},
+             "custom": {"object_field_order": "geometry_first", "use_summary": True,
+                        "columns": {"q": "query", "a": "response"}}},
+            "6b3727f07274a1d4",
+        ),
+        (
+            {"template": {"fps": 0.5, "fps_min_frames": 2, "fps_max_frames": 8, "video_min_pixels": 784,
+                          "video_max_pixels": 7840, "video_total_pixels": 78400}},
+            "d9fdbc1b6e05cb18",
+        ),
+    ],
+)  # fmt: skip
+def test_golden_fingerprints_of_lengths(sections, digest):
+    """Another digest would refuse every stored data set, and ask to measure it again."""
+    assert digest == Fingerprint(length_inputs(run(**sections))).digest[:16]
+
+
+@pytest.mark.parametrize(
+    ("training", "train", "evaluation"),
+    [
+        ({}, "4e018f28bbeb4101", "d602e9e48b8d381a"),
+        (
+            {"packing_algorithm": "first_fit_shuffle", "seed": 7, "packing_min_fill_ratio": 0.5,
+             "packing_allow_single_long": False},
+            "090b6f1113962441", "290d390fca2202f4",
+        ),
+        ({"packing_algorithm": "balanced", "packing_drop_last": False}, "451d3aff9f6ac1a1", "451d3aff9f6ac1a1"),
+        ({"packing": False, "packing_allow_single_long": False}, "78a5e9871572de28", "78a5e9871572de28"),
+        ({"eval_packing": False}, "4e018f28bbeb4101", "d5b8f7cc91e04d7c"),
+    ],
+)  # fmt: skip
+def test_golden_fingerprints_of_plans(training, train, evaluation):
+    """Another digest would plan every stored data set again."""
+    config = run(training=training)
+    digests = [plan_policy(config, split).fingerprint("d").digest[:16] for split in ("train", "eval")]
+
+    assert [train, evaluation] == digests
+
+
+DECLARED = dict(keys_of(RunConfig))
+
+PLANNING = [path for path in DECLARED if path.partition(".")[0] not in {"policy", "grpo"}]
+"""Keys of runs that measure and plan; reinforcement learning does neither."""
+
+SIZES = {
+    "model_type": "glm4v",
+    "text_config": {
+        "model_type": "glm4v_text", "hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "intermediate_size": 16, "vocab_size": 100,
+    },
+    "vision_config": {
+        "attention_bias": False, "image_size": 8, "depth": 2, "hidden_size": 4, "out_hidden_size": 8, "patch_size": 2,
+        "intermediate_size": 6, "in_channels": 3, "temporal_patch_size": 2, "spatial_merge_size": 2,
+    },
+}  # fmt: skip
+"""Sizes of a model with a vision tower, whose work is known."""
+
+VALUES = {
+    int: 7, float: 0.25, Decimal: Decimal("0.25"), str: "certified", Annotated: "certified", tuple: ("x",),
+    dict: {"q": "query"}, Mapping: {"q": "query"},
+}  # fmt: skip
+"""Kind of a key -> a value that is no default."""
+
+
+def other_value(kind: Any, value: object) -> object:
+    """Return a value of a kind other than *value*."""
+    if get_origin(kind) in {Union, UnionType}:
+        kind = get_args(kind)[0]
+    if get_origin(kind) is Literal:
+        return next(choice for choice in reversed(get_args(kind)) if choice != value)
+    return value is False if kind is bool else VALUES[get_origin(kind) or kind]
+
+
+def changed(config: Any, path: str) -> Any:
+    """Return a configuration with another value of one key."""
+    name, _, rest = path.partition(".")
+    value = getattr(config, name)
+    other = changed(value, rest) if rest else other_value(getattr(attrs.fields(type(config)), name).type, value)
+    return attrs.evolve(config, **{name: other})
+
+
+def digests_of_plans(config: RunConfig) -> list[str]:
+    return [policy_of(config, split).fingerprint("d").digest for split in ("train", "eval")]
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    """Runs, one of which at least depends on each key that any depends on; their fingerprints."""
+    model = {"model": str(tmp_path_factory.mktemp("model"))}
+    Path(model["model"], "config.json").write_text(json.dumps(SIZES))
+    configs = [
+        run(model=model, training={"packing_algorithm": "balanced"}),
+        run(template={"truncation_strategy": "left"}, training={"packing_algorithm": "first_fit_shuffle"}),
+        run(model={"max_model_len": 80}, template={"max_length": None}),
+    ]
+    return [(config, length_inputs(config), digests_of_plans(config)) for config in configs]
+
+
+@pytest.mark.parametrize("path", PLANNING)
+def test_every_key_of_planning_and_measuring_declares_its_effect(path):
+    """It enters a fingerprint, or states why it enters neither."""
+    facts = key_of(DECLARED[path])
+
+    assert bool(facts.lengths or facts.plan) != bool(facts.neither)
+
+
+@pytest.mark.parametrize("path", PLANNING)
+def test_fingerprints_depend_on_exactly_the_keys_that_declare_it(path, bases):
+    """
+    Another value changes the fingerprint of some run, or that of none. A key that enters lengths
+    otherwise is no input by its own name.
+    """
+    facts, others = key_of(DECLARED[path]), [changed(config, path) for config, _, _ in bases]
+    by_length = any(inputs != length_inputs(other) for (_, inputs, _), other in zip(bases, others, strict=True))
+    by_plan = any(digests != digests_of_plans(other) for (_, _, digests), other in zip(bases, others, strict=True))
+
+    assert by_plan == facts.plan
+    assert (path in length_inputs(others[0])) == (facts.lengths in {"value", "value if set"})
+    assert by_length == bool(facts.lengths) or "otherwise" == facts.lengths
