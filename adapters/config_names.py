@@ -13,8 +13,6 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
-
 from transformers import PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 

@@ -1,38 +1,45 @@
 """
 Makes torchvision importable beside a CPU-only torch.
 
-The published torchvision is a CUDA build: beside a CPU-only torch its import dies because the
+The published torchvision is a CUDA build: beside a CPU-only torch its import fails, because the
 operators that it gives a meta implementation are not registered. Qwen-VL's processor needs only its
-pure-Python part, so declaring the two operators is enough. A matching build needs nothing. Import
-this before transformers or swift, in every process.
+pure-Python part, so declaring the two operators is enough. A matching build needs nothing.
+`packplan.adapters` installs this before anything is imported that imports torchvision.
 """
 
 from __future__ import annotations
 
-import importlib
 import sys
+from importlib.abc import MetaPathFinder
+from typing import Any
 
-import torch
+_OPERATORS = ("nms", "qnms")
 
-_kept_alive: list[torch.library.Library] = []
+_kept_alive: list[Any] = []
 
 
-def ensure_torchvision() -> None:
-    """Import torchvision, declaring its operators if it lacks them."""
-    if _kept_alive or "torchvision" in sys.modules:
+class DeclareOperators(MetaPathFinder):
+    """Declares torchvision's operators after its library is loaded, if that lacks them."""
+
+    def find_spec(self, fullname: str, *_: object) -> None:
+        """Find no module; act once, before the first that needs the operators."""
+        if fullname == "torchvision._meta_registrations":
+            sys.meta_path.remove(self)
+            declare_operators()
+
+
+def declare_operators() -> None:
+    """Declare the operators that are not registered."""
+    import torch
+
+    if hasattr(torch.ops.torchvision, _OPERATORS[0]):
         return
-    try:
-        importlib.import_module("torchvision")
-    except RuntimeError as error:
-        if "torchvision::nms" not in str(error):
-            raise
-        for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
-            del sys.modules[name]
-        library = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
-        library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")  # type: ignore[no-untyped-call]
-        library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")  # type: ignore[no-untyped-call]
-        _kept_alive.append(library)
-        importlib.import_module("torchvision")
+    library = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
+    for name in _OPERATORS:
+        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")  # type: ignore[no-untyped-call]
+    _kept_alive.append(library)
 
 
-ensure_torchvision()
+def install() -> None:
+    """Have the operators declared when torchvision is imported; nothing is imported here."""
+    sys.meta_path.insert(0, DeclareOperators())

@@ -8,6 +8,8 @@ modules are being imported.
 import sys
 from types import TracebackType
 
+import packplan.adapters  # noqa: F401  # prepares what transformers and swift import
+
 
 def answer_ctrl_c() -> None:
     """Have Ctrl-C that nothing catches end this process with a line and no traceback."""

@@ -18,8 +18,8 @@ from typing import get_args
 import attrs
 
 from packplan.app.cli.command import add_logging_options, run_command, run_program
-from packplan.app.wiring.conversion import Converted, convert_back, convert_source, run_faults, run_text, write_run
-from packplan.core.conversion import DIFFERENT, Verdict
+from packplan.app.wiring.conversion import Converted, convert_source, run_faults, run_text, write_run
+from packplan.core.conversion import Verdict
 from packplan.core.errors import ConfigError, Fault
 
 
@@ -39,10 +39,8 @@ def main(arguments: list[str] | None = None) -> int:
         "--output",
         type=Path,
         metavar="run.yaml",
-        help="what to write (default: run.yaml; swift.yaml with --back)",
-    )
-    parser.add_argument(
-        "--back", action="store_true", help="the other way: make a YAML for swift sft, without packing, of a run's YAML"
+        default=Path("run.yaml"),
+        help="name of the YAML to write (default: run.yaml)",
     )
     parser.add_argument(
         "--strict", action="store_true", help="fail, and write nothing, if something is changed or not supported"
@@ -51,12 +49,9 @@ def main(arguments: list[str] | None = None) -> int:
     add_logging_options(parser)
     options = parser.parse_args(arguments)
 
-    output = options.output or Path("swift.yaml" if options.back else "run.yaml")
+    output: Path = options.output
 
     def command() -> None:
-        if options.back:
-            go_back(options.source, output, strict=options.strict)
-            return
         converted = convert_source(options.source)
         faults = run_faults(converted) or (strict_faults(converted) if options.strict else ())
         if not faults:
@@ -67,31 +62,6 @@ def main(arguments: list[str] | None = None) -> int:
             raise ConfigError(converted.source.name, faults)
 
     return run_command(command, verbose=options.verbose, quiet=options.quiet)
-
-
-def go_back(source: list[str], output: Path, *, strict: bool) -> None:
-    """
-    Write the YAML of `swift sft` that trains a run's samples without packing, and print what
-    differs.
-
-    Args:
-        source: The name of the run's YAML, alone.
-        output: What to write.
-        strict: Fail, and write nothing, if something of the run cannot be said to ms-swift.
-
-    Raises:
-        ConfigError: The run has faults, or trains what no file holds.
-    """
-    if len(source) > 1:
-        raise ConfigError.of("--back", "takes one run's YAML")
-    back, text = convert_back(Path(source[0]))
-    missing = tuple(Fault(line.argument, line.reason) for line in back.lines if line.verdict in DIFFERENT)
-    if strict and missing:
-        raise ConfigError(source[0], missing)
-    write_run(output, text)
-    for line in back.lines:
-        print(f"{line.verdict:<15}  {line.argument}  {line.reason}")
-    print(f"start it with: swift sft {output}")
 
 
 def strict_faults(converted: Converted) -> tuple[Fault, ...]:

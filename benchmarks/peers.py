@@ -30,7 +30,6 @@ class Peer:
 
     def load(self) -> None:
         """Import the package."""
-        import_module("packplan.adapters.torchvision_shim")  # before transformers and swift
         import_module(self.module)
 
 

@@ -9,8 +9,6 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
-from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
-
 import numpy as np
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText

@@ -286,11 +286,11 @@ def _show_families(options: argparse.Namespace) -> None:
 def _family(family: str) -> FamilyRow:
     """Build a family's small copy, and compare its work with torch's counter."""
     from packplan.adapters.probe.families import default_config
-    from packplan.adapters.probe.small_model import build_small, quiet
+    from packplan.adapters.probe.small_model import SmallModels, quiet
 
     try:
         with quiet():
-            model = build_small(default_config(family), attention="eager")
+            model = SmallModels(default_config(family)).build(attention="eager")
         # The kernels that compute experts together are not counted.
         if hasattr(model, "set_experts_implementation"):
             model.set_experts_implementation("eager")

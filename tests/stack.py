@@ -11,7 +11,6 @@ import importlib
 # Looking at a million objects again and again that live as long as the process costs 1.3 s of 8.
 gc.disable()
 
-from packplan.adapters import torchvision_shim  # noqa: E402, F401  # before transformers  # isort: skip
 
 import PIL.Image  # noqa: E402
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping  # noqa: E402

@@ -53,7 +53,6 @@ MORE = {
     "custom.records_cache": "records.md#files",
     "custom.fusion_config": "mixing.md",
     "custom.max_line_bytes": "records.md",
-    "custom.max_messages": "records.md",
     "custom.trainer_variant": "modes.md",
     "custom.rollout_reward": "modes.md#rollouts",
     "training.packing": "training.md#packed-or-padded",

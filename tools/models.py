@@ -138,7 +138,6 @@ def versions(*packages: str) -> str:
 
 def templates_that_pack() -> list[str]:
     """Return the templates of models that see, of which ms-swift says that they pack."""
-    from packplan.adapters import torchvision_shim  # noqa: F401, I001  # before swift
     from swift.template import TEMPLATE_MAPPING
 
     return [name for name, meta in TEMPLATE_MAPPING.items() if meta.template_cls.support_padding_free]

@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
-
 import torch
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
@@ -32,7 +30,6 @@ __all__ = [
     "PATCHES_NAME",
     "ROWS_NAME",
     "attend_as",
-    "attend_by_masks",
     "attend_by_varlen",
     "follow_rows",
     "native_attention",
@@ -79,7 +76,7 @@ def attend_as(model: Any, attention: AttentionChoice) -> None:
     if attention.name == VARLEN:
         attend_by_varlen(part, name=ROWS_NAME if follows else NAME)
     elif attention.name == MASKED:
-        attend_by_masks(part)
+        _attend_by_masks(part)
     if follows:
         follow_rows(model)
     split_states(model, attention.split)
@@ -102,7 +99,7 @@ def takes_grids(model: Any, part: str) -> bool:
     return part == "vision_config" and any("grid_thw" in inspect.signature(one.forward).parameters for one in towers)
 
 
-def attend_by_masks(model: Any) -> None:
+def _attend_by_masks(model: Any) -> None:
     """Let a model of transformers attend under its own mask, with samples of a row apart."""
     texts = {part: MASKED_NAME for part in model.config.sub_configs if part != "vision_config"}
     model.set_attn_implementation({"": MASKED_NAME, **texts})

@@ -15,8 +15,6 @@ from collections.abc import Callable
 from functools import cached_property
 from itertools import pairwise
 
-from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
-
 import attrs
 import torch
 from transformers.masking_utils import sdpa_mask

@@ -17,8 +17,6 @@ from functools import cached_property, wraps
 from itertools import pairwise
 from typing import Any
 
-from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
-
 import attrs
 import torch
 

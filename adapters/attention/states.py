@@ -9,8 +9,6 @@ from collections.abc import Callable, Collection, Mapping
 from functools import wraps
 from typing import Any
 
-from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
-
 import torch
 
 from packplan.adapters.attention.rows import PackedRow, computing, row_of_layers

@@ -16,8 +16,6 @@ from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any
 
-from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
-
 import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name
 from torch.nn.attention.varlen import varlen_attn

@@ -10,8 +10,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
-
 from swift.dataset import DATASET_MAPPING
 from swift.dataset.dataset_syntax import DatasetSyntax
 from swift.dataset.loader import DatasetLoader, init_self_cognition_preprocessor

@@ -13,8 +13,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
-
 import swift
 from swift.arguments import SftArguments
 from swift.model import MODEL_MAPPING, get_matched_model_meta, get_model_info_meta

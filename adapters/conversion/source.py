@@ -81,8 +81,8 @@ def _of_command(words: Sequence[str], table: Mapping[str, Argument]) -> Source:
     rest = list(words)
     while rest and "=" in rest[0] and not rest[0].startswith("-"):
         name, _, value = rest.pop(0).partition("=")
-        variables[name] = Word(value, quoted=True)
-    command = Command(1, variables, tuple(Word(word, quoted=True) for word in rest))
+        variables[name] = Word(value)
+    command = Command(1, variables, tuple(Word(word) for word in rest))
     return _of_launch(find_launch([command], source=COMMAND_LINE), COMMAND_LINE, table)
 
 

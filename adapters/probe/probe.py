@@ -8,8 +8,6 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
-
 import attrs
 import torch
 

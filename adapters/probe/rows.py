@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from typing import Any
 
-from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
-
 import attrs
 import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name

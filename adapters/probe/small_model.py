@@ -11,8 +11,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
-
 import attrs
 import psutil
 import torch
@@ -72,28 +70,6 @@ def open_model_config(model: ModelConfig) -> Any:
         ) from error
 
 
-def build_small(
-    config: Any,
-    *,
-    attention: str,
-    trust_remote_code: bool = False,
-    trials: Trials = MappingProxyType({}),
-) -> Any:
-    """
-    Build a small copy of the model that a configuration describes, in float32, in evaluation.
-
-    Args:
-        config: Of transformers; of the user's own model.
-        attention: The attention of transformers that it is built with.
-        trust_remote_code: Whether code beside the configuration may run.
-        trials: Numbers to put in place of what `shrink` left.
-
-    Raises:
-        ProbeError: It cannot be built, or not small.
-    """
-    return SmallModels(config, trust_remote_code=trust_remote_code).build(attention=attention, trials=trials)
-
-
 @attrs.define(eq=False)
 class SmallModels:
     """Small copies of one model, whose configuration and number of weights are found once."""
@@ -108,7 +84,16 @@ class SmallModels:
     """How often shrunk, and with which trials -> the configuration, and how many weights it has."""
 
     def build(self, *, attention: str, trials: Trials = MappingProxyType({})) -> Any:
-        """Build a copy; see `build_small`."""
+        """
+        Build a small copy with random weights, in float32, in evaluation.
+
+        Args:
+            attention: Name of transformers' attention that it is built with.
+            trials: Numbers to put in place of those that `shrink` left.
+
+        Raises:
+            ProbeError: It cannot be built, or not small.
+        """
         failures = []
         for times in (1, 2):
             try:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
-
 import torch
 
 from packplan.adapters.attention import split_states

@@ -10,8 +10,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
-
 import attrs
 from swift.template import Template
 
@@ -224,7 +222,6 @@ class SwiftEncoder:
             known,
             object_field_order=custom.object_field_order,
             use_summary=custom.use_summary,
-            max_messages=custom.max_messages,
             columns=custom.columns,
             urls=self._media is not None,
         )

@@ -14,8 +14,6 @@ import math
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
-
 import attrs
 from PIL import Image
 from qwen_vl_utils.vision_process import smart_resize

@@ -13,8 +13,6 @@ from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
-
 import attrs
 import torch
 from torch.utils.data import DataLoader, Dataset

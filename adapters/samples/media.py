@@ -13,8 +13,6 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
-
 import attrs
 import torch
 from PIL import Image

@@ -9,8 +9,6 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
-
 import torch
 from swift.trainers import Seq2SeqTrainingArguments
 from transformers.integrations import is_deepspeed_zero3_enabled

@@ -21,8 +21,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
-
 import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name
 from swift.template import Template

@@ -9,8 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
-from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
-
 import attrs
 import torch
 from swift.dataloader import DataLoaderShard

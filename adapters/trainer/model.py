@@ -11,8 +11,6 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
-from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
-
 import torch
 from swift import get_model_processor
 from swift.utils import HfConfigFactory

@@ -9,8 +9,6 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
-
 import torch
 
 from packplan.adapters.samples.encoder import SwiftEncoder

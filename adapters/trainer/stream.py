@@ -15,8 +15,6 @@ from decimal import Decimal
 from itertools import chain
 from typing import Any
 
-from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
-
 import attrs
 import torch
 from transformers import Trainer

@@ -11,8 +11,6 @@ from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
-from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
-
 import torch
 from swift.arguments.base_args.quant_args import QuantizeArguments
 from swift.arguments.tuner_args import TunerArguments

@@ -16,8 +16,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
-
 import attrs
 import numpy as np
 import torch

@@ -58,7 +58,6 @@ def main(arguments: list[str] | None = None) -> int:
 
         if options.quiet:
             config = training.without_progress(config)
-        loop.require_runnable(config)
         attention = training.decide_attention(config, isolated=config.policy.sequence_packing.enabled)
         if loop.is_first_rank():
             stores.open_policy_folder(config).make_room(overwrite=options.overwrite)

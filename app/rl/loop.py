@@ -27,7 +27,7 @@ from packplan.adapters.sequence_loss import normalisers
 from packplan.app.wiring.stores import open_policy_folder
 from packplan.app.wiring.works import trained_work
 from packplan.core.config import RunConfig
-from packplan.core.errors import ConfigError, RecordError, counted
+from packplan.core.errors import RecordError, counted
 from packplan.core.ports import Arrays, Workers
 from packplan.core.rl import group_advantages
 from packplan.core.shard import Sharding, batch_metrics, pooled, shard_dynamic, shard_packed, shard_plain
@@ -58,17 +58,6 @@ class Rollouts:
 def is_first_rank() -> bool:
     """Return whether this process is torchrun's first, or the only one: it logs."""
     return os.environ.get("RANK", "0") == "0"
-
-
-def require_runnable(config: RunConfig) -> None:
-    """Refuse settings that this command's own engine does not run."""
-    policy = config.policy
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-        if getattr(policy, name) > 1:
-            reason = "is for engines of your own, which cut batches with core.shard; packplan rl runs 1: set it to 1"
-            raise ConfigError.of(f"policy.{name}", reason)
-    if policy.compile:
-        raise ConfigError.of("policy.compile", "is for engines of your own; packplan rl does not compile: remove it")
 
 
 def run(config: RunConfig, workers: Workers, samples: SwiftEncoder) -> list[dict[str, Any]]:

@@ -13,25 +13,21 @@ import attrs
 import yaml
 
 from packplan.adapters import files
-from packplan.adapters.config.layers import read_document
 from packplan.adapters.config.run import parse_config
 from packplan.adapters.config.trainer_keys import TrainerKey, stored_keys
 from packplan.adapters.conversion.source import Source, read_source
 from packplan.adapters.conversion.table import stored_arguments
 from packplan.adapters.hub_caches import cached
 from packplan.adapters.progress import loading_libraries
-from packplan.adapters.ranks.environment import named_world_size
 from packplan.core.config import REFUSED_TRAINING_KEYS
 from packplan.core.conversion import (
     Argument,
-    Back,
     Conversion,
     Line,
     Word,
     World,
     convert,
     require_consistent,
-    to_swift,
 )
 from packplan.core.errors import ConfigError, Fault, OutputError
 
@@ -121,21 +117,6 @@ def write_run(path: Path, text: str) -> None:
         files.write_bytes(path, text.encode())
     except OutputError as error:
         raise ConfigError.of("--output", f"{path} cannot be written: {error.reason}") from error
-
-
-def convert_back(path: Path) -> tuple[Back, str]:
-    """
-    Return what `swift sft` is given to train a run's samples without packing, and the text of its
-    YAML; ConfigError with the faults of the run.
-    """
-    document = read_document(path)
-    config = parse_config(document, str(path), _trainer_keys())
-    given = frozenset(
-        f"{section}.{key}" for section, keys in document.items() if isinstance(keys, dict) for key in keys
-    )
-    back = to_swift(config, given=given, world_size=named_world_size())
-    head = f"# {path} without packing: swift sft this file\n"
-    return back, head + yaml.safe_dump(dict(back.arguments), sort_keys=False, allow_unicode=True, width=100)
 
 
 def _arguments() -> Mapping[str, Argument]:

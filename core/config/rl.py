@@ -76,15 +76,6 @@ class PolicyConfig:
     context_parallel_size: int = key(1, check=at_least(1))
     """Ranks that share each row; needs packing."""
 
-    tensor_parallel_size: int = key(1, check=at_least(1))
-    """`packplan rl` runs 1 alone; others cut with `core.shard` for their own engine."""
-
-    pipeline_parallel_size: int = key(1, check=at_least(1))
-    """`packplan rl` runs 1 alone; packed rows would be padded to a fixed length."""
-
-    compile: bool = False
-    """Compile the model with torch.compile; not with dynamic batching, whose shapes change."""
-
 
 @attrs.frozen(kw_only=True)
 class GrpoConfig:

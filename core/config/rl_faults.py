@@ -59,24 +59,16 @@ def _budget_faults(config: RunConfig) -> Iterator[Fault]:
 def _policy_faults(policy: PolicyConfig) -> Iterator[Fault]:
     """Yield faults of modes that do not go together."""
     packing, dynamic = policy.sequence_packing, policy.dynamic_batching
-    ways = 2 * policy.context_parallel_size if policy.context_parallel_size > 1 else 1
-    multiple = ways * policy.tensor_parallel_size
+    multiple = 2 * policy.context_parallel_size if policy.context_parallel_size > 1 else 1
     if packing.enabled and dynamic.enabled:
         reason = "and policy.sequence_packing exclude each other: disable one; packing computes less"
         yield Fault("policy.dynamic_batching", reason)
-    if dynamic.enabled and policy.pipeline_parallel_size > 1:
-        reason = "needs microbatches of one shape, which dynamic batching does not give: use policy.sequence_packing"
-        yield Fault("policy.pipeline_parallel_size", reason)
-    if dynamic.enabled and policy.compile:
-        reason = "would compile again for each shape of dynamic batching: remove it, or use policy.sequence_packing"
-        yield Fault("policy.compile", reason)
     if policy.context_parallel_size > 1 and not packing.enabled:
         reason = "cuts packed rows: enable policy.sequence_packing, or set it to 1"
         yield Fault("policy.context_parallel_size", reason)
     if packing.enabled and packing.sequence_length_round % multiple:
         reason = (
             f"is {packing.sequence_length_round}, but the ranks that share a row need a multiple of {multiple} (2 * "
-            "context_parallel_size * tensor_parallel_size): set it to "
-            f"{-(-packing.sequence_length_round // multiple) * multiple}"
+            f"context_parallel_size): set it to {-(-packing.sequence_length_round // multiple) * multiple}"
         )
         yield Fault("policy.sequence_packing.sequence_length_round", reason)

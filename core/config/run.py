@@ -30,7 +30,7 @@ from packplan.core.config.keys import (
 from packplan.core.config.rl import GrpoConfig, PolicyConfig
 from packplan.core.equality import BACKENDS
 from packplan.core.packers import ALGORITHMS
-from packplan.core.samples import MAX_MESSAGES, READ, parse_entry
+from packplan.core.samples import READ, parse_entry
 
 PathText: TypeAlias = Annotated[str, "path"]
 """Path of a file or folder, in which `~` and `${NAME}` are replaced when the YAML is read."""
@@ -257,9 +257,6 @@ class CustomConfig:
     Bytes of a record without its images; longer ones are refused unread. Encoding takes 2 to 8 s
     and up to 370 MiB of memory per MiB.
     """
-
-    max_messages: int = key(MAX_MESSAGES, neither=_LIMITS, check=at_least(1))
-    """Messages of a record; more are refused."""
 
     max_video_s: float = key(7200.0, neither=_LIMITS, check=above_0)
     """Seconds of a video; longer ones are refused before decoding."""

@@ -1,20 +1,19 @@
-"""A command of `swift sft` -> a run of this project, and back; nothing is executed."""
+"""A command of `swift sft` -> a run of this project; nothing is executed."""
 
 from __future__ import annotations
 
 from packplan.core.conversion.arguments import Argument, Given, read_keys, read_resolved, read_words, refuse_rlhf
-from packplan.core.conversion.back import Back, to_swift
-from packplan.core.conversion.convert import (
+from packplan.core.conversion.contradictions import require_consistent
+from packplan.core.conversion.conversion import (
     DIFFERENT,
     Conversion,
     Line,
     ModelFacts,
     Verdict,
     World,
-    convert,
-    require_consistent,
     samples_of_step,
 )
+from packplan.core.conversion.convert import convert
 from packplan.core.conversion.launch import Launch, find_launch
 from packplan.core.conversion.packs import packs_of_step, with_packs, without_packs
 from packplan.core.conversion.shell import Command, Word, read_script
@@ -22,7 +21,6 @@ from packplan.core.conversion.shell import Command, Word, read_script
 __all__ = [
     "DIFFERENT",
     "Argument",
-    "Back",
     "Command",
     "Conversion",
     "Given",
@@ -42,7 +40,6 @@ __all__ = [
     "refuse_rlhf",
     "require_consistent",
     "samples_of_step",
-    "to_swift",
     "with_packs",
     "without_packs",
 ]

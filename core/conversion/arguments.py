@@ -121,7 +121,7 @@ def read_keys(document: Mapping[str, Any], table: Mapping[str, Argument], *, sou
         if value is None:
             continue
         items = value if isinstance(value, list) else [value]
-        words = [Word(_as_text(item), quoted=True) for item in items]
+        words = [Word(_as_text(item)) for item in items]
         try:
             given.append(_one(name, [words], str(key), table))
         except ValueError as error:

@@ -2,74 +2,58 @@
 
 from __future__ import annotations
 
+import ast
 import re
-from collections.abc import Sequence
 
-_NUMBER = re.compile(r"-?(0|[1-9]\d*)")
+_ALLOWED = re.compile(r"[\d\s()+*/%-]*")
 
-_LARGEST = 2**63 - 1
+_END = 2**63
 
 
-def compute(tokens: Sequence[str]) -> int:
+def compute(expression: str) -> int:
     """
     Return the value that a shell computes, truncated towards zero where it divides.
 
-    Args:
-        tokens: Decimal numbers, operators and parentheses, in their order.
-
     Raises:
-        ValueError: They are no such arithmetic, divide by 0, or are beyond 64 bits.
+        ValueError: The expression holds anything else, divides by 0, or leaves 64 bits.
 
-    >>> compute(["16", "/", "(", "1", "-", "4", ")"])
+    >>> compute("16 / (1 - 4)")
     -5
     """
-    value, end = _sum(tokens, 0)
-    if end != len(tokens):
-        message = f"{tokens[end]} is not computed"
-        raise ValueError(message)
+    if not _ALLOWED.fullmatch(expression):
+        raise ValueError(expression)
+    try:
+        return _value(ast.parse(expression.strip(), mode="eval").body)
+    except (SyntaxError, ArithmeticError, RecursionError, MemoryError):
+        raise ValueError(expression) from None
+
+
+def _value(node: ast.expr) -> int:
+    match node:
+        case ast.Constant(value=int(value)):
+            pass
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int(number))):
+            value = -number
+        case ast.BinOp(left=first, op=operator, right=second):
+            value = _result(operator, _value(first), _value(second))
+        case _:
+            raise ValueError(node)
+    if abs(value) >= _END:
+        raise ValueError(value)
     return value
 
 
-def _sum(tokens: Sequence[str], at: int) -> tuple[int, int]:
-    """Return the value of a sum or difference that begins at a token, and where it ends."""
-    value, at = _product(tokens, at)
-    while at < len(tokens) and tokens[at] in {"+", "-"}:
-        other, end = _product(tokens, at + 1)
-        value, at = _checked(value + other if tokens[at] == "+" else value - other), end
-    return value, at
-
-
-def _product(tokens: Sequence[str], at: int) -> tuple[int, int]:
-    value, at = _factor(tokens, at)
-    while at < len(tokens) and tokens[at] in {"*", "/", "%"}:
-        other, end = _factor(tokens, at + 1)
-        if tokens[at] == "*":
-            value *= other
-        elif not other:
-            message = "it divides by 0"
-            raise ValueError(message)
-        else:
-            quotient = abs(value) // abs(other) * (1 if (value < 0) == (other < 0) else -1)
-            value = quotient if tokens[at] == "/" else value - quotient * other
-        value, at = _checked(value), end
-    return value, at
-
-
-def _factor(tokens: Sequence[str], at: int) -> tuple[int, int]:
-    if tokens[at : at + 1] == ["("]:
-        value, end = _sum(tokens, at + 1)
-        if tokens[end : end + 1] != [")"]:
-            message = "a ( does not close"
-            raise ValueError(message)
-        return value, end + 1
-    if at == len(tokens) or not _NUMBER.fullmatch(tokens[at]):
-        message = f"{tokens[at] if at < len(tokens) else 'its end'} is no decimal number"
-        raise ValueError(message)
-    return _checked(int(tokens[at])), at + 1
-
-
-def _checked(value: int) -> int:
-    if abs(value) > _LARGEST:
-        message = "it is beyond 64 bits"
-        raise ValueError(message)
-    return value
+def _result(operator: ast.operator, left: int, right: int) -> int:
+    quotient = abs(left) // abs(right) * (1 if (left < 0) == (right < 0) else -1) if right else 0
+    match operator:
+        case ast.Add():
+            return left + right
+        case ast.Sub():
+            return left - right
+        case ast.Mult():
+            return left * right
+        case ast.Div() if right:
+            return quotient
+        case ast.Mod() if right:
+            return left - quotient * right
+    raise ValueError(operator)

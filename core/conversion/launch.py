@@ -68,12 +68,15 @@ def find_launch(commands: Iterable[Command], *, source: str) -> Launch:
     """
     launches: list[Launch] = []
     others: list[tuple[int, str, str]] = []
+    computed: list[str] = []
     for command in commands:
         read = _read(command)
         if isinstance(read, Launch):
             launches.append(read)
         elif read is not None:
             others.append((command.line, *read))
+        else:
+            computed += [text for word in command.words for text in word.computed]
     if len(launches) > 1:
         lines = ", ".join(str(launch.line) for launch in launches)
         reason = (
@@ -83,6 +86,7 @@ def find_launch(commands: Iterable[Command], *, source: str) -> Launch:
     if not launches:
         if not others:
             reason = "holds no command of ms-swift: give one that begins with swift sft, or torchrun … swift/cli/sft.py"
+            reason += f"; {computed[0]} is not computed here: write it out" if computed else ""
             raise ConfigError(source, (Fault("", reason),))
         raise ConfigError(source, tuple(Fault(f"line {line}", f"{name} {why}") for line, name, why in others))
     return attrs.evolve(launches[0], left=tuple(f"line {line}: {name}" for line, name, _ in others))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import attrs
 
-from packplan.core.conversion.convert import PACKING, Conversion, batch_keys, listed, samples_of_step
+from packplan.core.conversion.conversion import PACKING, Conversion, batch_keys, listed, samples_of_step
 
 _NEAR = 1 / 3
 """Share by which a step of packs may differ from the samples that it had."""

@@ -1,17 +1,19 @@
 """
 A shell script -> its commands, without running anything.
 
-Rules kept here: variables are those that the script assigns before, then those of the environment;
-an unquoted variable is split at blanks, as a shell does; `$((…))` and `expr` over whole numbers are
-computed here; what else the script would compute (`$(…)`, backquotes, `$1`, `${x%y}`, a variable
-that nothing sets) makes the word that holds it computed, which only matters where the word is used.
-What decides which commands run at all (`if`, `for`, functions) is refused.
+Rules kept here: `shlex` reads quotes and operators. Variables are those that the script assigns
+before, then those of the environment. `$NAME`, `${NAME}` and `${NAME:-x}` are replaced, and split
+at blanks where they stand outside of quotes. `$((…))` and `$(expr …)` over whole numbers are
+computed. A word that holds any other expansion is marked as computed, and refused where it is used.
+Statements that decide which commands run (`if`, `for`, functions) are refused by their line.
 """
 
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import attrs
 
@@ -19,25 +21,40 @@ from packplan.core.conversion.arithmetic import compute
 from packplan.core.errors import ConfigError, Fault
 
 _CONTROL = frozenset(
-    "if then else elif fi for while until do done case esac function select [[ { } ! coproc".split()  # noqa: SIM905
+    "if then else elif fi for while until do done case esac function select [[ { } ! coproc unset".split()  # noqa: SIM905
 )
-"""Words at the start of a command that decide which commands run."""
+"""First words of statements that are not read."""
 
-_NAME = re.compile(r"[A-Za-z_]\w*")
+_OPERATORS = "\n;&|<>()"
 
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 
-_WITH_DEFAULT = re.compile(r"([A-Za-z_]\w*)(:?[-=])(.*)", re.DOTALL)
+_NESTED = r"(?:[^()]|\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\))*"
+"""Text whose parentheses close, up to three inside each other."""
 
-_WHICH = re.compile(r"(?:\$\(|`)\s*(?:which|command\s+-v)\s+([\w./+-]+)\s*[)`]")
-"""What only looks up where a program is: its name says as much."""
+_VARIABLE = re.compile(r"""\$\{(?P<braced>\w+)(?::-(?P<default>[^{}$`"'\\]*))?\}|\$(?P<name>[A-Za-z_]\w*)""")
 
-_ARITHMETIC = re.compile(r"\$\(\((?P<sum>.*)\)\)|\$\(\s*(?P<expr>expr\s.*)\)|`\s*(?P<quoted>expr\s.*)`", re.DOTALL)
-"""Arithmetic of the shell itself, and of the program `expr`."""
+_EXPANSION = re.compile(
+    rf"\$\(\((?P<sum>{_NESTED})\)\)|(?:\$\(|`)\s*expr\s(?P<expr>{_NESTED})[)`]"
+    rf"|\$\({_NESTED}\)|`[^`]*`|\$\{{[^}}]*\}}|\$[\d@*#?!$-]"
+)
 
-_TOKEN = re.compile(r"[A-Za-z_]\w*|\d+|\+\+|--|\S")
+_EXPR_WORD = re.compile(r"-?\d+|[-+/%]|\\[*()]|(['\"])[-+*/%()]\1")
 
-_BLANKS = " \t"
+_SKIPPED = re.compile(r"#[^\n]*|\d+(?=[<>])")
+"""Comments, and numbers before a redirection."""
+
+_HIDDEN = {ord(char): chr(0xD800 + ord(char)) for char in f"{_OPERATORS} \t'\"\\$`"}
+"""Characters of meaning to a shell -> surrogates for them as plain text; no script holds these."""
+
+_SHOWN = {ord(hidden): chr(char) for char, hidden in _HIDDEN.items()}
+
+_BLANKS = {ord(hidden): " " for char, hidden in _HIDDEN.items() if chr(char) in " \t\n"}
+
+_COMPUTED = 0xD900
+"""First of the characters that stand for expansions of unknown value; surrogates too."""
+
+_COMPUTED_MARK = re.compile("[\ud900-\udbff]")
 
 
 @attrs.frozen
@@ -47,10 +64,7 @@ class Word:
     text: str
 
     computed: tuple[str, ...] = ()
-    """What in it only the shell could say, as it is written, with its line; empty if nothing."""
-
-    quoted: bool = False
-    """Whether a part of it is quoted: such a word may be empty."""
+    """Expansions in it whose value only the shell knows, as they are written, with their lines."""
 
 
 @attrs.frozen
@@ -58,10 +72,10 @@ class Command:
     """A command of a script."""
 
     line: int
-    """Where it begins, from 1."""
+    """Line of its first word, from 1."""
 
     environment: Mapping[str, Word]
-    """Variables that it sees beyond those of the process: exported ones, and those before it."""
+    """Variables that it is given beyond those of the process."""
 
     words: tuple[Word, ...]
 
@@ -72,297 +86,170 @@ def read_script(text: str, environment: Mapping[str, str], *, source: str) -> tu
 
     Args:
         text: The script, or a single command line.
-
-        environment: Variables of the process, which the script's own come before.
-
+        environment: Variables of the process, which those of the script replace.
         source: Name of the script, for errors.
 
     Raises:
-        ConfigError: Quotes do not close, or the script decides what runs.
+        ConfigError: A quote does not close, or a statement is none of those that are read.
 
     >>> [command] = read_script("n=2\nGPUS=$n swift sft --seed '7'", {}, source="a.sh")
     >>> [word.text for word in command.words], command.environment["GPUS"].text
     (['swift', 'sft', '--seed', '7'], '2')
     """
-    variables = {name: Word(value) for name, value in environment.items()}
-    return tuple(_Reader(text.replace("\r\n", "\n"), variables, source).commands())
+    script = _Script(text.replace("\r\n", "\n"), environment)
+    try:
+        return tuple(_commands(script))
+    except ValueError as error:
+        reason = "a quote of it does not close" if "closing quotation" in str(error) else str(error)
+        raise ConfigError(source, (Fault(f"line {script.line}", f"{reason}: write the command out"),)) from None
 
 
-class _Reader:
-    """Reads a script from its start."""
-
-    def __init__(self, text: str, variables: dict[str, Word], source: str) -> None:
-        self._text, self._at, self._source, self._variables = text, 0, source, variables
-        self._exported: dict[str, Word] = {}
-
-    def commands(self) -> Iterator[Command]:
-        """Yield the commands, in order."""
-        while self._at < len(self._text):
-            line = self._line()
-            words = self._statement()
-            before: dict[str, Word] = {}
-            while words and (assigned := _ASSIGNED.match(words[0].text)) and not words[0].text.startswith("="):
-                self._assign(words.pop(0), assigned, before)
-            if not words:
-                self._variables |= before
-                self._exported |= {name: word for name, word in before.items() if name in self._exported}
-                continue
-            if words[0].text == "export":
-                self._export(words[1:])
-                continue
-            if words[0].text == "unset":
-                for word in words[1:]:
-                    self._variables.pop(word.text, None)
-                    self._exported.pop(word.text, None)
-                continue
-            if words[0].text in _CONTROL and not words[0].quoted:
-                reason = f"{words[0].text} decides what runs, and nothing is run here: write the command out"
-                raise self._error(line, reason)
-            if words[0].text.startswith("-"):
-                reason = f"{words[0].text} stands alone: a blank or a comment behind the \\ before it ended the command"
-                raise self._error(line, reason)
-            yield Command(line, self._exported | before, tuple(words))
-
-    def _assign(self, word: Word, assigned: re.Match[str], before: dict[str, Word]) -> None:
-        name, appended = assigned.groups()
-        value = attrs.evolve(word, text=word.text[assigned.end() :])
-        if appended:
-            old = before.get(name) or self._variables.get(name) or Word("")
-            value = Word(old.text + value.text, old.computed + value.computed, quoted=True)
-        before[name] = value
-
-    def _export(self, words: list[Word]) -> None:
-        for word in words:
-            assigned = _ASSIGNED.match(word.text)
-            if assigned:
-                value: dict[str, Word] = {}
-                self._assign(word, assigned, value)
-                self._variables |= value
-                self._exported |= value
-            elif word.text in self._variables:
-                self._exported[word.text] = self._variables[word.text]
-
-    def _line(self) -> int:
-        return self._text.count("\n", 0, self._at) + 1
-
-    def _error(self, line: int, reason: str) -> ConfigError:
-        return ConfigError(self._source, (Fault(f"line {line}", reason),))
-
-    def _statement(self) -> list[Word]:
-        """
-        Return the words up to the end of a command; those that redirect it, or follow a pipe, are
-        left out.
-        """
-        words: list[Word] = []
-        word = _Building()
-        redirected = piped = False
-        while self._at < len(self._text):
-            char = self._text[self._at]
-            if char in _BLANKS or char in "\n;&|<>()":
-                found = word.end()
-                redirected, kept = (False, []) if redirected and found else (redirected, found)
-                words += [] if piped else kept
-                if char in "\n;" or (char == "&" and not self._text.startswith("&>", self._at)):
-                    self._skip_operator(char)
-                    break
-                piped, redirected = self._operator(char, piped=piped, redirected=redirected, words=words)
-                continue
-            if char == "#" and word.is_empty:
-                end = self._text.find("\n", self._at)
-                self._at = len(self._text) if end < 0 else end
-                continue
-            self._character(char, word, words if not piped and not redirected else [])
-        found = word.end()
-        return words + ([] if piped or redirected else found)
-
-    def _skip_operator(self, char: str) -> None:
-        self._at += 2 if self._text.startswith(char * 2, self._at) and char != "\n" else 1
-
-    def _operator(self, char: str, *, piped: bool, redirected: bool, words: list[Word]) -> tuple[bool, bool]:
-        """Read a blank, a pipe or a redirection; return whether what follows is of one."""
-        if char in _BLANKS:
-            self._at += 1
-            return piped, redirected
-        if char in "()":
-            reason = "a ( outside of quotes is a function, a list or a subshell, and nothing is run here"
-            raise self._error(self._line(), f"{reason}: write the command out, and put quotes around texts")
-        if char == "|":
-            if self._text.startswith("||", self._at):
-                self._at += 2
-                return True, redirected
-            self._at += 1
-            return True, redirected
-        if self._text.startswith("<<", self._at):
-            raise self._error(self._line(), "<< is not read: write the command out")
-        # `2>&1`, `>> file`, `&> file`: the number before it is no word of the command.
-        if words and not piped and self._text[self._at - 1] in "012" and words[-1].text in {"0", "1", "2"}:
-            words.pop()
-        while self._at < len(self._text) and self._text[self._at] in "<>&":
-            self._at += 1
-        return piped, True
-
-    def _character(self, char: str, word: _Building, words: list[Word]) -> None:
-        """Read a character, an escaped one, a quoted text or a variable into *word*."""
-        if char == "\\":
-            following = self._text[self._at + 1 : self._at + 2]
-            if following not in {"\n", ""}:
-                word.add(following, quoted=True)
-            self._at += 2
-        elif char == "'":
-            end = self._closing("'", self._at + 1)
-            word.add(self._text[self._at + 1 : end], quoted=True)
-            self._at = end + 1
-        elif char == '"':
-            self._double_quoted(word)
-        elif char in "$`":
-            value = self._expanded()
-            words += word.add_split(value)
+def _commands(script: _Script) -> Iterator[Command]:
+    exported: dict[str, None] = {}
+    for line, words in _statements(script):
+        values: dict[str, str] = {}
+        while words and (found := _ASSIGNED.match(words[0])):
+            values |= script.assigned(words.pop(0), found)
+        if not words:
+            script.variables |= values
+        elif words[0] == "export":
+            for word in words[1:]:
+                found = _ASSIGNED.match(word)
+                script.variables |= script.assigned(word, found) if found else {}
+                exported[found[1] if found else word] = None
         else:
-            word.add(char)
-            self._at += 1
+            _require_read(script, words[0], line)
+            values = {name: script.variables[name] for name in exported if name in script.variables} | values
+            environment = {name: script.word(value) for name, value in values.items()}
+            yield Command(line, environment, tuple(map(script.word, words)))
 
-    def _double_quoted(self, word: _Building) -> None:
-        start, line = self._at, self._line()
-        self._at += 1
-        word.add("", quoted=True)
-        while (char := self._text[self._at : self._at + 1]) != '"':
-            if not char:
-                raise self._error(line, f'the " of {self._text[start : start + 20]!r} does not close: close it')
-            if char == "\\" and self._text[self._at + 1 : self._at + 2] in {'"', "\\", "$", "`", "\n"}:
-                escaped = self._text[self._at + 1]
-                word.add("" if escaped == "\n" else escaped, quoted=True)
-                self._at += 2
-            elif char in "$`":
-                value = self._expanded()
-                word.add(value.text, quoted=True, computed=value.computed)
-            else:
-                word.add(char, quoted=True)
-                self._at += 1
-        self._at += 1
 
-    def _expanded(self) -> Word:
-        """Read a variable, or what the shell would compute."""
-        start = self._at
-        if self._text[start] == "`":
-            self._at = self._closing("`", start + 1) + 1
-            return self._as_computed(start)
-        following = self._text[start + 1 : start + 2]
-        if following == "(":
-            self._at = self._closing_parenthesis(start + 1) + 1
-            return self._as_computed(start)
-        if following == "{":
-            self._at = self._closing("}", start + 2) + 1
-            return self._parameter(self._text[start + 2 : self._at - 1], start)
-        name = _NAME.match(self._text, start + 1)
-        if name:
-            self._at = name.end()
-            return self._value(name[0], start)
-        if following and following in "0123456789@*#?!$-":
-            self._at = start + 2
-            return self._as_computed(start)
-        self._at = start + 1
-        return Word("$")
+def _require_read(script: _Script, first: str, line: int) -> None:
+    """Refuse a statement by its first word; ValueError."""
+    script.line = line
+    if first in _CONTROL:
+        message = f"{first} decides which commands run or what they see, and nothing is run here"
+        raise ValueError(message)
+    if first.startswith("-"):
+        message = f"{first} stands alone, for a blank or a comment behind the \\ before it ended the command"
+        raise ValueError(message)
 
-    def _parameter(self, inner: str, start: int) -> Word:
-        if _NAME.fullmatch(inner):
-            return self._value(inner, start)
-        default = _WITH_DEFAULT.fullmatch(inner)
-        if default is None or set(default[3]) & set("$`\"'"):
-            return self._as_computed(start)
-        held = self._variables.get(default[1])
-        is_unset = held is None or (default[2].startswith(":") and not held.text and not held.computed)
-        return Word(default[3]) if is_unset or held is None else held
 
-    def _value(self, name: str, start: int) -> Word:
-        return self._variables.get(name) or self._as_computed(start)
-
-    def _as_computed(self, start: int) -> Word:
-        written = self._text[start : self._at]
-        if program := _WHICH.fullmatch(written):
-            return Word(program[1])
-        line, why = self._text.count("\n", 0, start) + 1, ""
-        if arithmetic := _ARITHMETIC.fullmatch(written):
-            try:
-                return Word(str(compute(self._tokens(arithmetic))))
-            except (ConfigError, ValueError) as error:
-                why = f": {error}" if isinstance(error, ValueError) else ""
-        return Word("", (f"{written} in line {line}{why}",))
-
-    def _tokens(self, arithmetic: re.Match[str]) -> list[str]:
-        """Return numbers and operators, variables expanded; ValueError if there is more."""
-        text = arithmetic["sum"]
-        command = arithmetic["expr"] or arithmetic["quoted"] or f'"{text}"'
-        reader = _Reader(command, self._variables, self._source)
-        words = reader.only_words()
-        odd = set("|&<>;") if text is None else set('"\\')
-        if odd & set(text or command) or any(word.computed or (word.text == "*" and not word.quoted) for word in words):
-            message = "it holds more than whole numbers, + - * / % and parentheses"
+def _statements(script: _Script) -> Iterator[tuple[int, list[str]]]:
+    """Yield the line and the words of each statement, without its redirections and pipes."""
+    words: list[str] = []
+    line, redirected, piped = 1, False, False
+    while (token := script.lexer.get_token()) is not None:
+        if token[:1] not in tuple(_OPERATORS):
+            line = line if words else script.line
+            words += [] if redirected or piped else [token]
+            redirected = False
+        elif "(" in token or ")" in token or "<<" in token:
+            message = f"{token.strip()} is a function, a list, a subshell or a text behind a command, and is not read"
             raise ValueError(message)
-        if text is None:
-            return [word.text for word in words[1:]]
-        values = {name: word.text for name, word in self._variables.items() if not word.computed}
-        return [values.get(token, token) for token in _TOKEN.findall(words[0].text)]
+        elif "<" in token or ">" in token:
+            redirected = True
+        elif token.startswith("|"):
+            piped = True
+        else:
+            yield line, words
+            words, piped = [], False
+    yield line, words
 
-    def only_words(self) -> list[Word]:
-        """Return the words of a text that is one command; ValueError if it is more."""
-        words = self._statement()
-        if self._at < len(self._text):
-            message = "it is more than one command"
-            raise ValueError(message)
-        return words
 
-    def _closing(self, quote: str, start: int) -> int:
-        end = self._text.find(quote, start)
-        if end < 0:
-            line = self._text.count("\n", 0, start) + 1
-            raise self._error(line, f"the {quote} of {self._text[start - 1 : start + 19]!r} does not close: close it")
-        return end
+class _Script:
+    """Characters of a script for `shlex`: variables replaced, plain text hidden from it."""
 
-    def _closing_parenthesis(self, start: int) -> int:
-        depth, at = 0, start
-        while at < len(self._text):
-            char = self._text[at]
-            if char in "'\"":
-                at = self._closing(char, at + 1)
-            depth += {"(": 1, ")": -1}.get(char, 0)
-            if not depth:
-                return at
-            at += 1
+    def __init__(self, text: str, environment: Mapping[str, str]) -> None:
+        self._text, self._at, self._pending = text, 0, ""
+        self._computed: list[str] = []
+        self.line = 1
+        self.variables = {name: value.translate(_HIDDEN) for name, value in environment.items()}
+        self.lexer: Any = shlex.shlex("", posix=True, punctuation_chars=_OPERATORS)
+        self.lexer.instream = self  # type: ignore[assignment]  # it only calls read
+        self.lexer.whitespace, self.lexer.whitespace_split, self.lexer.commenters = " \t", True, ""
+
+    def assigned(self, word: str, found: re.Match[str]) -> dict[str, str]:
+        """Return the variable that a word assigns, and its value."""
+        name, appended = found.groups()
+        return {name: (self.variables.get(name, "") if appended else "") + word[found.end() :]}
+
+    def word(self, token: str) -> Word:
+        """Return a token as the word that it stands for."""
+        computed = tuple(self._computed[ord(mark) - _COMPUTED] for mark in _COMPUTED_MARK.findall(token))
+        return Word(_COMPUTED_MARK.sub("", token).translate(_SHOWN), computed)
+
+    def read(self, _: int) -> str:
+        """Return the next character; empty at the end."""
+        while not self._pending and self._at < len(self._text):
+            self._pending = self._next()
+        char, self._pending = self._pending[:1], self._pending[1:]
+        return char
+
+    def _next(self) -> str:
+        """Return the characters that the next one stands for; none for a comment."""
+        state, char, start = self.lexer.state, self._text[self._at], self._at
+        is_quoted = state in tuple("'\"")
+        if state == "c" and char not in _OPERATORS:
+            return " "  # the operator ends here, so that its statement is carried out before more is read
+        if state == " ":
+            self.line = self._text.count("\n", 0, start) + 1
+            if skipped := _SKIPPED.match(self._text, start):
+                self._at = skipped.end()
+                return ""
+        self._at += 1
+        if char == "\\" and state != "'":
+            return self._escaped(is_quoted=is_quoted)
+        if char in "$`" and state != "'":
+            value = self._expanded(start)
+            return value if is_quoted else value.translate(_BLANKS)
+        return char.translate(_HIDDEN) if is_quoted and char != state else char
+
+    def _escaped(self, *, is_quoted: bool) -> str:
+        """Return the character behind a backslash, or the backslash where it is plain text."""
+        following = self._text[self._at : self._at + 1]
+        if is_quoted and following not in tuple('"\\$`\n'):
+            return "\\".translate(_HIDDEN)
+        self._at += 1
+        return following.replace("\n", "").translate(_HIDDEN)
+
+    def _expanded(self, start: int) -> str:
+        """Return the value of the expansion that begins at a character, or a mark of it."""
+        if found := _VARIABLE.match(self._text, start):
+            self._at = found.end()
+            value = self._value(found)
+            return self._mark(start) if value is None else value
+        found = _EXPANSION.match(self._text, start)
+        if found is None:
+            if self._text.startswith(("`", "$(", "${"), start):
+                message = f"{self._text[start : start + 20]!r} does not close"
+                raise ValueError(message)
+            return "$".translate(_HIDDEN)
+        self._at = found.end()
+        if found["sum"] is None and found["expr"] is None:
+            return self._mark(start)
+        try:
+            return str(self._sum(found["sum"]) if found["expr"] is None else self._expr(found["expr"]))
+        except ValueError:
+            return self._mark(start, ": only whole numbers, + - * / % and parentheses are computed")
+
+    def _mark(self, start: int, why: str = "") -> str:
         line = self._text.count("\n", 0, start) + 1
-        raise self._error(line, f"the ( of {self._text[start - 1 : start + 19]!r} does not close: close it")
+        self._computed.append(f"{self._text[start : self._at]} in line {line}{why}")
+        return chr(_COMPUTED + len(self._computed) - 1)
 
+    def _value(self, found: re.Match[str]) -> str | None:
+        value = self.variables.get(found["braced"] or found["name"])
+        return value or (value if found["default"] is None else found["default"].translate(_HIDDEN))
 
-@attrs.define
-class _Building:
-    """A word while it is read."""
+    def _sum(self, text: str) -> int:
+        """Return the value of `$((…))`, where a name alone is a variable too."""
+        text = _VARIABLE.sub(lambda found: self._value(found) or "", text)
+        return compute(re.sub(r"[A-Za-z_]\w*", lambda found: self.variables.get(found[0], ""), text))
 
-    text: str = ""
-    computed: tuple[str, ...] = ()
-    quoted: bool = False
-
-    @property
-    def is_empty(self) -> bool:
-        return not (self.text or self.computed or self.quoted)
-
-    def add(self, text: str, *, quoted: bool = False, computed: tuple[str, ...] = ()) -> None:
-        """Append a text."""
-        self.text += text
-        self.quoted = self.quoted or quoted
-        self.computed += computed
-
-    def add_split(self, value: Word) -> list[Word]:
-        """Append what an unquoted variable holds; return the words that its blanks end."""
-        parts = re.split(r"[ \t\n]+", value.text)
-        ended = []
-        for part in parts[:-1]:
-            self.text += part
-            ended += self.end()
-        self.text += parts[-1]
-        self.computed += value.computed
-        return ended
-
-    def end(self) -> list[Word]:
-        """Return the word, if there is one, and begin another."""
-        found = [] if self.is_empty else [Word(self.text, self.computed, self.quoted)]
-        self.text, self.computed, self.quoted = "", (), False
-        return found
+    def _expr(self, text: str) -> int:
+        """Return the value of `expr`, whose words stand apart."""
+        words = _VARIABLE.sub(lambda found: self._value(found) or "", text).split()
+        if not all(_EXPR_WORD.fullmatch(word) for word in words):
+            raise ValueError(text)
+        return compute(" ".join(word.strip("\\'\"") for word in words))

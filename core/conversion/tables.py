@@ -1,7 +1,7 @@
 """
 What becomes of each argument of ms-swift: the key it is here, why it is not needed, or why it is
 not supported. Every argument is in one of these tables, a key of the trainer, or a case of
-`core.conversion.convert`.
+`core.conversion.special`.
 """
 
 from __future__ import annotations
@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 KEYS: Mapping[str, str] = {
+    "model": "model.model",
     "model_type": "model.model_type",
     "torch_dtype": "model.torch_dtype",
-    "max_model_len": "model.max_model_len",
-    "quant_method": "model.quant_method",
-    "quant_bits": "model.quant_bits",
     "bnb_4bit_compute_dtype": "model.bnb_4bit_compute_dtype",
     "bnb_4bit_quant_type": "model.bnb_4bit_quant_type",
     "bnb_4bit_use_double_quant": "model.bnb_4bit_use_double_quant",
@@ -21,11 +19,16 @@ KEYS: Mapping[str, str] = {
     "max_length": "template.max_length",
     "max_pixels": "template.max_pixels",
     "agent_template": "template.agent_template",
-    "loss_scale": "template.loss_scale",
     "columns": "custom.columns",
     "dataset_shuffle": "custom.dataset_shuffle",
+    "split_dataset_ratio": "custom.split_dataset_ratio",
     "model_name": "custom.model_name",
     "model_author": "custom.model_author",
+    "tuner_type": "training.tuner_type",
+    "freeze_llm": "training.freeze_llm",
+    "freeze_vit": "training.freeze_vit",
+    "freeze_aligner": "training.freeze_aligner",
+    "gradient_accumulation_steps": "training.gradient_accumulation_steps",
     "per_device_train_batch_size": "training.per_device_train_batch_size",
     "per_device_eval_batch_size": "training.per_device_eval_batch_size",
     "num_train_epochs": "training.num_train_epochs",
@@ -63,6 +66,9 @@ WHOLE = frozenset(
 """Arguments that only count where all weights are trained."""
 
 UNNEEDED: Mapping[str, str] = {
+    "task_type": "it is what is trained here",
+    "max_model_len": "template.max_length says it",
+    "disable_ignore_empty_think": "template.loss_scale says it",
     "dataset_num_proc": "records are read where they are; training.packing_length_precompute_workers says who measures",
     "load_from_cache_file": "lengths are kept and known again by the records' content",
     "download_mode": "model.download says whether anything is downloaded",
@@ -154,6 +160,7 @@ UNSUPPORTED: Mapping[str, str] = {
     "decision_subsample_options": "it is of decision data",
     "decision_state_as_text": "it is of decision data",
     "decision_shuffle_fields": "it is of decision data",
+    "sequence_parallel_size": "every rank trains samples of its own",
     "packing_length": "packs are as long as template.max_length: set that",
     "resume_only_model": "name the checkpoint in model.model, and leave resume_from_checkpoint out",
     "enable_dft_loss": "the loss is the cross entropy",
@@ -205,7 +212,7 @@ PARTS_OF: Mapping[str, str] = {
 """Arguments that nothing reads without another one -> that one."""
 
 EVALUATION = frozenset(
-    {"eval_delay", "eval_on_start", "early_stop_interval", "load_best_model_at_end",
+    {"eval_delay", "eval_on_start", "eval_steps", "eval_strategy", "early_stop_interval", "load_best_model_at_end",
      "greater_is_better", "metric_for_best_model", "per_device_eval_batch_size"}
 )  # fmt: skip
 """Arguments that nothing reads without evaluation data."""

@@ -63,17 +63,12 @@ def place_of(plan: RawPlan, sample: int) -> Place:
     raise IndexError(message)
 
 
-def scheduled_steps(schedule: EpochSchedule, pack: int, *, epoch: int = 0) -> tuple[ScheduledStep, ...]:
+def scheduled_steps(schedule: EpochSchedule, pack: int) -> tuple[ScheduledStep, ...]:
     """
-    Return when a pack is trained in an epoch: not at all, once, or more than once where packs
-    repeat to fill the ranks.
-
-    Args:
-        schedule: What is trained when.
-        pack: Its position in the raw plan.
-        epoch: Which epoch, from 0.
+    Return when a pack of the raw plan is trained in the first epoch: not at all, once, or more than
+    once where packs repeat to fill the ranks.
     """
-    batches = schedule.num_batches(epoch) * schedule.batch_size * schedule.world_size
-    places = np.flatnonzero(schedule.order(epoch)[:batches] == pack)
+    batches = schedule.num_batches(0) * schedule.batch_size * schedule.world_size
+    places = np.flatnonzero(schedule.order(0)[:batches] == pack)
     per_step = schedule.world_size * schedule.batch_size * schedule.gradient_accumulation_steps
     return tuple(ScheduledStep(place // per_step, place % schedule.world_size) for place in places.tolist())

@@ -27,7 +27,7 @@ from packplan.core.samples.measurement import (
     to_tables,
     video_totals,
 )
-from packplan.core.samples.records import MAX_MESSAGES, REFUSED, SUPPORTED, shaped, to_messages
+from packplan.core.samples.records import REFUSED, SUPPORTED, shaped, to_messages
 from packplan.core.samples.shapes import IMAGE_KEYS, MIXABLE, READ, VIDEO_KEYS, Shaped
 from packplan.core.samples.sources import DataFile
 from packplan.core.samples.tools import CALL, RESPONSE
@@ -41,7 +41,6 @@ __all__ = [
     "DIGEST_BYTES",
     "HEAD_BYTES",
     "IMAGE_KEYS",
-    "MAX_MESSAGES",
     "MEDIA_COLUMNS",
     "MIXABLE",
     "READ",

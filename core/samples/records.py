@@ -19,9 +19,6 @@ from packplan.core.samples.tools import CALL, RESPONSE, to_tools
 from packplan.core.samples.values import fail, is_empty
 from packplan.core.samples.videos import VIDEO_TAG, to_videos
 
-MAX_MESSAGES = 4096
-"""Messages of a record, unless `custom.max_messages` says otherwise."""
-
 DENSE_PROMPT = "List every object in the image, each with its description and its place in pixels."
 
 SUMMARY_PROMPT = "Summarise the image in one sentence."
@@ -104,7 +101,6 @@ def to_messages(
     *,
     object_field_order: FieldOrder = "desc_first",
     use_summary: bool = False,
-    max_messages: int = MAX_MESSAGES,
     columns: Mapping[str, str] | None = None,
     urls: bool = False,
 ) -> dict[str, Any]:
@@ -116,7 +112,6 @@ def to_messages(
         record: One JSON value of a data file, or what `shaped` made of it.
         object_field_order: Whether each object's description or its geometry comes first.
         use_summary: Answer a dense caption with its `summary` instead of its objects.
-        max_messages: A record of more messages is refused.
         columns: Names of the record's keys -> the names that they have here.
         urls: Whether images may be URLs.
 
@@ -132,7 +127,7 @@ def to_messages(
     _refuse_keys(record)
     images = to_images(record.get("images"), urls=urls)
     if "messages" in record:
-        messages = _messages(record["messages"], max_messages)
+        messages = _messages(record["messages"])
     else:
         messages = _dense(record, len(images), object_field_order, use_summary=use_summary)
     if (system := record.get("system")) is not None and not isinstance(system, str):
@@ -222,10 +217,7 @@ def _refuse_keys_of_message(message: Mapping[str, Any]) -> None:
         fail("has a message with 'loss': false and a loss_scale, which would be ignored: remove one")
 
 
-def _messages(value: list[Any], most: int) -> list[dict[str, Any]]:
-    if len(value) > most:
-        reason = f"has {counted(len(value), 'message')}, but may have {most:,}: split it, or raise custom.max_messages"
-        fail(reason)
+def _messages(value: list[Any]) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     for message in value:
         if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):

@@ -86,13 +86,6 @@ class PackStats:
             images=None if works is None else np.add.reduceat(works.images[packs.indices], packs.offsets[:-1]),
         )
 
-    def with_squared_lengths(self) -> PackStats:
-        """Return the same numbers, but for work that counts the squares of the samples' lengths."""
-        if self.works is None:
-            return self
-        squares = self.packs.sums(_squares(self.works.lengths))
-        return attrs.evolve(self, work=squares, works=None, images=None)
-
     def padded_work(self, packs: IntArray, widths: IntArray) -> NDArray[np.float64]:
         """
         Return the work of packs of one sample each, padded to these *widths*; of their shape.

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
-
 import attrs
 import torch
 from transformers import TrainerCallback

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
-
 import numpy as np
 import torch
 import torch.distributed as dist

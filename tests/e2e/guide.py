@@ -21,8 +21,6 @@ from packplan.adapters.progress import loading_libraries
 from tests.network import free_port
 
 with loading_libraries():
-    from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
-
     import torch
     from transformers import Trainer, TrainerCallback
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
-
 import pytest
 import torch
 from transformers import LlamaConfig, PreTrainedConfig

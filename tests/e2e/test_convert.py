@@ -494,27 +494,6 @@ def test_a_run_that_exists_is_not_written_over(tmp_path, monkeypatch, capsys, co
     assert "mine" == (tmp_path / "run.yaml").read_text()
 
 
-def test_the_way_back_is_a_command_that_ms_swift_takes(server, tmp_path, capsys, command):
-    """The exported YAML trains the same samples: the first step has the unpacked run's loss."""
-    path = converted([*command("examples/train/tuners/lora/train.sh", of="qwen2"), *UNPACKED], tmp_path)
-    exported = tmp_path / "swift.yaml"
-    assert 0 == convert.main(["--back", str(path), "-o", str(exported)])
-    assert f"start it with: swift sft {exported}" in capsys.readouterr().out
-    words: list[str] = []
-    for name, value in yaml.safe_load(exported.read_text()).items():
-        words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
-    out = tmp_path / "back.json"
-    asked = server.start(swift_run.losses, [*words, "--max_steps", "1", "--use_cpu", "true"], str(out),
-                         log=tmp_path / "swift.log", env={"MODELSCOPE_CACHE": tmp_path / "cache"})  # fmt: skip
-    off = [f"training.output_dir={tmp_path / 'off'}", "training.packing=false", "training.max_steps=1"]
-    trained = prepare(stores.read_config(path, off), OneRank()).trainer
-    trained.train()
-
-    assert [0] == finished([asked])
-    step = next(entry["loss"] for entry in trained.history if "loss" in entry)
-    assert abs(json.loads(out.read_text())["step"] - step) < 1e-5
-
-
 def test_an_old_run_s_args_json_converts(of_swift, command):
     """What ms-swift saved of its arguments gives the run that the command itself gives."""
     words = command(SAVED, of="qwen2")

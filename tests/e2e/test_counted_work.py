@@ -154,10 +154,10 @@ def test_torch_counts_about_the_same_in_families_that_keys_describe(family):
     Within 2 % in a small copy, by the keys of its configuration alone, of a sample or a longer row.
     """
     from packplan.adapters.probe.families import default_config
-    from packplan.adapters.probe.small_model import build_small, quiet
+    from packplan.adapters.probe.small_model import SmallModels, quiet
 
     with quiet():
-        model = build_small(default_config(family), attention="eager")
+        model = SmallModels(default_config(family)).build(attention="eager")
     # The kernels that compute experts together are not counted.
     model.set_experts_implementation("eager")
     config = json.loads(json.dumps(model.config.to_dict(), default=str))

@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 import shutil
 
-from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
-
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -18,7 +16,7 @@ from packplan.adapters.attention import attend_as
 from packplan.adapters.probe import limit_of, probe_loaded
 from packplan.adapters.probe.families import default_config
 from packplan.adapters.probe.shrink import shrink
-from packplan.adapters.probe.small_model import build_small, enliven, quiet
+from packplan.adapters.probe.small_model import SmallModels, enliven, quiet
 from packplan.app import check
 from packplan.app.wiring.stores import read_config
 from packplan.core.equality import CHECKS, EQUAL, PackingVerdict, choose_attention
@@ -108,7 +106,7 @@ def test_a_family_packs_the_whole_way_of_training(write_run, sections, tmp_path,
 def require_equal_in_16_bits(family, verdict):
     """What rounding changes stays within the limit of the type and of the depth."""
     with quiet():
-        model = build_small(default_config(family), attention=verdict.native).bfloat16()
+        model = SmallModels(default_config(family)).build(attention=verdict.native).bfloat16()
     attend_as(model, choose_attention("auto", verdict))
 
     measured = probe_loaded(model, native=verdict.native)

@@ -9,8 +9,6 @@ import json
 import re
 from functools import wraps
 
-from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
-
 import pytest
 import torch
 from hypothesis import given
@@ -25,7 +23,7 @@ from packplan.adapters.probe import limit_of, probe, probe_config, probe_loaded,
 from packplan.adapters.probe import loaded as loaded_model
 from packplan.adapters.probe.families import default_config, family_names, probe_family
 from packplan.adapters.probe.shrink import LONGEST, shrink
-from packplan.adapters.probe.small_model import build_small
+from packplan.adapters.probe.small_model import SmallModels
 from packplan.adapters.stores.verdicts import DiskVerdictStore
 from packplan.core.equality import EQUAL, AttentionChoice, PackingVerdict
 from packplan.core.errors import CorruptArtefactError, IsolationError, PackplanError
@@ -217,7 +215,7 @@ def test_positions_that_go_on_or_lack_a_row_are_refused(monkeypatch, family):
 )
 def test_images_that_see_each_other_are_refused(monkeypatch, family, attn_impl):
     """A leak in the tower, which rows of text alone would not show."""
-    kind = type(build_small(default_config(family), attention="sdpa"))
+    kind = type(SmallModels(default_config(family)).build(attention="sdpa"))
     plain = kind.get_image_features
 
     @wraps(plain)
@@ -329,7 +327,7 @@ def test_layers_that_are_computed_again_have_the_row_of_their_own_forward_pass()
     """Under checkpointing, with two rows under way at a time."""
 
     def gradients(*, checkpointed):
-        model = build_small(default_config("lfm2"), attention="sdpa")
+        model = SmallModels(default_config("lfm2")).build(attention="sdpa")
         attend_as(model, AttentionChoice("varlen", split=("Lfm2ShortConv",), follows_rows=True))
         if checkpointed:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -362,7 +360,7 @@ def test_a_split_layer_outside_of_its_model_is_an_error():
 
 def test_a_model_that_lost_its_row_is_an_error():
     """As where a library puts its own forward pass back: samples are not mixed without a word."""
-    model = build_small(default_config("gpt_oss"), attention="eager")
+    model = SmallModels(default_config("gpt_oss")).build(attention="eager")
     attend_as(model, AttentionChoice("varlen", native="eager", follows_rows=True))
     row = rows.ProbeRow.draw(model, (5, 9), ids=range(16, 96))
     model(**row.packed(), use_cache=False)
@@ -374,7 +372,7 @@ def test_a_model_that_lost_its_row_is_an_error():
 
 def loaded(family, *, attention="varlen", precision="bfloat16"):
     """Return a small model of a family in some precision, as a run has it."""
-    model = build_small(default_config(family), attention="sdpa").to(getattr(torch, precision)).train()
+    model = SmallModels(default_config(family)).build(attention="sdpa").to(getattr(torch, precision)).train()
     attend_as(model, AttentionChoice(attention))
     return model
 
@@ -399,7 +397,7 @@ def test_the_loaded_model_is_asked_and_left_as_it_was(precision):
 @pytest.mark.parametrize("precision", ["float16", "bfloat16", "float32"])
 def test_two_right_ways_to_compute_a_model_are_within_the_limit(family, precision):
     """Eager attention and sdpa round at other places, and experts are then chosen otherwise."""
-    model = build_small(default_config(family), attention="eager").to(getattr(torch, precision)).eval()
+    model = SmallModels(default_config(family)).build(attention="eager").to(getattr(torch, precision)).eval()
     row = rows.ProbeRow.draw(model, loaded_model.LENGTHS, ids=range(16, 96))
     alone = rows.measure_alone(model, row, with_gradients=False)
     model.set_attn_implementation("sdpa")

@@ -354,8 +354,6 @@ def test_a_learning_rate_that_ruins_the_policy_ends_the_run(write_rl, tmp_path, 
 @pytest.mark.parametrize(
     ("policy", "grpo", "says"),
     [
-        ({"tensor_parallel_size": 2}, {}, "policy.tensor_parallel_size: is for engines of your own"),
-        ({"compile": True}, {}, "policy.compile: is for engines of your own"),
         ({"sequence_packing": {"enabled": True, "sequence_length_round": 4}, "context_parallel_size": 2}, {},
          "does not divide 1 workers"),
         ({}, {"reward": "kindness"}, "grpo.reward: is kindness: neither one of"),

@@ -28,8 +28,6 @@ def test_every_column_of_ms_swift_is_supported_or_refused():
     from swift.dataset.preprocessor.core import MessagesPreprocessor, ResponsePreprocessor, RowPreprocessor
     from swift.template.template_inputs import StdTemplateInputs
 
-    from packplan.adapters import torchvision_shim  # noqa: F401  # before swift
-
     columns = {*RowPreprocessor.standard_keys, *MessagesPreprocessor().columns, *ResponsePreprocessor().columns}
     columns |= {field.name for field in fields(StdTemplateInputs)}
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 import shutil
 
-from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file

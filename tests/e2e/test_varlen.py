@@ -14,9 +14,6 @@ import pytest
 import torch
 from hypothesis import event, given
 from hypothesis import strategies as st
-
-from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
-
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen2Config, Qwen2ForCausalLM
 from transformers.masking_utils import (
     and_masks,

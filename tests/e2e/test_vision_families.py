@@ -14,8 +14,6 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 
-from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers  # isort: skip
-
 import pytest
 import torch
 import transformers

@@ -106,11 +106,6 @@ def test_a_window_is_what_its_batches_add_up_to(training, data):
     together = [list(zip(*mine, strict=True)) for mine in batches]
     waited = sum(max(works) for works in together[0]) / (sum(map(sum, together[0])) / schedule.world_size)
     assert waited == pytest.approx(stats.microbatch_imbalance(start, stop))
-    squares = EpochStats.from_schedule(pack_stats.with_squared_lengths(), schedule, 0)
-    plain = EpochStats.from_schedule(
-        PackStats.from_plan(plan, np.array(lengths), packed=pack_stats.packed), schedule, 0
-    )
-    assert plain.works(start, stop).tolist() == squares.works(start, stop).tolist()
     assert sum(index in long for index in samples) / len(samples) == statistics["long_share"]
     covered = {index for pack in seen | seen_before for index in plan.packs[pack]}
     assert len(covered) / len(lengths) == statistics["coverage"]

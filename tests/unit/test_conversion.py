@@ -4,6 +4,7 @@ A command of ms-swift becomes a run: what its shell says, what its arguments are
 
 from __future__ import annotations
 
+import re
 import shlex
 
 import attrs
@@ -26,7 +27,6 @@ from packplan.core.conversion import (
     read_resolved,
     read_script,
     read_words,
-    to_swift,
     with_packs,
     without_packs,
 )
@@ -79,7 +79,6 @@ def test_quoted_words_come_back_as_they_were(words):
         ("A='1 2'\nswift sft --a $A --b \"$A\"", "--a 1 2 --b '1 2'"),
         ('ARGS="--a 1"\nARGS+=" --b 2"\nswift sft $ARGS', "--a 1 --b 2"),
         ("export A=1 B\nswift sft --a ${A} --b ${C:-2} --c ${A:-3}x", "--a 1 --b 2 --c 1x"),
-        ("A=1\nunset A\nswift sft --a ${A-4}", "--a 4"),
         ("swift sft --a 1 2>&1 | tee log.txt", "--a 1"),
         ("swift sft --a 1 > log 2>&1 &", "--a 1"),
         ("nohup env A=1 swift sft --a 1 &> log", "--a 1"),
@@ -93,14 +92,18 @@ def test_quoted_words_come_back_as_they_were(words):
         ("python -m torch.distributed.run --standalone --nnodes -m swift.cli.sft --a 1\nswift sft --a 1", "--a 1"),
         ("swift sft --a \\", "--a"),
         ("swift sft --a 1 || swift infer", "--a 1"),
-        ('A=\nswift sft --a ${A:-2} --b "${A-3}"', "--a 2 --b ''"),
+        ('A=\nswift sft --a ${A:-2} --b "${A}" --c $A', "--a 2 --b '' --c"),
+        ("A=1\n$B A=2;$A swift sft --a $A", "--a 1"),
+        ("swift sft --a 1 2> log 3>>log", "--a 1"),
+        ("swift sft --a 'b;c' \"(d)\" e\\;f '$g' \"h\ni\"", "--a 'b;c' '(d)' 'e;f' '$g' 'h\ni'"),
+        ("A='1  2'\"'\"\nswift sft --a $A", "--a 1 '2'\"'\"''"),
+        ("swift sft --a b#c | grep #d\n", "--a 'b#c'"),
+        ('swift sft --a "\\x"', "--a '\\x'"),
         ("torchrun --nproc_per_node=2 --standalone swift/cli/sft.py --a 1", "--a 1"),
         ("python -m torch.distributed.run --nproc-per-node 2 /x/swift/cli/sft.py --a 1", "--a 1"),
         ("python -u -m swift.cli.sft --a 1", "--a 1"),
         ("python train.py --x\nswift sft --a 1", "--a 1"),
         ("swift sft --a 1\r\n", "--a 1"),
-        ("torchrun --nproc_per_node=2 $(which swift) sft --a `which x`", "--a x"),
-        ('"$(command -v swift)" sft --a 1', "--a 1"),
     ],
 )
 def test_a_shell_would_hand_over_the_same_words(script, words):
@@ -111,16 +114,18 @@ def test_a_shell_would_hand_over_the_same_words(script, words):
 @pytest.mark.parametrize(
     ("script", "says"),
     [
-        ("swift sft --a 'x", "line 1: the ' of \"'x\" does not close"),
-        ('echo\nswift sft --a "x', "line 2: the \" of '\"x' does not close"),
-        ("swift sft --a $(expr 1", "the ( of '$(expr 1' does not close"),
-        ("swift sft --a `x", "the ` of '`x' does not close"),
-        ("swift sft --a ${x", "the } of '{x' does not close"),
-        ("if true; then\nswift sft --a 1\nfi", "line 1: if decides what runs"),
-        ("A=(1 2)\nswift sft --a 1", "line 1: a ( outside of quotes"),
-        ("swift sft --a 1 << END", "<< is not read"),
+        ("swift sft --a 'x", "line 1: a quote of it does not close"),
+        ('echo\nswift sft --a "x', "line 2: a quote of it does not close"),
+        ("swift sft --a $(expr 1", "line 1: '$(expr 1' does not close"),
+        ("swift sft --a `x", "line 1: '`x' does not close"),
+        ("swift sft --a ${x", "line 1: '${x' does not close"),
+        ("if true; then\nswift sft --a 1\nfi", "line 1: if decides which commands run"),
+        ("A=(1 2)\nswift sft --a 1", "line 1: ( is a function, a list"),
+        ("swift sft --a 1 << END", "line 1: << is a function"),
         ("swift sft \\\n # no\n --a 1", "line 3: --a stands alone"),
+        ("A=1\nunset A\nswift sft --a 1", "line 2: unset decides"),
         ("echo hello", "holds no command of ms-swift"),
+        ("torchrun $(which swift) sft --a 1", "$(which swift) in line 1 is not computed here"),
         ("swift", "line 1: swift  is no command of ms-swift"),
         ("swift rlhf --a 1", "line 1: swift rlhf trains on preferences or rewards"),
         ("swift pt --a 1", "line 1: swift pt trains on all tokens"),
@@ -149,7 +154,8 @@ def test_what_cannot_be_read_says_so_once(script, says):
         ("$((16 / n))", "5"),
         ("$((16/$n))", "5"),
         ("$(( (1 + ${n}) * 2 - 20 % n ))", "6"),
-        ("$(( $((2 * 3)) + 1 ))", "7"),
+        ("$(( -n * (-2) ))", "6"),
+        ("$((-n))", "-3"),
         ("$((low / 2))", "-3"),
         ("$((low % 2))", "-1"),
         ("$((0 - 7 / 2))", "-3"),
@@ -163,37 +169,42 @@ def test_whole_numbers_of_the_script_are_computed(written, value):
 
 
 @pytest.mark.parametrize(
-    ("written", "says"),
+    "written",
     [
-        ("$(expr 16 / $gone)", "in line 3: it holds more than whole numbers"),
-        ("$(expr 2 * 3)", "in line 3: it holds more than whole numbers"),
-        ("$(expr 4 / 2 | wc -c)", "in line 3: it holds more than whole numbers"),
-        ("$(expr 1; date)", "in line 3"),
-        ("$(expr 1\ndate)", "in line 3: it is more than one command"),
-        ("$(expr ( 1 ))", "in line 3"),
-        ("$(expr 16/2)", "in line 3: 16/2 is no decimal number"),
-        ("$(expr length abc)", "in line 3: length is no decimal number"),
-        ("$(date +%s)", "in line 3"),
-        ("$((2 ** 3))", "in line 3: * is no decimal number"),
-        ("$((n++))", "in line 3: ++ is not computed"),
-        ("$((n > 2))", "in line 3: > is not computed"),
-        ('$((2" "3))', "in line 3: it holds more than whole numbers"),
-        ("$((010))", "in line 3: 010 is no decimal number"),
-        ("$((gone))", "in line 3: gone is no decimal number"),
-        ("$((1 +))", "in line 3: its end is no decimal number"),
-        ("$(((1 + 2) * (3))", "does not close"),
-        ("$(( (1 2) ))", "in line 3: a ( does not close"),
-        ("$((5 % 0))", "in line 3: it divides by 0"),
-        ("$((9223372036854775807 * 2))", "in line 3: it is beyond 64 bits"),
-        ("$((99999999999999999999))", "in line 3: it is beyond 64 bits"),
+        "$(expr 16 / $gone)",
+        "$(expr 2 * 3)",
+        "$(expr 4 / 2 | wc -c)",
+        "$(expr 1; date)",
+        "$(expr 1\ndate)",
+        "$(expr ( 1 ))",
+        "$(expr 16/2)",
+        "$(expr length abc)",
+        "$(date +%s)",
+        "$((2 ** 3))",
+        "$((n++))",
+        "$((n > 2))",
+        '$((2" "3))',
+        "$((010))",
+        "$((gone))",
+        "$((1 +))",
+        "$(((1 + 2) * (3))",
+        "$(( (1 2) ))",
+        "$(( $((2 * 3)) + 1 ))",
+        "$((--n))",
+        "${n-1}",
+        "${n:+1}",
+        "$?",
+        "$((5 % 0))",
+        "$((9223372036854775807 * 2))",
+        "$((99999999999999999999))",
     ],
 )
-def test_what_else_a_shell_would_compute_is_refused_by_its_line(written, says):
+def test_what_else_a_shell_would_compute_is_refused_by_its_line(written):
     """Nothing is run, and nothing is guessed."""
     with pytest.raises(ConfigError) as error:
         read_words(launched(f"n=3\n\nswift sft --seed {written}").arguments, TABLE, source="train.sh")
 
-    assert says in str(error.value)
+    assert re.search(r"line 3(:|\))", str(error.value))
 
 
 def test_ranks_and_variables_are_those_of_the_command():
@@ -219,12 +230,11 @@ def test_ranks_and_variables_are_those_of_the_command():
         ("--packing maybe", "--packing: is maybe, but has to be true or false"),
         ("--seed $(date)", "--seed: is computed by the script ($(date) in line 1)"),
         ("--seed `date`", "is computed by the script (`date` in line 1)"),
-        ("--seed $(echo ')' | wc)", "is computed by the script ($(echo ')' | wc) in line 1)"),
         (
             "--seed $1 --learning_rate $((1 + 2)) --model ${A%b}",
             "--model: is computed by the script (${A%b} in line 1)",
         ),
-        ("\\\n--seed $((1 / 0))", "--seed: is computed by the script ($((1 / 0)) in line 2: it divides by 0)"),
+        ("\\\n--seed $((1 / 0))", "--seed: is computed by the script ($((1 / 0)) in line 2: only whole numbers"),
         ("--rlhf_type dpo --beta 1", "rlhf_type: is of swift rlhf, which trains on preferences or rewards"),
     ],
 )
@@ -633,81 +643,3 @@ def test_what_is_taken_over_is_a_run():
     assert ("lora", "bnb", 5) == (
         config.training.tuner_type, config.model.quant_method, config.training.trainer["eval_steps"]
     )  # fmt: skip
-
-
-def configured(**sections):
-    """Return a run of some keys, and which are given."""
-    document = {"model": {"model": "m"}, "template": {"max_length": 8}, "custom": {"train_jsonl": "a.jsonl"},
-                "training": {"output_dir": "o"}}  # fmt: skip
-    for section, keys in sections.items():
-        document[section] |= keys
-    given = frozenset(f"{section}.{key}" for section, keys in document.items() for key in keys)
-    return parse_config(document, "run.yaml", KEYS), given
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        "--dataset a.jsonl",
-        "--dataset a#3 --split_dataset_ratio 0.5 --tuner_type full --freeze_parameters_ratio 0.5 --max_steps 3",
-        "--dataset a b.jsonl --val_dataset c.jsonl --use_dora true --lorap_lr_ratio 4 --target_regex x",
-        "--dataset a.jsonl --quant_method bnb --quant_bits 4 --bnb_4bit_compute_dtype bfloat16",
-        "--dataset a.jsonl --quant_method bnb --quant_bits 8 --system 'Be so.' --learning_rate 1e-3",
-        "--dataset a.jsonl --attn_impl sdpa --truncation_strategy left --gradient_accumulation_steps 3",
-        '--dataset a.jsonl --columns \'{"q": "query"}\' --max_length 9 --warmup_ratio 0.1 --weight_decay 0',
-    ],
-)
-def test_the_way_back_gives_the_run_again(arguments):
-    """A converted run, exported and converted again, has the same keys, those about packs aside."""
-    first = converted(f"--model m --output_dir o {arguments}").document
-    back = to_swift(parse_config(first, "run.yaml", KEYS), given=frozenset())
-    again = convert(read_keys(back.arguments, TABLE, source=""), TABLE, world(), source="").document
-
-    def plain(document):
-        config = parse_config(document, "run.yaml", KEYS)
-        return {key: value for section in ("model", "template", "custom", "training")
-                for key, value in vars_of(getattr(config, section)).items()
-                if key != "output_dir"}  # fmt: skip
-
-    assert plain(first) == plain(again)
-
-
-def vars_of(section):
-    """Return a section's values; those of the trainer that ms-swift takes anyway aside."""
-    values = attrs.asdict(section, recurse=False)
-    passed = values.pop("trainer", {})
-    return values | {key: value for key, value in passed.items() if key not in {"data_seed", "eval_strategy"}}
-
-
-def test_what_ms_swift_would_do_otherwise_is_said():
-    """Dropped packs, long samples, the loss; keys about packs are left out."""
-    config, given = configured(
-        training={"loss_reduction": "sample", "packing_algorithm": "certified", "effective_batch_size": 8},
-        custom={"on_bad_record": "skip", "use_summary": True},
-    )
-    back = to_swift(config, given=given, world_size=2)
-
-    unsaid = {line.argument for line in back.lines if line.verdict == "not supported"}
-    assert {"training.packing_drop_last", "training.packing_allow_single_long", "training.loss_reduction",
-            "custom.use_summary"} == unsaid  # fmt: skip
-    assert 4 == back.arguments["gradient_accumulation_steps"]
-    changed = [line.argument for line in back.lines if line.verdict == "changed"]
-    assert ["training.gradient_accumulation_steps"] == changed  # samples in place of packs
-    padded, given = configured(training={"packing": False, "packing_allow_single_long": False})
-    assert () == to_swift(padded, given=given).lines
-
-
-@pytest.mark.parametrize(
-    ("custom", "training", "says"),
-    [
-        ({"trainer_variant": "rollout"}, {"packing_mode": "dynamic", "max_steps": 1}, "its samples are in no file"),
-        ({"trainer_variant": "rollout", "fusion_config": "mix.yaml", "train_jsonl": None},
-         {"packing_mode": "dynamic", "max_steps": 1}, "mixed again each epoch"),
-    ],
-)  # fmt: skip
-def test_what_is_in_no_file_has_no_way_back(custom, training, says):
-    """Mixes and the model's own answers."""
-    config, given = configured(custom=custom, training=training)
-
-    with pytest.raises(ConfigError, match=says):
-        to_swift(config, given=given)

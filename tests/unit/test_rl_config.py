@@ -37,22 +37,12 @@ def test_each_mode_is_accepted(policy):
 
 
 def test_rows_are_multiples_of_what_shares_them():
-    """
-    2 * context_parallel_size * tensor_parallel_size; without sharing, of tensor_parallel_size
-    alone.
-    """
+    """2 * context_parallel_size; without sharing, any."""
     packing = {"enabled": True, "sequence_length_round": 16}
     assert 2 == parsed({"sequence_packing": packing, "context_parallel_size": 2}).policy.context_parallel_size
-    assert parsed({"sequence_packing": packing, "context_parallel_size": 4, "tensor_parallel_size": 2})
-    assert parsed({"sequence_packing": {**packing, "sequence_length_round": 3}, "tensor_parallel_size": 3})
-    with pytest.raises(ConfigError, match=r"is 20, but .* multiple of 16 .* set it to 32"):
-        parsed(
-            {
-                "sequence_packing": {**packing, "sequence_length_round": 20},
-                "context_parallel_size": 4,
-                "tensor_parallel_size": 2,
-            }
-        )
+    assert parsed({"sequence_packing": {**packing, "sequence_length_round": 3}})
+    with pytest.raises(ConfigError, match=r"is 20, but .* multiple of 8 .* set it to 24"):
+        parsed({"sequence_packing": {**packing, "sequence_length_round": 20}, "context_parallel_size": 4})
 
 
 @pytest.mark.parametrize(
@@ -60,9 +50,6 @@ def test_rows_are_multiples_of_what_shares_them():
     [
         ({**PACKING, **DYNAMIC}, {}, "policy.dynamic_batching: and policy.sequence_packing exclude each other"),
         ({"sequence_packing": {"algorithm": "tetris"}}, {}, "policy.sequence_packing.algorithm: is 'tetris'"),
-        ({**DYNAMIC, "pipeline_parallel_size": 2}, {},
-         "policy.pipeline_parallel_size: needs microbatches of one shape"),
-        ({**DYNAMIC, "compile": True}, {}, "policy.compile: would compile again for each shape"),
         ({"context_parallel_size": 2}, {}, "policy.context_parallel_size: cuts packed rows: enable"),
         ({**DYNAMIC, "context_parallel_size": 2}, {}, "policy.context_parallel_size: cuts packed rows: enable"),
         ({"sequence_packing": {"enabled": True, "train_mb_tokens": 99}}, {},

@@ -19,8 +19,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
-
 import attrs
 from PIL import Image
 from swift.template import StdTemplateInputs, Template

@@ -15,8 +15,6 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, Protocol
 
-from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
-
 import attrs
 import numpy as np
 from numpy.typing import NDArray

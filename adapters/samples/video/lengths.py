@@ -13,8 +13,6 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
-
 import attrs
 import torch
 from PIL import Image

@@ -13,8 +13,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from packplan.adapters import torchvision_shim  # noqa: F401  # before transformers and swift  # isort: skip
-
 import numpy as np
 import torch
 from qwen_vl_utils import vision_process
