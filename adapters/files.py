@@ -81,7 +81,7 @@ def loading(key: str, fact: str, remedy: str = "") -> Iterator[None]:
         raise
     except Exception as error:  # what they raise has no common kind
         reason = textwrap.shorten(str(error), _MOST, placeholder=" …") or type(error).__name__
-        raise ConfigError.of(key, f"{fact}: {reason}{remedy and f'; {remedy}'}") from error
+        raise ConfigError.at(key, f"{fact}: {reason}{remedy and f'; {remedy}'}") from error
 
 
 _MOST = 250

@@ -52,11 +52,11 @@ def model_sizes(model: ModelConfig) -> Mapping[str, Any]:
                 f"is {model.model}, which is no folder here, and no local cache holds it: download it with "
                 f"`{download_command(model.model, 'model')}`, or set model.download: true"
             )
-            raise ConfigError.of("model.model", reason) from None
+            raise ConfigError.at("model.model", reason) from None
         reason = f"{model.model} is no folder with a config.json that names a model_type"
         if (path.parent / "adapter_config.json").is_file():
             reason = f"{model.model} holds adapters, and no model: merge them into theirs, and name what that gives"
-        raise ConfigError.of("model.model", reason) from None
+        raise ConfigError.at("model.model", reason) from None
     return sizes
 
 
@@ -96,7 +96,7 @@ def refuse_other_layers(model: ModelConfig) -> None:
             f"{model.model} has a config.json of {asked} layers (num_hidden_layers) beside weights of {there}: "
             "take the config.json that belongs to the weights"
         )
-        raise ConfigError.of("model.model", reason)
+        raise ConfigError.at("model.model", reason)
 
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -146,7 +146,7 @@ def require_whole_weights(model: ModelConfig) -> None:
 
 
 def _torn(path: Path, fact: str, remedy: str = "copy or download it again") -> ConfigError:
-    return ConfigError.of("model.model", f"{path} {fact}: {remedy}")
+    return ConfigError.at("model.model", f"{path} {fact}: {remedy}")
 
 
 def _read_json(path: Path) -> Any:

@@ -44,7 +44,7 @@ class PolicyFolder:
             reason = (
                 f"is {folder}, which holds {names} of an earlier run: name another folder, or start with --overwrite"
             )
-            raise ConfigError.of("training.output_dir", reason)
+            raise ConfigError.at("training.output_dir", reason)
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             for path in left:

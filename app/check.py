@@ -83,7 +83,7 @@ def check(config: RunConfig, *, num_packs: int) -> Report:
     from packplan.app.wiring import training
 
     if not config.training.packing:
-        raise ConfigError.of("training.packing", "is false: nothing is packed, so there is nothing to compare")
+        raise ConfigError.at("training.packing", "is false: nothing is packed, so there is nothing to compare")
     with training.joined_ranks(config) as group:
         from_start = attrs.evolve(config, training=attrs.evolve(config.training, resume_from_checkpoint=None))
         prepared = prepare(from_start, group, may_leak=True)
@@ -105,7 +105,7 @@ def compare(config: RunConfig, prepared: Prepared, *, num_packs: int) -> Report:
     chosen = choose_packs(train.raw.packs, train.table, count=num_packs)
     if not chosen:
         reason = "leaves no pack of several samples, so there is nothing to compare: raise it"
-        raise ConfigError.of("template.max_length", reason)
+        raise ConfigError.at("template.max_length", reason)
     comparison = training.open_comparison(prepared.trainer, samples)
     findings: list[Deviation] = []
     for pack in progress(chosen, desc="comparing", unit=" packs"):
@@ -212,7 +212,7 @@ def main(arguments: list[str] | None = None) -> int:
     def command() -> None:
         if (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
             reason = f"is {ranks[:40]!r}, but packplan check compares on one process: start it without torchrun"
-            raise ConfigError.of("WORLD_SIZE", reason)
+            raise ConfigError.at("WORLD_SIZE", reason)
         config = stores.read_config(options.config, options.overrides)
         stores.require_inputs(config, loads=True, trains=True)
 

@@ -32,7 +32,7 @@ def download_model(name: str) -> Path:
     try:
         return Path(safe_snapshot_download(name))
     except Exception as error:  # whatever a hub's library raises
-        raise ConfigError.of("model.model", f"{name} cannot be downloaded: {_brief(error)}") from error
+        raise ConfigError.at("model.model", f"{name} cannot be downloaded: {_brief(error)}") from error
 
 
 def write_data_set(
@@ -77,7 +77,7 @@ def write_data_set(
                 rows = _load(entry, folder, model_name=model_name, model_author=model_author)
             except Exception as error:  # whatever ms-swift and the libraries below it raise
                 reason = f"has {entry.name}, which ms-swift cannot load: {_brief(error)}"
-                raise ConfigError.of(key, reason) from error
+                raise ConfigError.at(key, reason) from error
             files.write_chunks(target, _lines(rows))
             log.info("%s: %s of %s, as ms-swift reads them", target, counted(len(rows), "record"), entry.name)
     return target

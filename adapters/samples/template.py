@@ -39,7 +39,7 @@ def refuse_remote_code(model: ModelConfig) -> None:
         # A file of weights' places is large, and names no code.
         if not file.name.endswith(".index.json") and b'"auto_map"' in file.read_bytes():
             reason = f"brings Python code ({file.name} has auto_map): read it, then set model.trust_remote_code: true"
-            raise ConfigError.of("model.model", f"{model.model} {reason}")
+            raise ConfigError.at("model.model", f"{model.model} {reason}")
 
 
 def swift_types(model: ModelConfig, template: TemplateConfig) -> tuple[str | None, str]:
@@ -118,7 +118,7 @@ def refuse_unshown(name: str) -> None:
             f"is {name}, whose model keeps text, images and sound in a model of its own, its thinker, and was not "
             "shown to pack: set training.packing: false"
         )
-        raise ConfigError.of("template.template", reason)
+        raise ConfigError.at("template.template", reason)
 
 
 def refuse_packing(template: Template) -> None:
@@ -134,7 +134,7 @@ def refuse_packing(template: Template) -> None:
     if not declared:
         name = template.template_meta.template_type
         reason = f"is {name}, which ms-swift does not declare to collate packed samples: set training.packing: false"
-        raise ConfigError.of("template.template", reason)
+        raise ConfigError.at("template.template", reason)
 
 
 def open_template(
@@ -174,15 +174,15 @@ def open_template(
             is_binary_loss_scale=False,
         )
     except AssertionError as error:
-        raise ConfigError.of("template", f"is refused by ms-swift: {error}") from error
+        raise ConfigError.at("template", f"is refused by ms-swift: {error}") from error
     except Exception as error:  # what tokenizers make of broken files has no common kind
         remedy = ": pip install 'packplan[omni]'" if "qwen_omni_utils" in f"{error}" else ""
         reason = f"{model.model} cannot be opened by ms-swift: {torn_json(model.model) or error}{remedy}"
-        raise ConfigError.of("model.model", reason) from error
+        raise ConfigError.at("model.model", reason) from error
     _refuse_other_kind(opened)
     if not opened.tokenizer("a").input_ids:  # transformers makes one of no words where tokenizer.json is missing
         reason = f"{model.model} has a tokenizer that knows no words: copy the files of its tokenizer there"
-        raise ConfigError.of("model.model", reason)
+        raise ConfigError.at("model.model", reason)
     if not cuts:  # ms-swift fills in the model's own limit, and would refuse what is longer
         opened.max_length = None
     opened.set_mode("train")
@@ -203,7 +203,7 @@ def _refuse_other_kind(template: Template) -> None:
     if reads_media and not template.model_meta.is_multimodal:
         name = template.template_meta.template_type
         reason = f"is {name}, for models that see or hear, but the model reads text only: name one for text"
-        raise ConfigError.of("template.template", reason)
+        raise ConfigError.at("template.template", reason)
 
 
 def _model_of(template: Template, model_type: str | None) -> Any:
@@ -242,14 +242,14 @@ def _refuse_unknown(template: TemplateConfig) -> None:
     known = ", ".join(sorted(agent_template_map))
     if template.agent_template is not None and template.agent_template not in agent_template_map:
         reason = f"is {template.agent_template}, but has to be one of {known}"
-        raise ConfigError.of("template.agent_template", reason)
+        raise ConfigError.at("template.agent_template", reason)
     strategy, *names = template.loss_scale.split("+")
     if strategy not in ALL_BASE_STRATEGY:
         names = [strategy, *names]
     if wrong := [name for name in names if name not in loss_scale_map]:
         strategies, weights = ", ".join(ALL_BASE_STRATEGY), ", ".join(sorted(loss_scale_map))
         reason = f"has {wrong[0]!r}, but is one of {strategies}, perhaps with + and any of {weights}"
-        raise ConfigError.of("template.loss_scale", reason)
+        raise ConfigError.at("template.loss_scale", reason)
 
 
 def _keep_text(_: Any) -> None:

@@ -130,9 +130,9 @@ class DiskLengthStore:
             return stored
         if not self._lengths_from.parent.is_dir():
             reason = f"has no folder {self._lengths_from.parent}: name the output_dir of a run that measured"
-            raise ConfigError.of("training.packing_lengths_from", reason)
+            raise ConfigError.at("training.packing_lengths_from", reason)
         if self._lengths_from.resolve() == self.folder.resolve():
-            raise ConfigError.of("training.packing_lengths_from", "is this run's own output_dir: remove it")
+            raise ConfigError.at("training.packing_lengths_from", "is this run's own output_dir: remove it")
         if self._manifest.exists():
             return stored
         try:

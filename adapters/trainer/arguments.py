@@ -82,11 +82,11 @@ def training_arguments(
     try:
         arguments = TrainingArguments(**(defaults | dict(training.trainer) | fixed))
     except (ValueError, ImportError, TypeError, AssertionError, OSError) as error:
-        raise ConfigError.of("training", f"is refused by ms-swift's training arguments: {error}") from error
+        raise ConfigError.at("training", f"is refused by ms-swift's training arguments: {error}") from error
     if arguments.n_gpu > 1:
         reason = (
             f"would tear each pack apart over {arguments.n_gpu} GPUs (DataParallel): start one process a GPU with "
             f"torchrun --nproc-per-node {arguments.n_gpu}, or set CUDA_VISIBLE_DEVICES to one"
         )
-        raise ConfigError.of("training", reason)
+        raise ConfigError.at("training", reason)
     return arguments

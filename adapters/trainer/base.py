@@ -109,7 +109,7 @@ class PackingTrainer(Seq2SeqTrainer):
         try:
             super().__init__(eval_dataset=eval_dataset, **options)
         except ValueError as error:
-            raise ConfigError.of("training", f"is refused by the trainer: {error}") from error
+            raise ConfigError.at("training", f"is refused by the trainer: {error}") from error
         for callback in self.callback_handler.callbacks:
             # ms-swift's own start their clock when training begins, and fail on what is logged
             # before.
@@ -264,7 +264,7 @@ class PackingTrainer(Seq2SeqTrainer):
         except (AttributeError, ImportError, TypeError, ValueError) as error:
             key = "optim" if self.args.optimizer is None else "optimizer"
             reason = f"cannot be made for this model: {error}; name another, or remove what it belongs to"
-            raise ConfigError.of(f"training.{key}", reason) from error
+            raise ConfigError.at(f"training.{key}", reason) from error
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         try:
@@ -272,7 +272,7 @@ class PackingTrainer(Seq2SeqTrainer):
         except KeyError:
             known = ", ".join(sorted(metrics))
             reason = f"is {self.args.metric_for_best_model}, but an evaluation gives {known}: write one of these"
-            raise ConfigError.of("training.metric_for_best_model", reason) from None
+            raise ConfigError.at("training.metric_for_best_model", reason) from None
 
     def init_hf_repo(self, *arguments: Any, **options: Any) -> None:
         """
@@ -283,7 +283,7 @@ class PackingTrainer(Seq2SeqTrainer):
             super().init_hf_repo(*arguments, **options)
         except (OSError, ValueError) as error:
             reason = f"cannot make its repository: {error}; log in to the hub, set training.hub_token, or remove it"
-            raise ConfigError.of("training.push_to_hub", reason) from error
+            raise ConfigError.at("training.push_to_hub", reason) from error
 
     def _require_finite(self, numbers: Mapping[str, float]) -> None:
         """

@@ -88,10 +88,10 @@ def find_checkpoint(wanted: str, output_dir: str, *, group: RankGroup) -> Path:
             return folder
         reason = reason or "but another rank cannot read it as it was saved: its own message says why"
         if wanted != "last":
-            raise ConfigError.of("training.resume_from_checkpoint", f"is {wanted}, {reason}")
+            raise ConfigError.at("training.resume_from_checkpoint", f"is {wanted}, {reason}")
         log.warning("%s is passed over: it is a folder %s", folder, reason)
     reason = f"is {wanted}, but there is no whole checkpoint in {output_dir}: remove it to start again"
-    raise ConfigError.of("training.resume_from_checkpoint", reason)
+    raise ConfigError.at("training.resume_from_checkpoint", reason)
 
 
 def read_resume_state(folder: Path) -> ResumeState:

@@ -68,7 +68,7 @@ def open_model(
                 f"{model.model} has a config.json of other sizes than the weights beside it: take the config.json "
                 "that belongs to the weights"
             )
-            raise ConfigError.of("model.model", reason) from error
+            raise ConfigError.at("model.model", reason) from error
     project_patches(opened)
     attend_as(opened, attention)
     # With the cache on, transformers builds no block-diagonal mask, and packed samples attend to
@@ -103,7 +103,7 @@ def _all_weights(folder: str) -> Iterator[None]:
             f"{folder} lacks {counted(len(missing), 'weight')} of the model ({first}), which "
             f"{agree(len(missing))} to be trained from random numbers: copy all files of the model again"
         )
-        raise ConfigError.of("model.model", reason)
+        raise ConfigError.at("model.model", reason)
 
 
 def hide_progress_bars() -> None:
@@ -120,4 +120,4 @@ def _require_parts(model: Any, training: TrainingConfig) -> None:
         prefixes = tuple(getattr(arch, part, None) or ())
         has_it = model.model_meta.is_multimodal and any(name.startswith(prefixes) for name in names)
         if getattr(training, key) and not has_it:
-            raise ConfigError.of(f"training.{key}", "names a part that this model does not have: remove it")
+            raise ConfigError.at(f"training.{key}", "names a part that this model does not have: remove it")

@@ -95,7 +95,7 @@ def failures_named(trainer: Any) -> Iterator[None]:
             wanted = trainer.args.lisa_activated_layers
             if layers is not None and wanted > layers:
                 reason = f"is {wanted:,}, but the model has {counted(layers, 'layer')}: lower it to at most these"
-                raise ConfigError.of("training.lisa_activated_layers", reason) from error
+                raise ConfigError.at("training.lisa_activated_layers", reason) from error
         raise
     except RuntimeError as error:
         if not trainer.args.torch_compile:
@@ -107,7 +107,7 @@ def failures_named(trainer: Any) -> Iterator[None]:
         step = trainer.state.global_step + 1
         why = " ".join(str(error).split())[:_MOST]
         reason = f"fails in optimizer step {step:,}: {why}; change training.torch_compile_backend, or remove it"
-        raise ConfigError.of("training.torch_compile", reason) from error
+        raise ConfigError.at("training.torch_compile", reason) from error
 
 
 _MOST = 250

@@ -105,10 +105,10 @@ class RolloutStream(RecordStream):
             score = float(self._reward(completion, answer))
         except Exception as error:
             reason = f"fails on an answer to {self.record(index)}: {type(error).__name__}: {error}"
-            raise ConfigError.of("custom.rollout_reward", reason) from error
+            raise ConfigError.at("custom.rollout_reward", reason) from error
         if not math.isfinite(score):
             reason = f"gives {score} for an answer to {self.record(index)}, and no finite number"
-            raise ConfigError.of("custom.rollout_reward", reason)
+            raise ConfigError.at("custom.rollout_reward", reason)
         return score
 
     def _completions(self, index: int) -> list[str]:

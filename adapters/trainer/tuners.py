@@ -56,13 +56,13 @@ def prepare_tuner(model: Any, training: TrainingConfig) -> Any:
         prepared = TunerMixin.prepare_model(arguments, model)
     except (ValueError, RuntimeError, AttributeError, AssertionError) as error:
         key = "tuner_type" if training.tuner_type == "full" else _named(training)
-        raise ConfigError.of(f"training.{key}", f"cannot get adapters: {error}") from error
+        raise ConfigError.at(f"training.{key}", f"cannot get adapters: {error}") from error
     if hears:  # records have no sound, so no gradient reaches it, and DDP would wait for one
         for name, weight in prepared.named_parameters():
             weight.requires_grad = weight.requires_grad and not hears_or_speaks(name)
     if not any(parameter.requires_grad for parameter in prepared.parameters()):
         key = next((key for key in _FREEZES if getattr(training, key)), "freeze_llm")
-        raise ConfigError.of(f"training.{key}", "and the other freezes leave nothing to train: remove one")
+        raise ConfigError.at(f"training.{key}", "and the other freezes leave nothing to train: remove one")
     if prepared is not model:
         prepared.model_meta, prepared.model_info = model.model_meta, model.model_info
     return prepared
@@ -88,10 +88,10 @@ def quantisation_of(model: ModelConfig, *, on_cpu: bool) -> Any:
     if model.quant_method is None:
         return None
     if on_cpu:
-        raise ConfigError.of("model.quant_method", "quantises on a GPU alone: remove it, or train on one")
+        raise ConfigError.at("model.quant_method", "quantises on a GPU alone: remove it, or train on one")
     if find_spec("bitsandbytes") is None:
         reason = "needs the package bitsandbytes, which is not installed: install it, or remove the key"
-        raise ConfigError.of("model.quant_method", reason)
+        raise ConfigError.at("model.quant_method", reason)
     info, meta = get_model_info_meta(model.model, model_type=swift_model_type(model))
     dtype = info.torch_dtype if model.torch_dtype is None else getattr(torch, model.torch_dtype)
     compute = None if model.bnb_4bit_compute_dtype is None else getattr(torch, model.bnb_4bit_compute_dtype)
@@ -149,15 +149,15 @@ def _require_matches(model: Any, training: TrainingConfig) -> None:
     for key in ("freeze_parameters", "trainable_parameters"):
         for beginning in getattr(training, key):
             if not any(name.startswith(beginning) for name in names):
-                raise ConfigError.of(f"training.{key}", f"has {beginning}, with which no weight of the model begins")
+                raise ConfigError.at(f"training.{key}", f"has {beginning}, with which no weight of the model begins")
     for key in ("freeze_parameters_regex", "trainable_parameters_regex"):
         pattern = getattr(training, key)
         if pattern is not None and not any(re.search(pattern, name) for name in names):
-            raise ConfigError.of(f"training.{key}", f"is {pattern}, which matches no weight of the model")
+            raise ConfigError.at(f"training.{key}", f"is {pattern}, which matches no weight of the model")
     modules = [name for name, _ in model.named_modules()]
     for module in set(training.modules_to_save) - {"all-embedding", "all-norm"}:
         if not any(name == module or name.endswith(f".{module}") for name in modules):
-            raise ConfigError.of("training.modules_to_save", f"has {module}, which no module of the model is called")
+            raise ConfigError.at("training.modules_to_save", f"has {module}, which no module of the model is called")
 
 
 def _refuse_sound(model: Any, training: TrainingConfig) -> None:
@@ -166,12 +166,12 @@ def _refuse_sound(model: Any, training: TrainingConfig) -> None:
     for key in ("trainable_parameters", "target_modules", "modules_to_save"):
         for part in getattr(training, key):
             if hears_or_speaks(part):
-                raise ConfigError.of(f"training.{key}", f"has {part}, {_NO_SOUND}")
+                raise ConfigError.at(f"training.{key}", f"has {part}, {_NO_SOUND}")
     for key in ("trainable_parameters_regex", "target_regex"):
         pattern = getattr(training, key)
         found = [] if pattern is None else [name for name in names if re.search(pattern, name)]
         if found and all(map(hears_or_speaks, found)):
-            raise ConfigError.of(f"training.{key}", f"is {pattern}, {_NO_SOUND}")
+            raise ConfigError.at(f"training.{key}", f"is {pattern}, {_NO_SOUND}")
 
 
 _NO_SOUND = "which hears or speaks: text and images are what is trained, so leave it out"

@@ -161,7 +161,7 @@ class DummyImage:
                 f"is a {type(plain_model(model)).__name__}, which does not say what an image's features are: a rank "
                 "without images would leave the others waiting; train on one process"
             )
-            raise ConfigError.of("model.model", reason)
+            raise ConfigError.at("model.model", reason)
         inner: Any = found[-1][0]  # the innermost: others may hand on to it
         taken = takes(inner.get_image_features)
         encoded = encode_image(template, DUMMY_SIZE)

@@ -246,11 +246,11 @@ class PolicyWorker:
         try:
             score = float(self._reward(text, answer))
         except Exception as error:
-            raise ConfigError.of(
+            raise ConfigError.at(
                 "grpo.reward", f"fails on an answer to {record}: {type(error).__name__}: {error}"
             ) from error
         if not math.isfinite(score):
-            raise ConfigError.of("grpo.reward", f"gives {score} for an answer to {record}, and no finite number")
+            raise ConfigError.at("grpo.reward", f"gives {score} for an answer to {record}, and no finite number")
         return score
 
     def _shared(self, layout: PackedLayout) -> PackedLayout:

@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> None:
     """Build, or list what cannot be built."""
     others = {"--write-good": options.write_good, "--write-failures": options.write_failures, "--json": options.json}
     if not options.list_failures and (given := [name for name, value in others.items() if value]):
-        raise ConfigError.of(given[0], "goes with --list-failures: add it")
+        raise ConfigError.at(given[0], "goes with --list-failures: add it")
     if not options.list_failures:
         stores.require_ranks()
     config = stores.read_config(options.config, options.overrides)
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> None:
         write_good = None
         if options.write_good:
             if len(chosen) > 1:
-                raise ConfigError.of("--write-good", "writes one split: add --split train or --split eval")
+                raise ConfigError.at("--write-good", "writes one split: add --split train or --split eval")
             name = chosen[0].name
             paths = config.custom.train_jsonl if name == "train" else config.custom.val_jsonl
             write_good = partial(write_records, gathered.samples[name].records, options.write_good, paths)
@@ -90,5 +90,5 @@ def run(options: argparse.Namespace) -> None:
 def _chosen(splits: Mapping[str, GatheredSplit], wanted: str | None) -> list[GatheredSplit]:
     chosen = [split for name, split in splits.items() if wanted in (None, name)]
     if not chosen:
-        raise ConfigError.of("custom.val_jsonl", "is not set, so there is no eval split")
+        raise ConfigError.at("custom.val_jsonl", "is not set, so there is no eval split")
     return chosen

@@ -84,7 +84,7 @@ def run(options: argparse.Namespace) -> None:
     """Compare, then print."""
     first, second = (Side.from_name(name, options.overrides) for name in (options.first, options.second))
     if options.overrides and first.config is second.config is None:
-        raise ConfigError.of(options.overrides[0], "overrides a key of a YAML, but A and B are folders: remove it")
+        raise ConfigError.at(options.overrides[0], "overrides a key of a YAML, but A and B are folders: remove it")
     both_have_eval = all(side.has("eval") for side in (first, second))
     splits = [options.split] if options.split else ["train", *(["eval"] if both_have_eval else [])]
     compared = {split: _compare(first, second, split, options.world_size) for split in splits}

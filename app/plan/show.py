@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """PlanView, then print."""
     if options.text and options.sample is None:
-        raise ConfigError.of("--text", "is of one sample: name it by --sample")
+        raise ConfigError.at("--text", "is of one sample: name it by --sample")
     config = stores.read_config(options.config, options.overrides)
     explained = options.pack is not None or options.sample is not None
     splits = splits_of(config, options.split or ("train" if explained else None))

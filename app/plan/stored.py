@@ -95,7 +95,7 @@ def splits_of(config: RunConfig, split: str | None) -> list[str]:
     require_static(config)
     having = ["train", *(["eval"] if config.custom.val_jsonl else [])]
     if split is not None and split not in having:
-        raise ConfigError.of("custom.val_jsonl", "is not set, so there is no eval split")
+        raise ConfigError.at("custom.val_jsonl", "is not set, so there is no eval split")
     return having if split is None else [split]
 
 

@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> None:
     config = stores.read_config(options.config, options.overrides)
     (split,) = splits_of(config, options.split)
     if not policy_of(config, split).packing:
-        raise ConfigError.of(
+        raise ConfigError.at(
             "training.packing", f"is false for {split}: nothing is packed, so there is nothing to vary"
         )
     lengths = open_lengths(stores.open_stores(config, split).lengths)
@@ -85,7 +85,7 @@ def _refuse_other_cuts(lengths: StoredLengths, packing_lengths: list[int]) -> No
             f"truncates samples to the packing length, so the stored lengths are of {cut_to:,} alone: build a run with "
             "another template.max_length in a training.output_dir of its own, or remove the strategy"
         )
-        raise ConfigError.of("template.truncation_strategy", reason)
+        raise ConfigError.at("template.truncation_strategy", reason)
 
 
 def _alternatives(

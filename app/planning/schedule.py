@@ -43,7 +43,7 @@ def require_static(config: RunConfig) -> None:
     """Refuse a run that has no static plan."""
     if config.custom.trainer_variant != "sft":
         reason = "is rollout, whose packs come as samples come: there is no plan; set it to sft for what needs one"
-        raise ConfigError.of("custom.trainer_variant", reason)
+        raise ConfigError.at("custom.trainer_variant", reason)
 
 
 def warn_of_ignored(config: RunConfig) -> None:

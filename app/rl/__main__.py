@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
             stores.open_policy_folder(config).make_room(overwrite=options.overwrite)
         samples = training.open_samples(config)["train"]
         if samples.sees_images:
-            raise ConfigError.of(
+            raise ConfigError.at(
                 "model.model", "reads images, but packplan rl trains models of text: name one of these"
             )
         with training.open_workers(

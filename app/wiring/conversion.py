@@ -112,11 +112,11 @@ def run_faults(converted: Converted) -> tuple[Fault, ...]:
 def write_run(path: Path, text: str) -> None:
     """Write a run's YAML; ConfigError if another file is there, or it cannot be written."""
     if path.exists() and (not path.is_file() or path.read_text(encoding="utf-8") != text):
-        raise ConfigError.of("--output", f"{path} exists and holds something else: name another file, or remove it")
+        raise ConfigError.at("--output", f"{path} exists and holds something else: name another file, or remove it")
     try:
         files.write_bytes(path, text.encode())
     except OutputError as error:
-        raise ConfigError.of("--output", f"{path} cannot be written: {error.reason}") from error
+        raise ConfigError.at("--output", f"{path} cannot be written: {error.reason}") from error
 
 
 def _arguments() -> Mapping[str, Argument]:

@@ -35,4 +35,4 @@ def named_function(name: str, known: Mapping[str, Named], *, key: str) -> Named:
             return found
         why = "no function"
     reason = f"is {name}: neither one of {', '.join(known)}, nor a function as module:function ({why})"
-    raise ConfigError.of(key, reason)
+    raise ConfigError.at(key, reason)

@@ -118,7 +118,7 @@ def _require_other(option: str, output: Path, sources: Sequence[str]) -> None:
     """Refuse to write over a folder or one of the sources."""
     if output.is_dir() or any(output.resolve() == Path(source).resolve() for source in sources):
         reason = "is a folder" if output.is_dir() else "is one of the sources, which would be lost"
-        raise ConfigError.of(option, f"{output} {reason}: name another file")
+        raise ConfigError.at(option, f"{output} {reason}: name another file")
 
 
 @contextmanager
@@ -128,7 +128,7 @@ def _written(option: str, output: Path) -> Iterator[None]:
         with files.writing(output):
             yield
     except OutputError as error:
-        raise ConfigError.of(option, f"{output} cannot be written: {error.reason}") from error
+        raise ConfigError.at(option, f"{output} cannot be written: {error.reason}") from error
 
 
 def _lines(records: list[Records], drawn: Schedule, onto: Path) -> Iterator[bytes]:

@@ -136,7 +136,7 @@ def page_target(path: Path) -> Path:
     """
     target = path.resolve()
     if target.suffix.lower() not in {".html", ".htm"} or (target.exists() and not target.is_file()):
-        raise ConfigError.of("--output", f"is {path}, but has to be a file that ends in .html: name one")
+        raise ConfigError.at("--output", f"is {path}, but has to be a file that ends in .html: name one")
     return target
 
 
@@ -146,7 +146,7 @@ def write_page(path: Path, page: str) -> None:
     try:
         files.write_bytes(target, page.encode())
     except OutputError as error:
-        raise ConfigError.of("--output", f"{path} cannot be written: {error.reason}") from error
+        raise ConfigError.at("--output", f"{path} cannot be written: {error.reason}") from error
 
 
 def open_slice(config: RunConfig, split: str, start: int, stop: int) -> tuple[DiskLengthStore, FolderLock]:

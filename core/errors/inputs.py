@@ -18,7 +18,7 @@ class ConfigError(UserError):
     faults: tuple[Fault, ...]
 
     @classmethod
-    def of(cls, path: str, reason: str) -> ConfigError:
+    def at(cls, path: str, reason: str) -> ConfigError:
         """Return the error of one fault, found after the YAML was read."""
         return cls("the configuration", (Fault(path, reason),))
 

@@ -68,14 +68,14 @@ class Keys:
         if isinstance(found, bool) or not isinstance(found, (int, float)) or not found >= 0:
             shown = str(found)[:40]
             reason = f"config.json has {names[0]} {shown}, where the work of a sample depends on a whole number"
-            raise ConfigError.of("model.model", reason)
+            raise ConfigError.at("model.model", reason)
         return int(found)
 
     def size(self, *names: str) -> int:
         """Return the same; ConfigError without one, which names the first."""
         found = self.count(*names)
         if found is None:
-            raise ConfigError.of("model.model", f"config.json has no {names[0]}, which the work of a sample depends on")
+            raise ConfigError.at("model.model", f"config.json has no {names[0]}, which the work of a sample depends on")
         return found
 
     def unread(self) -> list[str]:

@@ -72,7 +72,7 @@ class WorkModel:
         vision = config.get("vision_config")
         unknown = {"encoder", "decoder"} if thinker else {"audio_config", "encoder", "decoder"}
         if others := sorted(set(config) & unknown):
-            raise ConfigError.of("model.model", f"the work of the model's {', '.join(others)} is not known")
+            raise ConfigError.at("model.model", f"the work of the model's {', '.join(others)} is not known")
         said = read_text(text, model_type=text.get("model_type") or config.get("model_type"))
         return cls(
             per_position=said.per_position,

@@ -118,7 +118,7 @@ def read_vision(config: Sizes) -> VisionWork:
     if keys.get("attention_bias") is False and None not in (keys.get("out_hidden_size"), keys.get("image_size")):
         return _glm(keys)
     reason = "the work of its vision tower is not known: its vision_config has no fullatt_block_indexes, "
-    raise ConfigError.of("model.model", reason + "deepstack_visual_indexes or embed_dim with spatial_merge_size")
+    raise ConfigError.at("model.model", reason + "deepstack_visual_indexes or embed_dim with spatial_merge_size")
 
 
 def _tower(

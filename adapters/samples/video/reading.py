@@ -77,7 +77,7 @@ def prepare_videos(template: Template, config: TemplateConfig) -> None:
         return
     if not hasattr(template.processor, "image_processor"):  # transformers takes the tokenizer alone for one
         reason = "has no processor of images: copy its processor_config.json or preprocessor_config.json there"
-        raise ConfigError.of("model.model", reason)
+        raise ConfigError.at("model.model", reason)
     sampling = sampling_of(config)
     _refuse_no_size(template, sampling)
     template.replace_tag = partial(_replaced, template.replace_tag, sampling)
@@ -92,7 +92,7 @@ def _refuse_no_size(template: Template, sampling: Sampling) -> None:
     if most < least:
         key, value = ("max", most) if "max_pixels" in sampling else ("min", least)
         reason = f"is {value:,}, but frames have {least:,} pixels at least and {most:,} at most"
-        raise ConfigError.of(f"template.video_{key}_pixels", f"{reason}: set template.video_min_pixels, or the maximum")
+        raise ConfigError.at(f"template.video_{key}_pixels", f"{reason}: set template.video_min_pixels, or the maximum")
 
 
 def _replaced(replace: Callable[..., Any], sampling: Sampling, media_type: str, index: int, inputs: Any) -> Any:

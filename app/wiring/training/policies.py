@@ -50,7 +50,7 @@ def open_policy(config: RunConfig, group: RankGroup, samples: SwiftEncoder, atte
             f"is {config.policy.context_parallel_size}, which does not divide {group.world_size} workers: start a "
             "multiple"
         )
-        raise ConfigError.of("policy.context_parallel_size", reason)
+        raise ConfigError.at("policy.context_parallel_size", reason)
     grpo, trainer, policy = config.grpo, config.training.trainer, config.policy
     cuda = torch.cuda.is_available() and not runs_on_cpu(trainer)
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")

@@ -175,10 +175,10 @@ def alone_in_output(config: RunConfig, group: RankGroup) -> Iterator[None]:
         except OutputError as error:  # raised once the others know
             failure = error
     if group.any(failure is not None):
-        raise failure or ConfigError.of("training.output_dir", f"is {folder}, which rank 0 cannot write")
+        raise failure or ConfigError.at("training.output_dir", f"is {folder}, which rank 0 cannot write")
     if group.any(group.rank == 0 and not taken):
         reason = f"is {folder}, which another run trains into: both would write its checkpoints; name another folder"
-        raise ConfigError.of("training.output_dir", reason)
+        raise ConfigError.at("training.output_dir", reason)
     try:
         yield
     finally:

@@ -152,7 +152,7 @@ def keep_in_step(model: Any, template: Any, arguments: TrainingArguments) -> Non
                 f"is false, but no image reaches {counted(len(unreached), 'weight')} of the vision tower, as "
                 f"{unreached[0]}, whose gradients the ranks would wait for: set it to true, or training.freeze_vit"
             )
-            raise ConfigError.of("training.ddp_find_unused_parameters", reason)
+            raise ConfigError.at("training.ddp_find_unused_parameters", reason)
     # Where ranks meet in each of its passes, one for images and one for videos, all take both.
     dummy.ensure_seen(passes=1 + (shards_weights(arguments) and sees_videos_apart(template)))
 
@@ -235,7 +235,7 @@ def build_stream_trainer(
     if rollout is not None:
         if shards_weights(arguments):
             reason = "answers prompts on each rank alone, which weights sharded over ranks do not allow: remove it"
-            raise ConfigError.of("custom.rollout_reward", reason)
+            raise ConfigError.at("custom.rollout_reward", reason)
         reward, sampling = rollout
         stream = RolloutStream(
             samples["train"], order, model=model, reward=reward, sampling=sampling, device=arguments.device
