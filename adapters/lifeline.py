@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
-from packplan.core.errors import LostProcessError
+from packplan.core.errors import RunError
 
 _PR_SET_PDEATHSIG = 1
 
@@ -167,7 +167,7 @@ def hide_broken_handover() -> None:
 @contextmanager
 def lost_processes_named(doing: str, keys: str) -> Iterator[None]:
     """
-    Raise LostProcessError where a pool or torch finds that one of its processes is gone; torch
+    Raise RunError where a pool or torch finds that one of its processes is gone; torch
     raises wherever this one is at.
 
     Args:
@@ -182,7 +182,7 @@ def lost_processes_named(doing: str, keys: str) -> Iterator[None]:
         if not remedies and not isinstance(error, BrokenProcessPool):
             raise
         remedy = (remedies or [_FULL])[0].format(keys=keys)
-        raise LostProcessError(doing, reason, remedy) from error
+        raise RunError("lost_process", f"{doing} failed: {reason}. {remedy}") from error
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from packplan.core.context_parallel import PackedLayout, cu_seqlens
-from packplan.core.errors import BatchError
+from packplan.core.errors import ArgumentError
 from packplan.core.shard import Mode, ShardBatch, Sharding
 
 Field = Tensor | list[Any]
@@ -68,22 +68,22 @@ class BatchedData:
                 wherever it is as long as that of `input_ids`.
 
         Raises:
-            BatchError: A field has another number of entries, a sequence is longer than the batch
-                is wide, or `input_ids` or lengths are not what they have to be.
+            ArgumentError: A field has another number of entries, a sequence is longer than the
+                batch is wide, or `input_ids` or lengths are not what they have to be.
         """
         lengths = torch.as_tensor(lengths)
         if lengths.ndim != 1 or (len(lengths) and (lengths.is_floating_point() or int(lengths.min()) < 1)):
             message = "lengths of a batch are whole numbers of at least 1 token, one for each sequence"
-            raise BatchError(message)
+            raise ArgumentError("batch", message)
         lengths = lengths.to(torch.int64)
         ids = fields.get("input_ids")
         if not isinstance(ids, Tensor) or ids.ndim != 2:
             message = "a batch has input_ids, a tensor of shape (batch, width)"
-            raise BatchError(message)
+            raise ArgumentError("batch", message)
         for name, field in fields.items():
             if len(field) != len(lengths):
                 message = f"field {name} has {len(field):,} entries, but the batch has {len(lengths):,} sequences"
-                raise BatchError(message)
+                raise ArgumentError("batch", message)
         if sequence_dims is None:
             width = ids.shape[1]
             sequence_dims = {
@@ -94,7 +94,7 @@ class BatchedData:
         batch = cls(MappingProxyType(dict(fields)), lengths, MappingProxyType(dict(sequence_dims)))
         if len(lengths) and int(lengths.max()) > batch.width:
             message = f"a sequence has {int(lengths.max()):,} tokens, but the batch is {batch.width:,} wide"
-            raise BatchError(message)
+            raise ArgumentError("batch", message)
         return batch
 
     @property
@@ -166,12 +166,12 @@ class BatchedData:
 
     def shard(self, sharding: Sharding) -> list[ShardedData]:
         """
-        Return what each worker holds, with its weights; BatchError if it is another batch's
+        Return what each worker holds, with its weights; ArgumentError if it is another batch's
         sharding.
         """
         if sharding.lengths.tolist() != self.lengths.tolist():
             message = "the sharding was made for sequences of other lengths than those of this batch"
-            raise BatchError(message)
+            raise ArgumentError("batch", message)
         held = []
         for global_batches in sharding:
             weights = torch.cat([torch.tensor(batch.weights) for batch in global_batches]).to(torch.float32)
@@ -187,19 +187,19 @@ def concatenate(batches: Sequence[BatchedData]) -> BatchedData:
     Return the sequences of all batches, padded with 0 to the widest.
 
     Raises:
-        BatchError: There is no batch, or one has other fields than the first: in name, in kind, or
-            in shape.
+        ArgumentError: There is no batch, or one has other fields than the first: in name, in kind,
+            or in shape.
     """
     if not batches:
         message = "there is no batch to concatenate: give at least one"
-        raise BatchError(message)
+        raise ArgumentError("batch", message)
     for number, batch in enumerate(batches):
         if other := list(_differences(batches[0], batch)):
             message = (
                 f"batch {number} has other fields than batch 0: {'; '.join(other)}: give all the same fields and "
                 "sequence_dims"
             )
-            raise BatchError(message)
+            raise ArgumentError("batch", message)
     width = max(batch.width for batch in batches)
     wide = [batch.truncate(width) for batch in batches]
     fields: dict[str, Field] = {}
@@ -330,17 +330,17 @@ def pack_row(batch: BatchedData, *, multiple: int, row_length: int | None = None
             pipeline exchange buffers of one shape.
 
     Raises:
-        BatchError: There is no sequence, or they need more than *row_length* positions.
+        ArgumentError: There is no sequence, or they need more than *row_length* positions.
     """
     if not len(batch):
         message = "the batch has no sequence, so there is no row to pack: give at least one"
-        raise BatchError(message)
+        raise ArgumentError("batch", message)
     lengths = batch.lengths.tolist()
     ends = cu_seqlens(lengths, pad_to_multiple_of=multiple)
     if row_length is not None:
         if ends[-1] > row_length:
             message = f"sequences of {ends[-1]:,} positions do not fit a row of {row_length:,}: raise the row length"
-            raise BatchError(message)
+            raise ArgumentError("batch", message)
         ends[-1] = row_length
     layout = PackedLayout(cu_seqlens(lengths), ends)
     source = batch.tensor("input_ids")
@@ -355,7 +355,7 @@ def _tensor(fields: Mapping[str, Field], name: str) -> Tensor:
     field = fields[name]
     if not isinstance(field, Tensor):
         message = f"field {name} is a list, where a tensor is needed"
-        raise BatchError(message)
+        raise ArgumentError("batch", message)
     return field
 
 

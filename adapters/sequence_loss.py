@@ -23,7 +23,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from packplan.core.context_parallel import PackedLayout
-from packplan.core.errors import WholeBatchLossError
+from packplan.core.errors import ArgumentError
 
 NO_TARGET = -1
 
@@ -85,7 +85,7 @@ def refuse_whole_batch(loss: object) -> None:
     Check that a loss can be computed part by part, as packing and dynamic batching do.
 
     Raises:
-        WholeBatchLossError: It says `needs_whole_batch`, or says nothing and is named like a
+        ArgumentError: It says `needs_whole_batch`, or says nothing and is named like a
             preference loss.
     """
     while isinstance(loss, partial):
@@ -94,7 +94,11 @@ def refuse_whole_batch(loss: object) -> None:
     words = [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
     named_so = not _PREFERENCES.isdisjoint([*words, *map("".join, pairwise(words))])
     if getattr(loss, "needs_whole_batch", named_so):
-        raise WholeBatchLossError(name)
+        fact = (
+            f"the loss {name} compares sequences with each other, so it needs the whole batch at once, which packing "
+            "and dynamic batching compute part by part"
+        )
+        raise ArgumentError("whole_batch_loss", fact, {"loss": name})
 
 
 def _checked(_: Any, __: Any, loss: Any) -> None:

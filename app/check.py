@@ -35,7 +35,7 @@ from packplan.app.cli.command import (
 from packplan.app.wiring import stores
 from packplan.core.config import RunConfig
 from packplan.core.equality import CHECKS, Deviation, Verdict, choose_packs, judge, kind
-from packplan.core.errors import ConfigError, UnequalError, counted
+from packplan.core.errors import ConfigError, MismatchError, counted
 from packplan.core.samples import num_media
 
 if TYPE_CHECKING:
@@ -227,7 +227,9 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             show(report)
         if not report.passed:
-            raise UnequalError(tuple(verdict.check for verdict in report.verdicts if not verdict.passed))
+            checks = tuple(verdict.check for verdict in report.verdicts if not verdict.passed)
+            fact = f"packed training is not the same training: {', '.join(checks)} differ"
+            raise MismatchError("unequal", fact, {"checks": checks})
 
     return run_command(command, verbose=options.verbose, quiet=options.quiet)
 

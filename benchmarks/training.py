@@ -73,7 +73,7 @@ class Encoded:
         return [grid for grids in found if grids is not None for grid in grids.tolist()]
 
     def fetch(self, index: int, planned: Table) -> dict[str, Any]:
-        """Return sample *index*; ContractError if it is not the planned one."""
+        """Return sample *index*; StaleError if it is not the planned one."""
         # The collator adds to a sample.
         return self._samples.checked(index, dict(self._encoded[index]), planned)
 

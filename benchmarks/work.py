@@ -28,7 +28,7 @@ from benchmarks.child import measure
 from benchmarks.distributions import DISTRIBUTIONS, PATCHES_OF_A_TOKEN, Samples, documents, made_mix, texts
 from benchmarks.table import Columns, show
 from packplan.app.cli.command import positive_number, positive_numbers, whole_number
-from packplan.core.errors import ConfigError
+from packplan.core.errors import ModelError
 from packplan.core.lengths import IntArray
 from packplan.core.packers import pack
 from packplan.core.packs import Packs, concatenate
@@ -297,7 +297,7 @@ def _family(family: str) -> FamilyRow:
         work = WorkModel.from_config(json.loads(json.dumps(model.config.to_dict(), default=str)))
         ratios = tuple(float(work.position_flops(num, num**2)) / _counted_by_torch(model, num) for num in FAMILY_ROWS)
     except Exception as error:  # noqa: BLE001  # whatever the code of a family raises
-        verdict = "not known" if isinstance(error, ConfigError) else "not counted"
+        verdict = "not known" if isinstance(error, ModelError) else "not counted"
         return FamilyRow(family, verdict, (), " ".join(str(error).split()))
     return FamilyRow(family, "near" if all(abs(ratio - 1) <= NEAR for ratio in ratios) else "off", ratios, "")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 import numpy as np
 
-from packplan.core.errors import PlanTooShortError
+from packplan.core.errors import PlanError, counted
 from packplan.core.lengths import IntArray, positive
 from packplan.core.packs import Packs, concatenate
 from packplan.core.plan import RawPlan
@@ -61,7 +61,7 @@ def align_plan(raw_plan: RawPlan, *, world_size: int, dataloader_drop_last: bool
             smaller last batch.
 
     Raises:
-        PlanTooShortError: No pack, or dropping would leave no batch.
+        PlanError: No pack, or dropping would leave no batch.
 
     >>> from packplan.core.plan import build_raw_plan
     >>> plan = build_raw_plan([5, 5, 5], packing_length=5)
@@ -143,8 +143,15 @@ def require_a_batch(num: int, *, world_size: int, batch_size: int, drop_last: bo
         drop_last: Drop packs and batches that do not fill all ranks.
 
     Raises:
-        PlanTooShortError: The ranks get no batch.
+        PlanError: The ranks get no batch.
     """
     mine = aligned_size(num, world_size, drop_last) // world_size
     if not batches_of(mine, batch_size=batch_size, drop_last=drop_last):
-        raise PlanTooShortError(num, world_size, batch_size)
+        cannot = f"cannot feed {counted(world_size, 'rank')}"
+        what = (
+            f"{counted(num, 'sample')} {cannot} with a batch of {batch_size:,} each"
+            if batch_size > 1
+            else f"{counted(num, 'pack')} {cannot}"
+        )
+        details = {"num_packs": num, "world_size": world_size, "batch_size": batch_size}
+        raise PlanError("too_short", f"{what} while the remainder is dropped", details)

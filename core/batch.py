@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 
-from packplan.core.errors import BatchSizeError
+from packplan.core.errors import ArgumentError, counted
 from packplan.core.lengths import positive
 
 
@@ -44,7 +44,7 @@ def resolve_accumulation(
         forced_batch_size: Per-device batch size of training, >= 1; 1 when packing.
 
     Raises:
-        BatchSizeError: The batch is not divisible by the ranks.
+        ArgumentError: The batch is not divisible by the ranks.
 
     >>> batch = resolve_accumulation(effective_batch_size=32, per_device_train_batch_size=4,
     ...                              gradient_accumulation_steps=None, world_size=2)
@@ -59,7 +59,11 @@ def resolve_accumulation(
     if effective_batch_size is not None:
         requested = positive("effective_batch_size", effective_batch_size)
     if requested % unit:
-        raise BatchSizeError(requested, world_size, forced_batch_size)
+        below = requested // unit * unit
+        nearest = f"{below:,} or {below + unit:,}" if below else f"{unit:,}"
+        each = counted(world_size, "rank") + (f" x {forced_batch_size:,} per device" if forced_batch_size > 1 else "")
+        fact = f"effective_batch_size is {requested:,}, which is not divisible by {each}"
+        raise ArgumentError("batch_size", fact, {"effective_batch_size": requested, "nearest": nearest})
     return Accumulation(requested // unit, requested, requested)
 
 
@@ -78,9 +82,7 @@ class PartialWindow:
     def __str__(self) -> str:
         return (
             f"the last optimizer step of each epoch sees {self.remainder} of {self.gradient_accumulation_steps} "
-            "batches "
-            f"per rank ({self.per_rank_batches} batches per rank and epoch): its packs per step are inexact; choose "
-            "training.effective_batch_size so that accumulation divides the batches, or accept it"
+            f"batches per rank ({self.per_rank_batches} batches per rank and epoch): its packs per step are inexact"
         )
 
 

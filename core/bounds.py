@@ -49,7 +49,7 @@ def find_bound(lengths: Lengths, *, capacity: int, known: int | None = None, eff
             third of a microsecond each. 0 leaves the relaxation out.
 
     Raises:
-        InvalidLengthError: A length is not a whole number from 1 to *capacity*.
+        ArgumentError: A length is not a whole number from 1 to *capacity*.
 
     >>> find_bound([60, 60, 50, 40], capacity=100)
     Bound(packs=3, kind='reached')

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from packplan.core.errors import InvalidLengthError, WorkError
+from packplan.core.errors import ArgumentError
 
 Lengths = Sequence[int] | NDArray[np.integer]
 """
@@ -31,7 +31,7 @@ def as_lengths(lengths: Lengths, *, least: int = 1) -> IntArray:
         least: Fewest tokens of each: 1, or 0 where some records are no samples and have 0 tokens.
 
     Raises:
-        InvalidLengthError: A value is not a whole number of at least *least*, or the total passes
+        ArgumentError: A value is not a whole number of at least *least*, or the total passes
             64 bits. The first such index is named.
         TypeError: *lengths* is no sequence.
 
@@ -40,19 +40,19 @@ def as_lengths(lengths: Lengths, *, least: int = 1) -> IntArray:
     """
     if isinstance(lengths, np.ma.MaskedArray) and lengths.mask.any():
         index = int(np.argmax(np.ma.getmaskarray(lengths)))
-        raise InvalidLengthError(index, "masked", "a length is a whole number of tokens")
+        raise _bad_length(index, "masked", "a length is a whole number of tokens")
     array = np.asarray(lengths) if isinstance(lengths, np.ndarray) else _array_of(lengths)
     if array.ndim != 1:
-        raise InvalidLengthError(0, f"array of shape {array.shape}", "lengths are one-dimensional")
+        raise _bad_length(0, f"array of shape {array.shape}", "lengths are one-dimensional")
     if array.dtype.kind not in "iu":
         _raise_first_bad(array.tolist())
     if array.size and array.dtype.kind == "u" and int(array.max()) >= 2**63:
         index = int(array.argmax())
-        raise InvalidLengthError(index, int(array[index]), "a length is below 2**63")
+        raise _bad_length(index, int(array[index]), "a length is below 2**63")
     checked: IntArray = array.astype(np.int64, copy=False)
     if checked.size and int(checked.min()) < least:
         index = int(np.argmax(checked < least))
-        raise InvalidLengthError(index, int(checked[index]), "a length is at least 1 token")
+        raise _bad_length(index, int(checked[index]), "a length is at least 1 token")
     if checked.size and int(checked.max()) * checked.size >= 2**63:
         _raise_where_total_overflows(checked)
     return checked
@@ -60,13 +60,17 @@ def as_lengths(lengths: Lengths, *, least: int = 1) -> IntArray:
 
 def lengths_up_to(lengths: Lengths, *, capacity: int) -> IntArray:
     """
-    Return *lengths* as `as_lengths` does; InvalidLengthError also for a length over *capacity*.
+    Return *lengths* as `as_lengths` does; ArgumentError also for a length over *capacity*.
     """
     array = as_lengths(lengths)
     if array.size and int(array.max()) > capacity:
         index = int(np.argmax(array > capacity))
-        raise InvalidLengthError(index, int(array[index]), f"a pack holds {capacity:,} tokens")
+        raise _bad_length(index, int(array[index]), f"a pack holds {capacity:,} tokens")
     return array
+
+
+def _bad_length(index: int, value: object, reason: str) -> ArgumentError:
+    return ArgumentError("length", f"length {index} is {value!r}: {reason}", {"index": index, "value": value})
 
 
 def _array_of(values: Sequence[int]) -> IntArray:
@@ -85,7 +89,7 @@ def _array_of(values: Sequence[int]) -> IntArray:
     except OverflowError:
         index = next(i for i, n in enumerate(values) if not -(2**63) <= n < 2**63)
         reason = "a length is below 2**63" if values[index] > 0 else "a length is at least 1 token"
-        raise InvalidLengthError(index, values[index], reason) from None
+        raise _bad_length(index, values[index], reason) from None
 
 
 def _at_once(values: Sequence[int]) -> Sequence[int]:
@@ -101,13 +105,13 @@ def _raise_where_total_overflows(lengths: IntArray) -> None:
     for index, length in enumerate(lengths.tolist()):
         total += length
         if total >= 2**63:
-            raise InvalidLengthError(index, length, "with it the total reaches 2**63 tokens")
+            raise _bad_length(index, length, "with it the total reaches 2**63 tokens")
 
 
 def _raise_first_bad(values: Sequence[object]) -> None:
     for index, value in enumerate(values):
         if isinstance(value, (bool, np.bool_)) or not isinstance(value, Integral):
-            raise InvalidLengthError(index, value, "a length is a whole number of tokens")
+            raise _bad_length(index, value, "a length is a whole number of tokens")
 
 
 def positive(name: str, value: int) -> int:
@@ -145,13 +149,16 @@ def checked_works(works: Any, num: int, *, of: str = "packs") -> NDArray[np.floa
         of: Name of the items in the error, in the plural.
 
     Raises:
-        WorkError: The number of works differs, or one is negative or not finite.
+        ArgumentError: The number of works differs, or one is negative or not finite.
     """
     array = np.asarray(works, dtype=np.float64)
     if array.shape != (num,):
-        raise WorkError(of, num, array.size)
+        fact = f"works and {of} differ in number ({array.size:,} and {num:,}): give one work for each"
+        raise ArgumentError("works", fact, {"num": num, "num_works": array.size})
     wrong = np.flatnonzero(~((array >= 0) & np.isfinite(array)))
     if wrong.size:
-        first = int(wrong[0])
-        raise WorkError(of, num, array.size, first, float(array[first]), int(wrong.size))
+        index, value = int(wrong[0]), float(array[wrong[0]])
+        others = f"; {wrong.size:,} of {num:,} are wrong" if wrong.size > 1 else ""
+        fact = f"work {index} is {value}, but the work of {of} is a finite number of at least 0{others}"
+        raise ArgumentError("works", fact, {"index": index, "value": value, "num_wrong": int(wrong.size)})
     return array

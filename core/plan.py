@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packplan.core.bounds import find_bound
-from packplan.core.errors import DroppedTokensError, EmptyPlanError, SampleTooLongError, counted
+from packplan.core.errors import PlanError, agree, counted, ranging
 from packplan.core.lengths import IntArray, Lengths, as_lengths, checked_works, share
 from packplan.core.packers import pack
 from packplan.core.packs import Packs, by_first_index, concatenate
@@ -136,8 +136,8 @@ def build_raw_plan(
             `algorithm` or `min_fill_ratio`.
 
     Raises:
-        InvalidLengthError: A length is not a positive whole number.
-        EmptyPlanError: No pack remains.
+        ArgumentError: A length is not a positive whole number.
+        PlanError: No pack remains.
         ValueError: A field has an invalid value. TypeError: A field does not exist, or
             `packing_length` is missing.
 
@@ -166,7 +166,7 @@ def build_raw_plan(
     single = Packs(np.arange(long.size + 1), long) if allow_single_long else Packs.from_lists([])
     packs = by_first_index(concatenate([kept, single]))
     if not len(packs):
-        raise _empty_plan(array, 0 if allow_single_long else long.size, dropped, policy)
+        raise _empty_plan(array, long[:0] if allow_single_long else long, dropped, policy)
     report(f"{counted(len(grouped), 'pack')}, looking for the plan's bound")
     effort = inf if policy.algorithm == "certified" else BOUND_EFFORT + BOUND_EFFORT_OF_A_SAMPLE * array.size
     bound = find_bound(array[short], capacity=packing_length, known=len(grouped), effort=0 if quick_bound else effort)
@@ -214,21 +214,32 @@ def _counted(
     )
 
 
-def _empty_plan(lengths: IntArray, num_skipped: int, dropped: Packs, policy: PlanPolicy) -> EmptyPlanError:
-    """Return the error of a plan without packs, with the lengths that the fill filter dropped."""
-    if not len(dropped):
-        return EmptyPlanError(lengths.size, num_skipped, policy.packing_length)
-    short = lengths[dropped.indices]
-    fullest = int(dropped.loads(lengths).max())
-    return EmptyPlanError(
-        lengths.size,
-        num_skipped,
-        policy.packing_length,
-        len(dropped),
-        (int(short.min()), int(short.max())),
-        fullest,
-        policy.min_fill_ratio,
-    )
+def no_samples() -> PlanError:
+    """Return the error of a data set without samples."""
+    return PlanError("empty", "the data set is empty: 0 samples give no pack")
+
+
+def _empty_plan(lengths: IntArray, skipped: IntArray, dropped: Packs, policy: PlanPolicy) -> PlanError:
+    """Return the error of a plan that is left without packs."""
+    if not lengths.size:
+        return no_samples()
+    capacity = counted(policy.packing_length, "token")
+    reasons: list[str] = []
+    details: dict[str, float] = {"num_skipped": skipped.size, "num_dropped_packs": len(dropped)}
+    if skipped.size:
+        has = agree(skipped.size, "has", "have")
+        reasons.append(f"{counted(skipped.size, 'sample')} {has} {capacity} or more, and long samples are skipped")
+    if len(dropped):
+        short = lengths[dropped.indices]
+        # Rounded down, so that the ratio that is named is one that suffices.
+        details["fullest"] = int(dropped.loads(lengths).max()) * 10_000 // policy.packing_length / 10_000
+        reasons.append(
+            f"{counted(len(dropped), 'pack')} (samples of {ranging(int(short.min()), int(short.max()), 'token')}) "
+            f"{agree(len(dropped))} filled below min_fill_ratio {policy.min_fill_ratio}, the fullest to "
+            f"{details['fullest']:g} of {capacity}"
+        )
+    fact = f"none of {counted(lengths.size, 'sample')} is left to train on: {'; '.join(reasons)}"
+    return PlanError("all_dropped" if len(dropped) else "all_skipped", fact, details)
 
 
 def refuse_longer(lengths: Lengths, policy: PlanPolicy) -> None:
@@ -240,13 +251,18 @@ def refuse_longer(lengths: Lengths, policy: PlanPolicy) -> None:
         policy: How samples are planned.
 
     Raises:
-        SampleTooLongError: A sample is longer. The first one and their number are named.
+        PlanError: A sample is longer. The first one and their number are named.
     """
     array, limit = as_lengths(lengths, least=0), policy.packing_length
     over = np.flatnonzero(array > limit)
     if policy.refuse_longer and over.size:
         first, num_samples = int(over[0]), int(np.count_nonzero(array))
-        raise SampleTooLongError(first, int(array[first]), limit, over.size, num_samples, int(array.max()))
+        num, longest = over.size, int(array.max())
+        fact = (
+            f"sample {first} has {counted(int(array[first]), 'token')}, but a pack holds {limit:,} (packing_length); "
+            f"{num:,} of {counted(num_samples, 'sample')} {agree(num)} too long, the longest has {longest:,}"
+        )
+        raise PlanError("too_long", fact, {"index": first, "num_too_long": num, "longest": longest})
 
 
 def refuse_dropped(plan: RawPlan, lengths: Lengths, policy: PlanPolicy) -> None:
@@ -261,7 +277,7 @@ def refuse_dropped(plan: RawPlan, lengths: Lengths, policy: PlanPolicy) -> None:
         policy: Policy of the plan.
 
     Raises:
-        DroppedTokensError: More than one pack is dropped, with more than `max_dropped_share` of the
+        PlanError: More than one pack is dropped, with more than `max_dropped_share` of the
             tokens.
 
     >>> policy = PlanPolicy(packing_length=100, min_fill_ratio="0.5")
@@ -270,17 +286,16 @@ def refuse_dropped(plan: RawPlan, lengths: Lengths, policy: PlanPolicy) -> None:
     if len(plan.dropped_packs) <= 1 or plan.dropped_share <= share("max_dropped_share", policy.max_dropped_share):
         return
     dropped = as_lengths(lengths, least=0)[plan.dropped_packs.indices]
-    raise DroppedTokensError(
-        len(plan.dropped_packs),
-        plan.dropped_samples,
-        plan.num_samples,
-        int(dropped.min()),
-        int(dropped.max()),
-        plan.dropped_tokens,
-        plan.num_tokens,
-        policy.max_dropped_share,
-        policy.min_fill_ratio,
+    # Rounded up, so that the share that is named is one that suffices.
+    enough = -(-plan.dropped_tokens * 10_000 // plan.num_tokens) / 10_000
+    fact = (
+        f"{plan.dropped_samples:,} of {counted(plan.num_samples, 'sample')} (of "
+        f"{ranging(int(dropped.min()), int(dropped.max()), 'token')}) would never be trained: their "
+        f"{len(plan.dropped_packs):,} packs are filled below {policy.min_fill_ratio}, and have "
+        f"{plan.dropped_tokens / plan.num_tokens:.2%} of all tokens, where max_dropped_share is "
+        f"{policy.max_dropped_share}"
     )
+    raise PlanError("dropped_tokens", fact, {"num_dropped": plan.dropped_samples, "enough": enough})
 
 
 def one_sample_packs(lengths: Lengths, *, packing_length: int, allow_single_long: bool = True) -> RawPlan:
@@ -293,13 +308,13 @@ def one_sample_packs(lengths: Lengths, *, packing_length: int, allow_single_long
         allow_single_long: Keep long samples; otherwise skip them.
 
     Raises:
-        EmptyPlanError: No sample remains.
+        PlanError: No sample remains.
     """
     array = as_lengths(lengths)
     is_long = array >= packing_length
     kept = np.arange(array.size) if allow_single_long else np.flatnonzero(~is_long)
     if not kept.size:
-        raise EmptyPlanError(array.size, int(is_long.sum()), packing_length)
+        raise _empty_plan(array, array, Packs.from_lists([]), PlanPolicy(packing_length=packing_length))
     return _counted(
         array, Packs(np.arange(kept.size + 1), kept), np.flatnonzero(is_long), Packs.from_lists([]),
         packing_length=packing_length, allow_single_long=allow_single_long,

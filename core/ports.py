@@ -66,7 +66,7 @@ class Records(Protocol):
 
         Raises:
             RecordError: There is no value.
-            ContractError: It is not the record whose digest is known.
+            StaleError: It is not the record whose digest is known.
         """
 
     def remember(self, indices: range, digests: NDArray[np.uint8], /) -> None:
@@ -300,7 +300,7 @@ class LengthStore(Inspectable[StoredLengths], Protocol):
                 `bad` returns.
 
         Raises:
-            StaleLengthsError: Something was measured under another key, or of other data.
+            StaleError: Something was measured under another key, or of other data.
             CorruptArtefactError: It is not what was written.
         """
 
@@ -383,7 +383,7 @@ class Lock(Protocol):
                 this one.
 
         Raises:
-            LockedError: Another job held it all the time.
+            OutputError: Another job held it all the time.
         """
 
 
@@ -411,7 +411,7 @@ class RankGroup(Protocol):
                 this one.
 
         Raises:
-            RankZeroError: On the other ranks, with rank 0's own reason, when it failed, died, or
+            RunError: On the other ranks, with rank 0's own reason, when it failed, died, or
                 was too slow.
         """
 
@@ -427,7 +427,7 @@ class RankGroup(Protocol):
                 this one.
 
         Raises:
-            RankGoneError: A rank did not respond in time.
+            RunError: A rank did not respond in time.
         """
 
     def settle(self) -> None:
@@ -438,7 +438,7 @@ class RankGroup(Protocol):
 
     def gather_arrays(self, arrays: Arrays, /) -> tuple[Arrays, ...]:
         """
-        Return the arrays of every rank, by rank; their shapes may differ. RankGoneError if another
+        Return the arrays of every rank, by rank; their shapes may differ. RunError if another
         rank is gone.
         """
 
@@ -463,7 +463,7 @@ class Workers(Protocol):
             options: The same for all.
 
         Raises:
-            WorkerError: A worker raised or died; the others are ended, for they may wait for it.
+            RunError: A worker raised or died; the others are ended, for they may wait for it.
         """
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from packplan.core.align import AlignedPlan
-from packplan.core.errors import ContractError, CorruptArtefactError, Difference, RecordError, StaleLengthsError
+from packplan.core.errors import CorruptArtefactError, Difference, RecordError, StaleError
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.plan import RawPlan
 from packplan.core.ports import Arrays, Origin, ReportProgress, Stored, StoredLengths, StoredPlan
@@ -117,7 +117,7 @@ class EditedSource(ListSource):
 
     def _require_same(self, index: int) -> None:
         if index == self.edited:
-            raise ContractError(index, f"{self.name}, line {index + 1}", (Difference("content", "ad", "8b"),))
+            raise StaleError.sample(index, f"{self.name}, line {index + 1}", (Difference("content", "ad", "8b"),))
 
 
 class RestlessSource(ListSource):
@@ -233,10 +233,10 @@ class MemoryLengthStore:
 
     def read(self, key: Fingerprint, num_records: int, data_digest: Callable[[int], str]) -> Stored:
         if self.key is not None and (differences := self.key.differences(key)):
-            raise StaleLengthsError("memory", differences)
+            raise StaleError.lengths("memory", differences)
         measured = len(self._rows)
         if measured > num_records or (measured and data_digest(measured) != self.data):
-            raise StaleLengthsError("memory", (Difference("data", self.data, "other"),))
+            raise StaleError.lengths("memory", (Difference("data", self.data, "other"),))
         return self.stored()
 
     def stored(self) -> Stored:

@@ -33,7 +33,7 @@ from packplan.core.equality import (
     Trial,
     trials,
 )
-from packplan.core.errors import ProbeError, agree
+from packplan.core.errors import ModelError, agree
 
 LENGTHS = (33, 3, LONGEST, 51)
 """Tokens of the samples that the probe packs: longer and shorter than windows and kernels."""
@@ -64,7 +64,7 @@ def apply_trial(model: Any, trial: Trial, split: tuple[str, ...] = ()) -> None:
         split: Classes of layers that run sample by sample.
 
     Raises:
-        ProbeError: The model does not take the attention.
+        ModelError: The model does not take the attention.
     """
     follows = trial.follows_rows or bool(split)
     name = {VARLEN: ROWS_NAME if follows else NAME, MASKED: MASKED_NAME}.get(trial.attention, trial.attention)
@@ -72,7 +72,7 @@ def apply_trial(model: Any, trial: Trial, split: tuple[str, ...] = ()) -> None:
         model.set_attn_implementation(name)
     attend_as(model, AttentionChoice(trial.attention, split=split, follows_rows=trial.follows_rows))
     if model.config._attn_implementation != name:  # noqa: SLF001
-        raise ProbeError(model.config.model_type, f"its code takes no attention but its own, not {trial.attention}")
+        raise ModelError("probe", f"its code takes no attention but its own, not {trial.attention}")
 
 
 def probe_config(
@@ -137,7 +137,7 @@ class _CopyPlace:
             alone = measure_alone(model, row)
         except Exception as error:
             reason = f"its small copy does not run ({type(error).__name__}: {error})"
-            raise ProbeError(model.config.model_type, " ".join(reason.split())[:400]) from error
+            raise ModelError("probe", " ".join(reason.split())[:400]) from error
         native = NATIVE if _gives_the_same(place, row, alone, EQUAL[precision]) else "eager"
         return cls(place, precision, native, row, alone)
 
@@ -146,8 +146,8 @@ def _probed(config: Any, attn_impl: str, *, trust_remote_code: bool, on_cpu: boo
     build_one = SmallModels(config, trust_remote_code=trust_remote_code).build
     try:
         shorter, left = _settled(config, build_one)
-    except ProbeError as error:
-        return _refused(config, attn_impl, "", error.reason)
+    except ModelError as error:
+        return _refused(config, attn_impl, "", str(error))
     if left:
         return _refused(config, attn_impl, "", f"{_UNREACHED}: {', '.join(left)}")
     build = partial(build_one, trials=shorter)
@@ -158,8 +158,8 @@ def _probed(config: Any, attn_impl: str, *, trust_remote_code: bool, on_cpu: boo
     )
     try:
         place = _CopyPlace.from_builder(build, "cpu", "float32")
-    except ProbeError as error:
-        return _refused(config, attn_impl, "", error.reason)
+    except ModelError as error:
+        return _refused(config, attn_impl, "", str(error))
     flash = on_gpu is not None and find_spec("flash_attn") is not None
     ran, failure = [], ""
     for trial in trials(attn_impl, native=place.native, flash=flash):
@@ -237,7 +237,7 @@ def _gives_the_same(build: Callable[[str], Any], row: ProbeRow, eager: Alone, li
     """
     try:
         alone = measure_alone(build(NATIVE), row, with_gradients=False)
-    except (ProbeError, ValueError, RuntimeError):
+    except (ModelError, ValueError, RuntimeError):
         return False
     scale = max(float(one.abs().max()) for one in eager.logits)
     return all(

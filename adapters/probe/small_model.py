@@ -23,7 +23,7 @@ from packplan.adapters.config_names import configs_by_name
 from packplan.adapters.probe.shrink import shrink
 from packplan.adapters.probe.unknown import Trials, with_trials
 from packplan.core.config import ModelConfig
-from packplan.core.errors import ConfigError, ProbeError
+from packplan.core.errors import ConfigError, ModelError
 
 _MOST_WEIGHTS = 20_000_000
 """More would take minutes to ask."""
@@ -92,17 +92,17 @@ class SmallModels:
             trials: Numbers to put in place of those that `shrink` left.
 
         Raises:
-            ProbeError: It cannot be built, or not small.
+            ModelError: It cannot be built, or not small.
         """
         failures = []
         for times in (1, 2):
             try:
                 return self._built(attention, trials, times)
-            except ProbeError:
+            except ModelError:
                 raise
             except Exception as error:  # noqa: BLE001  # whatever the code of a family raises
                 failures.append(" ".join(f"{type(error).__name__}: {error}".split()))
-        raise ProbeError(self.config.model_type, f"no small copy of it can be built ({failures[0][:300]})")
+        raise ModelError("probe", f"no small copy of it can be built ({failures[0][:300]})")
 
     def _built(self, attention: str, trials: Trials, times: int) -> Any:
         """Build a copy in one way."""
@@ -115,7 +115,7 @@ class SmallModels:
                 outline = build_one(small)
             self._outlines[key] = small, sum(one.numel() for one in outline.parameters())
         small, weights = self._outlines[key]
-        _require_room(small.model_type, weights)
+        _require_room(weights)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(_SEED)
             model = build_one(small).float().eval()
@@ -147,19 +147,19 @@ def free_memory() -> int:
     return max(0, min(free, int(limit) - int(used) + cached))
 
 
-def _require_room(model_type: str, weights: int) -> None:
+def _require_room(weights: int) -> None:
     """
-    Refuse a small copy that has too many weights, or takes more memory than is free; ProbeError.
+    Refuse a small copy that has too many weights, or takes more memory than is free; ModelError.
     """
     if weights > _MOST_WEIGHTS:
-        raise ProbeError(model_type, f"its small copy has {weights:,} weights, more than {_MOST_WEIGHTS:,}")
+        raise ModelError("probe", f"its small copy has {weights:,} weights, more than {_MOST_WEIGHTS:,}")
     needed, free = weights * _BYTES_PER_WEIGHT, free_memory()
     if needed > free:
         reason = (
             f"its small copy of {weights:,} weights takes about {needed / 1e6:,.0f} MB to ask, and {free / 1e6:,.0f} "
             "MB are free: free memory"
         )
-        raise ProbeError(model_type, reason)
+        raise ModelError("probe", reason)
 
 
 def enliven(model: torch.nn.Module) -> None:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from packplan.core.errors import ConfigError, Fault, RankGoneError, agree
+from packplan.core.errors import ConfigError, Fault, RunError, agree
 
 _MOST_RANKS, _MOST_PORT = 100_000, 2**16 - 1
 
@@ -83,7 +83,7 @@ def _number(text: str) -> int | None:
 @contextmanager
 def meeting(environment: Mapping[str, str] = os.environ) -> Iterator[None]:
     """
-    Turn what torch makes of ranks that cannot meet into a RankGoneError.
+    Turn what torch makes of ranks that cannot meet into a RunError.
 
     Args:
         environment: The variables of this process, which say where they meet.
@@ -94,4 +94,5 @@ def meeting(environment: Mapping[str, str] = os.environ) -> Iterator[None]:
         place = f"{environment.get('MASTER_ADDR')}:{environment.get('MASTER_PORT')} (MASTER_ADDR, MASTER_PORT)"
         who = f"rank {environment.get('RANK')} cannot meet the {environment.get('WORLD_SIZE')} ranks at {place}"
         reason = " ".join(str(error).split())[:250]
-        raise RankGoneError(f"{who}: {reason}; start all with torchrun, at a --master-port that is free") from error
+        fact = f"{who}: {reason}; start all with torchrun, at a --master-port that is free"
+        raise RunError("rank_gone", fact) from error

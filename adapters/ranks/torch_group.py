@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,7 +22,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from packplan.adapters.ranks.heartbeat import BEAT, DIED, Heartbeat
-from packplan.core.errors import ConfigError, Fault, PackplanError, RankGoneError, RankZeroError, counted
+from packplan.core.config import with_remedy
+from packplan.core.errors import ConfigError, Fault, PackplanError, RunError, counted
 from packplan.core.ports import Arrays, ReportProgress
 
 log = logging.getLogger(__name__)
@@ -135,7 +136,7 @@ class TorchGroup:
         keys = [f"gathered/{self._calls}/{rank}" for rank in range(self.world_size)]
         self._store.set(keys[self.rank], value)
         wait_s = self._timeout_s if timeout_s is None else timeout_s
-        return tuple(self._answers(keys, wait_s, limit_s, RankGoneError, late="for the other ranks"))
+        return tuple(self._answers(keys, wait_s, limit_s, "rank_gone", late="for the other ranks"))
 
     def any(self, flag: bool) -> bool:  # noqa: FBT001  # see the port
         """Return whether any rank's flag is set."""
@@ -174,14 +175,14 @@ class TorchGroup:
             for chunk in torch.split(torch.from_numpy(array).view(-1), CHUNK_BYTES // array.itemsize):
                 dist.broadcast(chunk, src=src)
         except RuntimeError as error:
-            raise RankGoneError(f"another rank is gone, so rank {self.rank} cannot go on: {error}") from None
+            raise RunError("rank_gone", f"another rank is gone, so rank {self.rank} cannot go on: {error}") from None
 
     def _build(self, build: Callable[[ReportProgress], Arrays], key: str) -> Arrays:
         try:
             assert self._heartbeat  # noqa: S101  # rank 0, and planning is not over
             arrays = {name: np.array(array, order="C") for name, array in build(self._heartbeat.report).items()}
         except BaseException as error:
-            reason = str(error) if isinstance(error, PackplanError) else f"{type(error).__name__}: {error}"
+            reason = with_remedy(error) if isinstance(error, PackplanError) else f"{type(error).__name__}: {error}"
             self._store.set(key, json.dumps({"failed": reason}))
             self._let_others_read(key)
             raise
@@ -202,10 +203,10 @@ class TorchGroup:
             "for rank 0 to measure and plan (training.packing_wait_timeout_s): raise it, or set it to 0 to wait for "
             "ever"
         )
-        answer = json.loads(self._answers([key], timeout_s, limit_s, RankZeroError, late=late)[0])
+        answer = json.loads(self._answers([key], timeout_s, limit_s, "rank_zero", late=late)[0])
         if "failed" in answer:
             self._store.set(f"{key}/read/{self.rank}", "")
-            raise RankZeroError(f"rank 0 failed: {answer['failed']}")
+            raise RunError("rank_zero", f"rank 0 failed: {answer['failed']}")
         built: list[tuple[str, str, list[int]]] = answer["built"]
         return built
 
@@ -214,12 +215,12 @@ class TorchGroup:
         keys: list[str],
         timeout_s: float,
         limit_s: float | None,
-        error: type[RankGoneError | RankZeroError],
+        kind: Literal["rank_gone", "rank_zero"],
         *,
         late: str,
     ) -> list[str]:
         """
-        Wait for *keys*; raise *error* if rank 0 dies or falls silent, or they are late, by
+        Wait for *keys*; raise RunError if rank 0 dies or falls silent, or they are late, by
         *limit_s* in all.
         """
         watch = _Watch(self._ear, keys)
@@ -228,14 +229,14 @@ class TorchGroup:
             waited, heard = watch.waited_s(), watch.words or "nothing"
             if watch.silent_s() > SILENT_S:
                 silent = f"rank 0 has been silent for {watch.silent_s():,.0f} s, so its node is down or cut off"
-                raise error(f"{silent}; rank {self.rank} last heard: {heard}")
+                raise RunError(kind, f"{silent}; rank {self.rank} last heard: {heard}")
             if timeout_s and waited > timeout_s:
-                raise error(f"rank {self.rank} waited {limit_s or timeout_s:,g} s {late}; last heard: {heard}")
+                raise RunError(kind, f"rank {self.rank} waited {limit_s or timeout_s:,g} s {late}; last heard: {heard}")
             if waited - told > _TELL_EVERY_S:
                 log.warning("rank %d has waited %.0f s; last heard of rank 0: %s", self.rank, waited, heard)
                 told = waited
         if watch.answers is None:
-            raise error(f"rank 0 is gone, so rank {self.rank} cannot go on: {watch.lost}")
+            raise RunError(kind, f"rank 0 is gone, so rank {self.rank} cannot go on: {watch.lost}")
         return watch.answers
 
 
@@ -277,7 +278,7 @@ def _agree_on_launch(store: Store, rank: int, world_size: int, timeout_s: float)
         except dist.DistStoreError:
             continue
     message = f"rank {rank} waited {timeout_s:,.0f} s for all {counted(world_size, 'rank')} of this launch"
-    raise RankGoneError(message)
+    raise RunError("rank_gone", message)
 
 
 class _Watch:

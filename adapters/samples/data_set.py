@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from packplan.adapters.progress import BRIEF_S, progress
 from packplan.adapters.samples.formats.spans import Named
-from packplan.core.errors import ContractError, Difference
+from packplan.core.errors import Difference, StaleError
 from packplan.core.samples import DIGEST_BYTES, Where
 
 _SHOWN_DIGITS = 12
@@ -83,7 +83,7 @@ class FileRecords:
 
         Raises:
             RecordError: It has no JSON value.
-            ContractError: It is not the record whose digest is known.
+            StaleError: It is not the record whose digest is known.
         """
         file, row = self._find(index)
         value = file[row]
@@ -93,8 +93,7 @@ class FileRecords:
         if not known:
             return value, digest
         changed = Difference("content", known.hex()[:_SHOWN_DIGITS], digest.hex()[:_SHOWN_DIGITS])
-        causes = (f"Its copy was changed: delete {file.copy}, which is made again",) if file.copy else ()
-        raise ContractError(index, str(file.where(row)), (changed,), *causes)
+        raise StaleError.sample(index, str(file.where(row)), (changed,), copy=file.copy)
 
     def _known_digest(self, file: RecordFile, row: int, index: int) -> bytes:
         """Return the digest that a record had before; nothing if it was not digested yet."""

@@ -31,7 +31,7 @@ from packplan.adapters.samples.video import (
     why_no_reader,
 )
 from packplan.core.config import CustomConfig, ModelConfig, TemplateConfig
-from packplan.core.errors import ContractError, RecordError, counted
+from packplan.core.errors import RecordError, StaleError, counted
 from packplan.core.samples import (
     CALL,
     MIXABLE,
@@ -42,6 +42,7 @@ from packplan.core.samples import (
     MediaFacts,
     Shaped,
     Table,
+    UnusableRecordError,
     Video,
     from_row,
     is_url,
@@ -181,7 +182,7 @@ class SwiftEncoder:
 
         Raises:
             RecordError: Its record cannot become a sample.
-            ContractError: Its record is not the one whose digest is known.
+            StaleError: Its record is not the one whose digest is known.
         """
         return self.sample_of(index, self.records.read(index)[0])
 
@@ -199,12 +200,12 @@ class SwiftEncoder:
         try:
             known = shaped(record, self.spec.custom.columns)
         except ValueError as error:
-            raise self.fault(index, f"the record {error}") from None
+            raise self._unusable(index, error) from None
         self._refuse_mixed(index, known.shape)
         try:
             sample = self._to_messages(known)
         except ValueError as error:
-            raise self.fault(index, f"the record {error}") from None
+            raise self._unusable(index, error) from None
         folder = self.records.folder(index)
         images = [self._located(index, image, folder) for image in sample.get("images", ())]
         if images and not self.sees_images:
@@ -445,6 +446,11 @@ class SwiftEncoder:
         """
         return RecordError(str(self.records.where(index)), reason, remedy)
 
+    def _unusable(self, index: int, error: ValueError) -> RecordError:
+        """Return the error of a record, with the key that would accept it."""
+        named = isinstance(error, UnusableRecordError) and error.argument
+        return self.fault(index, f"the record {error}" + (f" (custom.{named})" if named else ""))
+
     def measured(self, index: int, encoded: dict[str, Any]) -> Measurement:
         """Measure an encoded sample; RecordError if its image tokens do not match its images."""
         measurement = Measurement(
@@ -489,7 +495,7 @@ class SwiftEncoder:
 
     def fetch(self, index: int, planned: Table) -> dict[str, Any]:
         """
-        Encode sample *index* for training; ContractError if it is not the one that was planned.
+        Encode sample *index* for training; StaleError if it is not the one that was planned.
         """
         started = time.perf_counter()
         sample = self.checked(index, self.encode(index), planned)
@@ -499,7 +505,7 @@ class SwiftEncoder:
 
     def checked(self, index: int, encoded: dict[str, Any], planned: Table) -> dict[str, Any]:
         """
-        Return an encoded sample; ContractError if it is not the one that was planned.
+        Return an encoded sample; StaleError if it is not the one that was planned.
 
         Args:
             index: Index of the sample.
@@ -509,7 +515,7 @@ class SwiftEncoder:
         expected = from_row(planned, index)
         found = attrs.evolve(self.measured(index, encoded), cut=expected.cut)
         if differences := expected.differences(found):
-            raise ContractError(index, str(self.records.where(index)), differences)
+            raise StaleError.sample(index, str(self.records.where(index)), differences)
         return encoded
 
 

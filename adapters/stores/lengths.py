@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packplan.adapters import files
-from packplan.core.errors import ConfigError, CorruptArtefactError, StaleLengthsError
+from packplan.core.errors import ConfigError, CorruptArtefactError, StaleError
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.ports import Origin, Stored, StoredLengths
 from packplan.core.samples import COLUMNS, MEDIA_COLUMNS, BadRecord, DataFile, MediaTable, Table
@@ -137,8 +137,8 @@ class DiskLengthStore:
             return stored
         try:
             taken = DiskLengthStore(self._lengths_from).read(key, num_records, data_digest)
-        except StaleLengthsError as error:
-            raise attrs.evolve(error, borrowed=True) from None
+        except StaleError as error:
+            raise attrs.evolve(error, kind="borrowed_lengths") from None
         if len(taken.table):
             log.info("%s lengths are taken over from %s", f"{len(taken.table):,}", self._lengths_from)
             digest = data_digest(len(taken.table))
@@ -161,7 +161,7 @@ class DiskLengthStore:
         if manifest is None:
             return Stored(np.zeros((0, len(COLUMNS)), np.int32), np.zeros((0, len(MEDIA_COLUMNS)), np.int64))
         if differences := _origin(manifest).differences(key, num_records, data_digest):
-            raise StaleLengthsError(str(self.folder), differences)
+            raise StaleError.lengths(str(self.folder), differences)
         return self._rows(manifest)
 
     def stored(self) -> Stored:

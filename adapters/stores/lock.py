@@ -15,7 +15,7 @@ from filelock import BaseFileLock, FileLock, Timeout
 
 from packplan.adapters import files
 from packplan.adapters.progress import BRIEF_S, progress
-from packplan.core.errors import LockedError
+from packplan.core.errors import OutputError
 from packplan.core.ports import ReportProgress
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,8 @@ class FolderLock:
                 holder = self._path.read_text(encoding="utf-8") or "another job"
                 waited = time.monotonic() - started
                 if timeout_s and waited > timeout_s:
-                    raise LockedError(str(self.folder), holder, limit_s or timeout_s)
+                    reason = f"{holder} writes it, and this run has waited {limit_s or timeout_s:,g} s in all"
+                    raise OutputError(str(self.folder), reason, "locked")
                 if waited < 2 * _POLL_S:
                     log.info("waiting for %s, which writes %s", holder, self.folder)
                 bar.set_postfix_str(holder, refresh=False)

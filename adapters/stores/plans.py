@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from packplan.adapters import files
 from packplan.core.align import AlignedPlan, align_plan
 from packplan.core.checksum import plan_checksum
-from packplan.core.errors import CorruptArtefactError, PlanTooShortError
+from packplan.core.errors import CorruptArtefactError, PlanError
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.plan import RawPlan, plan_from_arrays, plan_to_arrays
 from packplan.core.ports import StoredPlan
@@ -200,7 +200,7 @@ def _misaligned(path: Path, manifest: Mapping[str, Any], plan: RawPlan) -> Itera
     try:
         aligned = align_plan(plan, world_size=manifest["world_size"], dataloader_drop_last=drop_last)
         differing = [name for name, value in _alignment(aligned).items() if manifest.get(name) != value]
-    except PlanTooShortError as error:
+    except PlanError as error:
         differing = [str(error)]
     if path.name != f"plan_ws{manifest['world_size']}.json":
         differing.append("file name")

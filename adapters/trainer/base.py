@@ -48,7 +48,7 @@ from packplan.adapters.trainer.packed_dataset import PackedDataset
 from packplan.adapters.trainer.rehearsal import failures_named
 from packplan.adapters.weight_size import is_ruined, mean_size
 from packplan.core.equality import Precision
-from packplan.core.errors import ConfigError, CoverageError, NotFiniteError
+from packplan.core.errors import ConfigError, MismatchError, RunError, in_ranges
 from packplan.core.ports import RankGroup
 
 log = logging.getLogger(__name__)
@@ -61,13 +61,11 @@ Rows of logits whose loss is computed at a time in evaluation, so that float32 c
 _NO_INPUTS = (PACK_INDICES, NORMALISER, LENGTHS, VIDEO_SECONDS)
 """Keys of a batch that no model takes."""
 
-_ENDED = (
-    "the run ended before anything of it was saved, and earlier checkpoints are as they were: lower "
-    "training.learning_rate "
-    "(a run that resumes keeps its checkpoint's: to train on from its weights, set model.model to it and remove "
-    "training.resume_from_checkpoint), or look at the samples of that step"
-)
-"""What a number that is not finite comes to in training."""
+
+def _not_finite(what: str, number: float) -> RunError:
+    """Return the error of a number that is not finite, or of weights that are ruined."""
+    ended = "the run ended before anything of it was saved, and earlier checkpoints are as they were"
+    return RunError("not_finite", f"{what} is {number}, so {ended}")
 
 
 _RESTORE = "restore the settings that it was trained with, or name another checkpoint"
@@ -177,7 +175,7 @@ class PackingTrainer(Seq2SeqTrainer):
 
         Raises:
             ConfigError: A setting fails that only the model in training shows.
-            LostProcessError: A loader's process ended before.
+            RunError: A loader's process ended before.
         """
         if resumed := options.get("resume_from_checkpoint"):
             self.saved = Path(resumed)
@@ -228,7 +226,7 @@ class PackingTrainer(Seq2SeqTrainer):
         size, before = self._mean_size(), self._size_before
         if before is not None and is_ruined(size, before=before):
             what = f"the root mean square of the trained weights after optimizer step {self.state.global_step:,}"
-            raise NotFiniteError(f"{what} ({before:.3g} before the first)", size, _ENDED)
+            raise _not_finite(f"{what} ({before:.3g} before the first)", size)
         with saving(Path(self.args.output_dir)):
             super()._save_checkpoint(*arguments, **options)
         self.saved = Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
@@ -287,7 +285,7 @@ class PackingTrainer(Seq2SeqTrainer):
 
     def _require_finite(self, numbers: Mapping[str, float]) -> None:
         """
-        Raise NotFiniteError, on every rank and with the same reason, if a number of any rank is not
+        Raise RunError, on every rank and with the same reason, if a number of any rank is not
         finite.
         """
         sums = torch.tensor(list(numbers.values()), dtype=torch.float64)
@@ -295,7 +293,7 @@ class PackingTrainer(Seq2SeqTrainer):
             torch.distributed.all_reduce(sums)
         for what, number in zip(numbers, sums.tolist(), strict=True):
             if not math.isfinite(number):
-                raise NotFiniteError(what, number, _ENDED)
+                raise _not_finite(what, number)
 
     def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> torch.Tensor:
         weights = sum(batch[NORMALISER] for batch in batch_samples)
@@ -331,8 +329,8 @@ class PackingTrainer(Seq2SeqTrainer):
         Packs that only fill the ranks weigh nothing. Sums are in float64.
 
         Raises:
-            CoverageError: A pack was not counted exactly once.
-            NotFiniteError: The loss is not.
+            MismatchError: A pack was not counted exactly once.
+            RunError: The loss is not.
         """
         del description
         self._eval_batches = {metric_key_prefix: len(dataloader)}
@@ -363,7 +361,7 @@ class PackingTrainer(Seq2SeqTrainer):
         require_packs("evaluation", packs.tolist(), packs.repeat_interleave(counted).tolist())
         loss, weight, correct, tokens = sums.tolist()
         if not math.isfinite(loss):
-            raise NotFiniteError(f"{metric_key_prefix}_loss", loss, _ENDED)
+            raise _not_finite(f"{metric_key_prefix}_loss", loss)
         metrics = {
             f"{metric_key_prefix}_loss": loss / weight if weight else float("nan"),
             f"{metric_key_prefix}_token_acc": correct / tokens if tokens else float("nan"),
@@ -471,4 +469,8 @@ def require_packs(what: str, planned: list[int], consumed: list[int]) -> None:
     if planned == consumed:
         return
     wanted, found = Counter(planned), Counter(consumed)
-    raise CoverageError(what, tuple((wanted - found).elements()), tuple((found - wanted).elements()))
+    missing, surplus = ((one - other).elements() for one, other in ((wanted, found), (found, wanted)))
+    counts = {"missing": tuple(missing), "surplus": tuple(surplus)}
+    lists = (in_ranges(packs, most=10) or "none" for packs in counts.values())
+    fact = "{} did not consume what was planned: packs missing {}, packs in excess {}".format(what, *lists)
+    raise MismatchError("coverage", fact, counts)

@@ -28,7 +28,7 @@ class Samples(Protocol):
     """Encodes samples, and compares them with the plan."""
 
     def fetch(self, index: int, planned: Table, /) -> Sample:
-        """Return sample *index*, encoded; ContractError if it is not the one that was planned."""
+        """Return sample *index*, encoded; StaleError if it is not the one that was planned."""
 
 
 class PackedDataset(Dataset[EncodedPack | PackplanError]):

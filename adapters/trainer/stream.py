@@ -22,9 +22,9 @@ from transformers import Trainer
 from packplan.adapters.trainer.base import PackingTrainer
 from packplan.adapters.trainer.dynamic_dataset import StreamCounts
 from packplan.adapters.trainer.loader import LENGTHS, PackLoader
+from packplan.core.config import LESS_DROPPED
 from packplan.core.errors import agree, counted
 from packplan.core.packs import filled
-from packplan.core.stream import LESS_DROPPED
 
 log = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from packplan.adapters.microbatches import WEIGHTS, Microbatch, ShardedData
 from packplan.adapters.sequence_loss import FusedLoss, PackedLoss, PaddedLoss, combined, token_log_probabilities
 from packplan.adapters.weight_size import is_ruined, mean_size
 from packplan.core.context_parallel import PackedLayout
-from packplan.core.errors import ConfigError, NotFiniteError
+from packplan.core.errors import ConfigError, RunError
 from packplan.core.ports import Arrays, RankGroup
 from packplan.core.rl import Reward
 
@@ -168,7 +168,7 @@ class PolicyWorker:
             float64, shape (global_batches,).
 
         Raises:
-            NotFiniteError: Loss or gradients are not, and nothing is updated then; or the weights
+            RunError: Loss or gradients are not, and nothing is updated then; or the weights
                 are ruined by the update.
         """
         rows = []
@@ -198,12 +198,13 @@ class PolicyWorker:
             )
             for name in ("loss", "grad_norm"):
                 if not math.isfinite(row[name]):
-                    raise NotFiniteError(name, row[name])
+                    fact = f"{name} is {row[name]}, so the policy was not updated and not saved"
+                    raise RunError("not_finite", fact)
             self._optimizer.step()
             # All workers hold the same weights, and find the same.
             if is_ruined(size := mean_size(self._parameters), before=self._size_before):
                 what = f"the root mean square of the policy's weights ({self._size_before:.3g} before the first step)"
-                raise NotFiniteError(what, size, "the policy was not saved: lower training.learning_rate")
+                raise RunError("not_finite", f"{what} is {size}, so the policy was not saved")
             rows.append(row)
         return {name: np.array([row.get(name, math.nan) for row in rows]) for name in dict.fromkeys(chain(*rows))}
 

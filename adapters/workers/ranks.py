@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from packplan.core.errors import PackplanError, RankGoneError, WorkerError
+from packplan.core.errors import PackplanError, RunError
 from packplan.core.ports import Arrays, RankGroup
 
 
@@ -39,8 +39,8 @@ class RankWorkers:
         except Exception as error:
             if dist.is_initialized() and re.search("gloo|nccl", f"{type(error)} {error}", re.IGNORECASE):
                 message = f"another rank is gone, so rank {rank} cannot go on with {method}: {error}"
-                raise RankGoneError(message) from error
-            raise WorkerError(rank, method, f"{type(error).__name__}: {error}") from error
+                raise RunError("rank_gone", message) from error
+            raise RunError.worker(rank, method, f"{type(error).__name__}: {error}") from error
         return list(self._group.gather_arrays(result))
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from packplan.adapters.lifeline import end_with_process
-from packplan.core.errors import PackplanError, WorkerError, counted
+from packplan.core.errors import PackplanError, RunError, counted
 from packplan.core.ports import Arrays
 
 LOST_S = 5.0
@@ -85,7 +85,7 @@ class RayWorkers:
             gpus_each: GPUs of a worker.
 
         Raises:
-            WorkerError: A worker cannot be started or built.
+            RunError: A worker cannot be started or built.
         """
         self.num_workers = num_workers
         here: dict[str, Any] = (
@@ -95,7 +95,7 @@ class RayWorkers:
         try:
             ray.init(ignore_reinit_error=True, log_to_driver=False, logging_level=logging.ERROR, **here)
         except (ConnectionError, RuntimeError, ValueError) as error:
-            raise WorkerError(0, "start", f"Ray cannot be reached: {error}") from None
+            raise RunError.worker(0, "start", f"Ray cannot be reached: {error}") from None
         actor: Any = ray.remote(_Actor).options(num_cpus=1, num_gpus=gpus_each)
         self._actors = [actor.remote() for _ in range(num_workers)]
         # All of them have to stand, or those that do would wait in their group for those that do
@@ -137,7 +137,7 @@ class RayWorkers:
                     f"not done after {timeout_s:,.0f} s: the cluster may lack a free CPU, or GPU, for each of the "
                     f"{counted(self.num_workers, 'worker')}"
                 )
-                raise WorkerError(rank_of[left[0]], method, reason)
+                raise RunError.worker(rank_of[left[0]], method, reason)
             (done,) = ready
             try:
                 results[rank_of[done]] = ray.get(done)
@@ -147,7 +147,7 @@ class RayWorkers:
                 cause = getattr(failure, "cause", None)
                 if isinstance(cause, PackplanError):
                     raise cause from None
-                raise WorkerError(rank_of[done], method, _reason(failure)) from None
+                raise RunError.worker(rank_of[done], method, _reason(failure)) from None
         return results
 
 

@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import TextIO
 
 from packplan.adapters.lifeline import end_with_launcher
+from packplan.core.config import with_remedy
 from packplan.core.errors import OutputError, PackplanError, VerificationError
 
 KEPT = (
@@ -31,6 +32,8 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """
 Error numbers of a full disk, a used-up quota, and a file that must not grow.
 """
+
+_ELSEWHERE = "make room, or write elsewhere"
 
 BROKEN_PIPE, USER_ERROR, VERIFICATION_FAILED, INTERRUPTED = 1, 2, 3, 130
 
@@ -114,7 +117,7 @@ def run_command(command: Callable[[], None], *, verbose: bool, quiet: bool = Fal
         _flush()
     except PackplanError as error:
         rank = os.environ.get("RANK")
-        _complain(f"error{f' (rank {rank})' if rank else ''}: {error}")
+        _complain(f"error{f' (rank {rank})' if rank else ''}: {with_remedy(error)}")
         return VERIFICATION_FAILED if isinstance(error, VerificationError) else USER_ERROR
     except KeyboardInterrupt:
         _complain(f"interrupted: {kept}")
@@ -173,9 +176,9 @@ def _no_room(error: OSError) -> int:
         return _cannot_print(of_output)
     reason = error.strerror or str(error)
     if error.filename is None:
-        _complain(f"error: {OutputError('standard output or a file', reason, 'make room, or write elsewhere')}")
+        _complain(f"error: standard output or a file cannot be written: {reason}; {_ELSEWHERE}")
     else:
-        _complain(f"error: {OutputError(str(error.filename), reason)}")
+        _complain(f"error: {with_remedy(OutputError(str(error.filename), reason))}")
     return USER_ERROR
 
 
@@ -187,7 +190,7 @@ def _cannot_print(error: OSError) -> int:
     _give_up(sys.stdout)
     if isinstance(error, BrokenPipeError):
         return BROKEN_PIPE
-    _complain(f"error: {OutputError('standard output', error.strerror or str(error), 'make room, or write elsewhere')}")
+    _complain(f"error: standard output cannot be written: {error.strerror or error}; {_ELSEWHERE}")
     return USER_ERROR
 
 

@@ -17,14 +17,13 @@ from packplan.app.wiring import stores
 from packplan.app.wiring.attention import attention_by, needs_verdict, refuse_leak, stored_verdict
 from packplan.app.wiring.works import Work, policy_of, work_of
 from packplan.core.batch import partial_window
-from packplan.core.config import RunConfig
+from packplan.core.config import EVEN_STEPS, RunConfig, with_remedy
 from packplan.core.equality import AUTO, AttentionChoice, PackingVerdict
 from packplan.core.errors import (
     ConfigError,
-    DroppedTokensError,
-    IsolationError,
+    ModelError,
     NotBuiltError,
-    SampleTooLongError,
+    PlanError,
     UserError,
 )
 from packplan.core.inspection import (
@@ -162,10 +161,10 @@ def inspect_plan(config: RunConfig, split: str, *, world_size: int | None) -> Pl
             attention = attention_by(config, verdict, on_cpu=on_cpu)
             if stored.packed:
                 refuse_leak(config, attention)
-    except IsolationError as error:
-        warnings.append(f"{split}: training refuses the attention: {error}")
+    except ModelError as error:
+        warnings.append(f"{split}: training refuses the attention: {with_remedy(error)}")
     except UserError as error:
-        warnings.append(f"{split}: which attention training takes cannot be said: {error}")
+        warnings.append(f"{split}: which attention training takes cannot be said: {with_remedy(error)}")
     if work.estimated:
         warnings.append(f"{split}: work is estimated from tokens and their squares: {work.estimated}")
     return PlanView(
@@ -188,16 +187,16 @@ def _warnings(config: RunConfig, stored: StoredSplit, planned: PlannedSplit, sch
     yield from (f"{planned.name}: {line}" for line in stale_inputs(config, stored.lengths))
     try:
         refuse_longer(stored.lengths.tokens, policy)
-    except SampleTooLongError as error:
-        yield f"{planned.name}: training refuses the data: {error}"
+    except PlanError as error:
+        yield f"{planned.name}: training refuses the data: {with_remedy(error)}"
     differences = stored.plan.key.differences(policy.fingerprint(stored.lengths.digest))
     for difference in differences:
         yield f"{planned.name}: this is the stored plan, but training would plan again: {difference}"
     if not differences:
         try:
             refuse_dropped(planned.raw, stored.lengths.tokens, policy)
-        except DroppedTokensError as error:
-            yield f"{planned.name}: training refuses the plan: {error}"
+        except PlanError as error:
+            yield f"{planned.name}: training refuses the plan: {with_remedy(error)}"
     if bad := stored.lengths.origin.bad:
         yield f"{planned.name}: {left_out(bad, stored.lengths.origin.num_records)}"
     if stored.lengths.rows.repeatability is None:
@@ -213,7 +212,7 @@ def _warnings(config: RunConfig, stored: StoredSplit, planned: PlannedSplit, sch
         per_rank_batches=schedule.batches_per_epoch, gradient_accumulation_steps=schedule.gradient_accumulation_steps
     )
     if window is not None and planned.name == "train":
-        yield f"{planned.name}: {window}"
+        yield f"{planned.name}: {window}; {EVEN_STEPS}"
 
 
 def as_document(view: PlanView) -> dict[str, Any]:

@@ -15,14 +15,14 @@ import numpy as np
 
 from packplan.adapters.progress import progress
 from packplan.app.planning.split import GatheredSplit, plan_table
+from packplan.core.config import with_remedy
 from packplan.core.errors import (
-    ContractError,
     CorruptArtefactError,
     Difference,
-    DroppedTokensError,
     NotBuiltError,
+    PlanError,
     RecordError,
-    SampleTooLongError,
+    StaleError,
     counted,
 )
 from packplan.core.inspection import plan_faults
@@ -142,15 +142,15 @@ def _check_plan(split: GatheredSplit, lengths: StoredLengths, stored: StoredPlan
     tokens = lengths.tokens
     try:
         refuse_longer(tokens, policy)
-    except SampleTooLongError as error:
-        yield Finding("plan", where, f"training refuses the data: {error}")
+    except PlanError as error:
+        yield Finding("plan", where, f"training refuses the data: {with_remedy(error)}")
     faults = list(plan_faults(stored.plan, tokens, packed=packed, min_fill_ratio=None if ratio is None else str(ratio)))
     yield from (Finding("plan", where, fault) for fault in faults)
     if not differences and not faults:
         try:
             refuse_dropped(stored.plan, tokens, policy)
-        except DroppedTokensError as error:
-            yield Finding("plan", where, f"training refuses the plan: {error}")
+        except PlanError as error:
+            yield Finding("plan", where, f"training refuses the plan: {with_remedy(error)}")
     if not differences and not faults:
         again = plan_table(f"{split.name} again", policy, lengths.rows.table, quick_bound=True)
         if again.packs != stored.plan.packs:
@@ -166,8 +166,8 @@ def _check_images(name: str, lengths: StoredLengths, source: LengthSource, *, de
     for index, measured in progress(stored, total=indices.size, desc=f"{verb} {name} images", unit=" samples"):
         try:
             found = source.media_facts(index, decode=decode)
-        except (RecordError, ContractError) as error:
-            yield Finding("images", f"sample {index}", str(error))
+        except (RecordError, StaleError) as error:
+            yield Finding("images", f"sample {index}", with_remedy(error))
             continue
         if len(found) != len(measured.media):
             reason = f"measured with {counted(len(measured.media), 'image')}, now {len(found)}"
@@ -200,8 +200,8 @@ def _check_samples(name: str, lengths: StoredLengths, source: LengthSource, coun
         stored = from_row(lengths.rows.table, index)
         try:
             differences = stored.differences(source.measure(index))
-        except (RecordError, ContractError) as error:
-            yield Finding("samples", f"sample {index}", str(error))
+        except (RecordError, StaleError) as error:
+            yield Finding("samples", f"sample {index}", with_remedy(error))
             continue
         if differences:
             changes = "; ".join(map(str, differences))

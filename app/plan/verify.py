@@ -20,7 +20,7 @@ from packplan.app.cli.command import add_config_arguments, whole_number
 from packplan.app.plan.stored import splits_of
 from packplan.app.plan.verification import Finding, verify
 from packplan.app.wiring import stores
-from packplan.core.errors import NotBuiltError, UnsoundError, counted
+from packplan.core.errors import MismatchError, NotBuiltError, counted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,4 +65,4 @@ def run(options: argparse.Namespace) -> None:
             if not findings:
                 print(f"{split}: nothing is wrong with {counted(len(gathered[split].source), 'sample')} and their plan")
     if number:
-        raise UnsoundError(number)
+        raise MismatchError("unsound", f"{counted(number, 'finding')}: what is stored is not what training would use")

@@ -26,7 +26,7 @@ from packplan.app.planning.split import Alignment, plan_table
 from packplan.app.planning.stored_lengths import open_lengths, stale_inputs
 from packplan.app.wiring import stores
 from packplan.app.wiring.works import policy_of, work_of
-from packplan.core.config import RunConfig
+from packplan.core.config import RunConfig, with_remedy
 from packplan.core.errors import ConfigError, counted
 from packplan.core.inspection import Alternative, best_of, what_if
 from packplan.core.plan import RawPlan, refuse_dropped, refuse_longer
@@ -108,8 +108,9 @@ def _alternatives(
         return split_schedule(config, split, aligned, raw.packs.sums(samples))
 
     return what_if(
-        lengths, packing_lengths=packing_lengths, world_sizes=world_sizes, plan=plan, schedule=schedule, works=works
-    )
+        lengths, packing_lengths=packing_lengths, world_sizes=world_sizes, plan=plan, schedule=schedule, works=works,
+        explain=with_remedy,
+    )  # fmt: skip
 
 
 def _print(alternatives: list[Alternative], best: dict[int, Alternative]) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from packplan.adapters.progress import progress
 from packplan.app.planning.bad import BadRecords
-from packplan.core.errors import ChangedImageError, DataSetError, RecordError, agree, counted
+from packplan.core.errors import DataSetError, RecordError, StaleError, agree, counted
 from packplan.core.ports import LengthSource, LengthStore, Measurable, ReportProgress, Stored
 from packplan.core.samples import (
     COLUMNS,
@@ -92,7 +92,7 @@ def measure(
         DataSetError: More records than may be cannot become samples; or encoding a sample twice
             gives two results; where many are to be measured, this is found before; or a sample
             encodes to another measurement than is stored of it.
-        ChangedImageError: An image is not the one that was measured.
+        StaleError: An image is not the one that was measured.
     """
     bad = BadRecords(source, max_share=max_bad_share)
     stored = resume(name, source, store, bad)
@@ -132,7 +132,7 @@ def resume(name: str, source: LengthSource, store: LengthStore, bad: BadRecords)
         bad: Takes over the bad records that are stored.
 
     Raises:
-        StaleLengthsError: The measurements are of other data or of another configuration.
+        StaleError: The measurements are of other data or of another configuration.
         RecordError: None may be bad.
         DataSetError: Too many are bad.
     """
@@ -397,4 +397,6 @@ def _check_images(source: LengthSource, stored: Stored) -> None:
     for index, measured in zip(indices, from_tables(stored.table, stored.media, indices), strict=True):
         for number, (then, now) in enumerate(zip(measured.media, source.media_facts(index), strict=True)):
             if differences := then.differences(now):
-                raise ChangedImageError(index, number, differences)
+                changes = "; ".join(map(str, differences))
+                fact = f"image {number} of sample {index} is not the one that was measured: {changes}"
+                raise StaleError("changed_image", fact, {"index": index, "image": number})

@@ -19,6 +19,7 @@ from packplan.app.planning.bad import BadRecords
 from packplan.app.planning.deadline import Deadline
 from packplan.app.planning.measure import check_repeatability_first, measure_rows, resume
 from packplan.app.planning.split import GatheredSplit
+from packplan.core.config import with_remedy
 from packplan.core.errors import DataSetError, PackplanError, agree, counted
 from packplan.core.ports import Arrays, LengthSource, LengthStore, Lock, RankGroup, ReportProgress, Stored
 from packplan.core.samples import Outcome, ShortcutError
@@ -157,7 +158,7 @@ def _or_reason(call: Callable[[], str]) -> str:
     try:
         return call()
     except PackplanError as error:
-        return f"{_FAILED}{error}"
+        return f"{_FAILED}{with_remedy(error)}"
 
 
 def _no_one(_: str) -> None:

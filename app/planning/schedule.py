@@ -53,7 +53,7 @@ def warn_of_ignored(config: RunConfig) -> None:
 
 
 def batch_of(config: RunConfig, *, world_size: int) -> BatchSizes:
-    """Return the batch of a run; BatchSizeError if the ranks cannot realise it."""
+    """Return the batch of a run; ArgumentError if the ranks cannot realise it."""
     training = config.training
     size = 1 if training.packing else training.per_device_train_batch_size
     accumulation = resolve_accumulation(
@@ -112,7 +112,7 @@ def split_schedule(
     config: RunConfig, split: str, aligned: AlignedPlan, works: NDArray[np.number] | None = None
 ) -> EpochSchedule:
     """
-    Return the schedule of a run's split from its beginning; BatchSizeError if the ranks cannot
+    Return the schedule of a run's split from its beginning; ArgumentError if the ranks cannot
     realise the batch.
 
     An evaluation is one epoch, whose steps are the forward passes of each rank.

@@ -22,10 +22,11 @@ from packplan.app.planning.measure import measure
 from packplan.core.align import AlignedPlan, align_plan
 from packplan.core.checksum import plan_checksum
 from packplan.core.config import RunConfig
-from packplan.core.errors import EmptyPlanError, RanksDisagreeError, counted
+from packplan.core.errors import MismatchError, counted
 from packplan.core.plan import (
     RawPlan,
     build_raw_plan,
+    no_samples,
     plan_from_arrays,
     plan_to_arrays,
     refuse_dropped,
@@ -95,7 +96,7 @@ class Alignment:
 
     def align(self, raw: RawPlan, *, world_size: int) -> AlignedPlan:
         """
-        Return what so many ranks consume of a plan; PlanTooShortError if they would get no batch.
+        Return what so many ranks consume of a plan; PlanError if they would get no batch.
         """
         return align_plan(
             raw, world_size=world_size, dataloader_drop_last=self.dataloader_drop_last, batch_size=self.batch_size
@@ -150,12 +151,12 @@ def plan_split(
         world_size: Ranks to align for, if not those of the group.
 
     Raises:
-        PackplanError: Any error of rank 0, on every rank; RanksDisagreeError if ranks hold
-            different plans; EmptyPlanError, before anything is stored, if there are no samples.
+        PackplanError: Any error of rank 0, on every rank; MismatchError if ranks hold
+            different plans; PlanError, before anything is stored, if there are no samples.
     """
     name, policy, source, stores = split.name, split.policy, split.source, split.stores
     if not len(source):
-        raise EmptyPlanError(0, 0, policy.packing_length)
+        raise no_samples()
     ranks = world_size or group.world_size
 
     def measure_and_plan(report: ReportProgress) -> Arrays:
@@ -262,7 +263,7 @@ def table_works(model: WorkModel, table: Table) -> SampleWorks:
 
 def require_agreement(group: RankGroup, what: str, value: str) -> None:
     """
-    Compare a value between all ranks; RanksDisagreeError if one holds another.
+    Compare a value between all ranks; MismatchError if one holds another.
 
     Args:
         group: All ranks.
@@ -271,4 +272,5 @@ def require_agreement(group: RankGroup, what: str, value: str) -> None:
     """
     values = group.gather(value)
     if len(set(values)) > 1:
-        raise RanksDisagreeError(what, values)
+        rows = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+        raise MismatchError("ranks_disagree", f"ranks disagree on {what}: {rows}", {"values": values})

@@ -70,7 +70,7 @@ def run(config: RunConfig, workers: Workers, samples: SwiftEncoder) -> list[dict
         samples: The prompts, with their records' own answers.
 
     Raises:
-        PackplanError: Something the user can fix; WorkerError, if a worker dies.
+        PackplanError: Something the user can fix; RunError, if a worker dies.
     """
     shards = workers.num_workers // config.policy.context_parallel_size
     is_first = is_first_rank()

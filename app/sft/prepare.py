@@ -28,9 +28,9 @@ from packplan.app.wiring.gather import gather
 from packplan.app.wiring.training import build_trainer, decide_attention, open_arguments, open_checkpoint
 from packplan.app.wiring.works import Work, work_of
 from packplan.core.batch import partial_window
-from packplan.core.config import RunConfig
+from packplan.core.config import EVEN_STEPS, RunConfig
 from packplan.core.equality import AttentionChoice
-from packplan.core.errors import PlanChangedError, agree, counted
+from packplan.core.errors import StaleError, agree, counted
 from packplan.core.ports import RankGroup
 from packplan.core.schedule import EpochSchedule, Progress, ResumeState
 
@@ -111,10 +111,10 @@ def prepare(config: RunConfig, group: RankGroup, *, may_leak: bool = False) -> P
 
 
 def _progress_of(checkpoint: Checkpoint, now: ResumeState) -> Progress:
-    """Return how far a checkpoint's run came; PlanChangedError if it came there on another plan."""
+    """Return how far a checkpoint's run came; StaleError if it came there on another plan."""
     then = checkpoint.resume_state
     if differences := then.differences(now):
-        raise PlanChangedError(checkpoint.folder, differences)
+        raise StaleError.plan(checkpoint.folder, differences)
     return then.progress
 
 
@@ -135,7 +135,7 @@ def _log_schedule(config: RunConfig, batch: BatchSizes, schedule: EpochSchedule)
         per_rank_batches=schedule.batches_per_epoch, gradient_accumulation_steps=schedule.gradient_accumulation_steps
     )
     if window is not None:
-        log.warning("%s", window)
+        log.warning("%s; %s", window, EVEN_STEPS)
     log.info(
         "optimizer steps: %d per epoch, %d in total (%s per rank and epoch)",
         schedule.steps_per_epoch,

@@ -20,13 +20,13 @@ from packplan.app.wiring.inputs import records_cache
 from packplan.app.wiring.mixes import open_mix
 from packplan.app.wiring.stores import records_of
 from packplan.app.wiring.training import alone_in_output, build_stream_trainer, decide_attention, open_arguments
-from packplan.core.config import RunConfig
+from packplan.core.config import LESS_DROPPED, RunConfig
 from packplan.core.errors import DataSetError, counted
 from packplan.core.lengths import IntArray
 from packplan.core.ports import RankGroup
 from packplan.core.rl import REWARDS, Reward, Sampling
 from packplan.core.shuffling import shuffled
-from packplan.core.stream import LESS_DROPPED, Order, schedule
+from packplan.core.stream import Order, schedule
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from packplan.core.equality import (
     PackingVerdict,
     choose_attention,
 )
-from packplan.core.errors import IsolationError
+from packplan.core.errors import ModelError
 from packplan.core.fingerprint import Fingerprint
 
 
@@ -35,7 +35,7 @@ def attention_by(config: RunConfig, verdict: PackingVerdict | None, *, on_cpu: b
         on_cpu: Whether the run trains on a CPU.
 
     Raises:
-        AttentionError: It cannot take the one that `model.attn_impl` names.
+        ModelError: It cannot take the one that `model.attn_impl` names.
     """
     return choose_attention(
         config.model.attn_impl,
@@ -47,11 +47,11 @@ def attention_by(config: RunConfig, verdict: PackingVerdict | None, *, on_cpu: b
 
 
 def refuse_leak(config: RunConfig, attention: AttentionChoice) -> None:
-    """Raise IsolationError if samples of a pack might see each other, or it does not run here."""
+    """Raise ModelError if samples of a pack might see each other, or it does not run here."""
     if attention.leak is not None:
         verdict = attention.verdict
         model_type = config_model_type(config.model) if verdict is None else verdict.model_type
-        raise IsolationError(model_type, config.model.attn_impl, attention.leak)
+        raise ModelError.isolation(model_type, config.model.attn_impl, attention.leak)
 
 
 def needs_verdict(config: RunConfig, *, packed: bool) -> bool:

@@ -20,7 +20,7 @@ from packplan.app.planning.stored_lengths import open_lengths, stale_inputs
 from packplan.app.wiring.inputs import with_inputs
 from packplan.app.wiring.stores import open_stores, require_inputs
 from packplan.app.wiring.works import policy_of
-from packplan.core.config import RunConfig
+from packplan.core.config import RunConfig, with_remedy
 from packplan.core.conversion import Conversion, packs_of_step, samples_of_step, with_packs, without_packs
 from packplan.core.errors import ConfigError, DataSetError, NotBuiltError, PackplanError, RecordError
 from packplan.core.lengths import IntArray
@@ -64,7 +64,7 @@ def packed(conversion: Conversion, keys: Mapping[str, TrainerKey], *, world_size
         found = with_packs(conversion, packs, samples_per_pack=samples_per_pack, steps=steps, world_size=world_size)
         parse_config(found.document, "the run", keys)
     except PackplanError as error:
-        why = str(error.faults[0] if isinstance(error, ConfigError) else error)
+        why = str(error.faults[0]) if isinstance(error, ConfigError) else with_remedy(error)
         why = why if len(why) <= _MOST else f"{why[: _MOST - 1]}…"
         return without_packs(conversion, f"to pack it, convert it again when this is solved: {why}")
     return found

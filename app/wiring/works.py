@@ -7,7 +7,7 @@ import attrs
 from packplan.adapters.model_folder import model_sizes
 from packplan.app.planning.split import table_works
 from packplan.core.config import RunConfig, plan_policy
-from packplan.core.errors import ConfigError
+from packplan.core.errors import ConfigError, ModelError
 from packplan.core.packers import ALGORITHMS
 from packplan.core.policy import PlanPolicy
 from packplan.core.samples import Table
@@ -63,8 +63,8 @@ def _model_of(config: RunConfig) -> tuple[WorkModel, str | None]:
         return WorkModel.estimated({}), error.faults[0].reason
     try:
         return WorkModel.from_config(sizes), None
-    except ConfigError as error:
-        return WorkModel.estimated(sizes), error.faults[0].reason
+    except ModelError as error:
+        return WorkModel.estimated(sizes), error.fact
 
 
 def policy_of(config: RunConfig, split: str) -> PlanPolicy:

@@ -10,6 +10,7 @@ from packplan.core.config.faults import faults
 from packplan.core.config.keys import key_of, keys_of
 from packplan.core.config.planning import configured_inputs, plan_policy
 from packplan.core.config.ranks import OWN, PATHS, flat_values, rank_differences, run_values
+from packplan.core.config.remedies import EVEN_STEPS, LESS_DROPPED, with_remedy
 from packplan.core.config.rl import GrpoConfig
 from packplan.core.config.rl_faults import rl_faults
 from packplan.core.config.run import (
@@ -23,6 +24,8 @@ from packplan.core.config.run import (
 )
 
 __all__ = [
+    "EVEN_STEPS",
+    "LESS_DROPPED",
     "OWN",
     "PATHS",
     "REFUSED_TRAINING_KEYS",
@@ -44,4 +47,5 @@ __all__ = [
     "rl_faults",
     "run_values",
     "unknown_key",
+    "with_remedy",
 ]

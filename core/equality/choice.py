@@ -12,7 +12,7 @@ import attrs
 
 from packplan.core.equality.names import AUTO, FLASH_BACKENDS, FLEX, MASKED, NATIVE, SHARED_ROWS, VARLEN
 from packplan.core.equality.verdict import PackingVerdict
-from packplan.core.errors import AttentionError
+from packplan.core.errors import ModelError
 
 
 @attrs.frozen
@@ -64,14 +64,14 @@ def choose_attention(
     Return the attention of a run; its `leak` says whether samples may share packs under it.
 
     Args:
-        attn_impl: Value of `model.attn_impl`.
+        attn_impl: Value of `attn_impl`.
         verdict: Verdict on the model; None where it was not asked, or not yet.
         context_parallel_size: Ranks that share a packed row.
         flash_installed: Whether the package flash-attn is installed.
         on_cpu: Whether the model trains on a CPU.
 
     Raises:
-        AttentionError: `varlen` is asked for by name, and does not run here.
+        ModelError: `varlen` is asked for by name, and does not run here.
 
     >>> choose_attention("sdpa", None).name
     'sdpa'
@@ -84,14 +84,14 @@ def choose_attention(
     if leak is None and verdict is not None:
         leak = _not_apart(verdict, shares_rows=shares_rows)
     if attn_impl in (AUTO, VARLEN) and shares_rows:
-        shared = f"policy.context_parallel_size is {context_parallel_size}"
+        shared = f"context_parallel_size is {context_parallel_size}"
         why = f"{shared}, and ranks that share rows have an attention of their own"
         if attn_impl == VARLEN:
-            raise AttentionError(VARLEN, why, AUTO)
-        return AttentionChoice(SHARED_ROWS, f"model.attn_impl is {AUTO}, and {why}", verdict=verdict, leak=leak)
+            raise ModelError.attention(VARLEN, why)
+        return AttentionChoice(SHARED_ROWS, f"attn_impl is {AUTO}, and {why}", verdict=verdict, leak=leak)
     if attn_impl == VARLEN and verdict is not None and not passes:
-        raise AttentionError(VARLEN, verdict.reason, AUTO)
-    why = "model.attn_impl names it" if attn_impl != AUTO else f"model.attn_impl is {AUTO}"
+        raise ModelError.attention(VARLEN, verdict.reason)
+    why = "attn_impl names it" if attn_impl != AUTO else f"attn_impl is {AUTO}"
     if verdict is None:
         return AttentionChoice(NATIVE if attn_impl == AUTO else attn_impl, why, leak=leak)
     if not passes:
@@ -121,5 +121,5 @@ def _not_apart(verdict: PackingVerdict, *, shares_rows: bool) -> str | None:
     if not verdict.passes:
         return verdict.reason
     if shares_rows and (verdict.split or verdict.follows_rows):
-        return "its layers have to know the whole row, which policy.context_parallel_size shares among ranks"
+        return "its layers have to know the whole row, which context_parallel_size shares among ranks"
     return None

@@ -1,4 +1,4 @@
-"""Names of attentions, as `model.attn_impl` takes them and as runs have them."""
+"""Names of attentions, as runs ask for them and as they take them."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ FLASH_BACKENDS = ("flash_attention_2", "flash_attention_3", "flash_attn")
 
 BACKENDS = (AUTO, VARLEN, NATIVE, "eager", FLEX, *FLASH_BACKENDS)
 """
-Names that `model.attn_impl` takes; transformers has others, of kernels from a hub (with a slash)
+Names that a run may ask for; transformers has others, of kernels from a hub (with a slash)
 and paged ones (with a bar).
 """

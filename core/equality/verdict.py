@@ -71,7 +71,7 @@ class Trial:
     strategy: Strategy
 
     attention: str
-    """The attention's name, as `model.attn_impl` names it; `masked` is ours too."""
+    """Name of the attention; `masked` is ours too."""
 
     follows_rows: bool = False
     """
@@ -84,7 +84,7 @@ def trials(attn_impl: str, *, native: str, flash: bool) -> Iterator[Trial]:
     Yield what may be tried for a run, in order.
 
     Args:
-        attn_impl: What `model.attn_impl` says.
+        attn_impl: Attention that the run asks for, one of `BACKENDS`.
         native: The attention of transformers that computes what the model means: sdpa or eager.
         flash: Whether flash attention runs here.
 

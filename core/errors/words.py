@@ -63,6 +63,17 @@ def in_ranges(indices: Iterable[int], *, most: int | None = None) -> str:
     return ", ".join([*parts[:most], "…"] if most is not None and len(parts) > most else parts)
 
 
+def in_lines(head: str, items: Iterable[object]) -> str:
+    """
+    Return a headline with a line for each item below it.
+
+    >>> print(in_lines("the run has 1 fault", ["seed: is x"]))
+    the run has 1 fault:
+      seed: is x
+    """
+    return "\n  ".join([f"{head}:", *map(str, items)])
+
+
 MAX_LINE, MAX_LINES = 500, 60
 """
 Characters of a line of an error's text, and lines of it: whatever it quotes, the fact and the

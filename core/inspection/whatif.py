@@ -60,6 +60,7 @@ def what_if(
     plan: Callable[[int], RawPlan],
     schedule: Callable[[RawPlan, int], EpochSchedule],
     works: SampleWorks | None = None,
+    explain: Callable[[UserError], str] = str,
 ) -> Iterator[Alternative]:
     """
     Yield every combination, as it is planned.
@@ -71,20 +72,21 @@ def what_if(
         plan: Plans the samples for a packing length; may raise UserError.
         schedule: Gives the schedule over a plan at a world size; may raise UserError.
         works: What samples cost; None counts the squares of their lengths.
+        explain: Makes the text of a problem.
     """
     array = as_lengths(lengths, least=0)
     for packing_length in packing_lengths:
         try:
             planned = plan(packing_length)
         except UserError as error:
-            yield from (Alternative(packing_length, world_size, problem=str(error)) for world_size in world_sizes)
+            yield from (Alternative(packing_length, world_size, problem=explain(error)) for world_size in world_sizes)
             continue
         summary = summarise(planned, array)
         for world_size in world_sizes:
             try:
                 over = summarise_schedule(planned, array, schedule(planned, world_size), works=works)
             except UserError as error:
-                yield Alternative(packing_length, world_size, problem=str(error))
+                yield Alternative(packing_length, world_size, problem=explain(error))
             else:
                 yield Alternative(packing_length, world_size, summary, over)
 

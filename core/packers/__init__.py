@@ -64,7 +64,7 @@ ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
         "certified": Algorithm(f"1, scipy {scipy.__version__}", draws=True, reports=True),
     }
 )
-"""Algorithms that `training.packing_algorithm` may name."""
+"""Algorithms that `pack` and `PlanPolicy` may name."""
 
 
 def algorithm_named(name: str) -> Algorithm:
@@ -110,11 +110,11 @@ def pack(
         report: Called with a progress message, by `certified` and `balanced`.
 
     Raises:
-        InvalidLengthError: A length is not a whole number from 1 to *capacity*.
-        WorkError: The number of works differs from that of lengths, or one is negative or not
+        ArgumentError: A length is not a whole number from 1 to *capacity*.
+        ArgumentError: The number of works differs from that of lengths, or one is negative or not
             finite.
         ValueError: Works are given to an algorithm whose packs do not depend on them.
-        TooFewSamplesError: More packs are wanted than there are samples.
+            More packs are wanted than there are samples.
 
     >>> pack([60, 20, 50, 30, 40, 40], capacity=80).tolist()
     [[0, 1], [2, 3], [4, 5]]

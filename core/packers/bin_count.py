@@ -6,7 +6,7 @@ from heapq import heapify, heappop, heappush
 
 import numpy as np
 
-from packplan.core.errors import TooFewSamplesError
+from packplan.core.errors import ArgumentError, counted
 from packplan.core.lengths import IntArray
 from packplan.core.packs import Packs, by_first_index, concatenate
 
@@ -25,13 +25,17 @@ def with_bin_count(packs: Packs, lengths: IntArray, *, minimum: int, multiple: i
         multiple: Divisor of the number of packs, >= 1.
 
     Raises:
-        TooFewSamplesError: More packs are wanted than there are samples.
+        ArgumentError: More packs are wanted than there are samples.
     """
     wanted = -(-max(len(packs), minimum if minimum > 1 else 0) // multiple) * multiple
     if wanted == len(packs):
         return packs
     if wanted > packs.num_samples:
-        raise TooFewSamplesError(packs.num_samples, wanted, minimum, multiple)
+        fact = (
+            f"{counted(packs.num_samples, 'sample')} cannot fill {counted(wanted, 'pack')} (min_bin_count {minimum:,}, "
+            f"bin_count_multiple {multiple:,}), for no pack is empty"
+        )
+        raise ArgumentError("too_few_samples", fact, {"num_samples": packs.num_samples, "num_packs": wanted})
     sizes, loads = packs.sizes().tolist(), packs.loads(lengths).tolist()
     heap = [(-loads[place], place) for place, size in enumerate(sizes) if size > 1]
     heapify(heap)

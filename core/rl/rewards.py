@@ -48,4 +48,4 @@ def exact_match(completion: str, answer: str) -> float:
 REWARDS: Mapping[str, Reward] = MappingProxyType(
     {"word_overlap": word_overlap, "character_overlap": character_overlap, "exact_match": exact_match}
 )
-"""What `custom.rollout_reward` may name, beside a function of your own (`module:function`)."""
+"""Rewards by the name that a run gives them; it may also name a function of its own."""

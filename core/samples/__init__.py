@@ -31,6 +31,7 @@ from packplan.core.samples.records import REFUSED, SUPPORTED, shaped, to_message
 from packplan.core.samples.shapes import IMAGE_KEYS, MIXABLE, READ, VIDEO_KEYS, Shaped
 from packplan.core.samples.sources import DataFile
 from packplan.core.samples.tools import CALL, RESPONSE
+from packplan.core.samples.values import UnusableRecordError
 from packplan.core.samples.videos import VIDEO_TAG, Video, to_videos
 from packplan.core.samples.where import Where
 
@@ -62,6 +63,7 @@ __all__ = [
     "Shaped",
     "ShortcutError",
     "Table",
+    "UnusableRecordError",
     "Video",
     "VideoTotals",
     "Where",

@@ -124,7 +124,7 @@ def _draw_one(size: int, count: int, ratio: float, *, shuffle: bool, generator: 
         return DrawnRecords(nothing, _sampled(everything, count, shuffle=shuffle, generator=generator))
     num_val = max(int(min(size, count) * ratio), 1)
     if num_val >= min(size, count):
-        message = f"has {size:,} records, too few to split: remove custom.split_dataset_ratio, or add records"
+        message = f"has {size:,} records, too few to split by split_dataset_ratio {ratio:g}: add records"
         raise ValueError(message)
     seed = _seed_of(generator)
     if shuffle:

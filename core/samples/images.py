@@ -6,7 +6,9 @@ import base64
 import contextlib
 import re
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
+
+from packplan.core.samples.values import fail
 
 Image = str | bytes
 """Path of an image file, or what such a file would hold; its URL, where URLs are read."""
@@ -58,10 +60,6 @@ def to_images(value: object, *, urls: bool = False) -> list[Image]:
     return [_to_image(image, urls=urls) for image in listed]
 
 
-def _fail(reason: str) -> NoReturn:
-    raise ValueError(reason)
-
-
 def _to_image(image: Any, *, urls: bool) -> Image:
     if isinstance(image, Mapping):
         if held := image.get("bytes"):
@@ -70,7 +68,7 @@ def _to_image(image: Any, *, urls: bool) -> Image:
     if isinstance(image, bytes) and image:
         return image
     if not isinstance(image, str) or not image:
-        _fail("has 'images' that are not a list of paths, or of images as data URIs, base64 or {path} or {bytes}")
+        fail("has 'images' that are not a list of paths, or of images as data URIs, base64 or {path} or {bytes}")
     if image.startswith("data:"):
         return _of_uri(image)
     if (held := _alone(image)) is not None:
@@ -78,7 +76,7 @@ def _to_image(image: Any, *, urls: bool) -> Image:
     if urls and is_url(image) and len(image) <= _LONGEST_PATH:
         return image
     if remedy := why_no_path(image):
-        _fail(f"has the image {image[:60]!r}: {remedy}")
+        fail(f"has the image {image[:60]!r}: {remedy}")
     return image
 
 
@@ -101,12 +99,12 @@ def _of_uri(image: str) -> bytes:
     """Return the image of a data URI; ValueError if it is none, or of another kind than it says."""
     uri = _DATA_URI.match(image)
     if uri is None or uri["coded"] is None or not uri["type"].lower().startswith("image/"):
-        _fail(f"has the image {image[:60]!r}: a data URI has to begin with data:image/…;base64,")
+        fail(f"has the image {image[:60]!r}: a data URI has to begin with data:image/…;base64,")
     held = _decoded(image[uri.end() :], "a data URI")
     said = uri["type"].lower().removeprefix("image/")
     kind = _kind(held)
     if kind is not None and _CALLED.get(said, said) != kind:
-        _fail(f"has a data URI that says image/{said}, but holds a {kind}: write image/{kind}")
+        fail(f"has a data URI that says image/{said}, but holds a {kind}: write image/{kind}")
     return held
 
 
@@ -117,7 +115,7 @@ def _decoded(text: object, where: str) -> bytes:
             return base64.b64decode(str(text), validate=True)
         return base64.b64decode("".join(str(text).split()), validate=True)
     except ValueError:
-        _fail(f"has {where} that is no base64: write it again")
+        fail(f"has {where} that is no base64: write it again")
 
 
 def _kind(held: bytes) -> str | None:
@@ -144,7 +142,7 @@ def why_no_path(image: str, *, only_files: bool = False) -> str | None:
         return f"write the path alone, without {scheme[0]}"
     if is_url(image) and not only_files:
         return (
-            "only files are read, so that training needs no network: copy it to this machine and name the file, or set "
-            "custom.media_cache, a folder that it is fetched into once"
+            "only files are read, so that training needs no network: copy it to this machine and name the file, or "
+            "name a media_cache, a folder that it is fetched into once"
         )
     return "only files are read, so that training needs no network: copy it to this machine, and name the file"

@@ -49,7 +49,7 @@ REFUSED = {
     ),
     **dict.fromkeys(("omnijev_column_keys", "extra_kwargs", "mm_processor_kwargs", "add_eos"), _NO_TASK),
     **dict.fromkeys(("reasoning_content", "reasoning", "thinking", "thinking_content"), _AS_CONTENT),
-    "functions": "ms-swift reads 'tools': write custom.columns: {functions: tools}, or remove it",
+    "functions": "ms-swift reads 'tools': rename it, or remove it",
     "loss_scale": "a weight is that of a message: write it into the answer that it weighs, or remove it",
     "chat_template_kwargs": "a template is set for all records, in the section 'template': remove it",
 }
@@ -256,7 +256,7 @@ def _refuse_order(before: list[dict[str, Any]], message: Mapping[str, Any]) -> N
 def _dense(record: Mapping[str, Any], num_images: int, order: FieldOrder, *, use_summary: bool) -> list[dict[str, Any]]:
     if use_summary:
         if not isinstance(record.get("summary"), str) or not record["summary"].strip():
-            fail("has no 'summary', which custom.use_summary asks for")
+            fail("has no 'summary', which is asked for", argument="use_summary")
         prompt, answer = SUMMARY_PROMPT, record["summary"]
     else:
         prompt, answer = DENSE_PROMPT, _objects(record["objects"], order)

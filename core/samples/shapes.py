@@ -126,7 +126,7 @@ def to_shape(record: Mapping[str, Any], *, columns: Mapping[str, str] | None = N
     for known, held in (("messages", "message"), ("objects", "object"), *((name, "text") for name in RESPONSE_KEYS)):
         if known in record:
             fail(f"has no {held} in {known!r}, so there is nothing to learn from it")
-    return fail(f"is of no known shape: {_nearest(record)}")
+    return fail(f"is of no known shape: {_nearest(record)}", argument="columns")
 
 
 def _renamed(record: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
@@ -137,7 +137,7 @@ def _renamed(record: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[s
         if not has(renamed, known):
             renamed[known] = held
         elif not is_empty(held):
-            fail(f"has {known!r} twice, once as {name!r}: remove one, or name one otherwise in custom.columns")
+            fail(f"has {known!r} twice, once as {name!r}: remove one, or give one another name", argument="columns")
     return renamed
 
 
@@ -293,7 +293,8 @@ def _instruction(record: Mapping[str, Any]) -> tuple[str, str]:
         if not isinstance(part, str):
             fail(f"has {name!r} that is no text")
     if other := next((name for name in QUERY_KEYS if name not in {"instruction", "input"} and has(record, name)), None):
-        fail(f"has {next(iter(parts))!r} and {other!r}, of which one would be ignored: name one in custom.columns")
+        reason = f"has {next(iter(parts))!r} and {other!r}, of which one would be ignored: name one"
+        fail(reason, argument="columns")
     return "\n".join(parts.values()), "instruction"
 
 
@@ -305,8 +306,9 @@ def _one_of(record: Mapping[str, Any], names: Sequence[str]) -> str:
     found = [name for name in names if has(record, name)]
     if len(found) > 1 and found[0] != names[0]:
         fail(
-            f"has {found[0]!r} and {found[1]!r}, of which one would be ignored: say which one is the {names[0]} "
-            f"(custom.columns: {{{found[0]}: {names[0]}}})"
+            f"has {found[0]!r} and {found[1]!r}, of which one would be ignored: say which one is the {names[0]}, "
+            f"as {{{found[0]}: {names[0]}}}",
+            argument="columns",
         )
     return found[0] if found else ""
 
@@ -355,7 +357,7 @@ def _nearest(record: Mapping[str, Any]) -> str:
     if not names:
         return f"it has no keys that hold something; {said}"
     shown = ", ".join(repr(name[:40]) for name in names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
-    return f"it has {shown}; {said}. Give the keys these names, or say custom.columns, as {{{names[0][:40]}: query}}"
+    return f"it has {shown}; {said}. Give the keys these names, or map them, as {{{names[0][:40]}: query}}"
 
 
 _SHOWN = 8

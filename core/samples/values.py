@@ -8,9 +8,18 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 
-def fail(reason: str) -> NoReturn:
-    """Refuse a record; *reason* goes on where its place has been named."""
-    raise ValueError(reason)
+class UnusableRecordError(ValueError):
+    """A record cannot become a sample; the text goes on where its place has been named."""
+
+    def __init__(self, reason: str, argument: str = "") -> None:
+        super().__init__(reason)
+        self.argument = argument
+        """Name of the argument that would accept the record; empty where none would."""
+
+
+def fail(reason: str, *, argument: str = "") -> NoReturn:
+    """Raise `UnusableRecordError`."""
+    raise UnusableRecordError(reason, argument)
 
 
 def is_empty(value: object) -> bool:

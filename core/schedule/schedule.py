@@ -73,7 +73,7 @@ class EpochSchedule:
     """
     What is to be trained, from a certain progress on.
 
-    Every whole epoch gives each rank a batch, so that no count of steps is 0: PlanTooShortError if
+    Every whole epoch gives each rank a batch, so that no count of steps is 0: PlanError if
     it would not. What an epoch has left after a resume on other ranks may give none: then it takes
     no further step.
     """

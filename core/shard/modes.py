@@ -17,7 +17,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from packplan.core.errors import BatchError, OverBudgetError, UnevenShardsError, counted
+from packplan.core.errors import ArgumentError, counted
 from packplan.core.lengths import IntArray, Lengths, as_lengths, positive
 from packplan.core.packers import pack, with_bin_count
 from packplan.core.packs import Packs
@@ -205,8 +205,8 @@ def shard_packed(
             sums of workers are equal, and microbatches as far as these allow.
 
     Raises:
-        OverBudgetError: A sequence does not fit a row.
-        BatchError: There is no sequence, or there are too few and `when_short` is `error`.
+        ArgumentError: A sequence does not fit a row, there is no sequence, or there are too few and
+            `when_short` is `error`.
 
     >>> lengths = [900, 850, 1000, 950]
     >>> sharding = shard_packed(lengths, shards=2, batch_size=4, max_tokens_per_microbatch=1024)
@@ -272,9 +272,8 @@ def shard_dynamic(
         work: What a row costs; None counts the square of its width.
 
     Raises:
-        OverBudgetError: A sequence alone is wider than the budget.
-        BatchError: There is no sequence, or the workers do not divide them and `when_short` is
-            `error`.
+        ArgumentError: A sequence alone is wider than the budget, there is no sequence, or the
+            workers do not divide them and `when_short` is `error`.
 
     >>> sharding = shard_dynamic([2, 8, 4, 16, 28, 32, 2, 32], shards=2, batch_size=8,
     ...     max_tokens_per_microbatch=32, sequence_length_round=4)
@@ -326,8 +325,8 @@ def shard_plain(
         work: What a row costs; None counts the square of its width.
 
     Raises:
-        UnevenShardsError: The workers do not divide a global batch, and that is not allowed.
-        BatchError: There is no sequence.
+        ArgumentError: The workers do not divide a global batch, and that is not allowed,
+            or there is no sequence.
 
     >>> sharding = shard_plain([5, 5, 5, 5], shards=2, batch_size=4)
     >>> [batch.microbatches for worker in sharding for batch in worker]
@@ -339,7 +338,9 @@ def shard_plain(
     for batch in _global_batches(array.size, batch_size):
         costs = padded[batch.start : batch.stop]
         if costs.size % shards and not allow_uneven:
-            raise UnevenShardsError(costs.size, shards)
+            uneven, workers = counted(costs.size, "sequence"), counted(shards, "worker")
+            fact = f"{uneven} of a batch cannot be divided evenly over {workers}"
+            raise ArgumentError("uneven_shards", fact, {"num_sequences": costs.size, "num_shards": shards})
         most = -(-costs.size // shards)
         num = -(-most // positive("micro_batch_size", most if micro_batch_size is None else micro_batch_size))
         items, labels = [], []
@@ -379,14 +380,21 @@ def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def _padded(lengths: Lengths, multiple: int, capacity: int | None) -> tuple[IntArray, IntArray]:
-    """Return lengths, and lengths rounded up; OverBudgetError if one is over *capacity* then."""
+    """Return lengths, and lengths rounded up; ArgumentError if one is over *capacity* then."""
     array = as_lengths(lengths)
     multiple = positive("the pad multiple", multiple)
     padded = -(-array // multiple) * multiple
     if capacity is not None and array.size and int(padded.max()) > capacity:
         over = np.flatnonzero(padded > capacity)
-        worst = int(padded.max())
-        raise OverBudgetError(int(over[0]), int(array[over[0]]), int(padded[over[0]]), capacity, over.size, worst)
+        index, widest = int(over[0]), int(padded.max())
+        length, width = int(array[index]), int(padded[index])
+        rounded = f", {width:,} when padded," if width != length else ""
+        others = f"; {over.size:,} sequences are too wide, the widest {widest:,}" if over.size > 1 else ""
+        fact = (
+            f"sequence {index} has {counted(length, 'token')}{rounded} but a microbatch holds {capacity:,} "
+            f"(max_tokens_per_microbatch){others}"
+        )
+        raise ArgumentError("over_budget", fact, {"index": index, "num_over": over.size, "widest": widest})
     return array, padded
 
 
@@ -401,8 +409,7 @@ def _works(widths: IntArray, work: WorkModel | None) -> NDArray[np.float64]:
 def _global_batches(num: int, batch_size: int) -> Iterator[range]:
     batch_size = positive("batch_size", batch_size)
     if not num:
-        message = "the batch has no sequence, so there is nothing to cut: give at least one"
-        raise BatchError(message)
+        raise ArgumentError("batch", "the batch has no sequence, so there is nothing to cut")
     return (range(start, min(start + batch_size, num)) for start in range(0, num, batch_size))
 
 
@@ -414,12 +421,11 @@ def _filled(costs: IntArray, wanted: int, when_short: Literal["fill", "error"]) 
     short = max(0, wanted - costs.size)
     _one_of("when_short", when_short, ("fill", "error"))
     if short and when_short == "error":
-        message = (
-            f"{counted(costs.size, 'sequence')} cannot give {counted(wanted, 'microbatch')} or workers one each: use "
-            "fewer workers, give more "
-            "sequences, or fill up with weight 0 (when_short='fill')"
+        fact = (
+            f"{counted(costs.size, 'sequence')} cannot give {counted(wanted, 'microbatch')} or workers one each: "
+            "fill up with weight 0 (when_short='fill')"
         )
-        raise BatchError(message)
+        raise ArgumentError("batch", fact)
     return np.concatenate([np.arange(costs.size), np.full(short, costs.argmin())])
 
 

@@ -4,11 +4,10 @@ Packs while training runs: a mix of data sets drawn again each epoch, and the bu
 
 from __future__ import annotations
 
-from packplan.core.stream.carry import LESS_DROPPED, Carry, CarryOptions, Emitted, advance, finish
+from packplan.core.stream.carry import Carry, CarryOptions, Emitted, advance, finish
 from packplan.core.stream.fusion import Mix, Order, Schedule, Source, mix_faults, quotas, schedule, share_faults
 
 __all__ = [
-    "LESS_DROPPED",
     "Carry",
     "CarryOptions",
     "Emitted",

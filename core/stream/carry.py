@@ -27,12 +27,6 @@ from packplan.core.lengths import IntArray, Lengths, as_lengths, positive, share
 from packplan.core.packers import pack
 from packplan.core.packs import Packs, concatenate
 
-LESS_DROPPED = (
-    "To drop less, set training.packing_drop_last: false, lower training.packing_min_fill_ratio, or raise "
-    "training.packing_buffer"
-)
-"""What to do about a stream that drops too much."""
-
 
 def _ratio(value: float | str | Decimal | Fraction) -> Fraction:
     return share("min_fill_ratio", value)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from packplan.core.errors import ConfigError
+from packplan.core.errors import ModelError
 
 Sizes = Mapping[str, Any]
 
@@ -59,7 +59,7 @@ class Keys:
 
     def count(self, *names: str) -> int | None:
         """
-        Return the value of the first of these keys as a whole number; None without one; ConfigError
+        Return the value of the first of these keys as a whole number; None without one; ModelError
         if it is none.
         """
         found = self.get(*names)
@@ -68,14 +68,14 @@ class Keys:
         if isinstance(found, bool) or not isinstance(found, (int, float)) or not found >= 0:
             shown = str(found)[:40]
             reason = f"config.json has {names[0]} {shown}, where the work of a sample depends on a whole number"
-            raise ConfigError.at("model.model", reason)
+            raise ModelError("work", reason)
         return int(found)
 
     def size(self, *names: str) -> int:
-        """Return the same; ConfigError without one, which names the first."""
+        """Return the same; ModelError without one, which names the first."""
         found = self.count(*names)
         if found is None:
-            raise ConfigError.at("model.model", f"config.json has no {names[0]}, which the work of a sample depends on")
+            raise ModelError("work", f"config.json has no {names[0]}, which the work of a sample depends on")
         return found
 
     def unread(self) -> list[str]:

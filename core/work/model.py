@@ -27,7 +27,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from packplan.core.errors import ConfigError
+from packplan.core.errors import ModelError
 from packplan.core.lengths import IntArray, Lengths, as_lengths
 from packplan.core.work.keys import ATTENTION_PRODUCTS, PRODUCT, Sizes
 from packplan.core.work.text import DELTA_CHUNK, LocalAttention, read_text
@@ -64,7 +64,7 @@ class WorkModel:
         Return the work of a model from the content of its config.json.
 
         Raises:
-            ConfigError: It lacks a size, or has one of which is not known what it adds.
+            ModelError: It lacks a size, or has one of which is not known what it adds.
         """
         thinker = config.get("thinker_config")  # the part that is trained, and that is given no sound
         config = thinker or config
@@ -72,7 +72,7 @@ class WorkModel:
         vision = config.get("vision_config")
         unknown = {"encoder", "decoder"} if thinker else {"audio_config", "encoder", "decoder"}
         if others := sorted(set(config) & unknown):
-            raise ConfigError.at("model.model", f"the work of the model's {', '.join(others)} is not known")
+            raise ModelError("work", f"the work of the model's {', '.join(others)} is not known")
         said = read_text(text, model_type=text.get("model_type") or config.get("model_type"))
         return cls(
             per_position=said.per_position,
@@ -142,7 +142,7 @@ class WorkModel:
                 if empty.
 
         Raises:
-            InvalidLengthError: A length that is not a positive whole number.
+            ArgumentError: A length that is not a positive whole number.
             ValueError: Grids of another number of samples than lengths.
 
         >>> model = WorkModel(per_position=100, per_pair=2)

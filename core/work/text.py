@@ -17,7 +17,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from packplan.core.errors import ConfigError
+from packplan.core.errors import ModelError
 from packplan.core.work.keys import ATTENTION_PRODUCTS, PRODUCT, Keys, Sizes
 
 Kind = Literal["full", "window", "chunk", "delta", "conv", "mamba"]
@@ -120,10 +120,10 @@ def read_text(sizes: Sizes, *, model_type: str | None) -> TextWork:
         model_type: Of that part, or of the whole.
 
     Raises:
-        ConfigError: It lacks a size, or has one that is not known.
+        ModelError: It lacks a size, or has one that is not known.
     """
     if model_type in _OTHERWISE:
-        raise ConfigError.at("model.model", f"the work of model_type {model_type!r} is not known")
+        raise ModelError("work", f"the work of model_type {model_type!r} is not known")
     keys = Keys(sizes, _UNSAID.get(model_type or "", {}))
     width = keys.size("hidden_size", "n_embd", "d_model")
     layers = keys.size("num_hidden_layers", "n_layer", "num_layers")
@@ -152,7 +152,7 @@ def read_text(sizes: Sizes, *, model_type: str | None) -> TextWork:
         local.append(LocalAttention(scale * kinds["chunk"] * pair // 2, chunk, in_chunks=True))
     if unread := keys.unread():
         named = ", ".join(unread[:5])
-        raise ConfigError.at("model.model", f"what {named} of its config.json adds to the work is not known")
+        raise ModelError("work", f"what {named} of its config.json adds to the work is not known")
     return TextWork(PRODUCT * per_position, scale * kinds["full"] * pair // 2, tuple(local), per_chunk)
 
 
@@ -167,7 +167,7 @@ def _kinds(keys: Keys, layers: int) -> list[Kind]:
     keys.get("attention_chunk_size", "no_rope_layers", "no_rope_layer_interval")
     if named is not None:
         if others := sorted(set(named) - set(_KINDS)):
-            raise ConfigError.at("model.model", f"the work of {', '.join(others)} layers is not known")
+            raise ModelError("work", f"the work of {', '.join(others)} layers is not known")
         kinds = [_KINDS[name] for name in named]
         return ["full" if kind == "window" and not has_window else kind for kind in kinds]
     if keys.get("num_attention_heads", "n_head") is None and keys.get("state_size") is not None:

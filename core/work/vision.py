@@ -9,7 +9,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from packplan.core.errors import ConfigError
+from packplan.core.errors import ModelError
 from packplan.core.work.keys import ATTENTION_PRODUCTS, PRODUCT, Keys, Sizes
 
 FLOPs = NDArray[np.float64]
@@ -85,7 +85,7 @@ class VisionWork:
 
 def read_vision(config: Sizes) -> VisionWork:
     """
-    Return the work of the vision tower of a config.json; ConfigError if its keys are not those of a
+    Return the work of the vision tower of a config.json; ModelError if its keys are not those of a
     known kind.
 
     Known are towers whose patches are merged and attend within their frame: with windows but for
@@ -118,7 +118,7 @@ def read_vision(config: Sizes) -> VisionWork:
     if keys.get("attention_bias") is False and None not in (keys.get("out_hidden_size"), keys.get("image_size")):
         return _glm(keys)
     reason = "the work of its vision tower is not known: its vision_config has no fullatt_block_indexes, "
-    raise ConfigError.at("model.model", reason + "deepstack_visual_indexes or embed_dim with spatial_merge_size")
+    raise ModelError("work", reason + "deepstack_visual_indexes or embed_dim with spatial_merge_size")
 
 
 def _tower(

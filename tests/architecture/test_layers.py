@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from functools import cache
@@ -72,6 +73,39 @@ def test_folders_are_seen_at_a_glance(layer):
 
     crowded = {folder: len(list(folder.glob("*.py"))) - 1 for folder in folders}
     assert [] == [folder for folder, number in crowded.items() if number > MOST_MODULES]
+
+
+MOST_OF_PLANNING = 20
+"""Modules of ours behind `packplan.core.plan`: planning is understood without the rest."""
+
+
+def test_planning_loads_few_modules():
+    """In a fresh process; the two packages that enclose it count too."""
+    script = "import sys, packplan.core.plan; print(sum(name.split('.')[0] == 'packplan' for name in sys.modules))"
+
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
+
+    assert int(run.stdout) <= MOST_OF_PLANNING
+
+
+KNOWS_KEYS = {"config", "conversion"}
+"""Rooms of core that may name keys of a YAML."""
+
+KEY = re.compile(r"\b(?:training|template|model|custom|policy|grpo)\.[a-z_]+")
+
+
+def texts_of(path: Path) -> list[str]:
+    """Return the texts of a module, docstrings too, without the code of their examples."""
+    constants = (node.value for node in ast.walk(ast.parse(text_of(path))) if isinstance(node, ast.Constant))
+    lines = (line for text in constants if isinstance(text, str) for line in text.splitlines())
+    return [line for line in lines if not line.lstrip().startswith((">>>", "..."))]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "core").rglob("*.py")), ids=lambda path: path.stem)
+def test_core_names_no_key_of_a_yaml(path):
+    """But where runs are read and converted: a library's caller has arguments, and no YAML."""
+    if path.relative_to(ROOT / "core").parts[0] not in KNOWS_KEYS:
+        assert [] == [line for line in texts_of(path) if KEY.search(line)]
 
 
 FACELESS = {"packplan.core.patterns"}

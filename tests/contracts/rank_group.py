@@ -21,7 +21,7 @@ def main(scene: str, out: str) -> None:
     import numpy as np
 
     from packplan.adapters.ranks import heartbeat, torch_group
-    from packplan.core.errors import PackplanError, PlanTooShortError
+    from packplan.core.errors import PackplanError, PlanError
 
     def note(**said: object) -> None:
         part = Path(out, f"{group.rank}.part")
@@ -32,7 +32,7 @@ def main(scene: str, out: str) -> None:
         report("3 of 4 are measured")
         note(building=True)
         if scene == "fails":
-            raise PlanTooShortError(3, 8)
+            raise PlanError("too_short", "3 packs cannot feed 8 ranks")
         if scene == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         if scene in {"slow", "silent"}:

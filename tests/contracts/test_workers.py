@@ -9,7 +9,7 @@ from pathlib import Path
 import attrs
 import pytest
 
-from packplan.core.errors import DataSetError, WorkerError
+from packplan.core.errors import DataSetError, RunError
 from tests.faults import parents
 from tests.processes import Started, descendants, each_ends, end, finished, lives, wait_for
 from tests.stored import asked
@@ -97,7 +97,7 @@ def test_one_process_is_a_worker():
     each_fails_with_its_reason(workers, [[1, 2]])
     with pytest.raises(DataSetError, match="no shard"):
         workers.run_all_workers_sharded_data("refuse", ["shard"])
-    with pytest.raises(WorkerError, match="worker 0 failed in break_down: KeyError: 'shard'"):
+    with pytest.raises(RunError, match="worker 0 failed in break_down: KeyError: 'shard'"):
         workers.run_all_workers_sharded_data("break_down", ["shard"])
     workers.close()
 
@@ -133,7 +133,7 @@ def test_ranks_and_ray_give_the_same(server, driver, write_rl, tmp_path):
 def test_actors_are_ranks_of_one_group(ray_workers):
     """They add up over their group; what one raises ends them, with its reason."""
     each_fails_with_its_reason(ray_workers, [[1, 2], [30]])
-    with pytest.raises(WorkerError, match=r"worker . failed in break_down: KeyError: '[ab]'"):
+    with pytest.raises(RunError, match=r"worker . failed in break_down: KeyError: '[ab]'"):
         ray_workers.run_all_workers_sharded_data("break_down", ["a", "b"])
 
 
@@ -142,7 +142,7 @@ def test_an_actor_that_dies_fails_the_call(ray_workers):
     started = time.monotonic()
     pids = ray_workers.process_ids
 
-    with pytest.raises(WorkerError, match="worker 1 failed in die: its process died"):
+    with pytest.raises(RunError, match="worker 1 failed in die: its process died"):
         ray_workers.run_all_workers_sharded_data("die", ["wait", "die"])
 
     assert time.monotonic() - started < DEADLINE_S
@@ -171,7 +171,7 @@ def test_a_worker_that_is_dead_is_named_before_those_that_miss_it(monkeypatch, d
     three = workers.RayWorkers.__new__(workers.RayWorkers)
     three._actors, three.num_workers = [], 3
 
-    with pytest.raises(WorkerError, match=says):
+    with pytest.raises(RunError, match=says):
         three._collect("train", [0, 1, 2])
 
 

@@ -1,111 +1,159 @@
-"""The page by error message has every error of ours, with the text that it has."""
+"""The page by error message has every kind of error, with the text that a command prints."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 
 from packplan.core import errors
-from packplan.core.errors import Difference, Fault, RankDifference
+from packplan.core.align import align_plan
+from packplan.core.batch import resolve_accumulation
+from packplan.core.config import with_remedy
+from packplan.core.errors import Difference, Fault, ModelError, PackplanError, RankDifference, RunError, StaleError
+from packplan.core.lengths import checked_works
+from packplan.core.packers import pack
+from packplan.core.plan import build_raw_plan, refuse_dropped, refuse_longer
+from packplan.core.policy import PlanPolicy
+from packplan.core.shard import shard_packed, shard_plain
 
 PAGE = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 
-OTHER = Difference("template.system", "Be brief.", "Be exact.")
+OTHER = (Difference("template.system", "Be brief.", "Be exact."),)
+PLANS = (Difference("plan", "ad441f64dbd8", "8bc83601250a"),)
+LENGTH = (Difference("length", 214, 230),)
+MIXED = [580] * 33 + [590] + [400] * 12
+FOLDER = "runs/first/static_packing/train"
+
+
+def raised(call, *arguments, **options) -> PackplanError:
+    """Return the error that a call raises."""
+    with pytest.raises(PackplanError) as caught:
+        call(*arguments, **options)
+    return caught.value
+
+
+RUNS = (
+    RankDifference("training.learning_rate", ("0.0001",) * 4 + ("1e-05",)),
+    RankDifference("version of numpy", ('"2.4.6"',) * 4 + ('"2.3.0"',)),
+)
+FAULTS = (
+    Fault("template.max_length", "is 4096.5, but has to be a whole number"),
+    Fault("training.packing_bufer", "is no known key: did you mean packing_buffer?"),
+    Fault("learning_rate", "is no key of the top level: write training.learning_rate"),
+    Fault("training.seed", "is 'x', but has to be a whole number", "training.seed=x"),
+)
 
 EXAMPLES = (
-    errors.ConfigError(
-        "run.yaml",
-        (
-            Fault("template.max_length", "is 4096.5, but has to be a whole number"),
-            Fault("training.packing_bufer", "is no known key: did you mean packing_buffer?"),
-            Fault("learning_rate", "is no key of the top level: write training.learning_rate"),
-            Fault("training.seed", "is 'x', but has to be a whole number", "training.seed=x"),
-        ),
-    ),
+    errors.ConfigError("run.yaml", FAULTS),
     errors.RecordError("data/train.jsonl, line 17", "has 2 images, but 1 <image> tag: write one tag for each image"),
     errors.DataSetError("data/train.jsonl holds no record"),
-    errors.InvalidLengthError(3, -1, "a length is at least 1 token"),
-    errors.WorkError("packs", 40, 40, 3, float("nan"), 2),
-    errors.TooFewSamplesError(5, 8, 1, 8),
-    errors.OverBudgetError(7, 530, 576, 512, 3, 640),
-    errors.UnevenShardsError(30, 8),
-    errors.BatchError("the batch has no sequence, so there is nothing to cut: give at least one"),
-    errors.EmptyPlanError(4, 3, 1024, 1, (300, 400), 400, "0.65"),
-    errors.DroppedTokensError(34, 34, 46, 580, 590, 19924, 24600, "0.01", "0.65"),
-    errors.SampleTooLongError(18342, 5120, 4096, 37, 52000, 7168),
-    errors.PlanTooShortError(3, 4),
-    errors.BatchSizeError(30, 8, 1),
-    errors.IsolationError(
-        "bloom", "auto", "gradients pass between samples of a row: 0.24 of a sample's own, where 0 is due"
+    raised(pack, [9, 7, 3, -1], capacity=16),
+    raised(checked_works, [1.0] * 3 + [float("nan")] * 2 + [1.0] * 35, 40),
+    raised(pack, [8] * 5, capacity=8, bin_count_multiple=8),
+    raised(
+        shard_packed,
+        [100] * 7 + [530, 600, 640],
+        shards=1,
+        batch_size=10,
+        max_tokens_per_microbatch=512,
+        sequence_length_pad_multiple=64,
     ),
-    errors.ProbeError("llama", "its small copy has 31,000,000 weights, more than 20,000,000"),
-    errors.AttentionError(
-        "varlen",
-        "packed samples differ from themselves alone by 0.07, where 2e-05 is allowed, though no gradient passes "
-        "between them",
-        "auto",
+    raised(shard_plain, [1] * 30, shards=8, batch_size=30),
+    raised(shard_plain, [], shards=8, batch_size=30),
+    raised(
+        resolve_accumulation,
+        effective_batch_size=30,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=1,
+        world_size=8,
     ),
-    errors.WholeBatchLossError("dpo_loss"),
-    errors.StaleLengthsError("runs/first/static_packing/train", (OTHER,)),
-    errors.PlanChangedError("runs/first/checkpoint-40", (Difference("plan", "ad441f64dbd8", "8bc83601250a"),)),
-    errors.ChangedImageError(12, 0, (Difference("num_bytes", 40213, 51877),)),
-    errors.ContractError(12, "data/train.jsonl, line 13", (Difference("length", 214, 230),)),
-    errors.NotBuiltError("runs/first/static_packing/train", "holds no plan"),
+    errors.ArgumentError(
+        "whole_batch_loss",
+        "the loss dpo_loss compares sequences with each other, so it needs the whole batch at once, which packing and "
+        "dynamic batching compute part by part",
+    ),
+    raised(build_raw_plan, [], packing_length=1024),
+    raised(build_raw_plan, [1024, 1024, 1100], packing_length=1024, allow_single_long=False),
+    raised(build_raw_plan, [300, 400], packing_length=2048),
+    raised(refuse_dropped, build_raw_plan(MIXED, packing_length=1000), MIXED, PlanPolicy(packing_length=1000)),
+    raised(refuse_longer, [100, 5120, 7168], PlanPolicy(packing_length=4096, refuse_longer=True)),
+    raised(align_plan, build_raw_plan([8] * 3, packing_length=8), world_size=4, dataloader_drop_last=True),
+    ModelError.isolation("bloom", "auto", "gradients pass between samples of a row: 0.24 of a sample's own"),
+    ModelError.attention("varlen", "packed samples differ from themselves alone by 0.07, where 2e-05 is allowed"),
+    ModelError("probe", "its small copy has 31,000,000 weights, more than 20,000,000"),
+    ModelError("work", "the work of model_type 'falcon' is not known"),
+    StaleError.lengths(FOLDER, OTHER),
+    StaleError("borrowed_lengths", str(StaleError.lengths("runs/other/static_packing/train", OTHER))),
+    StaleError.plan("runs/first/checkpoint-40", PLANS),
+    StaleError.plan("runs/first/checkpoint-40", (Difference("order_version", 2, 3),)),
+    StaleError(
+        "changed_image",
+        "image 0 of sample 12 is not the one that was measured: num_bytes: stored 40213, now 51877",
+    ),
+    StaleError.sample(12, "data/train.jsonl, line 13", LENGTH),
+    StaleError.sample(12, "data/train.jsonl.gz, line 13", LENGTH, copy="runs/first/records/b5bb9d80"),
+    errors.NotBuiltError(FOLDER, "holds no plan"),
     errors.OutputError("runs/first", "No space left on device"),
-    errors.LockedError("runs/first/static_packing/train", "process 4711 on node3", 7200.0),
-    errors.RankZeroError("rank 0 failed: data/train.jsonl, line 17: is not UTF-8 text"),
-    errors.RankGoneError("waited more than 1,800 s for the other ranks"),
-    errors.DifferentRunsError(
-        (
-            RankDifference("training.learning_rate", ("0.0001",) * 4 + ("1e-05",)),
-            RankDifference("version of numpy", ('"2.4.6"',) * 4 + ('"2.3.0"',)),
-        )
+    errors.OutputError(FOLDER, "process 4711 on node3 writes it, and this run has waited 7,200 s in all", "locked"),
+    RunError("rank_zero", "rank 0 failed: data/train.jsonl, line 17: is not UTF-8 text"),
+    RunError("rank_gone", "rank 1 waited 1,800 s for the other ranks; last heard: nothing"),
+    RunError("different_runs", errors.in_lines("ranks were given different runs", RUNS)),
+    RunError(
+        "lost_process",
+        "loading data failed: DataLoader worker (pid 4711) is killed by signal: Killed. Most often the machine, or its "
+        "shared memory (/dev/shm), is full: lower training.dataloader_num_workers (now 4; 0 loads in the training "
+        "process) or training.dataloader_prefetch_factor, or give the machine more memory",
     ),
-    errors.LostProcessError(
-        "loading data",
-        "DataLoader worker (pid 4711) is killed by signal: Killed",
-        "Most often the machine, or its shared memory (/dev/shm), is full: lower "
-        "training.dataloader_num_workers (now 4; 0 loads in the training process) or "
-        "training.dataloader_prefetch_factor, or give the machine more memory",
+    RunError("not_finite", "loss is nan, so the policy was not updated and not saved"),
+    RunError.worker(2, "train", "its process ended"),
+    errors.MismatchError(
+        "coverage",
+        "the epoch on rank 1 did not consume what was planned: packs missing 17, packs in excess 3",
     ),
-    errors.NotFiniteError("loss", float("nan")),
-    errors.WorkerError(2, "train", "its process ended"),
-    errors.CorruptArtefactError(
-        "runs/first/static_packing/train/lengths.bin", "its content does not match the manifest's digest"
+    errors.MismatchError("unequal", "packed training is not the same training: logits, isolation differ"),
+    errors.MismatchError("unsound", "3 findings: what is stored is not what training would use"),
+    errors.MismatchError(
+        "ranks_disagree", "ranks disagree on the train plan's checksum: rank 0: ad441f64dbd8; rank 1: 8bc83601250a"
     ),
-    errors.CoverageError("the epoch on rank 1", (17,), (3,)),
-    errors.UnsoundError(3),
-    errors.UnequalError(("logits", "isolation")),
-    errors.RanksDisagreeError("the train plan's checksum", ("ad441f64dbd8", "8bc83601250a")),
+    errors.CorruptArtefactError(f"{FOLDER}/lengths.bin", "its content does not match the manifest's digest"),
 )
 
 
-def leaves(kind: type) -> list[type]:
-    below = kind.__subclasses__()
-    return [leaf for one in below for leaf in leaves(one)] if below else [kind]
+def kinds_of(cls: type[PackplanError]) -> set[str]:
+    """Return the kinds of a class; that of a PlanError are among those of an ArgumentError."""
+    return set(get_args(get_type_hints(cls).get("kind"))) or {cls.kind}
+
+
+def classes(cls: type) -> list[type]:
+    """Return the classes below one that are raised."""
+    below = [each for one in cls.__subclasses__() for each in classes(one)]
+    is_raised = cls not in {PackplanError, errors.UserError, errors.VerificationError}
+    return [cls, *below] if is_raised and cls.__module__ == errors.__name__ else below
 
 
 def entries() -> dict[str, str]:
-    """Return what stands below each error's heading."""
-    parts = re.split(r"^### `(\w+)`$", PAGE, flags=re.MULTILINE)
-    return dict(zip(parts[1::2], parts[2::2], strict=True))
+    """Return the text below each class's heading."""
+    parts = re.split(r"^### `(\w+)`$|^## .*$", PAGE, flags=re.MULTILINE)
+    return {name: text for name, text in zip(parts[1::2], parts[2::2], strict=True) if name}
 
 
-def test_every_error_has_its_entry():
+def test_every_class_and_every_kind_has_its_entry():
     """And no entry is of an error that is gone."""
-    ours = {leaf.__name__ for leaf in leaves(errors.PackplanError) if leaf.__module__.startswith(f"{errors.__name__}.")}
+    raised_ones = classes(PackplanError)
+    kinds = {kind for cls in raised_ones for kind in kinds_of(cls)}
 
-    assert ours == set(entries())
-    assert ours == {type(error).__name__ for error in EXAMPLES}
+    assert {cls.__name__ for cls in raised_ones} == set(entries())
+    assert {type(error) for error in EXAMPLES} == set(raised_ones)
+    assert kinds == {error.kind for error in EXAMPLES}
 
 
-@pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: f"{type(error).__name__} {error.kind}")
 def test_an_entry_shows_the_message_as_it_is(error):
-    """So that a search for its words finds the page; and says what to do."""
-    entry = entries()[type(error).__name__]
-    shown, said = re.fullmatch(r"\n+```text\nerror: (.*?)\n```\n(.+?)", entry, re.DOTALL).groups()
+    """So that a search for its words finds the page; it has its kind, and says what to do."""
+    shown = re.escape(f"```text\nerror: {with_remedy(error)}\n```\n")
+    named = f"`{error.kind}`: " if get_args(get_type_hints(type(error)).get("kind")) else ""
 
-    assert str(error) == shown
-    assert said.strip()
+    assert re.search(rf"\n{shown}\n{named}[\w`][^\n]+", entries()[type(error).__name__])

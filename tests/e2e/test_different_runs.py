@@ -17,7 +17,7 @@ from packplan.app.sft import stream
 from packplan.app.wiring import training
 from packplan.app.wiring.training import ranks
 from packplan.core.config import rank_differences
-from packplan.core.errors import DifferentRunsError, RanksDisagreeError
+from packplan.core.errors import MismatchError, RunError
 from tests.e2e import different_runs_rank
 from tests.fakes import ScriptedGroup
 from tests.network import free_port
@@ -97,7 +97,7 @@ def test_ranks_of_a_stream_compare_their_data(write_run):
     agreed = iter([True, False])
     group = ScriptedGroup(world_size=2, others=lambda value: value if next(agreed) else "other")
 
-    with pytest.raises(RanksDisagreeError, match="the train data"):
+    with pytest.raises(MismatchError, match="the train data"):
         stream.run(config, group)
 
 
@@ -112,7 +112,7 @@ def test_ranks_that_go_on_from_different_checkpoints_are_refused(write_run, exec
         said.append(value)
         return "another digest" if len(said) == 1 else value.replace('"checkpoint.progress.step": "2"', '"step": "3"')
 
-    with pytest.raises(DifferentRunsError, match=r"checkpoint\.progress\.step: 2 on rank 0"):
+    with pytest.raises(RunError, match=r"checkpoint\.progress\.step: 2 on rank 0"):
         training.open_checkpoint(config, ScriptedGroup(world_size=2, others=further))
 
 

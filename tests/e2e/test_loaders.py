@@ -19,7 +19,7 @@ from packplan.adapters.trainer.static import PackTrainer
 from packplan.app import sft
 from packplan.app.sft.outcome import log_outcome
 from packplan.app.wiring import stores
-from packplan.core.errors import LostProcessError
+from packplan.core.errors import RunError
 from tests.processes import wait_for
 
 pytestmark = pytest.mark.slow
@@ -61,7 +61,7 @@ def test_a_process_that_measures_and_is_killed_is_named_with_its_key(write_run, 
 
     assert 4 == len([next(outcomes) for _ in range(4)])
     said = r"^measuring samples failed: .*terminated.*packing_length_precompute_workers \(now 2; 1 measures"
-    with pytest.raises(LostProcessError, match=said):
+    with pytest.raises(RunError, match=said):
         next(outcomes)
     assert [] == multiprocessing.active_children()
 
@@ -78,7 +78,7 @@ def test_a_process_that_measures_and_is_killed_is_named_with_its_key(write_run, 
 )
 def test_only_what_torch_says_of_lost_workers_is_theirs(said, advice):
     """Each with what to do about it; every other error of torch keeps its traceback."""
-    kind = LostProcessError if advice else RuntimeError
+    kind = RunError if advice else RuntimeError
     with pytest.raises(kind) as raised, lost_processes_named("loading data", "lower it"):
         raise RuntimeError(said)
 

@@ -13,7 +13,7 @@ import torch
 
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.trainer.packed_dataset import PackedDataset
-from packplan.core.errors import CoverageError
+from packplan.core.errors import MismatchError
 from packplan.core.plan import one_sample_packs
 from packplan.core.samples import to_messages
 from tests.e2e.alone import Gradients, silence, step_alone, token_losses, token_weights
@@ -314,7 +314,7 @@ def test_a_sample_that_evaluation_leaves_out_is_found(prepared, monkeypatch):
     plain = EvalBatches.counts
     monkeypatch.setattr(EvalBatches, "counts", lambda batches, number: number > 0 and plain(batches, number))
 
-    with pytest.raises(CoverageError, match=r"evaluation .*packs missing 0,"):
+    with pytest.raises(MismatchError, match=r"evaluation .*packs missing 0,"):
         run.trainer.evaluate()
 
 
@@ -328,5 +328,5 @@ def test_a_pack_that_training_leaves_out_is_found(prepared, monkeypatch):
     plain = TrainBatches.__iter__
     monkeypatch.setattr(TrainBatches, "__iter__", lambda batches: iter([[0], *list(plain(batches))[1:]]))
 
-    with pytest.raises(CoverageError, match="epoch 0 on rank 0"):
+    with pytest.raises(MismatchError, match="epoch 0 on rank 0"):
         run.trainer.train()

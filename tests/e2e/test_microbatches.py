@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packplan.adapters.microbatches import WEIGHTS, BatchedData, concatenate, pack_row
-from packplan.core.errors import BatchError
+from packplan.core.errors import ArgumentError
 from packplan.core.shard import shard_dynamic, shard_packed, shard_plain
 
 MODES = ("packed", "dynamic", "plain")
@@ -144,7 +144,7 @@ def test_rows_of_one_length_are_padded_behind_the_last_sequence(lengths, more):
     assert plain.cu_seqlens_padded[:-1].tolist() == row.cu_seqlens_padded[:-1].tolist()
     assert torch.equal(plain.input_ids, row.input_ids[:, :needed])
     assert not row.input_ids[:, needed:].any()
-    with pytest.raises(BatchError, match="do not fit a row of"):
+    with pytest.raises(ArgumentError, match="do not fit a row of"):
         pack_row(batch, multiple=2, row_length=needed - 1)
 
 
@@ -153,19 +153,19 @@ def test_a_batch_that_is_none_is_refused():
     Fields of other sizes; sequences longer than the batch is wide; a list where a tensor is needed.
     """
     ids = torch.ones((2, 4), dtype=torch.int64)
-    with pytest.raises(BatchError, match="field rewards has 3 entries, but the batch has 2 sequences"):
+    with pytest.raises(ArgumentError, match="field rewards has 3 entries, but the batch has 2 sequences"):
         BatchedData.from_fields({"input_ids": ids, "rewards": torch.ones(3)}, lengths=[1, 2])
-    with pytest.raises(BatchError, match="a sequence has 5 tokens, but the batch is 4 wide"):
+    with pytest.raises(ArgumentError, match="a sequence has 5 tokens, but the batch is 4 wide"):
         BatchedData.from_fields({"input_ids": ids}, lengths=[1, 5])
-    with pytest.raises(BatchError, match="field texts is a list"):
+    with pytest.raises(ArgumentError, match="field texts is a list"):
         BatchedData.from_fields({"input_ids": ids, "texts": ["a", "b"]}, lengths=np.array([1, 2])).tensor("texts")
     for lengths in ([1.0, 2.0], [0, 2], [[1], [2]]):
-        with pytest.raises(BatchError, match="whole numbers of at least 1 token"):
+        with pytest.raises(ArgumentError, match="whole numbers of at least 1 token"):
             BatchedData.from_fields({"input_ids": ids}, lengths=lengths)
     for fields in ({}, {"input_ids": [1, 2]}, {"input_ids": ids[0]}):
-        with pytest.raises(BatchError, match="a batch has input_ids"):
+        with pytest.raises(ArgumentError, match="a batch has input_ids"):
             BatchedData.from_fields(fields, lengths=[1, 2])
-    with pytest.raises(BatchError, match="made for sequences of other lengths"):
+    with pytest.raises(ArgumentError, match="made for sequences of other lengths"):
         BatchedData.from_fields({"input_ids": ids}, lengths=[1, 2]).shard(
             shard_plain([1, 2, 2], shards=1, batch_size=3)
         )
@@ -189,7 +189,7 @@ def test_no_field_is_lost_where_batches_become_one():
         first, last = (BatchedData.from_fields(fields, lengths=[1, 2]) for fields in (one, other))
         for batches, (here, there) in (([first, first, last], kinds), ([last, last, first], kinds[::-1])):
             says = f"batch 2 has other fields than batch 0: x is {there}, in batch 0 {here}: give all the same fields"
-            with pytest.raises(BatchError, match=re.escape(says)):
+            with pytest.raises(ArgumentError, match=re.escape(says)):
                 concatenate(batches)
 
 
@@ -204,9 +204,9 @@ def test_a_batch_may_be_empty_but_a_row_may_not():
     assert 0 == len(empty) == len(concatenate([empty, empty])) == len(empty.truncate(2).slice(0, 1))
     assert torch.equal(batch.tensor("features"), concatenate([empty, batch, empty]).tensor("features"))
     for row_length in (None, 8):
-        with pytest.raises(BatchError, match="no sequence, so there is no row to pack"):
+        with pytest.raises(ArgumentError, match="no sequence, so there is no row to pack"):
             pack_row(empty, multiple=2, row_length=row_length)
-    with pytest.raises(BatchError, match="no batch to concatenate"):
+    with pytest.raises(ArgumentError, match="no batch to concatenate"):
         concatenate([])
-    with pytest.raises(BatchError, match="field input_ids has 2 entries, but the batch has 0 sequences"):
+    with pytest.raises(ArgumentError, match="field input_ids has 2 entries, but the batch has 0 sequences"):
         BatchedData.from_fields({"input_ids": batch["input_ids"]}, lengths=[])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from packplan.core.errors import NotFiniteError
+from packplan.core.errors import RunError
 from tests.e2e import rank_main
 from tests.processes import finished
 from tests.stored import asked
@@ -50,7 +50,7 @@ def test_a_learning_rate_that_breaks_the_weights_ends_the_run(prepared, filtered
     )
 
     with pytest.raises(
-        NotFiniteError, match=r"the (loss|gradient norm) of optimizer step (\d) is (nan|inf), so the run ended"
+        RunError, match=r"the (loss|gradient norm) of optimizer step (\d) is (nan|inf), so the run ended"
     ):
         run.trainer.train()
 
@@ -61,7 +61,7 @@ def test_a_loss_is_found_although_its_gradient_is_finite(prepared, tmp_path, mon
     loss = run.trainer.compute_loss
     monkeypatch.setattr(run.trainer, "compute_loss", lambda *args, **kwargs: loss(*args, **kwargs) + math.inf)
 
-    with pytest.raises(NotFiniteError, match="the loss of optimizer step 1 is inf"):
+    with pytest.raises(RunError, match="the loss of optimizer step 1 is inf"):
         run.trainer.train()
 
     assert not list((tmp_path / "run").glob("checkpoint-*"))
@@ -72,17 +72,13 @@ def test_a_loss_is_found_although_its_gradient_is_finite(prepared, tmp_path, mon
     [("qwen2", 1e39, "(nan|inf)"), ("qwen2", 1e30, r"\de\+(29|30)"), ("qwen3", 1e3, r"\d\d\d\.\d+")],
 )
 def test_weights_that_the_last_step_ruined_are_not_saved(prepared, tmp_path, model, learning_rate, size):
-    """
-    Also where they are finite, and no later loss would show it; what is to do is true for a run
-    that resumes.
-    """
+    """Also where they are finite, and no later loss would show it."""
     run = prepared(of=model, learning_rate=learning_rate, max_steps=1, packing_drop_last=False)
 
     with pytest.raises(
-        NotFiniteError,
+        RunError,
         match=r"the root mean square of the trained weights after optimizer step 1 "
-        rf"\(0\.\d+ before the first\) is .*{size}.*, "
-        r"so the run ended before .* set model\.model to it and remove training\.resume_from_checkpoint",
+        rf"\(0\.\d+ before the first\) is .*{size}.*, so the run ended before ",
     ):
         run.trainer.train()
 
@@ -128,7 +124,7 @@ def test_an_evaluation_that_is_none_ends_the_run(prepared, tmp_path):
     """Before the save that would follow it."""
     run = prepared(learning_rate=1e30, max_steps=1, eval_strategy="steps", eval_steps=1, of_validation=True)
 
-    with pytest.raises(NotFiniteError, match=r"eval_loss is (nan|inf), so the run ended"):
+    with pytest.raises(RunError, match=r"eval_loss is (nan|inf), so the run ended"):
         run.trainer.train()
 
     assert not list((tmp_path / "run").glob("checkpoint-*"))

@@ -26,7 +26,7 @@ from packplan.adapters.probe.shrink import LONGEST, shrink
 from packplan.adapters.probe.small_model import SmallModels
 from packplan.adapters.stores.verdicts import DiskVerdictStore
 from packplan.core.equality import EQUAL, AttentionChoice, PackingVerdict
-from packplan.core.errors import CorruptArtefactError, IsolationError, PackplanError
+from packplan.core.errors import CorruptArtefactError, ModelError, PackplanError
 from packplan.core.fingerprint import Fingerprint
 from tools import models
 
@@ -496,7 +496,7 @@ def test_a_loaded_model_that_leaks_ends_the_run_before_its_first_step(write_run,
 
     monkeypatch.setattr(verdicts, "probe_loaded", leaking)
 
-    with pytest.raises(IsolationError, match=r"the loaded model \(cpu, float32\) was asked, and gradients pass"):
+    with pytest.raises(ModelError, match=r"the loaded model \(cpu, float32\) was asked, and gradients pass"):
         execute(write_run("qwen3"))
 
 

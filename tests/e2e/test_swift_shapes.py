@@ -230,7 +230,7 @@ def test_an_image_in_a_record_measures_as_its_file_does(encoder, tmp_path):
     samples = SwiftMeasurer(encoder("a.jsonl"))
 
     outcomes = [*samples.measure_many(range(4), in_full=False), *samples.measure_many(range(4), in_full=True)]
-    assert 1 == len({(outcome.measurement, outcome.images) for outcome in outcomes})
+    assert 1 == len({(outcome.measurement, outcome.media) for outcome in outcomes})
     write(tmp_path, "b.jsonl", lines([asked("<image>?", images=[base64.b64encode(RED[:60]).decode()])]))
     (broken,) = SwiftMeasurer(encoder("b.jsonl")).measure_many(range(1), in_full=True)
     assert "line 1: " in str(broken)

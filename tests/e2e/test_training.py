@@ -27,7 +27,7 @@ from packplan.app.wiring.gather import gather
 from packplan.app.wiring.stores import read_config
 from packplan.app.wiring.works import work_of
 from packplan.core.equality import AttentionChoice
-from packplan.core.errors import ConfigError, ContractError
+from packplan.core.errors import ConfigError, StaleError
 
 SDPA = AttentionChoice("sdpa", "it is asked for")
 
@@ -291,7 +291,7 @@ def test_a_sample_that_changed_after_planning_stops_the_run_and_is_named(write_r
         return plain(*args, **kwargs)
 
     named = r"sample 0 .*one\.jsonl, line 1.* length planned \d+, fetched \d+"
-    with patch.object(prepare, "build_trainer", build_trainer), pytest.raises(ContractError, match=named) as raised:
+    with patch.object(prepare, "build_trainer", build_trainer), pytest.raises(StaleError, match=named) as raised:
         execute(path)
     assert {"length", "patches"} == {difference.key for difference in raised.value.differences}
 
@@ -320,9 +320,9 @@ def test_a_text_edited_in_a_copy_after_planning_stops_the_run_and_is_named(write
         return plain(*args, **kwargs)
 
     named = r"sample 13 .*text\.parquet, row 14\) .*: content planned .* delete .*records.*, which is made again"
-    with patch.object(prepare, "build_trainer", build_trainer), pytest.raises(ContractError, match=named):
+    with patch.object(prepare, "build_trainer", build_trainer), pytest.raises(StaleError, match=named):
         execute(path)
-    with pytest.raises(ContractError, match=named):
+    with pytest.raises(StaleError, match=named):
         execute(path)
     (copy,) = data.parent.glob("run/records/*/rows.arrow")
     shutil.rmtree(copy.parent)
@@ -422,7 +422,7 @@ def test_held_out_loss_falls_below_half(write_run, execute, demo):
 
 def test_an_attention_backend_without_proof_is_refused(write_run, execute):
     """Before the data is read."""
-    from packplan.core.errors import IsolationError
+    from packplan.core.errors import ModelError
 
-    with pytest.raises(IsolationError, match="flex_attention"):
+    with pytest.raises(ModelError, match="flex_attention"):
         execute(write_run(model={"attn_impl": "flex_attention"}))

@@ -15,7 +15,7 @@ from packplan.app.plan.building import list_failures
 from packplan.app.planning.deadline import Deadline
 from packplan.app.planning.measure import REPEATED_SAMPLES, measure
 from packplan.app.planning.split import GatheredSplit, Stores, plan_split
-from packplan.core.errors import DataSetError, EmptyPlanError, RecordError
+from packplan.core.errors import DataSetError, PlanError, RecordError
 from packplan.core.policy import PlanPolicy
 from packplan.core.samples import BAD, column, from_row
 from tests.fakes import FreeLock, ListSource, MemoryLengthStore, MemoryPlanStore, ScriptedGroup
@@ -75,8 +75,8 @@ def test_the_packs_are_those_of_the_good_records_alone(lengths, algorithm, packi
     changes = {"algorithm": algorithm, "packing": packing, "allow_single_long": single_long}
     try:
         alone = planned(ListSource([lengths[index] for index in good]), MemoryLengthStore(), **changes)
-    except EmptyPlanError:
-        with pytest.raises(EmptyPlanError):
+    except PlanError:
+        with pytest.raises(PlanError):
             planned(FaultySource(lengths), MemoryLengthStore(), **changes)
         return
     event(f"bad: {len(good) < len(lengths)}, long: {bool(alone.raw.single_long)}, {algorithm}")

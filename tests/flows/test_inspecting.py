@@ -171,7 +171,7 @@ def test_show_says_which_attention_training_takes(  # noqa: PLR0917  # fixtures
     assert (strategy is None) == any("it was looked at" in warning for warning in shown["warnings"])
     if expected is None:
         assert shown["attention"] is None
-        assert any("model.attn_impl varlen cannot be taken" in warning for warning in shown["warnings"])
+        assert any("attn_impl varlen cannot be taken" in warning for warning in shown["warnings"])
     else:
         assert expected == shown["attention"]["name"]
         assert shown["attention"]["reason"] in table
@@ -443,7 +443,7 @@ def test_a_plan_that_drops_much_of_the_data_is_shown_with_a_warning_and_never_th
     assert "training refuses the plan: 6 of 12 samples (of 60 tokens)" in said("show", path)
     rows = json.loads(said("whatif", path, "--max-length", "80,100", "--world-size", "2", "--json"))["alternatives"]
     assert [False, True] == [row["best"] for row in rows]
-    assert re.search("6 of 12 samples.*training.packing_max_dropped_share", rows[0]["problem"])
+    assert re.search("6 of 12 samples.*training.packing_drop_last: false", rows[0]["problem"])
     shown = json.loads(said("show", store(name="allowed", lengths=[60] * 6 + [40] * 6, training=allowed), "--json"))
     assert not any("refuses" in line for line in shown["splits"]["train"]["warnings"])
     single = json.loads(said("show", store(name="single", lengths=[80] * 6 + [40]), "--json"))["splits"]["train"]

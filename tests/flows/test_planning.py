@@ -14,16 +14,12 @@ from packplan.app.planning.measure import REPEATED_SAMPLES, failures
 from packplan.app.planning.split import Alignment, GatheredSplit, Stores, plan_split
 from packplan.core.config import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig, plan_policy
 from packplan.core.errors import (
-    ChangedImageError,
     CorruptArtefactError,
     DataSetError,
-    DroppedTokensError,
-    EmptyPlanError,
-    PlanTooShortError,
-    RanksDisagreeError,
+    MismatchError,
+    PlanError,
     RecordError,
-    SampleTooLongError,
-    StaleLengthsError,
+    StaleError,
 )
 from packplan.core.plan import build_raw_plan
 from packplan.core.policy import PlanPolicy
@@ -133,7 +129,7 @@ def test_other_data_in_the_same_folder_is_refused():
     desk.plan()
     desk.source = ListSource(LENGTHS, name="other")
 
-    with pytest.raises(StaleLengthsError, match="name: stored 'data', now 'other'"):
+    with pytest.raises(StaleError, match="name: stored 'data', now 'other'"):
         desk.plan()
     assert [] == desk.source.measured
 
@@ -156,7 +152,7 @@ def test_a_row_changed_before_the_end_is_refused():
     desk.plan()
     desk.source = ListSource([61, *LENGTHS[1:]])
 
-    with pytest.raises(StaleLengthsError, match="data"):
+    with pytest.raises(StaleError, match="data"):
         desk.plan()
 
 
@@ -230,7 +226,7 @@ def test_an_image_replaced_after_measuring_is_found_at_the_next_start():
     desk.plan()
     desk.source.image_bytes = 1001
 
-    with pytest.raises(ChangedImageError, match=r"image 0 of sample 0 .* num_bytes: stored 1000, now 1001"):
+    with pytest.raises(StaleError, match=r"image 0 of sample 0 .* num_bytes: stored 1000, now 1001"):
         desk.plan()
     assert REPEATED_SAMPLES == len(desk.lengths.repeatability["samples"])
 
@@ -306,7 +302,7 @@ def test_a_source_without_samples_is_refused_before_anything_is_stored():
     """Not even a lock is taken."""
     desk = Desk(ListSource([]))
 
-    with pytest.raises(EmptyPlanError, match="the data set is empty"):
+    with pytest.raises(PlanError, match="the data set is empty"):
         desk.plan()
     assert [] == desk.lock.waits
     assert desk.lengths.key is None
@@ -403,7 +399,7 @@ def test_ranks_that_disagree_stop_the_run():
     """Each rank's value is shown."""
     group = ScriptedGroup(world_size=2, others=lambda value: f"not {value}")
 
-    with pytest.raises(RanksDisagreeError, match=r"the train plan's checksum: rank 0: .*; rank 1: not "):
+    with pytest.raises(MismatchError, match=r"the train plan's checksum: rank 0: .*; rank 1: not "):
         Desk(group=group).plan()
 
 
@@ -412,7 +408,7 @@ def test_a_sample_over_the_limit_is_refused_though_a_plan_is_stored():
     desk = Desk(ListSource([*LENGTHS, 95]))
     desk.plan()
 
-    with pytest.raises(SampleTooLongError, match="sample 8 has 95 tokens"):
+    with pytest.raises(PlanError, match="sample 8 has 95 tokens"):
         desk.plan(refuse_longer=True)
 
 
@@ -436,7 +432,7 @@ def test_a_plan_too_short_for_the_ranks_is_refused_where_it_is_planned(changes, 
     desk = Desk(group=ScriptedGroup(world_size=2 if "packing_length" in changes else 1))
     batch_size = 1 if "packing_length" in changes else 9
 
-    with pytest.raises(PlanTooShortError, match=says):
+    with pytest.raises(PlanError, match=says):
         desk.plan(alignment=Alignment(dataloader_drop_last=True, batch_size=batch_size), **changes)
 
     assert [] == desk.plans.aligned
@@ -452,9 +448,7 @@ def test_a_plan_that_drops_much_of_the_data_is_refused_where_it_is_planned():
     desk = Desk(ListSource(UNMATCHED))
 
     for _ in range(2):
-        with pytest.raises(
-            DroppedTokensError, match=r"6 of 9 samples .*training\.packing_max_dropped_share from 0\.01 to"
-        ):
+        with pytest.raises(PlanError, match="6 of 9 samples "):
             desk.plan(min_fill_ratio="0.8")
     assert [] == desk.plans.aligned
 

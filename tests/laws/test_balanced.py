@@ -10,7 +10,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from benchmarks.distributions import made_mix, trace
-from packplan.core.errors import InvalidLengthError, WorkError
+from packplan.core.errors import ArgumentError
 from packplan.core.packers import pack
 from packplan.core.packers.exchange import Exchange
 from packplan.core.plan import build_raw_plan
@@ -135,15 +135,15 @@ def test_what_exchanges_do_not_make_fit_is_still_packed(lengths):
 )
 def test_works_that_are_none_are_refused(works, message):
     """One finite number for each sample, from 0; also where long samples are set aside."""
-    with pytest.raises(WorkError, match=message):
+    with pytest.raises(ArgumentError, match=message):
         pack([5, 5, 5], capacity=10, algorithm="balanced", works=works)
-    with pytest.raises(WorkError, match=message):
+    with pytest.raises(ArgumentError, match=message):
         build_raw_plan([5, 5, 12], packing_length=10, algorithm="balanced", works=works)
 
 
 def test_a_sample_that_no_pack_holds_is_named():
     """With its place and its length: no assignment meets the limit."""
-    with pytest.raises(InvalidLengthError, match="length 1 is 12: a pack holds 10 tokens"):
+    with pytest.raises(ArgumentError, match="length 1 is 12: a pack holds 10 tokens"):
         pack([5, 12, 3], capacity=10, algorithm="balanced", works=[1, 2, 3])
 
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import event, given, reject
 from hypothesis import strategies as st
 
-from packplan.core.errors import BatchSizeError, Difference, UserError
+from packplan.core.errors import ArgumentError, Difference, UserError
 from packplan.core.inspection import (
     Alternative,
     best_of,
@@ -127,7 +127,7 @@ def test_whatif_plans_every_combination_as_planning_does(of, packing_lengths, wo
 
     def schedule(raw, world_size):
         if world_size == 3:
-            raise BatchSizeError(4, 3, 1)
+            raise ArgumentError("batch_size", "4 is not divisible by 3 ranks")
         return EpochSchedule(
             num_packs=len(raw.packs), world_size=world_size, dataloader_drop_last=world_size == 2,
             gradient_accumulation_steps=1, num_train_epochs=1,

@@ -29,7 +29,7 @@ from packplan.core.config import (
     rank_differences,
     run_values,
 )
-from packplan.core.errors import MAX_LINE, MAX_LINES, DifferentRunsError, RankDifference
+from packplan.core.errors import MAX_LINE, MAX_LINES, RankDifference, RunError, in_lines
 from packplan.core.fingerprint import Fingerprint
 
 values = st.dictionaries(st.sampled_from("abcdef"), st.sampled_from(["1", "2", "true"]), max_size=6)
@@ -71,12 +71,12 @@ def test_the_keys_that_differ_are_named_each_with_the_value_of_every_rank(runs):
 )
 def test_a_message_is_bounded_and_survives_pickling(differences):
     """However many keys and ranks, and however long their values."""
-    error = DifferentRunsError(differences)
+    error = RunError("different_runs", in_lines("runs differ", differences), {"differences": differences})
     event(f"more keys than lines: {len(differences) > MAX_LINES}")
 
     again = pickle.loads(pickle.dumps(error))  # noqa: S301  # our own bytes
 
-    assert (str(error), differences) == (str(again), again.differences)
+    assert (str(error), differences) == (str(again), again.details["differences"])
     lines = str(error).split("\n")
     assert len(lines) <= MAX_LINES
     assert all(len(line) <= MAX_LINE for line in lines)

@@ -14,7 +14,7 @@ from hypothesis import assume, event, given
 from hypothesis import strategies as st
 
 from benchmarks.distributions import DISTRIBUTIONS
-from packplan.core.errors import BatchError, OverBudgetError, UnevenShardsError
+from packplan.core.errors import ArgumentError
 from packplan.core.packers import ALGORITHMS, pack
 from packplan.core.shard import batch_metrics, pooled, shard_dynamic, shard_packed, shard_plain
 from packplan.core.work import WorkModel
@@ -353,7 +353,7 @@ def test_fewer_sequences_than_workers_starve_nobody():
         sharding = shard([9, 3], shards=4, batch_size=8, **budget)
         assert [0, 1, 1, 1] == sorted(batch.indices.tolist()[0] for (batch,) in sharding)
         assert [0, 0, 1, 1] == sorted(sharding.weights.tolist())
-        with pytest.raises(BatchError, match="2 sequences cannot give 4 microbatches"):
+        with pytest.raises(ArgumentError, match="2 sequences cannot give 4 microbatches"):
             shard([9, 3], shards=4, batch_size=8, **budget, when_short="error")
     assert 1 == shard_plain([9, 3], shards=3, batch_size=8, allow_uneven=True).num_filler
 
@@ -362,25 +362,25 @@ def test_fewer_sequences_than_workers_starve_nobody():
 def test_a_sequence_over_the_budget_is_named(shard):
     """With its padded length, how many there are, and what would do."""
     multiple = "sequence_length_pad_multiple" if shard is shard_packed else "sequence_length_round"
-    with pytest.raises(OverBudgetError) as caught:
+    with pytest.raises(ArgumentError) as caught:
         shard([3, 90, 98], shards=1, batch_size=4, max_tokens_per_microbatch=95, **{multiple: 32})
+    assert {"index": 1, "num_over": 2, "widest": 128} == caught.value.details
     assert (
         "sequence 1 has 90 tokens, 96 when padded, but a microbatch holds 95 (max_tokens_per_microbatch); 2 "
-        "sequences are "
-        "too wide: raise train_mb_tokens and logprob_mb_tokens to at least 128"
+        "sequences are too wide, the widest 128"
     ) == str(caught.value)
-    with pytest.raises(OverBudgetError, match="sequence 0 has 5 tokens but a microbatch holds 4"):
+    with pytest.raises(ArgumentError, match="sequence 0 has 5 tokens but a microbatch holds 4"):
         shard([5], shards=1, batch_size=4, max_tokens_per_microbatch=4)
 
 
 def test_what_cannot_be_sharded_is_refused():
     """No sequence; plain shards that are not even, unless allowed."""
     for shard in (shard_packed, shard_dynamic):
-        with pytest.raises(BatchError, match="no sequence"):
+        with pytest.raises(ArgumentError, match="no sequence"):
             shard([], shards=1, batch_size=1, max_tokens_per_microbatch=1)
-    with pytest.raises(BatchError, match="no sequence"):
+    with pytest.raises(ArgumentError, match="no sequence"):
         shard_plain([], shards=1, batch_size=1)
-    with pytest.raises(UnevenShardsError, match="3 sequences of a batch cannot be divided evenly over 2 workers"):
+    with pytest.raises(ArgumentError, match="3 sequences of a batch cannot be divided evenly over 2 workers"):
         shard_plain([1, 1, 1], shards=2, batch_size=3)
     with pytest.raises(ValueError, match="shards is 0"):
         shard_plain([1], shards=0, batch_size=1)

@@ -9,7 +9,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from packplan.core.inspection import fills, summarise_schedule
-from packplan.core.plan import EmptyPlanError, build_raw_plan, one_sample_packs
+from packplan.core.plan import PlanError, build_raw_plan, one_sample_packs
 from packplan.core.schedule import EpochSchedule, EpochStats, PackStats
 from packplan.core.work import SampleWorks, VisionWork, WorkModel
 from tests.strategies import raw_lengths
@@ -28,7 +28,7 @@ def trainings(draw):
             plan = build_raw_plan(lengths, packing_length=packing_length, allow_single_long=keep_long)
         else:
             plan = one_sample_packs(lengths, packing_length=packing_length, allow_single_long=keep_long)
-    except EmptyPlanError:
+    except PlanError:
         plan = one_sample_packs(lengths, packing_length=packing_length, allow_single_long=True)
         packed = False
     schedule = EpochSchedule(

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import event, example, given
 from hypothesis import strategies as st
 
-from packplan.core.errors import ConfigError, InvalidLengthError
+from packplan.core.errors import ArgumentError, ModelError
 from packplan.core.packs import Packs
 from packplan.core.work import LocalAttention, SampleWorks, VisionWork, WorkModel, causal_pairs
 
@@ -324,13 +324,13 @@ def test_what_is_not_known_is_named(config, named):
     A kind of layer, a key that adds something, or a size that is missing or none: never a number
     that looks right.
     """
-    with pytest.raises(ConfigError, match=named):
+    with pytest.raises(ModelError, match=named):
         WorkModel.from_config(config)
 
 
 def test_samples_that_cannot_be_are_refused():
     """A length of nothing, images of other samples, images that the model cannot see."""
-    with pytest.raises(InvalidLengthError):
+    with pytest.raises(ArgumentError):
         MODEL.sample_flops([3, 0])
     with pytest.raises(ValueError, match="grids of 1 samples for 2 lengths"):
         MODEL.sample_flops([3, 4], [[]])

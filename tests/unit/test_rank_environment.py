@@ -11,7 +11,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from packplan.adapters.ranks.environment import meeting, named_world_size, require_ranks
-from packplan.core.errors import ConfigError, RankGoneError
+from packplan.core.errors import ConfigError, RunError
 
 RANKS = {
     "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "RANK": "3", "LOCAL_RANK": "1", "MASTER_ADDR": "node0",
@@ -93,7 +93,7 @@ def test_a_number_of_ranks_to_convert_for_needs_no_launcher():
 
 def test_ranks_that_cannot_meet_say_where():
     """With torch's reason, in one line."""
-    with pytest.raises(RankGoneError) as raised, meeting(RANKS):
+    with pytest.raises(RunError) as raised, meeting(RANKS):
         raise RuntimeError("the address\nis in use")
 
     assert "rank 3 cannot meet the 4 ranks at node0:29500 (MASTER_ADDR, MASTER_PORT): the address is in use; start" in (

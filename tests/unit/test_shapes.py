@@ -147,7 +147,7 @@ def test_images_that_no_tag_places_come_before_what_the_user_says_first(number, 
     ("record", "says"),
     [
         ({"instruction": "a"}, "instruction, output lacks 'output'"),
-        ({"q": "a", "a": "b"}, r"no known shape: it has 'q', 'a'; .* say custom\.columns, as {q: query}"),
+        ({"q": "a", "a": "b"}, r"no known shape: it has 'q', 'a'; .* or map them, as {q: query}"),
         ({f"{n}{'x' * 99}": "a" for n in range(99)}, r"7x+', …; .* as {0x{39}: query}"),
         ({"conversations": [{"speaker": "x", "text": "y"}]}, "neither a role nor one question and one answer"),
         ({"conversations": [{"human": "x", "gpt": "y", "score": 3}]}, "with 'score', which would be ignored"),

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 def open_policy(config: RunConfig, group: RankGroup, samples: SwiftEncoder, attention: AttentionChoice) -> PolicyWorker:
     """
     Load the policy of a run of reinforcement learning, for one worker; ConfigError if the workers
-    cannot share rows, DifferentRunsError if they have other weights.
+    cannot share rows, RunError if they have other weights.
 
     Args:
         config: The run.

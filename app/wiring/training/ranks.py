@@ -25,7 +25,7 @@ from packplan.adapters.ranks.weight_digests import weight_digests
 from packplan.adapters.trainer.arguments import runs_on_cpu
 from packplan.adapters.versions import installed_version
 from packplan.core.config import RunConfig, flat_values, rank_differences, run_values
-from packplan.core.errors import ConfigError, DifferentRunsError, OutputError
+from packplan.core.errors import ConfigError, OutputError, RunError, in_lines
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.ports import RankGroup
 
@@ -72,8 +72,8 @@ def join_ranks(
 
     Raises:
         ConfigError: The environment does not describe them.
-        RankGoneError: They cannot meet.
-        DifferentRunsError: Ranks have other configurations, options or versions; on all of them.
+        RunError: They cannot meet, or have other configurations, options or versions; on all of
+            them.
     """
     if require_ranks() == 1:
         return OneRank()
@@ -121,7 +121,7 @@ def require_same(group: RankGroup, values: Mapping[str, str]) -> None:
         values: Text by key, of this rank.
 
     Raises:
-        DifferentRunsError: A rank has others; on all of them.
+        RunError: A rank has others; on all of them.
     """
     if group.world_size == 1:
         return
@@ -132,7 +132,9 @@ def require_same(group: RankGroup, values: Mapping[str, str]) -> None:
     tells = digests.index(digests[group.rank]) == group.rank
     told = group.gather(json.dumps(dict(values)) if tells else "")
     group.any(False)  # noqa: FBT003  # all have read it: now a rank may end, and its store with it
-    raise DifferentRunsError(rank_differences([json.loads(told[digests.index(digest)]) for digest in digests]))
+    differences = rank_differences([json.loads(told[digests.index(digest)]) for digest in digests])
+    fact = in_lines("ranks were given different runs", differences)
+    raise RunError("different_runs", fact, {"differences": differences})
 
 
 def require_same_weights(group: RankGroup, model: torch.nn.Module) -> None:
@@ -140,7 +142,7 @@ def require_same_weights(group: RankGroup, model: torch.nn.Module) -> None:
     Compare all weights of a model between ranks that each hold all of it; every rank calls this.
 
     Raises:
-        DifferentRunsError: A rank has others; on all of them.
+        RunError: A rank has others; on all of them.
     """
     if group.world_size == 1:
         return

@@ -53,7 +53,7 @@ def without_progress(config: RunConfig) -> RunConfig:
 def open_checkpoint(config: RunConfig, group: RankGroup) -> Checkpoint | None:
     """
     Return the checkpoint that a run resumes from, None if it starts from the beginning; ConfigError
-    if it is none, or damaged, DifferentRunsError if ranks have others. Every rank calls this.
+    if it is none, or damaged, RunError if ranks have others. Every rank calls this.
     """
     training = config.training
     if training.resume_from_checkpoint is None:
@@ -107,7 +107,7 @@ def _open_model(
     attention: AttentionChoice,
 ) -> tuple[Any, Any]:
     """
-    Load the model, and tell the template of it; DifferentRunsError if ranks have other weights.
+    Load the model, and tell the template of it; RunError if ranks have other weights.
     """
     template = samples.template
     if group.rank == 0:

@@ -26,7 +26,7 @@ from packplan.app.wiring.attention import (
 )
 from packplan.core.config import ModelConfig, RunConfig
 from packplan.core.equality import AttentionChoice, PackingVerdict
-from packplan.core.errors import IsolationError
+from packplan.core.errors import ModelError
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +42,8 @@ def decide_attention(config: RunConfig, *, isolated: bool) -> AttentionChoice:
             see each other.
 
     Raises:
-        AttentionError: The run cannot take the one that `model.attn_impl` names.
-        IsolationError: The attention is refused.
+        ModelError: The run cannot take the one that `model.attn_impl` names.
+        ModelError: The attention is refused.
         ConfigError: The model's folder does not say what it is.
     """
     on_cpu = runs_on_cpu(config.training.trainer)
@@ -109,7 +109,7 @@ def ask_loaded(config: RunConfig, model: Any, verdict: PackingVerdict, *, whole:
         keep: Whether this rank keeps the verdict.
 
     Raises:
-        IsolationError: Its samples are not apart, or not equal to themselves alone.
+        ModelError: Its samples are not apart, or not equal to themselves alone.
     """
     place = place_of(model)
     if not whole:
@@ -123,7 +123,7 @@ def ask_loaded(config: RunConfig, model: Any, verdict: PackingVerdict, *, whole:
         why_not = measured.why_not(limit=limit_of(model))
         if why_not is not None:
             reason = f"the loaded model ({place}) was asked, and {why_not}"
-            raise IsolationError(verdict.model_type, config.model.attn_impl, reason)
+            raise ModelError.isolation(verdict.model_type, config.model.attn_impl, reason)
         log.info("the loaded model (%s) was asked too: %s", place, measured)
         verdict = attrs.evolve(verdict, loaded_on=(*verdict.loaded_on, place))
     if keep:

@@ -1,0 +1,68 @@
+"""The change of a run most likely to help, by kind of error; docs/troubleshooting.md has more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from packplan.core.errors import PackplanError, shortened
+
+EVEN_STEPS = "choose training.effective_batch_size so that accumulation divides the batches, or accept it"
+"""Remedy for a last step of an epoch that sees fewer batches."""
+
+LESS_DROPPED = (
+    "To drop less, set training.packing_drop_last: false, lower training.packing_min_fill_ratio, or raise "
+    "training.packing_buffer"
+)
+"""Remedy for a stream that drops too much."""
+
+_MEASURE_AGAIN = "restore it, or use another training.output_dir to measure and plan again"
+
+_REMEDIES: Mapping[str, str] = MappingProxyType(
+    {
+        "over_budget": "raise train_mb_tokens and logprob_mb_tokens to at least {widest:,}",
+        "uneven_shards": "set policy.sequence_packing.enabled: true, which fills up",
+        "batch_size": "set training.effective_batch_size to {nearest}",
+        "whole_batch_loss": "set policy.sequence_packing.enabled: false and policy.dynamic_batching.enabled: false",
+        "all_skipped": "set training.packing_allow_single_long: true",
+        "all_dropped": "set training.packing_drop_last: false to train all of them",
+        "dropped_tokens": "set training.packing_drop_last: false to train all of them",
+        "too_long": "raise template.max_length to {longest:,}",
+        "too_short": "set training.dataloader_drop_last: false",
+        "isolation": "set training.packing: false",
+        "attention": "set model.attn_impl: auto",
+        "probe": "set training.packing: false",
+        "stale_lengths": "use another training.output_dir, or delete that folder to measure again (checkpoints lie "
+        "elsewhere and stay)",
+        "borrowed_lengths": "remove training.packing_lengths_from to measure here",
+        "changed_plan": "restore the data and the settings, or start again from its weights: set model.model to it, "
+        "and remove training.resume_from_checkpoint",
+        "changed_order": "install the version that wrote the checkpoint: this one trains packs in another order",
+        "changed_image": _MEASURE_AGAIN,
+        "changed_sample": _MEASURE_AGAIN,
+        "not_built": "packplan plan build measures and plans",
+        "refused": "make room, or choose a training.output_dir that you may write",
+        "locked": "wait until it is done, or raise training.packing_wait_timeout_s",
+        "different_runs": "start all of them with the same YAML, options, model and packages",
+        "not_finite": "lower training.learning_rate",
+        "unequal": "set training.packing: false",
+    }
+)
+"""Kind of an error -> remedy, with its `details` in braces."""
+
+
+def with_remedy(error: PackplanError) -> str:
+    """
+    Return the text of an error with its remedy, if it has one, in keys of a run's YAML.
+
+    >>> from packplan.core.errors import PlanError
+    >>> with_remedy(PlanError("too_short", "3 packs cannot feed 4 ranks"))
+    '3 packs cannot feed 4 ranks; set training.dataloader_drop_last: false'
+    """
+    fact, kind = str(error), error.kind
+    if kind == "isolation" and error.details["attn_impl"] != "auto":
+        kind = "attention"
+    if kind not in _REMEDIES:
+        return fact
+    between = "\n  " if "\n" in fact else "; "
+    return shortened(f"{fact}{between}{_REMEDIES[kind].format_map(error.details)}")
