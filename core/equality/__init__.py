@@ -1,6 +1,6 @@
 """
-Whether packed samples train as they do alone: the check's verdict, and the attentions it is
-established for.
+Equality of packed samples with the samples alone: verdicts of `packplan check` and of the probe,
+and choice of attention.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """
-Whether packed training is the same training: which packs to look at, what may differ, and the
-verdict.
+Check that packed training equals unpacked training: choice of packs, limits of deviations,
+verdicts.
 
-Rounding differs between a pack and its samples alone, since sums are taken in another order; so
-numbers are compared relative to their scale, with limits that follow the precision. The scale is
-that of what is added, not of what is left of it: a loss is a difference of a log-sum-exp and a
-logit, and gradients of samples cancel. What is a whole number has to be equal.
+Rounding differs between a pack and its samples alone, since sums are taken in another order. So
+numbers are compared relative to their scale, with limits by precision. The scale is that of the
+terms, not of their sum: a loss is a difference of a log-sum-exp and a logit, and gradients of
+samples cancel. Whole numbers have to be equal.
 """
 
 from __future__ import annotations
@@ -30,17 +30,16 @@ CHECKS = MappingProxyType(
         "logits": "largest difference of a logit, over the largest logit",
         "sample loss": "difference of a sample's mean loss, "
         "over that loss, or over a tenth of the logits where that is more",
-        "step loss": "difference of the pack's loss as training computes it, over what a sample's is compared with",
+        "step loss": "difference of the pack's loss as training computes it, over the scale of 'sample loss'",
         "gradients": "norm of the gradients' difference, over the sum of the norms of each sample's own",
         "isolation": "largest move of a logit when another sample changes, over the largest logit",
-        "sensitivity": "largest move of a changed sample's own logits, "
-        "over the largest logit: what shows that the probe sees",
+        "sensitivity": "largest move of a changed sample's own logits, over the largest logit",
     }
 )
-"""What is compared -> the number that is reported."""
+"""Checks -> meaning of their number."""
 
-# A leak was measured to move logits by their own scale; rounding, by the precision times some
-# hundred.
+# A leak was measured to move logits by their own scale. Rounding moves them by the precision times
+# some hundred.
 _LIMITS: Mapping[str, Mapping[Precision, float]] = MappingProxyType(
     {
         "positions": {"float32": 0, "float16": 0, "bfloat16": 0},
@@ -55,17 +54,17 @@ _LIMITS: Mapping[str, Mapping[Precision, float]] = MappingProxyType(
 
 _LOSS_SHARE = 0.1
 """
-A loss below this share of what it is a difference of is compared with that share: rounding is of
-the logits' size.
+A loss below this share of its terms is compared with that share of them, since rounding follows the
+logits.
 """
 
 SENSITIVITY_FACTOR = 100
-"""A changed sample's own logits have to move so many times the limit of what others may move."""
+"""A changed sample's own logits have to move by this factor times the limit for other samples."""
 
 
 @attrs.frozen
 class Deviation:
-    """One number that was compared."""
+    """Difference of one number between a pack and its samples alone."""
 
     check: str
     """A key of `CHECKS`."""
@@ -73,18 +72,18 @@ class Deviation:
     value: float
 
     pack: int
-    """Position in the plan."""
+    """Pack index in the plan."""
 
     sample: int | None = None
-    """Index of the sample, where it is of one."""
+    """Index of the sample; None if the number belongs to the whole pack."""
 
     detail: str = ""
-    """Where in it."""
+    """Place inside the sample or pack."""
 
 
 @attrs.frozen
 class Verdict:
-    """The worst finding of a check, and whether it is within the limit."""
+    """Worst deviation of a check, and whether it is within the limit."""
 
     check: str
     worst: Deviation
@@ -94,14 +93,14 @@ class Verdict:
 
 def loss_difference(found: float, expected: float, *, terms: float) -> float:
     """
-    Return how far a mean loss is from the expected one, on the scale that rounding of logits
-    allows.
+    Return the difference of a mean loss from the expected one, relative to the scale of its
+    rounding.
 
     Args:
-        found: Of the pack.
-        expected: Of the samples alone, >= 0.
-        terms: Mean size of what a token's loss is the difference of: its log-sum-exp, and the
-            target's logit, absolute; not below *expected*.
+        found: Mean loss in the pack.
+        expected: Mean loss of the samples alone, >= 0.
+        terms: Mean size of the terms of a token's loss: its log-sum-exp and the absolute logit of
+            the target. At least *expected*.
 
     >>> loss_difference(2.5, 2.0, terms=4.0), loss_difference(0.5, 0.0, terms=20.0)
     (0.25, 0.25)
@@ -114,7 +113,7 @@ def loss_difference(found: float, expected: float, *, terms: float) -> float:
 
 def judge(findings: Iterable[Deviation], *, precision: Precision) -> tuple[Verdict, ...]:
     """
-    Return the verdict on each check that has a finding, in the order of `CHECKS`.
+    Return the verdict on each check that has a deviation, in the order of `CHECKS`.
 
     >>> findings = [Deviation("logits", 3e-6, 0, 1), Deviation("logits", 2.0, 0, 4)]
     >>> judge(findings, precision="float32")[0].worst.sample
@@ -127,7 +126,7 @@ def judge(findings: Iterable[Deviation], *, precision: Precision) -> tuple[Verdi
     for check in CHECKS:
         if check not in found:
             continue
-        # What is not a number is worse than any number.
+        # NaN is worse than any number.
         if check == "sensitivity":
             limit = SENSITIVITY_FACTOR * _LIMITS["isolation"][precision]
             worst = min(found[check], key=lambda finding: (finding.value >= 0, finding.value))
@@ -142,7 +141,7 @@ def judge(findings: Iterable[Deviation], *, precision: Precision) -> tuple[Verdi
 
 def kind(images: Sequence[int]) -> str:
     """
-    Name a pack by what its samples hold: `text`, `image`, `several images`, or `mixed`.
+    Return the kind of a pack by its images: `text`, `image`, `several images`, or `mixed`.
 
     Args:
         images: Number of images of each sample.
@@ -155,21 +154,21 @@ def kind(images: Sequence[int]) -> str:
 
 def choose_packs(packs: Packs, table: Table, *, count: int) -> list[int]:
     """
-    Return positions of up to *count* packs of several samples to look at, in their order.
+    Return the indices of up to *count* packs of several samples, in their order.
 
-    First, of each kind, the pack of the most samples; then packs spread over the plan.
+    The pack of most samples of each kind comes first, then packs spread over the plan.
 
     Args:
-        packs: Of the plan.
+        packs: Packs of the plan.
         table: Measurements of all samples.
-        count: >= 1.
+        count: Limit of packs, >= 1.
     """
     sizes = packs.sizes()
     several = np.flatnonzero(sizes > 1)
     images = np.minimum(num_media(table), 2)
     if not several.size:
         return []
-    # What a pack's samples hold, as bits: 1 text, 2 an image or a video, 4 several.
+    # Media of a pack's samples as bits: 1 for none, 2 for one image or video, 4 for several.
     held = np.bitwise_or.reduceat(1 << images[packs.indices], packs.offsets[:-1])[several]
     mixed = (held > 1) & (held % 2 == 1)
     kinds = np.where(mixed, 3, np.where(held >= 4, 2, np.where(held >= 2, 1, 0)))

@@ -5,20 +5,19 @@ from __future__ import annotations
 AUTO = "auto"
 
 VARLEN = "varlen"
-"""Our attention of variable length: each sample of a pack by itself, without a mask."""
+"""Packplan's attention of variable length: each sample of a pack by itself, without a mask."""
 
 MASKED = "masked"
 """
-Ours where attention of variable length does not fit: the model's own mask, with samples apart.
+Packplan's attention by the model's own mask, with samples apart, for models that varlen does not
+fit.
 """
 
 NATIVE = "sdpa"
-"""What transformers attends by on its own, and references are computed by where it is exact."""
+"""Default attention of transformers. It computes references if it is exact."""
 
 SHARED_ROWS = "context_parallel"
-"""
-The attention of ranks that share a row; outside of shared rows, the model attends by `NATIVE`.
-"""
+"""Attention of ranks that share a row. Outside of shared rows, the model attends by `NATIVE`."""
 
 FLEX = "flex_attention"
 

@@ -1,10 +1,9 @@
 """
-Whether a model may pack, and how: a verdict by probe, not by the model's name.
+Verdict of a probe: whether a model may pack, and by which strategy.
 
-A model may pack under the first strategy under which the samples of a row are apart (no gradient
-reaches from one sample to another: exactly 0) and equal to the samples alone, as transformers
-computes them. Exactly 0 needs no threshold; equality has one, since sums are taken in another
-order.
+The probe tries strategies in order, and does not use the model's name. A strategy passes under two
+conditions. Gradients between samples of a row are exactly 0. Packed samples equal the samples
+alone, as transformers computes them, within a limit for the order of sums.
 """
 
 from __future__ import annotations
@@ -29,33 +28,38 @@ STRATEGIES: Mapping[Strategy, str] = MappingProxyType(
         "masked": "the model's own mask, with the samples of a row apart",
     }
 )
-"""What a strategy does, in the order in which they are tried."""
+"""Strategies in the order of trials -> description."""
 
 PROBE_VERSION = 2
-"""Raised when a probe would find what an earlier one did not, so that models are asked again."""
+"""
+Version of the probe. It is raised if a probe can find new faults, so that stored verdicts are
+renewed.
+"""
 
 EQUAL: Mapping[Precision, float] = MappingProxyType({"float32": 2e-5, "float16": 2e-2, "bfloat16": 1e-1})
 """Largest relative difference between a packed sample and the same one alone."""
 
 _SUMMED_ALIKE = 2.0**-20
-"""Types below this step add in steps of their own; types above it are added in float32."""
+"""
+Types with a smaller step than this are summed in their own steps. Others are summed in float32.
+"""
 
 _SUMS = 32
-"""Steps that sums of a layer add to a number where they are taken in steps of their own."""
+"""Steps that the sums of a layer add to a number if they are taken in the type's own steps."""
 
 
 def loaded_limit(epsilon: float, *, layers: int) -> float:
     """
-    Return the largest relative difference of logits between a packed sample and the same one alone
-    that rounding explains, on the model that is about to train.
+    Return the limit of relative differences of logits between packed and alone that rounding
+    explains, for the loaded model.
 
-    Rounding grows slowly with depth, for layers add to what came before. Between two right ways to
-    compute one model, eager attention and sdpa, logits of 16 bits were measured to differ by 2.3
-    steps at 2 layers and 4.3 at 32, of float32 by 8 and 11, and by 126 in one family.
+    Rounding grows slowly with depth. Logits of eager attention and of sdpa, both correct, were
+    measured to differ in 16 bits by 2.3 steps at 2 layers and 4.3 at 32. In float32 it was 8 and 11
+    steps, and 126 in one family.
 
     Args:
-        epsilon: The step between 1 and the next number of the type that is computed in.
-        layers: Of the text model, >= 1.
+        epsilon: Step between 1 and the next number of the type.
+        layers: Layers of the text model, >= 1.
 
     >>> [round(loaded_limit(2.0**-step, layers=36), 6) for step in (7, 10, 23)]
     [0.071640, 0.008955, 3.5e-05]
@@ -66,7 +70,7 @@ def loaded_limit(epsilon: float, *, layers: int) -> float:
 
 @attrs.frozen
 class Trial:
-    """One way to pack that is tried."""
+    """One strategy to try, with its attention."""
 
     strategy: Strategy
 
@@ -75,13 +79,14 @@ class Trial:
 
     follows_rows: bool = False
     """
-    The model is told which samples lie in its row, in case its positions do not reach its masks.
+    Whether the model receives the sample boundaries of its row, for models whose masks do not use
+    positions.
     """
 
 
 def trials(attn_impl: str, *, native: str, flash: bool) -> Iterator[Trial]:
     """
-    Yield what may be tried for a run, in order.
+    Yield the trials for a run, in order.
 
     Args:
         attn_impl: Attention that the run asks for, one of `BACKENDS`.
@@ -109,12 +114,12 @@ def trials(attn_impl: str, *, native: str, flash: bool) -> Iterator[Trial]:
 
 @attrs.frozen
 class ProbeResult:
-    """What a trial of a probe gave."""
+    """Isolation and equality that a probe measured."""
 
     isolation: float
     """
-    Largest gradient of a sample's logits with respect to another sample, over the largest of its
-    own; 0 where samples are apart.
+    Largest gradient of a sample's logits with respect to another sample, over the largest with
+    respect to itself. 0 if samples are apart.
     """
 
     logits: float
@@ -128,17 +133,17 @@ class ProbeResult:
 
     @property
     def equality(self) -> float:
-        """The largest of the differences; infinite where one is not a number."""
+        """Largest of the differences; infinite if one is not a finite number."""
         values = (self.logits, self.losses, self.gradients)
         return max(values) if all(map(math.isfinite, values)) else math.inf
 
     def passes(self, precision: Precision = "float32") -> bool:
-        """Whether samples are apart, and equal to the samples alone."""
+        """Return whether samples are apart, and equal to the samples alone."""
         return self.why_not(limit=EQUAL[precision]) is None
 
     def why_not(self, *, limit: float) -> str | None:
         """
-        Return why samples may not share a row, as a clause; None if they may.
+        Return the reason why samples may not share a row, as a clause, or None.
 
         Args:
             limit: Largest relative difference from the samples alone.
@@ -163,37 +168,37 @@ _LISTS = ("split", "not_exercised", "loaded_on")
 
 @attrs.frozen
 class PackingVerdict:
-    """Whether a model may pack, how, and by which numbers."""
+    """Verdict on a model, with strategy, attention and measured numbers."""
 
     model_type: str
-    """As in the model's config.json."""
+    """Model type in the config.json."""
 
     strategy: Strategy | None
-    """None if nothing that was tried passes."""
+    """Strategy that passed; None if none did."""
 
     attention: str
-    """The attention that a packed run takes; what was tried last, if none passes."""
+    """Attention of a packed run; the last one tried if none passed."""
 
     native: str
-    """The attention of transformers that the samples alone were computed by."""
+    """Attention of transformers that computed the samples alone."""
 
     split: tuple[str, ...]
-    """Classes of layers that carry a state along the row, and run sample by sample."""
+    """Classes of layers that carry a state along the row, and therefore run sample by sample."""
 
     follows_rows: bool
-    """Whether the model is told which samples lie in its row."""
+    """Whether the model receives the sample boundaries of its row."""
 
     measured: ProbeResult | None
-    """The best that was measured; None if nothing could be."""
+    """Best measured result; None if nothing could be measured."""
 
     reason: str
-    """Why it passes or does not, as a clause."""
+    """Reason for the verdict, as a clause."""
 
     not_exercised: tuple[str, ...] = ()
-    """Parts of the model that the probe does not reach; they carry no text sample's state."""
+    """Parts of the model that the probe does not reach. They carry no state of text samples."""
 
     loaded_on: tuple[str, ...] = ()
-    """Where the model that trains was asked too, with its own weights: `cpu, float32`."""
+    """Devices and types on which the loaded model was probed too, such as `cpu, float32`."""
 
     @property
     def passes(self) -> bool:
@@ -217,7 +222,7 @@ class PackingVerdict:
         return f"{self.reason}{by}{measured}{unasked}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the verdict as JSON's values; infinite numbers as null."""
+        """Return the verdict as a JSON document, with infinite numbers as null."""
         document = attrs.asdict(self)
         if self.measured is not None:
             numbers = attrs.asdict(self.measured)
@@ -226,7 +231,7 @@ class PackingVerdict:
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> PackingVerdict:
-        """Return the verdict that `to_dict` gave."""
+        """Return the verdict of a document of `to_dict`."""
         numbers = document["measured"]
         if numbers is not None:
             numbers = ProbeResult(**{name: math.inf if value is None else value for name, value in numbers.items()})

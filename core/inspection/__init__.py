@@ -1,5 +1,5 @@
 """
-Looking at plans: figures, invariants, differences, alternatives, and where a sample is trained.
+Inspection of plans: figures, invariants, differences, alternatives, and the steps of a sample.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""In what two plans differ: which samples moved, and which figures changed."""
+"""Differences of two plans: samples that moved, and figures that changed."""
 
 from __future__ import annotations
 
@@ -14,22 +14,19 @@ from packplan.core.plan import RawPlan
 
 @attrs.frozen(eq=False)
 class PlanDifference:
-    """
-    Samples that two plans treat otherwise, by their place in the data; arrays of sample indices,
-    ascending.
-    """
+    """Samples that two plans treat differently; arrays of sample indices, ascending."""
 
     moved: IntArray
-    """In a pack of both plans, but with other samples."""
+    """Samples in packs of both plans, but with other samples."""
 
     lost: IntArray
-    """In a pack of the first plan alone."""
+    """Samples in a pack of the first plan alone."""
 
     gained: IntArray
-    """In a pack of the second plan alone."""
+    """Samples in a pack of the second plan alone."""
 
     resized: IntArray
-    """Samples that both data sets have, but with another length."""
+    """Samples of both data sets whose lengths differ."""
 
 
 def plan_difference(first: RawPlan, second: RawPlan, first_lengths: Lengths, second_lengths: Lengths) -> PlanDifference:
@@ -72,19 +69,19 @@ def _pack_of(packs: Packs, num_records: int) -> IntArray:
 
 def _unchanged(packs: Packs, others: Packs, other_pack_of: IntArray) -> NDArray[np.bool_]:
     """
-    Return which packs with a sample in one of the others are one of them, sample by sample; shape
-    (num_packs,).
+    Return a mask of packs that *others* has too, sample by sample; bool of shape (num_packs,). It
+    holds only for packs with a sample in *others*.
     """
     theirs = other_pack_of[packs.indices]
     lowest = np.minimum.reduceat(theirs, packs.offsets[:-1])
     highest = np.maximum.reduceat(theirs, packs.offsets[:-1])
-    # All samples of a pack in one of the others, which has no more of them.
+    # All samples of a pack are in one of the others, which has no more samples.
     same: NDArray[np.bool_] = (lowest == highest) & (packs.sizes() == others.sizes()[lowest])
     return same
 
 
 def figure_differences(first: attrs.AttrsInstance, second: attrs.AttrsInstance) -> tuple[Difference, ...]:
-    """Return in which fields two summaries of the same class differ."""
+    """Return the fields in which two summaries of the same class differ."""
     pairs = (
         (field.name, getattr(first, field.name), getattr(second, field.name)) for field in attrs.fields(type(first))
     )

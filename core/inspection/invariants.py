@@ -1,7 +1,4 @@
-"""
-Whether a plan keeps its laws: what has to be true of every plan of samples of these lengths,
-whoever made it.
-"""
+"""Invariants of every plan, checked against the lengths of its samples."""
 
 from __future__ import annotations
 
@@ -20,11 +17,11 @@ def plan_faults(
     plan: RawPlan, lengths: Lengths, *, packed: bool = True, min_fill_ratio: float | str | Decimal | None = None
 ) -> Iterator[str]:
     """
-    Yield every law that a plan breaks, with the first place where.
+    Yield every invariant that a plan breaks, with the first place.
 
-    Each sample is in one pack, dropped, or skipped, and only once. Packs are in canonical order and
-    within the budget; a long sample is alone. What the fill filter keeps and drops lies on its
-    sides of the ratio. Counts are those of the packs.
+    Each sample is exactly once in a pack, dropped, or skipped. Packs are in canonical order and
+    within the packing length. A long sample is alone. The fill filter keeps packs at or above the
+    ratio, and drops those below. Counts are those of the packs.
 
     Args:
         plan: To be checked.
@@ -63,7 +60,7 @@ def plan_faults(
 
 def _order_faults(packs: Packs, what: str) -> Iterator[str]:
     """
-    Yield what is not in canonical order: samples ascend in a pack, packs by their first sample.
+    Yield faults of the canonical order: samples ascend in a pack, packs by their first sample.
     """
     ascending = np.diff(packs.indices) > 0
     ascending[packs.offsets[1:-1] - 1] = True
@@ -104,7 +101,7 @@ def _filter_faults(plan: RawPlan, lengths: IntArray, ratio: float | str | Decima
 
 
 def _count_faults(plan: RawPlan, lengths: IntArray) -> Iterator[str]:
-    """Yield every count of a plan that its packs do not have."""
+    """Yield every count of a plan that differs from its packs."""
     counts = {
         "num_tokens": lengths.sum(),
         "planned_tokens": lengths[plan.packs.indices].sum(),

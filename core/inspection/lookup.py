@@ -1,4 +1,4 @@
-"""Where a sample or a pack of a plan ends up: in which pack, on which rank, in which step."""
+"""Lookup of a sample's pack, and of a pack's ranks and steps."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from packplan.core.schedule import EpochSchedule
 
 @attrs.frozen
 class Place:
-    """Where a sample is."""
+    """Place of a sample in a plan."""
 
     kind: Literal["packed", "long", "dropped", "skipped"]
     """
-    In a pack with others or alone; alone since it is long; in a pack that the fill filter drops; in
-    none, since it is long.
+    `packed`: in a pack of training. `long`: a pack by itself since it is long. `dropped`: in a pack
+    that the fill filter drops. `skipped`: in no pack since it is long.
     """
 
     pack: int | None
     """
-    Position of the pack among the plan's packs, or its dropped ones; None for a skipped sample.
+    Index of the pack among the plan's packs, or among its dropped ones; None for a skipped sample.
     """
 
     pack_members: tuple[int, ...]
@@ -32,7 +32,7 @@ class Place:
 
 @attrs.frozen
 class ScheduledStep:
-    """When a pack is trained."""
+    """Step and rank of a pack."""
 
     step: int
     """Optimizer step of the epoch, from 0."""
@@ -42,7 +42,7 @@ class ScheduledStep:
 
 def place_of(plan: RawPlan, sample: int) -> Place:
     """
-    Return where a sample of a plan is.
+    Return the place of a sample in a plan.
 
     Raises:
         IndexError: It is no sample of the plan.

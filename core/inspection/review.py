@@ -1,7 +1,4 @@
-"""
-What in a plan asks for attention: packs far over the packing length, and room that packs leave
-unused.
-"""
+"""Warnings about a plan: packs far over the packing length, and room that packs leave unused."""
 
 from __future__ import annotations
 
@@ -15,14 +12,15 @@ from packplan.core.plan import RawPlan
 
 MAX_FILL = 0.8
 MIN_PACKS = 100
-"""
-A plan of more packs than these that is filled below `MAX_FILL` has a reason that is worth naming.
-"""
+"""A plan of more packs than this with a fill below `MAX_FILL` is explained."""
 
 
 @attrs.frozen
 class LongestPack:
-    """How far packs exceed the packing length, which only those of a long sample do."""
+    """
+    Longest pack, and number of packs far over the packing length. Only packs of a long sample
+    exceed it.
+    """
 
     tokens: int
     """Tokens of the longest pack."""
@@ -33,7 +31,7 @@ class LongestPack:
 
 def longest_pack(plan: RawPlan, lengths: Lengths) -> LongestPack:
     """
-    Return how long a plan's packs are: memory for training has to hold the longest.
+    Return the longest pack of a plan, which decides the memory of training.
 
     >>> from packplan.core.plan import build_raw_plan
     >>> lengths = [50, 30, 100, 110, 111]
@@ -47,23 +45,23 @@ def longest_pack(plan: RawPlan, lengths: Lengths) -> LongestPack:
 
 @attrs.frozen
 class LowFill:
-    """Why a plan of many packs leaves much room unused."""
+    """Reason why a plan of many packs leaves much room unused."""
 
     fill: float
-    """Mean share of its budget that a pack fills; a long pack counts as full."""
+    """Mean fill of the packs. A long pack counts as full."""
 
     reason: Literal["algorithm", "partners", "lengths"]
     """
-    `algorithm`: at least half of the unused room is that of packs beyond the lower bound.
-    `partners`: of the rest, at least half is in packs of one sample of more than half the packing
-    length. `lengths`: otherwise.
+    `algorithm`: at least half of the unused room is in packs beyond the lower bound. `partners`:
+    else, at least half is in packs of one sample of more than half the packing length. `lengths`:
+    otherwise.
     """
 
     num_packs: int
-    """Packs of short samples, those of the fill filter included."""
+    """Packs of short samples, dropped ones included."""
 
     lower_bound: int
-    """No plan of these short samples has fewer packs."""
+    """Number of packs that no plan of these short samples can go below."""
 
     num_alone: int
     """Short samples of more than half the packing length that are each a pack by themselves."""
@@ -74,7 +72,7 @@ class LowFill:
 
 def low_fill(plan: RawPlan, lengths: Lengths) -> LowFill | None:
     """
-    Return why a plan of many packs is filled badly; None if it is not, or has few packs.
+    Return the reason of a low fill of many packs, or None.
 
     Args:
         plan: What was planned, packed.

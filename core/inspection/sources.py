@@ -13,12 +13,12 @@ from packplan.core.plan import RawPlan
 from packplan.core.samples import MEDIA_COLUMNS, DataFile, MediaTable, Table, column, num_media, sample_indices
 
 QUANTILES = (5, 50, 95)
-"""Per cent of a source's samples."""
+"""Percentages of a source's samples for quantiles of length."""
 
 
 @attrs.frozen
 class SourceSummary:
-    """What a plan makes of the samples of one source."""
+    """Figures of a plan for the samples of one source."""
 
     name: str
 
@@ -29,32 +29,30 @@ class SourceSummary:
 
     num_samples: int
     num_tokens: int
-    """Tokens of all its samples."""
+    """Tokens of all samples of the source."""
 
     supervised_tokens: int
-    """Those of all its tokens that the loss counts."""
+    """Tokens that the loss counts."""
 
     images: int
     videos: int
 
     frames: int
-    """Frames that are sampled of its videos."""
+    """Frames sampled from the videos."""
 
     video_patches: int
 
     video_milliseconds: int
-    """How long its videos are together."""
+    """Duration of all videos."""
 
     longest_sample: int
-    """Tokens of its longest sample; 0 where it has none."""
+    """Tokens of the longest sample; 0 without samples."""
 
     length_quantiles: tuple[int, ...]
-    """
-    Tokens that 5 %, half and 95 % of its samples do not exceed; none where it has no samples.
-    """
+    """Lengths that 5 %, 50 % and 95 % of the samples do not exceed; empty without samples."""
 
     length_histogram: tuple[int, ...]
-    """Its samples of 1 token, of 2 and 3, of 4 to 7, and so on, up to its longest."""
+    """Number of samples of 1 token, of 2 and 3, of 4 to 7, and so on."""
 
     planned_samples: int
     planned_tokens: int
@@ -70,14 +68,14 @@ class SourceSummary:
     skipped_tokens: int
 
     num_packs: int
-    """Packs with a sample of it; a pack counts for each of its sources."""
+    """Packs with a sample of the source. A pack counts for each of its sources."""
 
 
 def summarise_sources(
     plan: RawPlan, table: Table, files: Sequence[DataFile], *, media: MediaTable
 ) -> tuple[SourceSummary, ...]:
     """
-    Return a plan in numbers, source by source, in the order of their first files.
+    Return the figures of a plan by source, in the order of their first files.
 
     Args:
         plan: Of the samples.
@@ -144,7 +142,7 @@ def summarise_sources(
 
 def quantiles(ascending: NDArray[np.integer]) -> tuple[int, ...]:
     """
-    Return the lengths that 5 %, half and 95 % of all do not exceed; none of none.
+    Return the lengths that 5 %, 50 % and 95 % of all do not exceed; empty without lengths.
 
     >>> quantiles(np.arange(1, 101))
     (5, 50, 95)
@@ -155,7 +153,7 @@ def quantiles(ascending: NDArray[np.integer]) -> tuple[int, ...]:
 
 def histogram(lengths: NDArray[np.integer]) -> tuple[int, ...]:
     """
-    Return how many lengths there are of 1 token, of 2 and 3, of 4 to 7, and so on.
+    Return the number of lengths of 1 token, of 2 and 3, of 4 to 7, and so on.
 
     >>> histogram(np.array([1, 2, 3, 9]))
     (1, 2, 0, 1)

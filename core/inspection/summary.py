@@ -1,6 +1,5 @@
 """
-A plan in numbers: what it takes in and leaves out, how full its packs are, and what training over
-it looks like.
+Figures of a plan and of training over it.
 
 The commands show these values, and a script gets the same ones from a plain list of lengths:
 
@@ -27,7 +26,7 @@ from packplan.core.work import SampleWorks, expected_imbalance, floor_of
 
 @attrs.frozen
 class PlanSummary:
-    """A raw plan, whatever the world size."""
+    """Figures of a raw plan, which do not depend on the world size."""
 
     packing_length: int
     """Tokens a pack of several samples may hold."""
@@ -35,27 +34,24 @@ class PlanSummary:
     num_packs: int
 
     lower_bound: int
-    """No plan of the same samples has fewer packs, those of the fill filter included."""
+    """Number of packs that no plan of these samples can go below, dropped packs included."""
 
     bound_kind: BoundKind
-    """How the bound was found."""
+    """Method that found the bound."""
 
     gap: float | None
-    """
-    Packs beyond the bound, over the bound; the packs that the fill filter drops count. None without
-    packing.
-    """
+    """Packs beyond the bound, dropped ones included, over the bound. None without packing."""
 
     num_samples: int
-    """Samples of the data set: those planned, dropped and skipped together."""
+    """Samples of the data set: planned, dropped and skipped ones."""
 
     planned_samples: int
 
     long_samples: int
-    """Samples of the packing length or more, each a pack of its own; part of the planned ones."""
+    """Long samples, each a pack of its own; part of the planned ones."""
 
     skipped_samples: int
-    """Samples of the packing length or more that are in no pack."""
+    """Long samples that are in no pack."""
 
     dropped_samples: int
     """Samples in packs that the fill filter drops."""
@@ -67,47 +63,45 @@ class PlanSummary:
     dropped_tokens: int
 
     supervised_tokens: int | None
-    """Planned tokens that the loss counts, whatever they weigh; None if that was not measured."""
+    """Planned tokens that the loss counts, of any weight; None if not measured."""
 
     dropped_packs: int
     """Packs filled below the ratio."""
 
     longest_pack: int
-    """Tokens of the longest pack; above the packing length it is a long sample."""
+    """Tokens of the longest pack."""
 
     oversized_packs: int
     """Packs of more than 1.1 times the packing length, each a long sample."""
 
     sample_coverage: float
-    """Planned samples over all."""
+    """Planned samples over all samples."""
 
     token_coverage: float
-    """Planned tokens over all."""
+    """Planned tokens over all tokens."""
 
     samples_per_pack: float
     """Mean number of samples in a pack."""
 
     fill_mean: float | None
-    """
-    Mean share of its budget that a pack fills, a long pack counting as full; None without packing.
-    """
+    """Mean fill of the packs; None without packing. A long pack counts as full."""
 
     fill_p5: float | None
-    """The fill that 95 % of the packs reach."""
+    """Fill that 95 % of the packs reach."""
 
     fill_worst: float | None
 
     padding_saved: float | None
     """
-    Estimated share of positions that packing saves: beside padded batches of as many samples as a
-    pack has on average, drawn at random, each padded to its longest. None without packing.
+    Estimated share of positions that packing saves over padded batches, drawn at random, of as many
+    samples as a mean pack. None without packing.
     """
 
 
 @attrs.frozen
 class ScheduleSummary:
     """
-    An epoch over a plan, and the run, at one world size; of an evaluation, a step is a forward pass
+    Figures of an epoch and of the run at one world size. In evaluation, a step is one forward pass
     of each rank.
     """
 
@@ -117,78 +111,76 @@ class ScheduleSummary:
     """Packs that each rank takes in an epoch."""
 
     repeated_packs: int
-    """Packs repeated from the front, to fill the ranks."""
+    """Packs that repeat to fill the ranks."""
 
     unaligned_packs: int
-    """Packs at the end that every epoch drops, since they do not fill the ranks."""
+    """Packs that every epoch drops at the end, since they do not fill the ranks."""
 
     batches_per_rank: int
-    """Batches of a rank in an epoch; as many as packs, where a batch is one pack."""
+    """Batches of a rank in an epoch. With packing, a batch is one pack."""
 
     gradient_accumulation_steps: int
     """Batches of a rank in one optimizer step."""
 
     effective_batch_size: int
-    """Packs (samples, if not packing) of one optimizer step, all ranks together."""
+    """Packs of one optimizer step over all ranks; samples without packing."""
 
     steps_per_epoch: int
     total_steps: int
 
     last_step_batches: int
     """
-    Batches of a rank in an epoch's last step; fewer than `gradient_accumulation_steps` where its
-    window is ragged.
+    Batches of a rank in an epoch's last step, perhaps fewer than `gradient_accumulation_steps`.
     """
 
     work_per_step: float
     """
-    Work of a step, all ranks together: FLOPs where they are known, else the sum of the squares of
-    the samples' lengths (without packing, of their padded ones); mean over the first epoch.
+    Mean work of a step of the first epoch over all ranks. It is in FLOPs if they are known, else
+    the sum of squares of sample lengths, padded ones without packing.
     """
 
     work_imbalance: float
     """
-    The busiest rank's work over the mean rank's; mean over the steps of the first epoch. 1 is even.
+    Work of the busiest rank over the mean rank, a mean over the steps of the first epoch; 1 is
+    even.
     """
 
     worst_work_imbalance: float
-    """The same ratio in the step where it is highest."""
+    """Highest work imbalance of a step of the first epoch."""
 
     microbatch_imbalance: float
     """
-    What ranks that wait for each other in each microbatch take, over the mean rank's work; of the
-    first epoch.
+    Work of the busiest rank of each microbatch over the mean rank, summed over the first epoch.
     """
 
     unbalanced_work_imbalance: float
-    """What `work_imbalance` is if packs are not assigned by work."""
+    """`work_imbalance` without assigning packs by work."""
 
     unbalanced_microbatch_imbalance: float
-    """What `microbatch_imbalance` is if packs are not assigned by work."""
+    """`microbatch_imbalance` without assigning packs by work."""
 
     work_spread: float
     """
-    Standard deviation of a step's work over the mean step's: how unlike steps are, which grouping
-    by work raises; the last step, which may be shorter, aside.
+    Standard deviation of the work of steps over its mean, without the last step. Grouping by work
+    raises it.
     """
 
     ungrouped_work_spread: float
-    """What `work_spread` is if steps are not grouped by work."""
+    """`work_spread` without grouping steps by work."""
 
     pack_imbalance: float
     """
-    The busiest of as many random packs as there are ranks, over the mean pack: what
-    `microbatch_imbalance` is about without assigning packs by work, and with one pack a rank and
-    step.
+    Mean work of the heaviest of `world_size` random packs over the mean pack.
+    `microbatch_imbalance` is near it without assigning packs by work.
     """
 
     pack_imbalance_floor: float
-    """What no other packs of the same number and samples can stay below in `pack_imbalance`."""
+    """Lower bound of `pack_imbalance` for this number of packs of these samples."""
 
     above_bound: float | None
     """
-    How far the time of the steps is above what no assignment of their packs can stay below, as a
-    share; None where packs are not assigned by work.
+    Excess of the work of the busiest ranks over its lower bound, as a share of the bound. None if
+    packs are not assigned by work.
     """
 
 
@@ -196,7 +188,7 @@ def summarise(
     plan: RawPlan, lengths: Lengths, *, packed: bool = True, supervised: Lengths | None = None
 ) -> PlanSummary:
     """
-    Return a plan in numbers.
+    Return the figures of a plan.
 
     Args:
         plan: Of samples of these lengths.
@@ -250,10 +242,7 @@ def summarise(
 
 
 def fills(plan: RawPlan, lengths: IntArray) -> NDArray[np.float64]:
-    """
-    Return the share of its budget that each pack fills, 1 for a pack of a long sample; shape
-    (num_packs,).
-    """
+    """Return the fill of each pack, 1 for a pack of a long sample; shape (num_packs,)."""
     return np.divide(filled(plan.packs.loads(lengths), plan.packing_length), plan.packing_length)
 
 
@@ -266,7 +255,7 @@ def summarise_schedule(
     works: SampleWorks | None = None,
 ) -> ScheduleSummary:
     """
-    Return in numbers what training over a plan looks like.
+    Return the figures of training over a plan.
 
     Args:
         plan: Of samples of these lengths.
@@ -316,7 +305,10 @@ def summarise_schedule(
 
 
 def _spread(works: NDArray[np.float64]) -> float:
-    """Return how unlike steps are, the last one aside; *works* of shape (steps, world_size)."""
+    """
+    Return the standard deviation of the work of steps over its mean, without the last step; *works*
+    has shape (steps, world_size).
+    """
     steps = works[:-1].sum(axis=1) if len(works) > 1 else works.sum(axis=1)
     return float(steps.std() / steps.mean())
 
@@ -335,9 +327,10 @@ def works_per_step(
     Args:
         plan: The raw plan.
         lengths: Tokens of each sample; int64, shape (num_samples,).
-        schedule: Over the plan's packs, from the beginning.
-        packed: Whether samples share packs; if not, they are padded to the longest of their batch.
-        works: What samples cost; None counts the squares of their lengths.
+        schedule: Schedule of the plan's packs from the beginning.
+        packed: Whether samples share packs. Otherwise they are padded to the longest of their
+            batch.
+        works: Work of samples; None counts the squares of their lengths.
     """
     stats = EpochStats.from_schedule(PackStats.from_plan(plan, lengths, packed=packed, works=works), schedule, 0)
     return stats.works(0, schedule.steps_per_epoch)

@@ -1,6 +1,4 @@
-"""
-What a plan would be with another packing length, on other numbers of ranks, from lengths alone.
-"""
+"""Plans with other packing lengths and numbers of ranks, from lengths alone."""
 
 from __future__ import annotations
 
@@ -18,30 +16,30 @@ from packplan.core.work import SampleWorks
 
 @attrs.frozen
 class Alternative:
-    """One packing length on one number of ranks."""
+    """Figures of one packing length on one number of ranks."""
 
     packing_length: int
     world_size: int
 
     plan: PlanSummary | None = None
-    """Summary with a bound that is found at once; None if there is no such plan."""
+    """Figures with a quick lower bound; None without a plan."""
 
     schedule: ScheduleSummary | None = None
 
     problem: str | None = None
-    """Why there are no figures."""
+    """Reason why there are no figures."""
 
     @property
     def score(self) -> float:
         """
-        Coverage x fill / imbalance: what share of the ranks' room and time goes into the data, 0
+        Coverage x fill / imbalance: share of the ranks' room and time that is used for the data; 0
         without a plan.
 
-        Coverage is the tokens planned within the packing length over all tokens, less the share of
-        packs that do not fill the ranks and are dropped: a long sample breaks the length that is
-        asked about. Fill is the planned tokens over what the packs that all ranks run can hold: a
-        pack that repeats counts as empty, one of a long sample holds just that. Imbalance is the
-        busiest rank's work over the mean rank's.
+        Coverage is the share of tokens planned within the packing length, less the share of packs
+        that are dropped since they do not fill the ranks. Long samples exceed the packing length
+        and do not count. Fill is the planned tokens over the room of all packs that ranks run. A
+        repeated pack counts as empty, and a pack of a long sample as full. Imbalance is the work of
+        the busiest rank over the mean rank.
         """
         if self.plan is None or self.schedule is None:
             return 0.0
@@ -63,7 +61,7 @@ def what_if(
     explain: Callable[[UserError], str] = str,
 ) -> Iterator[Alternative]:
     """
-    Yield every combination, as it is planned.
+    Yield every combination when it is planned.
 
     Args:
         lengths: Tokens of each record, 0 for one that is no sample.
@@ -93,8 +91,8 @@ def what_if(
 
 def best_of(alternatives: Iterable[Alternative]) -> dict[int, Alternative]:
     """
-    Return the alternative of the highest score above 0 for each number of ranks; of equal ones, the
-    shortest packs.
+    Return, for each number of ranks, the alternative of the highest score above 0. Of equal ones,
+    the shortest packs win.
     """
     best: dict[int, Alternative] = {}
     for one in sorted(alternatives, key=lambda one: (-one.score, one.packing_length)):

@@ -1,4 +1,4 @@
-"""Rewards of answers, and the advantages of those to one prompt."""
+"""Rewards of answers, and advantages within the answers to one prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much better an answer is than the others to its prompt."""
+"""Advantages of answers over the other answers to the same prompt."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 EPSILON = 1e-6
-"""Added to the deviation: where all answers score the same, nothing is learned from them."""
+"""Term added to the deviation. Answers of equal reward then have advantage 0."""
 
 
 def group_advantages(rewards: NDArray[np.float64], *, group_size: int) -> NDArray[np.float64]:
     """
-    Return each reward's distance from the mean of its group, over the group's standard deviation.
+    Return the distance of each reward from the mean of its group, over the group's standard
+    deviation.
 
-    Group-relative advantages of GRPO (Shao et al., "DeepSeekMath", 2024).
+    These are the group-relative advantages of GRPO (Shao et al., "DeepSeekMath", 2024).
 
     Args:
-        rewards: Of all answers, those to the same prompt next to each other; shape (num_groups *
+        rewards: Rewards of all answers, those to one prompt next to each other; shape (num_groups *
             group_size,).
         group_size: Answers to each prompt.
 

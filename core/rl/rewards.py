@@ -1,4 +1,4 @@
-"""Rewards: how good a completion is, given the answer that its record has."""
+"""Reward functions, which compare a completion with the answer in its record."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 
 
 class Reward(Protocol):
-    """Scores completions; higher is better."""
+    """Function that scores a completion; higher is better."""
 
     def __call__(self, completion: str, answer: str, /) -> float:
         """Return the score of *completion*, given the record's own *answer*."""
@@ -17,8 +17,7 @@ class Reward(Protocol):
 
 def word_overlap(completion: str, answer: str) -> float:
     """
-    Return the F1 measure of the words that both have, from 0 to 1, as in question answering (SQuAD,
-    2016).
+    Return the F1 measure of common words, from 0 to 1, as in question answering (SQuAD, 2016).
 
     >>> word_overlap("a red dot", "a small red dot")
     0.8571428571428571
@@ -30,7 +29,7 @@ def word_overlap(completion: str, answer: str) -> float:
 
 def character_overlap(completion: str, answer: str) -> float:
     """
-    Return the F1 measure of the characters that both have, from 0 to 1; blanks aside.
+    Return the F1 measure of common characters, from 0 to 1, without blanks.
 
     >>> character_overlap("dab", "a bad day")
     0.6
@@ -41,7 +40,7 @@ def character_overlap(completion: str, answer: str) -> float:
 
 
 def exact_match(completion: str, answer: str) -> float:
-    """Return 1 if both say the same, blanks around them aside, else 0."""
+    """Return 1 if both are equal without surrounding blanks, else 0."""
     return float(completion.strip() == answer.strip())
 
 

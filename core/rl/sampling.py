@@ -1,4 +1,4 @@
-"""How the model answers prompts that it is then trained on."""
+"""Sampling of answers by the model, for training on them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import attrs
 
 @attrs.frozen
 class Sampling:
-    """How a prompt is answered."""
+    """Number, length and temperature of the answers to a prompt."""
 
     completions: int
     """Answers to each prompt."""
 
     keep: int
-    """The best so many become training samples."""
+    """Number of the best answers that become training samples."""
 
     max_new_tokens: int
     temperature: float

@@ -1,4 +1,4 @@
-"""What is known of a sample: what its record says, what measuring it gave."""
+"""Records, the samples that they become, and measurements of samples."""
 
 from __future__ import annotations
 

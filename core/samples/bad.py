@@ -16,7 +16,7 @@ class BadRecord:
     """File of the record, and its line or row there, as `core.samples.Where` prints it."""
 
     reason: str
-    """Why it cannot become a sample."""
+    """Reason why it cannot become a sample."""
 
     sha256: str
     """Digest of its content: a record that changed since is measured again."""

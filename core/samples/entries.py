@@ -1,10 +1,10 @@
 """
-What a data set is called, as ms-swift writes it: `[HF::|MS::]name[:subset[/subset…]][#count]`; and
-which of its records that draws.
+Data sets as ms-swift names them, `[HF::|MS::]name[:subset[/subset…]][#count]`, and the draw of
+their records.
 
-Rules kept here: a name that exists as a file or folder is taken whole, whatever it holds; a count
-beyond the records repeats them; numbers are drawn as ms-swift draws them, entry by entry from one
-generator, so that the same seed gives the same records.
+A name that exists as a file or folder is taken whole. A count beyond the records repeats them.
+Records are drawn as ms-swift draws them, entry by entry from one generator, so the same seed gives
+the same records.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ IntArray = npt.NDArray[np.int64]
 
 @attrs.frozen
 class DataEntry:
-    """A data set, and how much of it."""
+    """Name of a data set, with subsets and count."""
 
     name: str
-    """A file, a folder, or an id of a hub."""
+    """File, folder, or id on a hub."""
 
     subsets: tuple[str, ...] = ()
 
@@ -31,31 +31,31 @@ class DataEntry:
     """Records to draw; None takes all."""
 
     hub: str | None = None
-    """`hf` or `ms`, where the entry says which."""
+    """Hub, `hf` or `ms`; None if the entry names none."""
 
 
 @attrs.frozen
 class DrawnRecords:
-    """What is taken of one data set."""
+    """Records that are drawn from one data set."""
 
     train: IntArray
-    """Positions of its records, in the order in which they are taken; int64 of shape (n,)."""
+    """Positions of its records for training, in order of the draw; int64 of shape (n,)."""
 
     val: IntArray
-    """The same for evaluation."""
+    """Positions of its records for evaluation, in the same form."""
 
 
 _MAX_DIGITS = 12
-"""Digits of a count; beyond it no number of records is meant."""
+"""Limit of digits of a count."""
 
 
 def parse_entry(text: str, *, exists: Callable[[str], bool]) -> DataEntry:
     """
-    Return what a data set's name stands for; ValueError if its count is none.
+    Return the data set of an entry; ValueError if its hub or count is invalid.
 
     Args:
-        text: As ms-swift takes it.
-        exists: Whether there is a file or folder of this name.
+        text: Entry as ms-swift takes it.
+        exists: Function that tells whether a file or folder exists.
 
     >>> parse_entry("HF::org/name:a/b#500", exists=lambda path: False)
     DataEntry(name='org/name', subsets=('a', 'b'), count=500, hub='hf')
@@ -83,14 +83,14 @@ def draw_records(
     sizes: Sequence[int], counts: Sequence[int | None], *, split_ratio: float, shuffle: bool, seed: int
 ) -> tuple[DrawnRecords, ...]:
     """
-    Return which records of each data set are trained and evaluated, as ms-swift draws them.
+    Return the records of each data set for training and evaluation, as ms-swift draws them.
 
     Args:
         sizes: Records of each data set, >= 1.
         counts: Records to draw of each; None takes all.
-        split_ratio: Share of the drawn records that is evaluated: 0 none, 1 all.
-        shuffle: Draw at random; otherwise from the front, and evaluate the end.
-        seed: Seed of the generator that all data sets are drawn from, in order.
+        split_ratio: Share of the drawn records for evaluation, from 0 to 1.
+        shuffle: Whether to draw at random. Otherwise from the front, with the end for evaluation.
+        seed: Seed of the generator of all draws, in order.
 
     Raises:
         ValueError: A data set is too small for its split, or for its count without repeating.
@@ -136,7 +136,7 @@ def _draw_one(size: int, count: int, ratio: float, *, shuffle: bool, generator: 
 
 
 def _sampled(items: IntArray, count: int, *, shuffle: bool, generator: np.random.RandomState) -> IntArray:
-    """Return *count* items: all of them as often as they fit, and a part of them for the rest."""
+    """Return *count* items: all items as many times as possible, and some of them for the rest."""
     times, rest = divmod(count, len(items))
     taken = np.tile(items, times)
     if rest:

@@ -1,10 +1,9 @@
 """
-What a record is, whatever file it stands in: a digest of its content.
+Digests of records, which identify them by content in any file.
 
-Two records are the same if their JSON values are, whatever the order of their keys, the blanks
-between them and the format of their file; a key that holds `null` is as one that is not there, for
-that is how columns write what a record lacks. An image inside a record counts by its size and its
-head, as image files do.
+Two records are the same if their JSON values are equal. The order of keys, blanks and the format of
+the file do not matter. A key with `null` counts as absent, since columns write absent values so. An
+image inside a record counts by its size and its head, as image files do.
 """
 
 from __future__ import annotations
@@ -17,30 +16,31 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 HEAD_BYTES = 65_536
-"""
-Bytes of an image that are digested: its header, and enough of its content to tell it from another.
-"""
+"""Bytes of an image that are digested: its header, and enough content to tell images apart."""
 
 DIGEST_BYTES = 32
 
 _DATA_URI = re.compile(r"data:[\w.+-]+/[\w.+-]+;base64,")
 
 _BASE64_START = re.compile(r"(?:/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk[0-3])[A-Za-z0-9+/]{60}")
-"""A JPEG, PNG, GIF, WebP or BMP in base64, by the bytes that it starts with."""
+"""Beginning of a JPEG, PNG, GIF, WebP or BMP in base64."""
 
 _ALPHABET = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 
 _WRITTEN = ("tools", "arguments", "parameters", "input", "content")
-"""Keys whose objects the model sees as they are written; tools may be a list of them."""
+"""Keys whose objects reach the model as they are written. `tools` may be a list of objects."""
 
 _MAY_DIFFER = re.compile(rf'"(?:data:|/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk[0-3]|(?:{"|".join(_WRITTEN)})":\{{|tools":\[)')
 """
-What a record's text has to have, or else `null`, for its canonical form to be another than its
-plain one; it begins with one character, which is found five times as fast as one of two.
+Text in a plain form that may differ from the canonical one, apart from `null`. It begins with one
+fixed character, which is found five times as fast as one of two.
 """
 
 _LONG, _FIRST = 4096, 2
-"""Characters of a text, perhaps an image, to encode once; entries of a list that are asked."""
+"""
+Characters beyond which a text, perhaps an image, is encoded once; entries of a list that are
+examined.
+"""
 
 
 def digest_of(record: object) -> bytes:
@@ -57,7 +57,7 @@ def digest_of(record: object) -> bytes:
 
 
 def unreadable_digest(texts: Iterable[bytes]) -> bytes:
-    """Return the SHA-256 of a record that cannot be read; *texts* are the parts of its bytes."""
+    """Return the SHA-256 of a record that cannot be read, from the parts of its bytes."""
     digest = hashlib.sha256(b"unreadable\n")
     for text in texts:
         digest.update(text)
@@ -65,10 +65,7 @@ def unreadable_digest(texts: Iterable[bytes]) -> bytes:
 
 
 def inline_image(text: str) -> str | None:
-    """
-    Return the base64 of an image that stands in a text itself, as a data URI or alone; None if the
-    text is something else.
-    """
+    """Return the base64 of an image in a text, as a data URI or alone, or None."""
     if (prefix := _DATA_URI.match(text)) is not None:
         return text[prefix.end() :]
     if not _BASE64_START.match(text) or not text.isascii():
@@ -78,7 +75,10 @@ def inline_image(text: str) -> str | None:
 
 
 def _holds_long(value: Any) -> bool:
-    """Return whether an object or a list holds a long text, by the first entries of its lists."""
+    """
+    Return whether an object or a list holds a long text. Only the first entries of lists are
+    examined.
+    """
     for held in value.values() if isinstance(value, dict) else value[:_FIRST]:
         if isinstance(held, str):
             if len(held) > _LONG:
@@ -89,7 +89,7 @@ def _holds_long(value: Any) -> bool:
 
 
 def _bytes_or_text(value: object) -> str:
-    """Return what stands for a value that JSON has no type for."""
+    """Return the text of a value of a type that JSON lacks."""
     if isinstance(value, (bytes, bytearray, memoryview)):
         return _medium(len(value), bytes(value[:HEAD_BYTES]))
     return f"{type(value).__name__} {value}"
@@ -108,7 +108,7 @@ _as_written = json.JSONEncoder(ensure_ascii=False, check_circular=False, default
 
 
 def _under(key: object, value: Any) -> Any:
-    """Return what stands for a value under a key."""
+    """Return the canonical form of a value under a key."""
     if (key in _WRITTEN and isinstance(value, Mapping)) or (key == "tools" and isinstance(value, list)):
         return _as_written(value)
     return _canonical(value)
@@ -118,7 +118,7 @@ def _canonical(value: Any) -> Any:
     if isinstance(value, str):
         if (coded := inline_image(value)) is None:
             return value
-        # The head alone is decoded: four characters for three bytes.
+        # Only the head is decoded: four characters for three bytes.
         try:
             head = base64.b64decode(coded[: -(-HEAD_BYTES // 3) * 4], validate=True)[:HEAD_BYTES]
         except ValueError:

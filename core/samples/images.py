@@ -1,4 +1,4 @@
-"""The images of a record, in the notations that they have: a path, or the image itself."""
+"""Images of a record: paths, URLs, or the images themselves in several notations."""
 
 from __future__ import annotations
 
@@ -11,41 +11,38 @@ from typing import Any
 from packplan.core.samples.values import fail
 
 Image = str | bytes
-"""Path of an image file, or what such a file would hold; its URL, where URLs are read."""
+"""Path of an image file, its content, or its URL if URLs are read."""
 
 _DATA_URI = re.compile(r"data:(?P<type>[^;,]*)(?P<coded>;base64)?,")
 
 _BASE64_START = re.compile(r"\s*(?:/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk[0-3])[A-Za-z0-9+/\s]{60}")
-"""What base64 of an image begins as: it is decoded, and all of it looked at where that fails."""
+"""Beginning of an image in base64. It is decoded; `_BASE64` checks all of it if that fails."""
 
 _BASE64 = re.compile(r"\s*(?:/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk[0-3])[A-Za-z0-9+/\s]{60,}={0,2}\s*\Z")
-"""
-A JPEG, PNG, GIF, WebP or BMP in base64, by the bytes that it starts with; a path has a dot before
-its extension.
-"""
+"""JPEG, PNG, GIF, WebP or BMP in base64. A path differs by the dot before its extension."""
 
 _SCHEME = re.compile(r"(?P<name>[A-Za-z][A-Za-z0-9+.-]+)://")
 
 _LONGEST_PATH = 4096
-"""Characters of a path that Linux opens."""
+"""Limit of characters of a path on Linux."""
 
 _KINDS = {b"\xff\xd8\xff": "jpeg", b"\x89PNG\r\n\x1a\n": "png", b"GIF8": "gif", b"BM": "bmp"}
-"""What an image begins with -> its kind."""
+"""First bytes of an image -> kind."""
 
 _CALLED = {"jpg": "jpeg", "pjpeg": "jpeg", "x-png": "png", "x-ms-bmp": "bmp", "x-bmp": "bmp"}
 
 
 def is_url(image: Image) -> bool:
-    """Return whether an image is one that a server has."""
+    """Return whether an image is a URL."""
     return isinstance(image, str) and image[:8].lower().startswith(("http://", "https://"))
 
 
 def to_images(value: object, *, urls: bool = False) -> list[Image]:
     """
-    Return the images of a record, each a path or the bytes of its file, or its URL.
+    Return the images of a record, each a path, the bytes of its file, or its URL.
 
     Args:
-        value: What stands under the record's `images`.
+        value: Value under the record's `images`.
         urls: Whether URLs are read.
 
     >>> to_images([{"path": "a.png"}, "b.png"])
@@ -70,8 +67,8 @@ def _to_image(image: Any, *, urls: bool) -> Image:
     if not isinstance(image, str) or not image:
         fail("has 'images' that are not a list of paths, or of images as data URIs, base64 or {path} or {bytes}")
     if image.startswith("data:"):
-        return _of_uri(image)
-    if (held := _alone(image)) is not None:
+        return _image_from_uri(image)
+    if (held := _image_from_base64(image)) is not None:
         return held
     if urls and is_url(image) and len(image) <= _LONGEST_PATH:
         return image
@@ -80,10 +77,10 @@ def _to_image(image: Any, *, urls: bool) -> Image:
     return image
 
 
-def _alone(image: str) -> bytes | None:
+def _image_from_base64(image: str) -> bytes | None:
     """
-    Return the image that stands in a text as base64 alone, None if that is something else;
-    ValueError if it cannot be decoded.
+    Return the image of a text in base64, or None for other text; ValueError if it cannot be
+    decoded.
     """
     if not _BASE64_START.match(image):
         return None
@@ -95,8 +92,10 @@ def _alone(image: str) -> bytes | None:
     return None
 
 
-def _of_uri(image: str) -> bytes:
-    """Return the image of a data URI; ValueError if it is none, or of another kind than it says."""
+def _image_from_uri(image: str) -> bytes:
+    """
+    Return the image of a data URI; ValueError if it is invalid, or its declared kind is wrong.
+    """
     uri = _DATA_URI.match(image)
     if uri is None or uri["coded"] is None or not uri["type"].lower().startswith("image/"):
         fail(f"has the image {image[:60]!r}: a data URI has to begin with data:image/…;base64,")
@@ -110,7 +109,7 @@ def _of_uri(image: str) -> bytes:
 
 def _decoded(text: object, where: str) -> bytes:
     try:
-        # Few have blanks, which take a while to remove.
+        # Few have blanks, whose removal takes time.
         with contextlib.suppress(ValueError):
             return base64.b64decode(str(text), validate=True)
         return base64.b64decode("".join(str(text).split()), validate=True)
@@ -119,7 +118,7 @@ def _decoded(text: object, where: str) -> bytes:
 
 
 def _kind(held: bytes) -> str | None:
-    """Return the kind of image that bytes begin as; None if it is not known."""
+    """Return the kind of an image by its first bytes; None if unknown."""
     if held.startswith(b"RIFF") and held[8:12] == b"WEBP":
         return "webp"
     return next((kind for start, kind in _KINDS.items() if held.startswith(start)), None)
@@ -127,11 +126,11 @@ def _kind(held: bytes) -> str | None:
 
 def why_no_path(image: str, *, only_files: bool = False) -> str | None:
     """
-    Return what to do about an image or a video that is no path of a file, or None if it is one.
+    Return the remedy for an image or a video that is no file path; None for a path.
 
     Args:
-        image: What the record has.
-        only_files: It may be neither fetched nor stand in the record, as a video.
+        image: Text in the record.
+        only_files: Whether it may neither be fetched nor be inline, as for videos.
     """
     if len(image) > _LONGEST_PATH:
         return f"is {'no path' if only_files else 'neither a path nor an image in base64'}: write it to a file"

@@ -1,4 +1,4 @@
-"""What is measured of each sample, kept with the plan, and compared when the sample is fetched."""
+"""Measurements of samples, which are stored with the plan and compared when a sample is fetched."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class Measurement:
     """One record, as its template encodes it."""
 
     length: int
-    """Tokens that the forward pass consumes, image tokens included."""
+    """Tokens in the forward pass, image tokens included."""
 
     supervised: int
-    """Tokens that the loss counts: labels other than the ignored one, the first position aside."""
+    """Tokens that the loss counts: labels that are not ignored, without the first position."""
 
     images: int
 
     patches: int
-    """Vision patches of all images together, before merging."""
+    """Vision patches of all images, before merging."""
 
     cut: bool = False
     """Whether the template truncated it."""
@@ -32,22 +32,22 @@ class Measurement:
     videos: int = 0
 
     frames: int = 0
-    """Frames that are sampled of all videos together."""
+    """Frames sampled from all videos."""
 
     video_patches: int = 0
-    """Vision patches of all videos together, each of two frames, before merging."""
+    """Vision patches of all videos, of two frames each, before merging."""
 
     bad: bool = False
     """Whether the record cannot become a sample; all else is 0 then."""
 
     def differences(self, fetched: Measurement) -> tuple[Difference, ...]:
-        """Return in what the fetched sample differs from this, the planned one."""
+        """Return the fields in which the *fetched* sample differs from this planned one."""
         pairs = zip(attrs.astuple(self), attrs.astuple(fetched), COLUMNS, strict=True)
         return tuple(Difference(name, planned, found) for planned, found, name in pairs if planned != found)
 
 
 COLUMNS = tuple(field.name for field in attrs.fields(Measurement))
-"""The columns of a table of measurements, in order."""
+"""Columns of a table of measurements, in order."""
 
 BAD = Measurement(0, 0, 0, 0, bad=True)
 """The row of a record that cannot become a sample."""
@@ -80,62 +80,61 @@ def sample_indices(table: Table) -> NDArray[np.int64]:
 @attrs.frozen
 class MediaFacts:
     """
-    An image or a video as it was when its sample was measured: enough to see, without decoding,
-    that it is another.
+    Image or video file at the time of measuring. These values reveal a changed file without
+    decoding it.
     """
 
     num_bytes: int
 
     width: int
-    """In pixels, as its header says."""
+    """Width in pixels, from the header."""
 
     height: int
 
     head: int
     """
-    The first eight bytes of the SHA-256 of its first 64 KiB, as a signed number; of a video, of its
-    first and last.
+    First eight bytes of the SHA-256 of the first 64 KiB, as a signed number. For a video, of the
+    first and last 64 KiB.
     """
 
     num_frames: int = 0
-    """Frames of a video, which its container counts; 0 of an image."""
+    """Frames of a video, from its container; 0 for an image."""
 
     milliseconds: int = 0
-    """How long a video is; 0 of an image."""
+    """Duration of a video; 0 for an image."""
 
     decoded: int = 0
-    """1 where a video is decoded to be measured, since its container promises too little."""
+    """1 if a video is decoded to be measured, since its container gives too little information."""
 
     def differences(self, current: MediaFacts) -> tuple[Difference, ...]:
-        """Return in what the image as it is now differs from this, the measured one."""
+        """Return the fields in which the *current* file differs from this measured one."""
         pairs = zip(attrs.astuple(self), attrs.astuple(current), MEDIA_COLUMNS, strict=True)
         return tuple(Difference(name, measured, found) for measured, found, name in pairs if measured != found)
 
 
 MEDIA_COLUMNS = tuple(field.name for field in attrs.fields(MediaFacts))
-"""The columns of a table of images, in order."""
+"""Columns of a media table, in order."""
 
 MediaTable = NDArray[np.int64]
 """
-Images and videos of many samples, in their order, the images of each first: int64 of shape
-(num_images + num_videos, len(MEDIA_COLUMNS)).
+Images and videos of many samples, by sample, images first: int64 of shape (num_images + num_videos,
+len(MEDIA_COLUMNS)).
 """
 
 
 @attrs.frozen
 class MeasuredSample:
-    """What measuring one sample gives."""
+    """Measurement of one sample, with its media files."""
 
     measurement: Measurement
 
     media: tuple[MediaFacts, ...] = ()
-    """Its images, then its videos."""
+    """Images of the sample, then its videos."""
 
 
 class ShortcutError(Exception):
     """
-    A sample encodes to another measurement than a shortcut gives: no measurement of it is to be
-    trusted.
+    A sample encodes to another measurement than a shortcut gives, so the shortcut is not trusted.
 
     Args:
         where: File and line of the record, or its index.
@@ -152,7 +151,7 @@ class ShortcutError(Exception):
 
 
 Outcome = MeasuredSample | RecordError
-"""Measuring goes on after a record that cannot become a sample, so its error is a value."""
+"""Result of measuring a record. The error of a bad record is a value, since measuring goes on."""
 
 
 def to_tables(outcomes: Iterable[Outcome]) -> tuple[Table, MediaTable]:
@@ -185,25 +184,27 @@ def from_tables(table: Table, media: MediaTable, indices: Iterable[int]) -> list
 
 @attrs.frozen
 class VideoTotals:
-    """The videos of many samples together."""
+    """Totals of the videos of many samples."""
 
     videos: int
 
     frames: int
-    """Frames that are sampled of them."""
+    """Frames sampled from the videos."""
 
     patches: int
 
     seconds: float
-    """How long they are together."""
+    """Duration of all videos."""
 
     decoded: int
-    """Videos that were decoded to be measured, since their containers promise too little."""
+    """
+    Videos that were decoded to be measured, since their containers give too little information.
+    """
 
 
 def video_totals(table: Table, media: MediaTable) -> VideoTotals:
     """
-    Return what the videos of samples are together.
+    Return the totals of the videos of samples.
 
     Args:
         table: Measurements of the records; int32, shape (num_records, num_columns).

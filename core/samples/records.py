@@ -1,9 +1,9 @@
 """
-Records -> chat messages, by pure rules.
+Conversion of records into chat messages.
 
 A record has one of the shapes of `core.samples.shapes`, or is a dense caption (`images`, `objects`
-with a `desc` and a `bbox_2d` or `poly`, `width`, `height`, optionally `summary`), which is turned
-into messages here.
+with a `desc` and a `bbox_2d` or `poly`, `width`, `height`, optionally `summary`), which is
+converted into messages here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SUMMARY_PROMPT = "Summarise the image in one sentence."
 FieldOrder = Literal["desc_first", "geometry_first"]
 
 SUPPORTED = tuple(sorted(READ))
-"""Columns that a record may have."""
+"""Keys that a record may have."""
 
 _NO_MEDIA = "Packplan trains on text, images and videos: leave such records out"
 _NO_PAIRS = "pairs and contrasts are no packing task: leave them out"
@@ -54,29 +54,29 @@ REFUSED = {
     "chat_template_kwargs": "a template is set for all records, in the section 'template': remove it",
 }
 """
-Keys of a record -> what to do about them: what ms-swift, or another program that reads such data,
-gives a meaning which packing here does not. All other keys are ignored.
+Refused keys of a record -> remedy. ms-swift or similar programs give them a meaning that is not
+supported here. All other unknown keys are ignored.
 """
 
 _READ_OF_MESSAGES = ("role", "content", "loss", "loss_scale")
 
 _NOTES_IN_MESSAGES = ("id", "index", "source", "model", "language", "timestamp")
-"""Keys of a message that tell a model nothing, and are left out."""
+"""Keys of a message that carry nothing for the model, and are left out."""
 
 _KNOWN_IN_MESSAGES = {*_READ_OF_MESSAGES, *_NOTES_IN_MESSAGES}
 
 _KNOWN_OF_RESPONSES = {"name", "tool_call_id"}
-"""Keys of a tool's answer alone: agent templates may read the first, the second is a note."""
+"""Further keys of a tool's answer. Agent templates may read the first; the second is ignored."""
 
 _KNOWN_ROLES = ("system", "user", "assistant", CALL, RESPONSE)
 
 _TRAINED = {"assistant", CALL}
-"""Roles of what the model says."""
+"""Roles of messages that the model writes."""
 
 _WEIGHED = ("loss", "loss_scale")
 
 MAX_WEIGHT = 1_000_000
-"""The largest weight of a message in the loss: beyond, float32 would lose the others."""
+"""Largest weight of a message in the loss. Beyond it, float32 would lose the others."""
 
 _REFUSED_IN_MESSAGES = {
     **dict.fromkeys(
@@ -88,12 +88,12 @@ _REFUSED_IN_MESSAGES = {
     "images": f"write the images into the record's 'images', and {IMAGE_TAG} into 'content', or remove it",
     "weight": "write 'loss': false where a message is not to be trained, or remove it",
 }
-"""What to do about keys of a message that would be ignored; about others, see `_OTHERWISE`."""
+"""Refused keys of a message -> remedy. `_OTHERWISE` is the remedy for other keys."""
 
 _OTHERWISE = "write what it says into 'content', or remove it"
 
 _GEOMETRY = {"bbox_2d": 4, "poly": 6}
-"""Kind of geometry -> fewest coordinates."""
+"""Kind of geometry -> least number of coordinates."""
 
 
 def to_messages(
@@ -106,7 +106,7 @@ def to_messages(
 ) -> dict[str, Any]:
     """
     Return *record* as ms-swift reads it: `messages`, and `tools`, `images`, `videos` and `channel`
-    where it has them; an image is a path, a URL, or the bytes of its file.
+    if it has them.
 
     Args:
         record: One JSON value of a data file, or what `shaped` made of it.
@@ -116,7 +116,7 @@ def to_messages(
         urls: Whether images may be URLs.
 
     Raises:
-        ValueError: What is wrong with the record, in words for its author.
+        ValueError: The record is invalid. The message is for its author.
 
     >>> dots = [{"desc": "red dot", "bbox_2d": [1, 2, 3, 4]}]
     >>> record = {"images": ["a.png"], "width": 8, "height": 8, "objects": dots}
@@ -151,7 +151,9 @@ def to_messages(
 
 
 def shaped(record: object, columns: Mapping[str, str] | None = None) -> Shaped:
-    """Return a record in the one shape that is read here; ValueError if it has no known shape."""
+    """
+    Return a record as messages, with the shape that it had; ValueError if the shape is unknown.
+    """
     if not isinstance(record, Mapping):
         fail("is not a JSON object: write {…} with 'messages', or another shape of docs/records.md")
     return to_shape(record, columns=columns)
@@ -159,8 +161,8 @@ def shaped(record: object, columns: Mapping[str, str] | None = None) -> Shaped:
 
 def _tagged(messages: list[dict[str, Any]], tag: str, name: str, number: int) -> list[dict[str, Any]]:
     """
-    Return messages that have a tag for each image, or video, of their record: where they have
-    none, before what the user says first.
+    Return messages with a tag for each image or video. Missing tags are put before the first user
+    message.
     """
     tags = sum(message["content"].count(tag) for message in messages)
     if tags == number:
@@ -178,10 +180,7 @@ def _tagged(messages: list[dict[str, Any]], tag: str, name: str, number: int) ->
 
 
 def _refuse_keys(record: Mapping[str, Any]) -> None:
-    """
-    Refuse keys of a record that would be ignored although they mean something; ms-swift reads some
-    in any case.
-    """
+    """Refuse keys of a record that have a meaning but would be ignored, in any case of letters."""
     for name, value in record.items():
         plain = name.lower()
         if is_empty(value):
@@ -197,7 +196,7 @@ def _refuse_keys(record: Mapping[str, Any]) -> None:
 
 
 def _refuse_keys_of_message(message: Mapping[str, Any]) -> None:
-    """Refuse what a message has that would be ignored."""
+    """Refuse keys of a message that would be ignored."""
     role = message["role"]
     known = _KNOWN_IN_MESSAGES | _KNOWN_OF_RESPONSES if role == RESPONSE else _KNOWN_IN_MESSAGES
     for name, held in message.items():
@@ -240,7 +239,7 @@ def _messages(value: list[Any]) -> list[dict[str, Any]]:
 
 
 def _refuse_order(before: list[dict[str, Any]], message: Mapping[str, Any]) -> None:
-    """Refuse a message that cannot stand behind those before it."""
+    """Refuse a message that cannot follow those before it."""
     role, previous = message["role"], before[-1] if before else None
     if role == "system" and before:
         fail("has a system message behind others: a record has one, at its beginning")

@@ -1,9 +1,9 @@
 """
-The shapes that records have out there -> the one that is read here, by pure rules.
+Conversion of common shapes of records into messages.
 
-ms-swift reads messages in several notations, and takes columns of many names for a question and its
-answer; what it takes a record for, this takes it for too. Where it would leave something out, or
-choose between two columns, the record is refused, and says what to do.
+ms-swift reads messages in several notations, and columns of many names as a question and its
+answer. This module reads them in the same way. If ms-swift would leave something out, or choose
+between two columns, the record is refused with a remedy.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ READ = frozenset(
         "history", "objects", "summary", "channel", "tools",
     }
 )  # fmt: skip
-"""Keys of a record that some shape reads, in small letters and in capitals."""
+"""Keys that some shape reads, in lower or upper case."""
 
 _ANSWERED = (
     "query", "response", "history", "instruction", "output", "prompt", "completion", "question", "answer",
 )  # fmt: skip
-"""Keys that say more than the objects beside them; the first three, than messages too."""
+"""Keys that exclude `objects` in a record. The first three exclude `messages` too."""
 
 _ROLES = {
     "user": "user",
@@ -62,14 +62,13 @@ _ROLES = {
     "observation": RESPONSE,
     "observations": RESPONSE,
 }
-"""What messages call a role -> what it is called here."""
+"""Names of roles in messages -> roles of ms-swift."""
 
 MESSAGES, DENSE = "messages of role and content", "dense captions"
 
 MIXABLE = frozenset({MESSAGES, DENSE})
 """
-Shapes that a file may hold side by side: their keys are apart, so that no record is taken for one
-of the other.
+Shapes that one file may mix. Their keys differ, so that no record is taken for the other shape.
 """
 
 _SHAPES = {
@@ -82,7 +81,7 @@ _SHAPES = {
     "text": ("text",),
     DENSE: ("images", "objects"),
 }
-"""Shapes that a record may be near to -> what it would have to have."""
+"""Shapes -> required keys, for messages about unknown shapes."""
 
 
 @attrs.frozen
@@ -92,9 +91,7 @@ class Shaped:
     shape: str
 
     record: Mapping[str, Any]
-    """
-    The record's `messages`, `images`, `system`, `objects` and what else it has, under these names.
-    """
+    """The record's `messages`, `images`, `system`, `objects` and other keys, under these names."""
 
 
 def to_shape(record: Mapping[str, Any], *, columns: Mapping[str, str] | None = None) -> Shaped:
@@ -103,7 +100,7 @@ def to_shape(record: Mapping[str, Any], *, columns: Mapping[str, str] | None = N
 
     Args:
         record: A JSON object of a data file.
-        columns: Names of its keys -> the names that they have here.
+        columns: Names of the record's keys -> names of `READ`.
 
     Raises:
         ValueError: It has no known shape, or would lose something.
@@ -118,11 +115,11 @@ def to_shape(record: Mapping[str, Any], *, columns: Mapping[str, str] | None = N
         if has(record, known) and (other := next((name for name in others if has(record, name)), None)):
             fail(f"has {known!r} and {other!r}, of which one would be ignored: remove one")
     if has(record, "messages"):
-        return _of_messages(record)
+        return _from_messages(record)
     if has(record, "objects"):
         return Shaped(DENSE, {**record, "objects": parsed(record["objects"], "'objects'")})
     if any(has(record, name) for name in RESPONSE_KEYS):
-        return _of_columns(record)
+        return _from_columns(record)
     for known, held in (("messages", "message"), ("objects", "object"), *((name, "text") for name in RESPONSE_KEYS)):
         if known in record:
             fail(f"has no {held} in {known!r}, so there is nothing to learn from it")
@@ -130,7 +127,7 @@ def to_shape(record: Mapping[str, Any], *, columns: Mapping[str, str] | None = N
 
 
 def _renamed(record: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
-    """Return a record whose keys have the names that the user gives them, in small letters."""
+    """Return a record with its keys renamed by *columns*, and known keys in lower case."""
     renamed: dict[str, Any] = {}
     for name, held in record.items():
         known = columns.get(name) or (name.lower() if name.lower() in READ else name)
@@ -142,7 +139,7 @@ def _renamed(record: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[s
 
 
 def _under_one_name(record: Mapping[str, Any], names: Sequence[str]) -> Mapping[str, Any]:
-    """Return a record that holds under the first of *names* what it holds under one of them."""
+    """Return a record with the value under one of *names* moved to the first of them."""
     found = [name for name in names if has(record, name)]
     if len(found) > 1:
         fail(f"has {found[0]!r} and {found[1]!r}, which mean the same: remove one")
@@ -151,14 +148,14 @@ def _under_one_name(record: Mapping[str, Any], names: Sequence[str]) -> Mapping[
     return {**{name: held for name, held in record.items() if name not in names}, names[0]: record[found[0]]}
 
 
-# Messages, in the notations that they have.
+# Messages in several notations.
 
 _KINDS = {int: "a number", float: "a number", bool: "true or false", dict: "an object", bytes: "bytes"}
-"""What JSON, and columns, call a value that is no list."""
+"""Types of values -> names in messages."""
 
 
-def _of_messages(record: Mapping[str, Any]) -> Shaped:
-    """Return a record with its messages in the notation that is read here."""
+def _from_messages(record: Mapping[str, Any]) -> Shaped:
+    """Return a record with its messages in the notation of ms-swift."""
     messages = parsed(record["messages"], "'messages'")
     if not isinstance(messages, list):
         fail(f"has 'messages' that are no list, but {_KINDS.get(type(messages), type(messages).__name__)}")
@@ -169,21 +166,21 @@ def _of_messages(record: Mapping[str, Any]) -> Shaped:
     images: list[Any] = []
     if any(name in messages[0] for name in ("role", "from", "content", "value")):
         shape = MESSAGES if "role" in messages[0] else "conversations of from and value"
-        turned = _turned(messages, images)
+        turned = _plain_messages(messages, images)
     else:
         shape = "conversations of user and assistant"
-        turned = [one for message in messages for one in _of_pair(message)]
+        turned = [one for message in messages for one in _pair_messages(message)]
     return Shaped(shape, _with_images({**record, "messages": turned}, images))
 
 
-def _turned(messages: Sequence[Mapping[str, Any]], images: list[Any]) -> list[dict[str, Any]]:
-    """Return messages of role and content, in texts; images of parts are added to *images*."""
+def _plain_messages(messages: Sequence[Mapping[str, Any]], images: list[Any]) -> list[dict[str, Any]]:
+    """Return messages of role and text content. Images of parts are added to *images*."""
     called = with_calls([_with_role(message) for message in messages])
     return [_with_content(message, images) for message in with_blocks([in_text(message) for message in called])]
 
 
 def _with_images(record: Mapping[str, Any], images: list[Any]) -> Mapping[str, Any]:
-    """Return a record with the images and videos that its messages hold themselves."""
+    """Return a record with the images and videos from inside its messages."""
     videos = [part.video for part in images if isinstance(part, VideoPart)]
     images = [image for image in images if not isinstance(image, VideoPart)]
     for name, held in (("images", images), ("videos", videos)):
@@ -193,7 +190,7 @@ def _with_images(record: Mapping[str, Any], images: list[Any]) -> Mapping[str, A
 
 
 def _with_role(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message that says `role` and `content`."""
+    """Return a message with the keys `role` and `content`."""
     turned = {name: held for name, held in message.items() if name not in {"from", "value"}}
     for name, other in (("role", "from"), ("content", "value")):
         if other in message:
@@ -206,15 +203,15 @@ def _with_role(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_content(message: dict[str, Any], images: list[Any]) -> dict[str, Any]:
-    """Return a message whose content is a text; images of its parts are added to *images*."""
+    """Return a message whose content is a text. Images of its parts are added to *images*."""
     content = message.get("content")
     if not isinstance(content, list):
         return message
-    return {**message, "content": "".join(_of_part(part, images) for part in content)}
+    return {**message, "content": "".join(_part_text(part, images) for part in content)}
 
 
-def _of_part(part: object, images: list[Any]) -> str:
-    """Return what a part of a message says, an image its tag."""
+def _part_text(part: object, images: list[Any]) -> str:
+    """Return the text of a part of a message; the tag for an image or a video."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     if not isinstance(part, Mapping) or not isinstance(kind, str):
         fail("has a part of a message that is not an object with a type: write a text, or a list of such objects")
@@ -230,7 +227,7 @@ def _of_part(part: object, images: list[Any]) -> str:
         fail(f"has a part of a message of the type {kind!r}; known are text, image and image_url, video and video_url")
     image = part.get(kind)
     if image is None and isinstance(source := part.get("source"), Mapping):
-        image = _of_source(source)
+        image = _source_image(source)
     if isinstance(image, Mapping) and "url" in image:
         image = image["url"]
     if not is_empty(image):
@@ -238,8 +235,8 @@ def _of_part(part: object, images: list[Any]) -> str:
     return IMAGE_TAG
 
 
-def _of_source(source: Mapping[str, Any]) -> str:
-    """Return an image that a part says by its `source`: its URL, or the image as a data URI."""
+def _source_image(source: Mapping[str, Any]) -> str:
+    """Return the image of a part's `source`: its URL, or a data URI."""
     if source.get("type") == "base64" and isinstance(source.get("data"), str):
         return f"data:{source.get('media_type')};base64,{source['data']}"
     if isinstance(source.get("url"), str):
@@ -247,8 +244,8 @@ def _of_source(source: Mapping[str, Any]) -> str:
     return fail("has an image whose source is neither base64 nor a url")
 
 
-def _of_pair(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield a question and its answer, from an object that has both."""
+def _pair_messages(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a question and its answer from an object with both."""
     asking = {name for name, role in _ROLES.items() if role in {"user", "assistant"}}
     for role in ("user", "assistant"):
         found = [name for name in message if _ROLES.get(name) == role]
@@ -265,7 +262,7 @@ def _of_pair(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 # Columns that hold a question and its answer.
 
 
-def _of_columns(record: Mapping[str, Any]) -> Shaped:
+def _from_columns(record: Mapping[str, Any]) -> Shaped:
     """Return a record of columns as messages."""
     query: Any = None
     answer = "output" if has(record, "instruction") and has(record, "output") else _one_of(record, RESPONSE_KEYS)
@@ -280,14 +277,14 @@ def _of_columns(record: Mapping[str, Any]) -> Shaped:
     if _is_chat(query) or _is_chat(response):
         messages = [*_as_chat(query, "user", images), *_as_chat(response, "assistant", images)]
     else:
-        messages = [*_of_history(record), *_of_turn(query, response, (asked, answer))]
+        messages = [*_history_messages(record), *_turn_messages(query, response, (asked, answer))]
     read = {*asked.split(", "), answer, "history", "input", "instruction"}
     rest = {name: held for name, held in record.items() if name not in read}
     return Shaped(", ".join(filter(None, (asked, answer))), _with_images({**rest, "messages": messages}, images))
 
 
 def _instruction(record: Mapping[str, Any]) -> tuple[str, str]:
-    """Return an instruction with its input, as alpaca writes them, and the name of this shape."""
+    """Return an instruction with its input in alpaca's shape, and the name of this shape."""
     parts = {name: record[name] for name in ("instruction", "input") if has(record, name)}
     for name, part in parts.items():
         if not isinstance(part, str):
@@ -300,8 +297,8 @@ def _instruction(record: Mapping[str, Any]) -> tuple[str, str]:
 
 def _one_of(record: Mapping[str, Any], names: Sequence[str]) -> str:
     """
-    Return the key that holds a question, or an answer: the first of *names*, which is its own, or
-    the only one; nothing if there is none.
+    Return the key of a question or an answer: the first of *names*, or the only one in the record.
+    Empty if there is none.
     """
     found = [name for name in names if has(record, name)]
     if len(found) > 1 and found[0] != names[0]:
@@ -313,19 +310,19 @@ def _one_of(record: Mapping[str, Any], names: Sequence[str]) -> str:
     return found[0] if found else ""
 
 
-def _of_history(record: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the messages of a record's `history`: earlier questions, each with its answer."""
+def _history_messages(record: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the messages of a record's `history` of questions and answers."""
     history = parsed(record["history"], "'history'") if has(record, "history") else []
     if not isinstance(history, list):
         fail("has a 'history' that is not a list of questions with their answers")
     for turn in history:
         if not isinstance(turn, (list, tuple)) or len(turn) != 2:
             fail("has a 'history' that is not a list of questions with their answers, [question, answer] each")
-        yield from _of_turn(turn[0], turn[1], ("history", "history"))
+        yield from _turn_messages(turn[0], turn[1], ("history", "history"))
 
 
-def _of_turn(query: object, response: object, names: tuple[str, str]) -> Iterator[dict[str, Any]]:
-    """Yield a question and its answer; one that is null is left out."""
+def _turn_messages(query: object, response: object, names: tuple[str, str]) -> Iterator[dict[str, Any]]:
+    """Yield a question and its answer, without null ones."""
     for role, text, name in (("user", query, names[0]), ("assistant", response, names[1])):
         if text is None:
             continue
@@ -339,16 +336,14 @@ def _is_chat(value: object) -> bool:
 
 
 def _as_chat(value: Any, role: str, images: list[Any]) -> list[dict[str, Any]]:
-    """Return messages that stand in a question or an answer, or a text as one message."""
+    """Return the messages inside a question or an answer, or a text as one message."""
     if _is_chat(value):
-        return _turned(value, images)
+        return _plain_messages(value, images)
     return [] if value is None else [{"role": role, "content": value}]
 
 
 def _nearest(record: Mapping[str, Any]) -> str:
-    """
-    Return what a record has, the shapes that it is nearest to, and what it lacks of them.
-    """
+    """Describe a record's keys, its nearest shapes, and the keys that it lacks."""
     names = [name for name in record if isinstance(name, str) and has(record, name)]
     present = {name.lower() for name in names}
     missing = {shape: [name for name in wanted if name not in present] for shape, wanted in _SHAPES.items()}
@@ -361,4 +356,4 @@ def _nearest(record: Mapping[str, Any]) -> str:
 
 
 _SHOWN = 8
-"""Keys of a record that a message names."""
+"""Limit of keys that a message names."""

@@ -1,4 +1,4 @@
-"""Where samples come from: the data files of a split, and the sources that they belong to."""
+"""Data files of a split, and their sources."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import attrs
 
 @attrs.frozen
 class DataFile:
-    """A data file of a split, as it was when its samples were measured."""
+    """Data file of a split at the time of measuring."""
 
     file: str
-    """Its path, as messages name it."""
+    """Path of the file in messages."""
 
     source: str
-    """Name of the source that it belongs to; files of one source are counted together."""
+    """Name of its source. Files of one source are counted together."""
 
     shape: str
-    """What its records have, as the log says it."""
+    """Shape of its records, as it is logged."""
 
     records: int
-    """How many it has, those that cannot become samples counted."""
+    """Number of its records, bad ones included."""

@@ -1,9 +1,9 @@
 """
-Tools, calls of them and their answers, in the notations that records have -> messages of the roles
-`tool_call` and `tool`, of which ms-swift's agent templates make texts.
+Conversion of tool calls and their answers into messages of the roles `tool_call` and `tool`, which
+ms-swift's agent templates read.
 
-A call is JSON of a `name` and `arguments`. Rules are ms-swift's: the calls of a message are
-messages of their own behind what it says, and answers stand in the order of the calls.
+A call is JSON of a `name` and `arguments`. As in ms-swift, the calls of a message become separate
+messages after its text, and answers follow the order of the calls.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from typing import Any
 from packplan.core.samples.values import fail, is_empty, parsed
 
 CALL, RESPONSE = "tool_call", "tool"
-"""Roles of a call of a tool, and of its answer."""
+"""Roles of a tool call and of its answer."""
 
 _WEIGHED = ("loss", "loss_scale")
 
 _CALL, _RESULT = "tool_use", "tool_result"
-"""Types of the parts of a message that are a call, or an answer."""
+"""Types of message parts that are a call or an answer."""
 
 
 def to_tools(value: object) -> list[dict[str, Any]]:
     """
-    Return the tools of a record, each an object with a name, or with a function that has one.
+    Return the tools of a record, each an object with a name or a named function.
 
     >>> to_tools('[{"name": "add"}]')
     [{'name': 'add'}]
 
     Raises:
-        ValueError: One is something else.
+        ValueError: An entry is no such object.
     """
     if is_empty(value):
         return []
@@ -50,7 +50,8 @@ def _name_of(described: Mapping[str, Any]) -> object:
 
 def with_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """
-    Return messages whose `tool_calls` are messages behind them, and the answers in their order.
+    Return messages with `tool_calls` as separate messages after them, and answers in the order of
+    calls.
 
     Raises:
         ValueError: A call has no name.
@@ -68,16 +69,16 @@ def with_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
             fail("has a message with 'tool_calls' that are not a list of objects")
         answers = next((at for at, one in enumerate(waiting) if one.get("role") != RESPONSE), len(waiting))
-        waiting[:answers] = _in_order_of(calls, waiting[:answers], "tool_call_id")
+        waiting[:answers] = _sort_answers(calls, waiting[:answers], "tool_call_id")
         rest = {name: held for name, held in message.items() if name != "tool_calls"}
         said = [] if is_empty(rest.get("content")) else [rest]
         weighed = {name: message[name] for name in _WEIGHED if name in message}
-        turned += [*said, *({**(weighed if said else rest), **one} for one in map(_of_call, calls))]
+        turned += [*said, *({**(weighed if said else rest), **one} for one in map(_call_message, calls))]
     return turned
 
 
-def _in_order_of(calls: Sequence[Any], answers: list[Any], key: str) -> list[Any]:
-    """Return answers in the order of their calls, where each call has one; else as they stand."""
+def _sort_answers(calls: Sequence[Any], answers: list[Any], key: str) -> list[Any]:
+    """Return answers in the order of their calls if each call has one, else unchanged."""
     ids = [call.get("id") for call in calls]
     asked = [answer.get(key) for answer in answers]
     if not all(isinstance(one, (str, int)) for one in (*ids, *asked)) or len(set(ids)) < len(ids):
@@ -87,7 +88,7 @@ def _in_order_of(calls: Sequence[Any], answers: list[Any], key: str) -> list[Any
     return sorted(answers, key=lambda answer: ids.index(answer[key]))
 
 
-def _of_call(call: Mapping[str, Any]) -> dict[str, Any]:
+def _call_message(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call.get("function", call)
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         fail("has a call of a tool without a 'name' of its function")
@@ -101,9 +102,7 @@ def _of_call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def in_text(message: dict[str, Any]) -> dict[str, Any]:
-    """
-    Return a message whose call, or answer of a tool, is a text; ValueError if it is none.
-    """
+    """Return a message with its tool call or answer as text; ValueError if it is invalid."""
     if message.get("role") == CALL:
         return {**message, "content": call_text(message.get("content"))}
     if message.get("role") == RESPONSE:
@@ -113,7 +112,7 @@ def in_text(message: dict[str, Any]) -> dict[str, Any]:
 
 def with_blocks(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """
-    Yield messages whose parts that are calls, or answers, are messages of their own.
+    Yield messages, with parts that are calls or answers as separate messages.
 
     Raises:
         ValueError: A call has no name.
@@ -127,13 +126,13 @@ def with_blocks(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             continue
         if calls:
             answers = next((at for at, part in enumerate(parts) if part.get("type") != _RESULT), len(parts))
-            parts = [*_in_order_of(calls, parts[:answers], "tool_use_id"), *parts[answers:]]
+            parts = [*_sort_answers(calls, parts[:answers], "tool_use_id"), *parts[answers:]]
         calls = [part for part in parts if part.get("type") == _CALL]
         yield from _split(message, parts)
 
 
 def _split(message: dict[str, Any], parts: Sequence[Any]) -> Iterator[dict[str, Any]]:
-    """Yield the messages of one that has parts."""
+    """Yield the messages of the parts of one message."""
     if not any(part.get("type") in {_CALL, _RESULT} for part in parts):
         yield message
         return
@@ -147,7 +146,7 @@ def _split(message: dict[str, Any], parts: Sequence[Any]) -> Iterator[dict[str, 
             yield {**rest, "role": message.get("role"), "content": said}
             said = []
         if kind == _CALL:
-            yield {**rest, **_of_call({"name": part.get("name"), "arguments": part.get("input", {})})}
+            yield {**rest, **_call_message({"name": part.get("name"), "arguments": part.get("input", {})})}
         else:
             answer = part.get("content", "")
             yield {**rest, "role": RESPONSE, "content": answer if isinstance(answer, list) else response_text(answer)}
@@ -157,10 +156,10 @@ def _split(message: dict[str, Any], parts: Sequence[Any]) -> Iterator[dict[str, 
 
 def call_text(content: object) -> str:
     """
-    Return the text of a call's content.
+    Return the content of a call as text.
 
     Raises:
-        ValueError: It is no call.
+        ValueError: The content is no call.
     """
     call = parsed(content, "a call of a tool")
     if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
@@ -173,7 +172,7 @@ def call_text(content: object) -> str:
 
 
 def response_text(content: object) -> str:
-    """Return the text of what a tool answers; ValueError if it is nothing."""
+    """Return the content of a tool's answer as text; ValueError if it is null."""
     if content is None:
         fail("has a message of a tool without a 'content'")
     return content if isinstance(content, str) else _as_text(content)

@@ -1,4 +1,4 @@
-"""What the values of a record hold, whatever it is a record of."""
+"""Checks and conversion of values in records of any shape."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def fail(reason: str, *, argument: str = "") -> NoReturn:
 
 
 def is_empty(value: object) -> bool:
-    """Return whether a key holds nothing, as exports write what a record does not have."""
+    """Return whether a value is empty, as exports write absent values."""
     return value is None or (isinstance(value, (str, list, Mapping)) and not value)
 
 
 def has(record: Mapping[str, Any], name: str) -> bool:
-    """Return whether a record has something under a key."""
+    """Return whether a record has a value that is not empty under a key."""
     return not is_empty(record.get(name))
 
 
 def parsed(value: Any, name: str) -> Any:
-    """Return what a text says, where a table has to write lists and objects as texts."""
+    """Return the list or object of a text, as tables write them."""
     if not isinstance(value, str):
         return value
     try:

@@ -1,4 +1,4 @@
-"""The videos of a record: a file, a folder of frames, or the frames themselves."""
+"""Videos of a record: files, folders of frames, or lists of frames."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 import attrs
 
 from packplan.core.samples.images import why_no_path
-from packplan.core.samples.values import fail
+from packplan.core.samples.values import fail, is_empty
 
 Video = str | tuple[str, ...]
-"""Path of a video file, or of a folder of its frames; or the paths of its frames, in order."""
+"""Path of a video file or of a folder of frames, or the paths of the frames in order."""
 
 VIDEO_TAG = "<video>"
 
@@ -20,7 +20,7 @@ _WRITE = "write a path, or a list of the paths of its frames"
 
 @attrs.frozen
 class VideoPart:
-    """A video that stands in a message, among the images that do."""
+    """Video in the parts of a message."""
 
     video: Any
 
@@ -33,9 +33,9 @@ def to_videos(value: object) -> list[Video]:
     ['a.mp4', ('1.png', '2.png'), 'b.webm']
 
     Raises:
-        ValueError: One is no path, and no list of paths.
+        ValueError: A video is neither a path nor a list of paths.
     """
-    if value is None or (isinstance(value, (str, list, Mapping)) and not value):
+    if is_empty(value):
         return []
     return [_to_video(video) for video in (value if isinstance(value, list) else [value])]
 

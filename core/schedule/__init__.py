@@ -1,4 +1,4 @@
-"""Which packs each rank trains in which step of an epoch, and what an epoch has trained so far."""
+"""Epoch schedules, which assign packs to ranks and steps, and statistics of an epoch."""
 
 from __future__ import annotations
 

@@ -1,15 +1,13 @@
 """
-Which packs training consumes, in which order, epoch after epoch, also after a resume on another
-number of ranks.
+Epoch schedules: the order of packs in each epoch, also after a resume on another number of ranks.
 
-A pack is named by its position in the raw plan. In an order, rank r of W takes the positions r, r +
-W, r + 2W, …, so whatever all ranks have consumed together is a prefix of it. Orders follow from the
-seed and the epoch alone, and never change under one `ORDER_VERSION`, since a resumed run counts on
+A pack is named by its index in the raw plan. In an order, rank r of W takes the positions r, r + W,
+r + 2W, …, so the packs that all ranks have consumed are a prefix of it. Orders follow from the seed
+and the epoch alone. They never change under one `ORDER_VERSION`, since a resumed run relies on
 them.
 
-Where works of packs are given, each optimizer step gives its own packs to its ranks by work: the
-packs of a step, and so whatever is consumed between two steps, are those of the order without,
-unless steps are to be grouped by work.
+With works of packs, each optimizer step assigns its packs to the ranks by work. The packs of a step
+stay the same, unless steps are grouped by work.
 """
 
 from __future__ import annotations
@@ -30,14 +28,14 @@ from packplan.core.work import Meeting, assign_steps, bounds_of_steps, group_ste
 
 ORDER_VERSION = 2
 """
-Another one whenever a schedule gives a rank other packs in some step than before; a golden order
+Version of the orders. It changes if a schedule gives a rank other packs in any step. A golden order
 guards it.
 """
 
 
 @attrs.frozen
 class EpochSegment:
-    """A part of an epoch that one number of ranks trained."""
+    """Part of an epoch that was trained on one number of ranks."""
 
     world_size: int
     dataloader_drop_last: bool
@@ -45,33 +43,33 @@ class EpochSegment:
     """Packs of this segment's order that all ranks together have consumed."""
 
     group_packs: int = 0
-    """Packs of a step that holds packs of like work; 0 where steps are not grouped."""
+    """Packs of a step, if steps are grouped by work; else 0."""
 
     group_steps: int = 0
-    """Steps of a window in which packs of like work are found; 0 where steps are not grouped."""
+    """Steps of a window in which packs are grouped by work; 0 without grouping."""
 
 
 @attrs.frozen
 class Progress:
-    """Where training stands between two optimizer steps."""
+    """Progress of training between two optimizer steps."""
 
     step: int = 0
     """Optimizer steps done."""
 
     epoch: int = 0
-    """The epoch that the next step belongs to."""
+    """Epoch of the next step."""
 
     epoch_step: int = 0
     """Optimizer steps done in that epoch."""
 
     segments: tuple[EpochSegment, ...] = ()
-    """How that epoch was trained so far; the last segment is going on."""
+    """Segments of that epoch so far. The last one is going on."""
 
 
 @attrs.frozen
 class EpochSchedule:
     """
-    What is to be trained, from a certain progress on.
+    Order of packs, steps and batches from a given progress on.
 
     Every whole epoch gives each rank a batch, so that no count of steps is 0: PlanError if
     it would not. What an epoch has left after a resume on other ranks may give none: then it takes
@@ -85,16 +83,20 @@ class EpochSchedule:
     """Data-parallel learners, >= 1."""
 
     dataloader_drop_last: bool
-    """Drop packs, and padded batches, that do not fill all ranks; else packs repeat."""
+    """
+    Whether packs and padded batches that do not fill all ranks are dropped. Otherwise packs repeat.
+    """
 
     gradient_accumulation_steps: int
-    """Batches of a rank in one optimizer step; the last step of an epoch may see fewer."""
+    """Batches of a rank in one optimizer step. The last step of an epoch may have fewer."""
 
     num_train_epochs: float
-    """May be fractional."""
+    """Number of epochs, perhaps fractional."""
 
     batch_size: int = 1
-    """Packs of a rank in one forward pass: 1 when packing; without, every pack is one sample."""
+    """
+    Packs of a rank in one forward pass: 1 when packing. Without packing, a pack is one sample.
+    """
 
     max_steps: int = -1
     """Optimizer steps in total, if positive; overrides the epochs."""
@@ -103,33 +105,33 @@ class EpochSchedule:
     """Seed of the order, from 0."""
 
     shuffle: bool = True
-    """False takes every epoch in the order of the plan."""
+    """Whether each epoch is shuffled. Otherwise it follows the order of the plan."""
 
     works: NDArray[np.number] | None = attrs.field(
         default=None, eq=attrs.cmp_using(eq=np.array_equal), hash=False, repr=False
     )
     """
-    Work of each pack of the raw plan, in any unit, by which a step's packs are assigned to its
-    ranks; shape (num_packs,). None leaves them as the order has them. Only for a `batch_size` of 1.
+    Work of each pack of the raw plan, in any unit; shape (num_packs,). The packs of a step are
+    assigned to ranks by it; None keeps their order. It needs a `batch_size` of 1.
     """
 
     meeting: Meeting = "step"
     """
-    Where the ranks wait for each other, which decides what `works` level: the sums of each rank's
-    packs in a step, or each microbatch.
+    Point where the ranks wait for each other. `works` level the sums of each rank in a `step`, or
+    each `microbatch`.
     """
 
     group_by_work: int = 0
     """
-    Steps of a window in which packs of like work, by `works`, come into one step; 0 leaves steps as
-    they are drawn. Grouped steps are even, and biased: each holds packs of one kind.
+    Steps of a window in which packs of similar work come into one step; 0 keeps the drawn steps.
+    Grouped steps are even but biased: each holds packs of one kind.
     """
 
     start: Progress = Progress()
-    """Where training goes on from."""
+    """Progress at which this schedule starts."""
 
     _assigned: dict[int, IntArray] = attrs.field(factory=dict, init=False, eq=False, repr=False)
-    """The order of the epoch that was asked for last, which takes long to assign; read-only."""
+    """Order of the last requested epoch, since its assignment takes long; read-only."""
 
     @classmethod
     def from_plan(cls, aligned: AlignedPlan, **fields: Any) -> Self:
@@ -177,19 +179,17 @@ class EpochSchedule:
 
     @property
     def packs_per_epoch(self) -> int:
-        """
-        Packs of the aligned plan: what all ranks together take of an epoch, repeated ones included.
-        """
+        """Packs of the aligned plan, over all ranks, repeated ones included."""
         return aligned_size(self.num_packs, self.world_size, self.dataloader_drop_last)
 
     @property
     def batches_per_epoch(self) -> int:
-        """Batches of a rank in an epoch that these ranks train from its beginning, >= 1."""
+        """Batches of a rank in a whole epoch on these ranks, >= 1."""
         return self.batches_of(self.packs_per_epoch)
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps of such an epoch, >= 1."""
+        """Optimizer steps of a whole epoch on these ranks, >= 1."""
         return -(-self.batches_per_epoch // self.gradient_accumulation_steps)
 
     @property
@@ -197,7 +197,7 @@ class EpochSchedule:
         """
         Optimizer steps at the end of training, those before `start` included.
 
-        Epochs that other ranks trained count as epochs, however many steps they took.
+        Epochs that were trained on other ranks count as one epoch each, for any number of steps.
         """
         if self.max_steps > 0:
             return self.max_steps
@@ -214,9 +214,7 @@ class EpochSchedule:
 
     @property
     def num_epochs(self) -> int:
-        """
-        Epochs at the end of training, the last perhaps in part, those before `start` included.
-        """
+        """Epochs at the end of training, those before `start` included. The last may be partial."""
         left = self.total_steps - self.start.step
         if left <= 0:
             return self.start.epoch
@@ -224,9 +222,7 @@ class EpochSchedule:
         return self.start.epoch + 1 + max(0, -(-beyond // self.steps_per_epoch))
 
     def order(self, epoch: int) -> IntArray:
-        """
-        Return the packs still to be consumed in *epoch*, those of all ranks; shape (num_consumed,).
-        """
+        """Return the remaining packs of *epoch* in order, over all ranks; shape (num_consumed,)."""
         if self.works is None:
             return self._left(epoch)
         if epoch not in self._assigned:
@@ -239,11 +235,11 @@ class EpochSchedule:
 
     def above_bound(self, epoch: int) -> float:
         """
-        Return how far the steps of *epoch* are above what no assignment of their packs can stay
-        below, as a share of it: all that assigning by `works` leaves to be had.
+        Return the excess of the work of the busiest ranks in *epoch* over its lower bound, as a
+        share of the bound.
 
-        0 without works, and where nothing is left of the epoch. `core.work.bounds_of_steps` says
-        what the bound is.
+        It is 0 without works, and if nothing remains of the epoch. `core.work.bounds_of_steps`
+        gives the bound.
         """
         left = self._left(epoch)
         if self.works is None or not left.size:
@@ -257,7 +253,7 @@ class EpochSchedule:
     @property
     def grouping(self) -> str:
         """
-        What decides which packs steps have, if they are grouped by work, in short; empty if not.
+        Short text of the works and the window by which steps are grouped; empty without grouping.
         """
         if not self.group_by_work:
             return ""
@@ -273,36 +269,36 @@ class EpochSchedule:
         return in_units(checked_works(self.works, self.num_packs))[packs]
 
     def _left(self, epoch: int) -> IntArray:
-        """Return what `order` does, before packs are assigned by work."""
+        """Return the remaining packs of *epoch*, before packs are assigned by work."""
         return self._orders(epoch)[-1][self._segments(epoch)[-1].pack_offset :]
 
     def consumed(self, epoch: int) -> IntArray:
-        """Return the packs that were consumed in *epoch* before `start`; shape (num_consumed,)."""
+        """Return the packs of *epoch* that were consumed before `start`; shape (num_consumed,)."""
         segments = self._segments(epoch)
         if not any(segment.pack_offset for segment in segments):
             return np.zeros(0, dtype=np.int64)
         return np.concatenate([o[: s.pack_offset] for o, s in zip(self._orders(epoch), segments, strict=True)])
 
     def batches(self, epoch: int, *, rank: int) -> list[list[int]]:
-        """Return the batches that *rank* has still to consume in *epoch*, each a list of packs."""
+        """Return the remaining batches of *rank* in *epoch*, each a list of packs."""
         mine = self.order(epoch)[rank :: self.world_size].tolist()
         count = self.batches_of(len(mine) * self.world_size)
         return [mine[number * self.batch_size : (number + 1) * self.batch_size] for number in range(count)]
 
     def num_batches(self, epoch: int) -> int:
-        """Return how many batches each rank has still to consume in *epoch*."""
+        """Return the number of remaining batches of each rank in *epoch*."""
         return self.batches_of(self._left(epoch).size)
 
     def num_steps(self, epoch: int) -> int:
-        """Return how many optimizer steps *epoch* still takes."""
+        """Return the number of remaining optimizer steps of *epoch*."""
         return -(-self.num_batches(epoch) // self.gradient_accumulation_steps)
 
     def steps_before(self, epoch: int) -> int:
-        """Return how many optimizer steps of *epoch* were done before `start`."""
+        """Return the number of optimizer steps of *epoch* that were done before `start`."""
         return self.start.epoch_step if epoch == self.start.epoch else 0
 
     def at(self, step: int) -> Progress:
-        """Return where training stands after *step* optimizer steps, `start.step` or more."""
+        """Return the progress after *step* optimizer steps, `start.step` or more."""
         done, epoch = step - self.start.step, self.start.epoch
         here = self.num_steps(epoch)
         if done >= here:
@@ -317,9 +313,7 @@ class EpochSchedule:
         return Progress(step=step, epoch=epoch, epoch_step=before + done, segments=(*earlier, now))
 
     def _segments(self, epoch: int) -> tuple[EpochSegment, ...]:
-        """
-        Return the segments of *epoch* at `start`; these ranks go on with the last one, or begin it.
-        """
+        """Return the segments of *epoch* at `start`. These ranks continue or begin the last one."""
         earlier = self.start.segments if epoch == self.start.epoch else ()
         grouped = self.world_size * self.gradient_accumulation_steps if self.group_by_work else 0
         mine = EpochSegment(self.world_size, self.dataloader_drop_last, 0, grouped, self.group_by_work)
@@ -338,7 +332,7 @@ class EpochSchedule:
         return orders
 
     def _whole_order(self, epoch: int, segment: EpochSegment) -> IntArray:
-        """Return the order of an epoch that the ranks of *segment* train from its beginning."""
+        """Return the order of a whole epoch on the ranks of *segment*."""
         positions = aligned_positions(self.num_packs, segment.world_size, segment.dataloader_drop_last)
         if self.shuffle:
             positions = positions[shuffled(positions.size, seed=(self.seed, epoch))]
@@ -349,15 +343,12 @@ class EpochSchedule:
         return positions[group_steps(works, **options, seed=(self.seed, epoch))]
 
     def batches_of(self, num_packs: int) -> int:
-        """
-        Return how many batches a rank forms of its share of so many packs; the last may be smaller,
-        or dropped.
-        """
+        """Return the number of batches that a rank forms of its share of *num_packs* packs."""
         return batches_of(num_packs // self.world_size, batch_size=self.batch_size, drop_last=self.dataloader_drop_last)
 
 
 def _not_yet(order: IntArray, consumed: list[IntArray]) -> IntArray:
-    """Return each pack of *order* that was not consumed, once, where it first occurs."""
+    """Return the packs of *order* that were not consumed, each once, by first occurrence."""
     _, first = np.unique(order, return_index=True)
     once = order[np.sort(first)]
     return once[~np.isin(once, np.concatenate(consumed))]
@@ -365,9 +356,7 @@ def _not_yet(order: IntArray, consumed: list[IntArray]) -> IntArray:
 
 @attrs.frozen
 class ResumeState:
-    """
-    What a checkpoint says of the plan, so that a resume can go on where it stopped, or refuse to.
-    """
+    """Progress and plan in a checkpoint, by which a resume continues or is refused."""
 
     plan: str
     """Checksum of the raw plan."""
@@ -381,18 +370,18 @@ class ResumeState:
     shuffle: bool
 
     tuner: str
-    """Which weights are trained: `full` or `lora`."""
+    """Trained weights: `full` or `lora`."""
 
     order_version: int
-    """The `ORDER_VERSION` that trained."""
+    """`ORDER_VERSION` of the run."""
 
     progress: Progress
 
     grouping: str = ""
-    """By which works, in which windows, steps are grouped; empty where they are not."""
+    """`EpochSchedule.grouping`; empty without grouping."""
 
     def differences(self, now: ResumeState) -> tuple[Difference, ...]:
-        """Return in what the plan to be trained now differs from this, the one that was trained."""
+        """Return the fields in which the current state *now* differs from this stored one."""
         names = ("plan", "data", "seed", "shuffle", "tuner", "order_version", "grouping")
         pairs = [(name, getattr(self, name), getattr(now, name)) for name in names]
         return tuple(Difference(name, then, found) for name, then, found in pairs if then != found)

@@ -1,9 +1,9 @@
 """
-What a schedule trains, in numbers: fill, tokens, work and its balance, coverage.
+Statistics of a schedule: fill, tokens, work and its balance, coverage.
 
-All of it follows from the plan and the schedule, for all ranks together; nothing is measured or
-gathered. It is true of what ran because every fetched sample is compared with the plan, and every
-rank with its batches.
+All numbers follow from the plan and the schedule, over all ranks. Nothing is measured or gathered.
+They hold for the run because every fetched sample is compared with the plan, and every rank with
+its batches.
 """
 
 from __future__ import annotations
@@ -23,18 +23,16 @@ from packplan.core.work import SampleWorks
 
 @attrs.frozen(eq=False)
 class PackStats:
-    """Numbers of each pack of a raw plan; arrays of shape (num_packs,)."""
+    """Samples, tokens and work of each pack of a raw plan; arrays of shape (num_packs,)."""
 
     packs: Packs
     samples: IntArray
     tokens: IntArray
     work: NDArray[np.float64]
-    """
-    Work: FLOPs where `works` say them, else the sum of the squares of the samples' lengths.
-    """
+    """FLOPs if `works` are given, else the sum of the squares of the samples' lengths."""
 
     long: IntArray
-    """Samples of the packing length or more: 1 in a pack of its own, else 0."""
+    """Number of long samples: 1 in a pack of a long sample, else 0."""
 
     packing_length: int
     """Tokens a pack of several samples may hold."""
@@ -46,28 +44,29 @@ class PackStats:
     """Long samples that are in no pack."""
 
     packed: bool = True
-    """If not, every pack is one sample, and samples are padded to the longest of their batch."""
+    """
+    Whether samples share packs. Otherwise a pack is one sample, padded to the longest of its batch.
+    """
 
     works: SampleWorks | None = None
-    """What samples cost; None counts the squares of their lengths."""
+    """Work of samples; None counts the squares of their lengths."""
 
     images: NDArray[np.float64] | None = None
-    """FLOPs of the images of each pack, where `works` say them; shape (num_packs,)."""
+    """FLOPs of the images of each pack; None without `works`."""
 
     @classmethod
     def from_plan(
         cls, plan: RawPlan, lengths: IntArray, *, packed: bool = True, works: SampleWorks | None = None
     ) -> PackStats:
         """
-        Return the pack_stats of a plan over samples of these *lengths*; tokens, shape
-        (num_samples,).
+        Return the statistics of the packs of a plan.
 
         Args:
             plan: The raw plan.
             lengths: Tokens of each sample; int64, shape (num_samples,).
-            packed: Whether samples share packs; if not, they are padded to the longest of their
+            packed: Whether samples share packs. Otherwise they are padded to the longest of their
                 batch.
-            works: What samples cost; None counts the squares of their lengths.
+            works: Work of samples; None counts the squares of their lengths.
         """
         is_long = np.zeros(lengths.size, dtype=np.int64)
         is_long[list(plan.single_long)] = 1
@@ -88,7 +87,7 @@ class PackStats:
 
     def padded_work(self, packs: IntArray, widths: IntArray) -> NDArray[np.float64]:
         """
-        Return the work of packs of one sample each, padded to these *widths*; of their shape.
+        Return the work of packs of one sample each, padded to *widths*; of the shape of *packs*.
         """
         if self.works is None or self.images is None:
             return _squares(widths)
@@ -102,50 +101,44 @@ def _squares(lengths: IntArray) -> NDArray[np.float64]:
 
 @attrs.frozen(eq=False)
 class Tokens:
-    """What some optimizer steps processed, all ranks together."""
+    """Tokens that some optimizer steps processed, over all ranks."""
 
     total: int
-    """Positions that the forward passes computed, padding included."""
+    """Positions of the forward passes, padding included."""
 
     useful: int
-    """
-    Tokens of samples, each sample once an epoch: without padding and without packs that repeat to
-    fill ranks.
-    """
+    """Tokens of samples, each once an epoch, without padding and repeated packs."""
 
 
 @attrs.frozen(eq=False)
 class EpochStats:
-    """
-    One epoch of a schedule, step by step; steps count from the first one that this run trains of
-    it.
-    """
+    """Statistics of one epoch. Steps count from the first one of this run in the epoch."""
 
     pack_stats: PackStats
     world_size: int
     batch_size: int
 
     packs_per_step: int
-    """Packs of an optimizer step, all ranks together; the epoch's last step may see fewer."""
+    """Packs of an optimizer step over all ranks. The epoch's last step may have fewer."""
 
     order: IntArray
-    """What this run trains of the epoch; shape (num_consumed,)."""
+    """Packs of the epoch that this run trains, in order; shape (num_consumed,)."""
 
     first: IntArray
-    """1 where a pack is consumed for the first time in the epoch, of the order's shape."""
+    """1 if a pack is consumed for the first time in the epoch, else 0; of the shape of `order`."""
 
     before: IntArray
-    """Different packs that the epoch consumed before this run."""
+    """Distinct packs that the epoch consumed before this run."""
 
     @classmethod
     def from_schedule(cls, pack_stats: PackStats, schedule: EpochSchedule, epoch: int) -> EpochStats:
         """
-        Open the stats of *epoch*.
+        Return the statistics of *epoch*.
 
         Args:
-            pack_stats: Numbers of each pack.
-            schedule: What is trained when.
-            epoch: Which epoch, from 0.
+            pack_stats: Statistics of each pack.
+            schedule: Epoch schedule.
+            epoch: Epoch, from 0.
         """
         before = schedule.consumed(epoch)
         order = schedule.order(epoch)
@@ -171,7 +164,7 @@ class EpochStats:
 
     def works(self, start: int, stop: int) -> NDArray[np.float64]:
         """
-        Return the work of each step from *start* to before *stop*, on each rank; shape (steps,
+        Return the work of each step from *start* to before *stop* on each rank; shape (steps,
         world_size).
         """
         works = self._works(start, stop)
@@ -181,31 +174,30 @@ class EpochStats:
 
     def microbatch_imbalance(self, start: int, stop: int) -> float:
         """
-        Return what ranks that meet in each microbatch wait: the sum of the heaviest work of each
-        microbatch over the mean rank's, of the steps from *start* to before *stop*.
+        Return the imbalance if ranks wait for each other in each microbatch: the sum of the largest
+        works of a rank over the sum of the mean works. It covers the steps from *start* to before
+        *stop*.
         """
         works = self._works(start, stop)
         batches = np.add.reduceat(works, np.arange(0, len(works), self.batch_size), axis=0)
         return float(batches.max(axis=1).sum() / batches.mean(axis=1).sum())
 
     def _works(self, start: int, stop: int) -> NDArray[np.float64]:
-        """
-        Return the work of each pack of some steps, a row for each that a rank takes; shape (rows,
-        world_size).
-        """
+        """Return the work of each pack of some steps on each rank; shape (rows, world_size)."""
         packs, _ = self._packs(start, stop)
         rows, stats = self._rows(packs), self.pack_stats
         return stats.work[rows] if stats.packed else stats.padded_work(rows, self._widths(rows))
 
     def statistics(self, start: int, stop: int) -> Mapping[str, float]:
         """
-        Return what the steps from *start* to before *stop*, at least one, look like.
+        Return statistics of the steps from *start* to before *stop*, at least one.
 
-        `fill` (a long pack counts as full), `samples_per_pack`,
-        `long_share` of the samples, `work` of a step over all ranks, `work_imbalance` (the busiest
-        rank's work over the mean rank's, a mean over steps), `microbatch_imbalance` (the same where
-        ranks wait for each other in each microbatch), and `coverage`: the share of the data set
-        that the epoch has consumed by then.
+        - `fill`: Mean fill of packs; a long pack counts as full.
+        - `samples_per_pack`, and `long_share` of the samples.
+        - `work`: Mean work of a step over all ranks.
+        - `work_imbalance`: Work of the busiest rank over the mean rank, a mean over steps.
+        - `microbatch_imbalance`: The same if ranks wait for each other in each microbatch.
+        - `coverage`: Share of the data set that the epoch has consumed before *stop*.
         """
         pack_stats, (packs, _) = self.pack_stats, self._packs(start, stop)
         works = self.works(start, stop)
@@ -223,8 +215,8 @@ class EpochStats:
 
     def epoch_statistics(self, stop: int) -> Mapping[str, float]:
         """
-        Return what the whole epoch looks like up to before step *stop*: of each pack once, those
-        before this run included.
+        Return statistics of the epoch up to before step *stop*, over distinct packs, those before
+        this run included.
 
         At least one pack has to be consumed.
         """
@@ -247,15 +239,12 @@ class EpochStats:
         return self.order[chosen], self.first[chosen]
 
     def _rows(self, packs: IntArray) -> IntArray:
-        """
-        Return packs in the order of whole steps as one row for each that a rank takes; shape (rows,
-        world_size).
-        """
+        """Return packs of whole steps by rank; shape (rows, world_size)."""
         return packs.reshape(-1, self.world_size)
 
     def _widths(self, rows: IntArray) -> IntArray:
         """
-        Return the positions that each pack of some rows takes in its batch, of the rows' shape.
+        Return the positions, padding included, of each pack of *rows*; of the shape of *rows*.
         """
         tokens = self.pack_stats.tokens[rows]
         if self.pack_stats.packed:
@@ -265,15 +254,13 @@ class EpochStats:
         return np.repeat(widest, np.diff([*batches, len(rows)]), axis=0)
 
     def _fills(self, packs: IntArray) -> NDArray[np.float64]:
-        """
-        Return the share of its budget that each pack fills; of no pack where samples are padded.
-        """
+        """Return the fill of each pack; empty if samples are padded."""
         stats = self.pack_stats
         tokens = stats.tokens[packs if stats.packed else packs[:0]]
         return np.divide(filled(tokens, stats.packing_length), stats.packing_length)
 
     def _different(self, stop: int) -> IntArray:
-        """Return the packs that the epoch has consumed before step *stop*, each once."""
+        """Return the distinct packs that the epoch has consumed before step *stop*."""
         packs, first = self._packs(0, stop)
         return np.concatenate([self.before, packs[first > 0]])
 

@@ -1,4 +1,4 @@
-"""RL batches cut into microbatches for data-parallel workers, and what that costs."""
+"""RL batches cut into microbatches for data-parallel workers, with metrics of the cost."""
 
 from __future__ import annotations
 

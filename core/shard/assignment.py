@@ -1,7 +1,7 @@
 """
-Items -> microbatches of workers: by work under a budget, or whole packs in turn.
+Assignment of items to the microbatches of workers: by work under a budget, or whole packs in turn.
 
-Labels say where each item goes: worker r has the microbatches from `r * per_shard` on.
+A label is the microbatch of an item. Worker r has the microbatches from `r * per_shard` on.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from packplan.core.packs import Packs
 
 MAX_CERTIFIED = 1024
 """
-Sequences of a global batch up to which the certified packer is asked; beyond, its linear programs
+Largest number of sequences of a global batch for the certified packer. Beyond it, linear programs
 take seconds.
 """
 
 
 def round_up(number: int, multiple: int) -> int:
-    """Return the least multiple of *multiple* that is not below *number*."""
+    """Return *number* rounded up to a multiple of *multiple*."""
     return -(-number // multiple) * multiple
 
 
 def fewer_rounds(packs: Packs, costs: IntArray, *, capacity: int, rounds_of: int) -> Packs:
     """
-    Return the certified packs instead, where they save a whole round of microbatches.
+    Return the certified packs if they save a whole round of microbatches, else *packs*.
 
     Args:
         packs: Microbatches of one algorithm.
@@ -45,28 +45,28 @@ def fewer_rounds(packs: Packs, costs: IntArray, *, capacity: int, rounds_of: int
 
 
 def with_filler(packs: Packs, num_items: int) -> Packs:
-    """Return the packs, and one of each item beyond the sequences."""
+    """Return the packs, and one pack for each filler item."""
     ends = np.arange(packs.num_samples, num_items) + 1
     return Packs(np.concatenate([packs.offsets, ends]), np.concatenate([packs.indices, ends - 1]))
 
 
 def balanced(costs: IntArray, works: IntArray, *, shards: int, per_shard: int, capacity: int) -> IntArray | None:
     """
-    Assign items by falling work, each to the worker with the least that has room; None if one fits
+    Assign items by descending work, each to the least loaded worker with room; None if one fits
     nowhere.
 
     Args:
         costs: Positions of each item; at least `shards * per_shard`.
         works: Work of each item, in whole units.
         shards: Workers.
-        per_shard: Microbatches of each.
+        per_shard: Microbatches of each worker.
         capacity: Positions of a microbatch.
     """
     sizes, weights = costs.tolist(), works.tolist()
     held: list[list[int]] = [[] for _ in range(shards)]
     labels = [0] * len(sizes)
-    # Room and place of each microbatch of a worker in one number, ascending: the first with room is
-    # the fullest.
+    # Room and microbatch of a worker in one number, ascending: the first with enough room is the
+    # fullest.
     rooms = [[capacity * per_shard + place for place in range(per_shard)] for _ in range(shards)]
     needed, left = shards * per_shard, len(sizes)
     heap = list(range(shards))  # work and worker in one number
@@ -77,15 +77,14 @@ def balanced(costs: IntArray, works: IntArray, *, shards: int, per_shard: int, c
         while heap:
             shard = heap[0] % shards
             free = rooms[shard]
-            # The last items are for workers whose microbatches outnumber what they hold: none stays
-            # empty.
+            # The last items go to workers with empty microbatches, so that none stays empty.
             if free[-1] >= wanted and (left > needed or len(held[shard]) < per_shard):
                 break
             passed.append(heappop(heap))
         else:
             return None
-        # The first ones have a microbatch each, so that none stays empty; then the fullest that has
-        # room.
+        # First items open a microbatch each, so that none stays empty. Then the fullest with room
+        # takes them.
         room = free.pop() if len(held[shard]) < per_shard else free.pop(bisect_left(free, wanted))
         insort(free, room - wanted)
         labels[item] = room % per_shard
@@ -104,8 +103,8 @@ def balanced(costs: IntArray, works: IntArray, *, shards: int, per_shard: int, c
 
 def _level(sizes: list[int], num: int, capacity: int) -> list[int] | None:
     """
-    Return a microbatch for each size, largest first, of about as many positions each; None if one
-    is too full.
+    Return the microbatch of each item, with about equal positions in each; None if one exceeds the
+    capacity.
     """
     heap = list(range(num))  # load and place in one number
     places = []
@@ -117,14 +116,13 @@ def _level(sizes: list[int], num: int, capacity: int) -> list[int] | None:
 
 def assign_packs(packs: Packs, works: IntArray, shards: int, *, balance: bool) -> IntArray:
     """
-    Assign whole packs, the same number to each worker: in turn, or by falling work to the one with
-    the least.
+    Assign whole packs, the same number to each worker, in turn or to the least loaded worker.
 
     Args:
-        packs: Microbatches, a multiple of *shards*.
+        packs: Microbatches; their number is a multiple of *shards*.
         works: Work of each item, in whole units; shape (num_items,).
         shards: Workers.
-        balance: Assign by falling work, else in turn.
+        balance: Whether packs are assigned by descending work. Otherwise in turn.
     """
     per_shard = len(packs) // shards
     place = np.arange(len(packs))
@@ -149,13 +147,13 @@ def rotate_to_least_loaded(
     labels: IntArray, works: IntArray, done: IntArray, per_shard: int
 ) -> tuple[IntArray, IntArray]:
     """
-    Give most work of this global batch to the worker that did least in those before; return labels,
-    and the work done now.
+    Give the most work of this global batch to the worker that did the least before. Return the
+    labels, and the work done now.
 
     Args:
         labels: Microbatch of each item, worker by worker; shape (num_items,).
         works: Work of each item, in whole units; shape (num_items,).
-        done: Work of each worker in the global batches before; shape (num_workers,).
+        done: Work of each worker in earlier global batches; shape (num_workers,).
         per_shard: Microbatches of each worker.
     """
     of_workers = np.zeros(done.size, dtype=np.int64)

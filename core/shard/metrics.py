@@ -1,6 +1,5 @@
 """
-What sharding an RL batch costs: use of the budget, padding, and how evenly the workers work; per
-global batch and pooled.
+Metrics of a sharded RL batch: use of the budget, padding and imbalance, by global batch and pooled.
 """
 
 from __future__ import annotations
@@ -17,30 +16,28 @@ from packplan.core.shard.modes import Sharding
 
 @attrs.frozen(eq=False)
 class ShardMetrics:
-    """What the microbatches of one global batch, or of several together, cost."""
+    """Metrics of the microbatches of one global batch, or of several together."""
 
     packing: PackingMetrics
-    """
-    How full the microbatches of all workers together are; the bound is that of the tokens alone.
-    """
+    """Fill of the microbatches of all workers. The bound is that of the tokens alone."""
 
     num_filler: int
-    """Sequences that are computed with weight 0."""
+    """Sequences of weight 0."""
 
     computed_tokens: int
-    """Positions that the microbatches compute, padding and filler included."""
+    """Positions of the microbatches, padding and filler included."""
 
     padded_tokens: int
     """Positions if every sequence were padded to the longest of its global batch."""
 
     works: NDArray[np.float64]
     """
-    Work of each worker in each microbatch, see `Sharding.works`; shape (num_shards, microbatches of
-    a worker).
+    Work of each worker in each microbatch, as in `Sharding.works`; shape (num_shards, microbatches
+    of a worker).
     """
 
     global_batches: tuple[NDArray[np.float64], ...]
-    """The works again, an array for each global batch."""
+    """`works` as an array for each global batch."""
 
     @property
     def useful_share(self) -> float:
@@ -50,22 +47,21 @@ class ShardMetrics:
     @property
     def computed_share(self) -> float:
         """
-        Positions computed over those of padding every sequence to the longest of its global batch.
+        Positions computed, over those with every sequence padded to the longest of its global
+        batch.
         """
         return self.computed_tokens / self.padded_tokens
 
     @property
     def imbalances(self) -> tuple[float, ...]:
-        """
-        The busiest worker's work over the workers' mean, for each microbatch in turn; 1 is even.
-        """
+        """Work of the busiest worker over the mean, for each microbatch; 1 is even."""
         return tuple((self.works.max(axis=0) / self.works.mean(axis=0)).tolist())
 
     @property
     def work_imbalance(self) -> float:
         """
-        The busiest worker's work over the mean, of whole global batches: what workers wait that
-        meet at their ends; 1 is even.
+        Work of the busiest worker over the mean, over whole global batches; 1 is even. It applies
+        if workers wait at the end of a global batch.
         """
         busiest = sum(float(works.sum(axis=1).max()) for works in self.global_batches)
         return busiest / (float(self.works.sum()) / len(self.works))
@@ -73,13 +69,13 @@ class ShardMetrics:
     @property
     def microbatch_imbalance(self) -> float:
         """
-        The work of the busiest worker of each microbatch over the mean worker's, all microbatches
-        together: what workers wait that meet in each; 1 is even.
+        Work of the busiest worker of each microbatch over the mean, summed over microbatches; 1 is
+        even. It applies if workers wait in each microbatch.
         """
         return float(self.works.max(axis=0).sum() / self.works.mean(axis=0).sum())
 
     def logs(self) -> Mapping[str, float]:
-        """Return the figures by their names in a log."""
+        """Return the metrics by their names in a log."""
         return {
             "utilisation": self.packing.utilisation,
             "waste_ratio": self.packing.waste_ratio,
@@ -97,7 +93,7 @@ class ShardMetrics:
 
 def batch_metrics(sharding: Sharding) -> tuple[ShardMetrics, ...]:
     """
-    Measure each global batch of a batch.
+    Return the metrics of each global batch.
 
     >>> from packplan.core.shard import shard_packed
     >>> sharding = shard_packed([3, 5, 4, 4], shards=2, batch_size=2, max_tokens_per_microbatch=5)
@@ -134,7 +130,7 @@ def batch_metrics(sharding: Sharding) -> tuple[ShardMetrics, ...]:
 
 def pooled(global_batches: Sequence[ShardMetrics]) -> ShardMetrics:
     """
-    Return the metrics of several global batches together, at least one, of as many workers each.
+    Return the metrics of several global batches of equal numbers of workers together; at least one.
     """
     return ShardMetrics(
         packing=aggregate(batch.packing for batch in global_batches),

@@ -1,10 +1,13 @@
 """
-An RL batch -> microbatches of each data-parallel worker: by packing, by dynamic batching, or plain.
+An RL batch -> microbatches of each data-parallel worker, packed, dynamic or plain.
 
-Rules that every `Sharding` keeps: global batches of the batch stay apart and in order; in a global
-batch every worker has the same number of microbatches, none of them empty; every sequence is in
-exactly one microbatch with weight 1; what fills a worker up beyond that is the global batch's
-shortest sequence with weight 0; no microbatch computes more positions than the budget.
+Every `Sharding` keeps these rules:
+
+- Global batches stay separate and in order.
+- In a global batch every worker has the same number of microbatches, none of them empty.
+- Every sequence is in exactly one microbatch with weight 1.
+- Filler is the shortest sequence of the global batch with weight 0.
+- No microbatch has more positions than the budget.
 """
 
 from __future__ import annotations
@@ -39,23 +42,22 @@ _Number = TypeVar("_Number", np.int64, np.float64)
 
 @attrs.frozen(eq=False)
 class ShardBatch:
-    """What one worker computes of one global batch, microbatch after microbatch."""
+    """Microbatches of one worker in one global batch."""
 
     indices: IntArray
-    """Sequences of the batch; shape (num_slots,)."""
+    """Sequence of each slot; shape (num_slots,)."""
 
     weights: IntArray
-    """1, or 0 for filler; of the shape of `indices`."""
+    """Weight of each slot: 1, or 0 for filler; shape (num_slots,)."""
 
     offsets: IntArray
     """
-    Where each microbatch starts in `indices`, and the end of the last; shape (num_microbatches +
-    1,).
+    Start of each microbatch in `indices`, and the end of the last; shape (num_microbatches + 1,).
     """
 
     widths: IntArray
     """
-    Positions: of the row of a packed microbatch, else of every row of a padded one; shape
+    Positions of the row of a packed microbatch, or of every row of a padded one; shape
     (num_microbatches,).
     """
 
@@ -73,10 +75,10 @@ class ShardBatch:
 @attrs.frozen(eq=False)
 class Sharding:
     """
-    A batch cut up for its workers.
+    A batch cut into microbatches of its workers.
 
-    Results that workers return slot by slot, one worker's after the other's, are back in the
-    batch's order as `results[sharding.restore]`; `order[restore]` counts up from 0.
+    `results[sharding.restore]` brings results of slots, worker after worker, back into the order of
+    the batch. `order[restore]` counts up from 0.
     """
 
     mode: Mode
@@ -85,46 +87,41 @@ class Sharding:
     """Data-parallel workers."""
 
     num_microbatches: tuple[int, ...]
-    """Microbatches of every worker, in each global batch."""
+    """Microbatches of every worker in each global batch."""
 
     lengths: IntArray
     """Tokens of each sequence; shape (num_sequences,)."""
 
     slots: Packs
-    """
-    Microbatches: all of worker 0, global batch after global batch, then all of worker 1, and so on.
-    """
+    """Microbatches of worker 0 over all global batches, then those of worker 1, and so on."""
 
     weights: IntArray
     """Weight of each slot: 1, or 0 for filler; shape (num_slots,)."""
 
     widths: IntArray
     """
-    Positions: of the row of a packed microbatch, else of every row of a padded one; as many as
-    microbatches.
+    Positions of the row of a packed microbatch, or of every row of a padded one; shape
+    (num_microbatches,).
     """
 
     positions: IntArray
-    """Positions that each microbatch computes."""
+    """Positions of each microbatch; shape (num_microbatches,)."""
 
     works: NDArray[np.float64]
     """
-    Work of each microbatch, padding included: FLOPs where the model's work was given, else
-    attention work, the sum of the squares of its rows' widths, of a packed one of its sequences'.
+    Work of each microbatch, padding included. It is in FLOPs if the model's work was given.
+    Otherwise it is the sum of the squares of row widths, or of sequence lengths if packed.
     """
 
     capacity: int
-    """Positions that a microbatch may compute."""
+    """Limit of positions of a microbatch."""
 
     multiple: int
-    """Sequences of a packed row, and widths of padded ones, are padded to a multiple of it."""
+    """Pad multiple of sequences in a packed row, or of the width of padded rows."""
 
     @property
     def order(self) -> IntArray:
-        """
-        Sequence in each slot: `batch[order]` is what the workers hold, one after the other; shape
-        (num_slots,).
-        """
+        """Sequence of each slot, worker after worker; shape (num_slots,)."""
         return self.slots.indices
 
     @cached_property
@@ -142,13 +139,13 @@ class Sharding:
 
     def by_worker(self, values: NDArray[_Number]) -> NDArray[_Number]:
         """
-        Return a value of each microbatch as (num_shards, microbatches of a worker in all global
+        Return values of microbatches in shape (num_shards, microbatches of a worker in all global
         batches).
         """
         return values.reshape(self.num_shards, -1)
 
     def shard(self, rank: int) -> tuple[ShardBatch, ...]:
-        """Return what a worker computes, a value for each global batch."""
+        """Return the microbatches of worker *rank*, one value for each global batch."""
         ends = np.cumsum(self.num_microbatches) + range(self.num_shards)[rank] * sum(self.num_microbatches)
         return tuple(self._part(int(end) - num, int(end)) for num, end in zip(self.num_microbatches, ends, strict=True))
 
@@ -189,20 +186,21 @@ def shard_packed(
         batch_size: Sequences of a global batch, over all workers; the last one may have fewer.
         max_tokens_per_microbatch: Tokens of a row, padding included.
         sequence_length_pad_multiple: Each sequence is padded to a multiple of it.
-        algorithm: A name in `core.packers.ALGORITHMS`; it decides how many microbatches there are.
-        assignment: `balanced`: sequences are assigned so that workers wait for each other as little
-            as may be, under the budget. `round_robin`: the algorithm's packs are assigned in turn.
-        microbatch_order: Of a worker in a global batch: by first sequence; or by falling number of
-            tokens of each worker, so that what takes most memory comes first, whatever runs beside
-            it.
-        microbatch_multiple: A worker's microbatches in a global batch are a multiple of it, as
-            virtual pipeline stages need.
-        when_short: With fewer sequences than microbatches, fill up with weight 0, or raise.
-        seed: Of algorithms that draw.
-        work: What a sequence costs; None counts attention work, the square of its length.
-        meeting: Where workers wait for each other: in each `microbatch`, as under FSDP; then those
-            that run together have equal work. Or at the end of a `step`, a global batch; then the
-            sums of workers are equal, and microbatches as far as these allow.
+        algorithm: A name in `core.packers.ALGORITHMS`. It decides the number of microbatches.
+        assignment: `balanced` assigns sequences so that workers wait for each other as little as
+            possible. `round_robin` assigns the algorithm's packs in turn.
+        microbatch_order: Order of a worker's microbatches in a global batch. `packer` orders by
+            first sequence. `largest_first` orders by descending tokens, so that the peak of memory
+            comes first.
+        microbatch_multiple: Divisor of the microbatches of a worker in a global batch, for virtual
+            pipeline stages.
+        when_short: Whether to fill up with weight 0 or raise if there are fewer sequences than
+            microbatches.
+        seed: Seed of random algorithms.
+        work: Work of the model; None counts the square of a sequence's length.
+        meeting: Point where workers wait for each other. `microbatch`, as under FSDP, equalises
+            microbatches that run together. `step`, the end of a global batch, equalises the sums of
+            workers, and then microbatches as far as possible.
 
     Raises:
         ArgumentError: A sequence does not fit a row, there is no sequence, or there are too few and
@@ -221,7 +219,7 @@ def shard_packed(
     _one_of("meeting", meeting, get_args(Meeting))
     array, padded = _padded(lengths, sequence_length_pad_multiple, capacity)
     balance = assignment == "balanced"
-    # None without work: a microbatch that has something is never taken for an empty one.
+    # At least 1, so that a microbatch with sequences is never taken for an empty one.
     units = np.maximum(in_units(_works(padded, work)), 1)
     done = np.zeros(shards, dtype=np.int64)
     parts = []
@@ -256,7 +254,7 @@ def shard_dynamic(
     work: WorkModel | None = None,
 ) -> Sharding:
     """
-    Cut a batch into microbatches of sequences of like length, as many as the padded widths allow.
+    Cut a batch into microbatches of sequences of similar length, padded to one width.
 
     Sequences of a global batch are sorted by length and assigned to the workers one by one, so that
     all workers share the boundaries and widths of their microbatches. A width is the longest
@@ -266,10 +264,11 @@ def shard_dynamic(
         lengths: Tokens of each sequence of the batch, >= 1; at least one sequence.
         shards: Data-parallel workers, >= 1.
         batch_size: Sequences of a global batch, over all workers; the last one may have fewer.
-        max_tokens_per_microbatch: Sequences times width, at most.
+        max_tokens_per_microbatch: Limit of sequences times width.
         sequence_length_round: Widths are multiples of it.
-        when_short: Where the workers do not divide a global batch, fill up with weight 0, or raise.
-        work: What a row costs; None counts the square of its width.
+        when_short: Whether to fill up with weight 0 or raise if workers do not divide a global
+            batch.
+        work: Work of the model; None counts the square of a row's width.
 
     Raises:
         ArgumentError: A sequence alone is wider than the budget, there is no sequence, or the
@@ -288,7 +287,7 @@ def shard_dynamic(
         costs = padded[batch.start : batch.stop]
         items = _filled(costs, round_up(costs.size, shards), when_short)
         ascending = items[np.argsort(array[batch.start : batch.stop][items], kind="stable")]
-        # Of each row, as wide as the longest of the workers', the number of its microbatch.
+        # Microbatch of each row. A row is as wide as the longest sequence of any worker.
         rows = costs[ascending[shards - 1 :: shards]]
         numbers = _numbers(rows.tolist(), capacity)
         widths = rows[np.flatnonzero(np.diff(numbers, append=numbers[-1] + 1))]
@@ -311,18 +310,18 @@ def shard_plain(
     work: WorkModel | None = None,
 ) -> Sharding:
     """
-    Cut a batch into equal runs of neighbours, padded to the longest sequence of their global batch.
+    Cut a batch into equal ranges of neighbours, padded to the longest sequence of the global batch.
 
     Args:
         lengths: Tokens of each sequence of the batch, >= 1; at least one sequence.
         shards: Data-parallel workers, >= 1.
         batch_size: Sequences of a global batch, over all workers; the last one may have fewer.
-        micro_batch_size: Sequences of a microbatch at most; None: all that a worker has of a global
+        micro_batch_size: Limit of sequences of a microbatch. None takes all of a worker in a global
             batch.
         sequence_length_round: Widths are multiples of it.
-        allow_uneven: Where the workers do not divide a global batch, some have one sequence more;
-            one that would have none gets the shortest with weight 0.
-        work: What a row costs; None counts the square of its width.
+        allow_uneven: Whether some workers may have one sequence more if workers do not divide a
+            global batch. A worker without one gets the shortest with weight 0.
+        work: Work of the model; None counts the square of a row's width.
 
     Raises:
         ArgumentError: The workers do not divide a global batch, and that is not allowed,
@@ -364,7 +363,7 @@ class _Part:
     """Sequences of the batch, in order inside each microbatch; shape (num_slots,)."""
 
     labels: IntArray
-    """Microbatch of each slot: those of worker 0 are the first `num`; shape (num_slots,)."""
+    """Microbatch of each slot, the first `num` those of worker 0; shape (num_slots,)."""
 
     num: int
     """Microbatches of every worker."""
@@ -399,7 +398,7 @@ def _padded(lengths: Lengths, multiple: int, capacity: int | None) -> tuple[IntA
 
 
 def _works(widths: IntArray, work: WorkModel | None) -> NDArray[np.float64]:
-    """Return the work of rows of these widths, one sequence each, padding included."""
+    """Return the work of rows of one sequence each, padding included."""
     if work is None:
         squares: NDArray[np.float64] = widths.astype(np.float64) ** 2
         return squares
@@ -415,8 +414,8 @@ def _global_batches(num: int, batch_size: int) -> Iterator[range]:
 
 def _filled(costs: IntArray, wanted: int, when_short: Literal["fill", "error"]) -> IntArray:
     """
-    Return the sequences of a global batch, and the shortest again until there are *wanted*; shape
-    (>= wanted,).
+    Return the sequences of a global batch, filled with the shortest up to *wanted*; shape (>=
+    wanted,).
     """
     short = max(0, wanted - costs.size)
     _one_of("when_short", when_short, ("fill", "error"))
@@ -431,7 +430,7 @@ def _filled(costs: IntArray, wanted: int, when_short: Literal["fill", "error"]) 
 
 @attrs.frozen
 class _Workers:
-    """Who takes part in a global batch, and where they wait for each other."""
+    """Workers of a global batch, and the point where they wait for each other."""
 
     shards: int
 
@@ -442,14 +441,14 @@ class _Workers:
     """Positions of a microbatch."""
 
     meeting: Meeting | None
-    """None where packs are assigned in turn."""
+    """Point where workers wait for each other; None if packs are assigned in turn."""
 
     def assigned(self, packs: Packs, costs: IntArray, works: IntArray) -> IntArray:
         """
         Return the microbatch of each slot, worker by worker.
 
         Args:
-            packs: Microbatches of the algorithm, which are taken where slots do not fit otherwise.
+            packs: Microbatches of the algorithm, taken if slots do not fit otherwise.
             costs: Positions of each slot, at least as many as microbatches.
             works: Work of each slot, in whole units.
         """
@@ -466,12 +465,12 @@ class _Workers:
         even = in_rounds(start, costs, works, shards=self.shards, capacity=self.capacity)
         if by_worker is None or self.meeting == "microbatch":
             return even
-        # Even microbatches are taken where workers wait no more for them, but for a thousandth.
+        # Even microbatches are taken if they add at most a thousandth to the busiest worker.
         least = self._busiest(by_worker, works)
         return even if self._busiest(even, works) <= least + least // 1000 else by_worker
 
     def _whole(self, packs: Packs, costs: IntArray) -> Packs:
-        """Return the packs as so many as there are microbatches, filler included."""
+        """Return the packs with filler, split to the number of microbatches."""
         return with_bin_count(with_filler(packs, costs.size), costs, minimum=self.shards * self.rounds, multiple=1)
 
     def _busiest(self, labels: IntArray, works: IntArray) -> int:
@@ -484,15 +483,15 @@ class _Workers:
         self, labels: IntArray, items: IntArray, costs: IntArray, works: IntArray, *, by_size: bool
     ) -> IntArray:
         """
-        Number the microbatches of each worker again; return the label of each slot.
+        Renumber the microbatches of each worker; return the label of each slot.
 
         Args:
             labels: Microbatch of each slot.
             items: Sequence of each slot.
             costs: Positions of each slot.
             works: Work of each slot.
-            by_size: By falling size. Else those of packs in turn come by first sequence; others
-                stay beside those of like work, and these rounds come by first sequence.
+            by_size: Order by descending size. Otherwise packs in turn are ordered by first
+                sequence, and rounds of similar work by the first sequence of a round.
         """
         num = self.shards * self.rounds
         first = np.full(num, int(items.max()) + 1)
@@ -515,7 +514,7 @@ class _Workers:
 
 def _numbers(rows: Sequence[int], capacity: int) -> IntArray:
     """
-    Return the microbatch of each row: as many rows each as the budget holds at the width of the
+    Return the microbatch of each row. A microbatch takes the rows that fit at the width of the
     last.
     """
     numbers = []
@@ -538,7 +537,7 @@ def _sharding(
     multiple: int,
     work: WorkModel | None,
 ) -> Sharding:
-    """Put the global batches together, worker by worker."""
+    """Join the global batches, worker by worker."""
     total = sum(part.num for part in parts)
     first = np.cumsum([0, *(part.num for part in parts[:-1])])
     places = np.concatenate(

@@ -1,12 +1,12 @@
 """
 Rounds: microbatches that all workers compute at the same time, made of equal work.
 
-Workers that meet in each microbatch, as under FSDP, wait in every round for its busiest worker; so
-a global batch takes as long as the busiest microbatches of its rounds together. Sequences that are
-heavier than a microbatch of the mean work set the level of the first rounds, whose other
-microbatches are filled up to it; what is left is spread evenly over the other rounds.
+Under FSDP, workers wait in every round for its busiest worker. So the time of a global batch is the
+sum over the busiest microbatches of its rounds. Sequences heavier than a mean microbatch set the
+level of the first rounds, whose other microbatches are filled up to it. The remaining sequences are
+spread evenly over the other rounds.
 
-Works are whole numbers, and ties go to the lower number: every process gets the same microbatches.
+Works are whole numbers, and ties go to the lower index: every process gets the same microbatches.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import numpy as np
 from packplan.core.lengths import IntArray
 
 _TOLERANCE = 1000
-"""A round is level once its busiest microbatch is within this part of its mean."""
+"""A round is level once its busiest microbatch exceeds the mean by at most a thousandth."""
 
 _EXCHANGES = 8
-"""Exchanges in a round, at most, for each of its microbatches."""
+"""Limit of exchanges in a round, for each of its microbatches."""
 
 _PARTNERS = 4
 """Idle microbatches that the busiest one of a round tries to exchange with."""
@@ -30,11 +30,11 @@ _PARTNERS = 4
 
 def spread(costs: IntArray, works: IntArray, *, shards: int, rounds: int, capacity: int) -> IntArray | None:
     """
-    Return a microbatch for each item, of which every *shards* neighbours have about equal work;
-    None if an item fits nowhere.
+    Return the microbatch of each item; None if one fits nowhere. Every *shards* neighbouring
+    microbatches have about equal work.
 
     Args:
-        costs: Positions of each item; at least as many as microbatches.
+        costs: Positions of each item; at least as many items as microbatches.
         works: Work of each item, in whole units.
         shards: Microbatches of a round, one a worker.
         rounds: Microbatches of each worker.
@@ -53,12 +53,12 @@ def spread(costs: IntArray, works: IntArray, *, shards: int, rounds: int, capaci
 
 
 class _Pool:
-    """Microbatches that items may be put into, the one of least work first."""
+    """Microbatches that take items, the one of least work first."""
 
     def __init__(self, places: range, room: list[int]) -> None:
         self._room = room
-        # Work and number; and of those that lacked room, the roomiest first: they come back once an
-        # item is short enough.
+        # The heap has work and microbatch. Microbatches that lacked room wait, the roomiest first,
+        # for a shorter item.
         self._heap = [(0, place) for place in places]
         self._waiting: list[tuple[int, int, int]] = []
 
@@ -66,12 +66,12 @@ class _Pool:
         return len(self._heap) + len(self._waiting)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        """Yield the work and the number of each."""
+        """Yield the work and the index of each microbatch."""
         yield from self._heap
         yield from ((work, place) for _, work, place in self._waiting)
 
     def take(self, num: int, room: list[int]) -> _Pool:
-        """Move the first *num*, which are empty, into a pool of their own."""
+        """Move the first *num* microbatches, which are empty, into a separate pool."""
         places = sorted(self._heap)[:num]
         kept = sorted(self._heap)[num:]
         heapify(kept)
@@ -80,14 +80,14 @@ class _Pool:
 
     def add(self, size: int, work: int, *, level: int | None, must_open: bool) -> tuple[int, int] | None:
         """
-        Put an item into the microbatch of least work that has room; return the microbatch and its
-        work before; None if there is none.
+        Put an item into the least loaded microbatch with room. Return the microbatch and its work
+        before, or None.
 
         Args:
             size: Positions of the item.
-            work: Its work.
-            level: Work that no microbatch may pass; None: any.
-            must_open: Whether only empty ones may take it.
+            work: Work of the item.
+            level: Limit of work of a microbatch; None for no limit.
+            must_open: Whether only an empty microbatch may take it.
         """
         while self._waiting and -self._waiting[0][0] >= size:
             _, held, place = heappop(self._waiting)
@@ -106,7 +106,7 @@ class _Pool:
 
 
 class _Fill:
-    """Microbatches that are filled by falling work."""
+    """Microbatches that take items by descending work."""
 
     def __init__(self, costs: IntArray, works: IntArray, shards: int, rounds: int, capacity: int) -> None:
         self._sizes, self._works = costs.tolist(), works.tolist()
@@ -121,12 +121,12 @@ class _Fill:
 
     def add(self, item: int, *, must_open: bool) -> int | None:
         """
-        Return the microbatch that takes an item; None if none has room.
+        Return the microbatch that takes an item, or None without room.
 
         Args:
-            item: No lighter than those that come after it.
-            must_open: Whether only empty microbatches may take it: there are no more items than
-                these.
+            item: An item at least as heavy as all later ones.
+            must_open: Whether only an empty microbatch may take it, since no more items are left
+                than empty ones.
         """
         size, work = self._sizes[item], self._works[item]
         found = self._placed(size, work, must_open=must_open)
@@ -143,7 +143,7 @@ class _Fill:
             if found := pool.add(size, work, level=level, must_open=must_open):
                 return found
         if not self._is_light_open and len(self._light) and work > self._mean_of_light():
-            # The level of a round is that of its first item: the next ones fill it up to there.
+            # The first item of a round sets its level. The next ones fill it up to this level.
             self._levels.append(work)
             self._heavy.append(self._light.take(self._shards, self._room))
             return self._heavy[-1].add(size, work, level=work, must_open=must_open)
@@ -158,7 +158,8 @@ class _Fill:
 
     def _mean_of_light(self) -> float:
         """
-        Return the work of a microbatch of the other rounds, once the heavy rounds are filled.
+        Estimate the mean work of a microbatch of the other rounds after the heavy rounds are
+        filled.
         """
         density = self._left / self._left_positions
         taken = sum(
@@ -171,11 +172,11 @@ class _Fill:
 
 def in_rounds(labels: IntArray, costs: IntArray, works: IntArray, *, shards: int, capacity: int) -> IntArray:
     """
-    Return the microbatches worker by worker, so that those of one round have equal work and workers
-    about the same in all: microbatch k of a worker runs beside microbatch k of the others.
+    Assign microbatches to workers, so that those of a round have equal work and workers about equal
+    sums. Microbatch k of a worker runs at the same time as microbatch k of the others.
 
     Args:
-        labels: The microbatch of each item, whose number is a multiple of *shards*.
+        labels: Microbatch of each item. The number of microbatches is a multiple of *shards*.
         costs: Positions of each item.
         works: Work of each item, in whole units.
         shards: Workers.
@@ -191,7 +192,7 @@ def in_rounds(labels: IntArray, costs: IntArray, works: IntArray, *, shards: int
         one.level()
     result = np.empty_like(labels)
     done = np.zeros(shards, dtype=np.int64)
-    # The least even rounds first, so that the others make up for them.
+    # The least even rounds come first, so that the others compensate for them.
     order = sorted(range(rounds), key=lambda number: (-int(np.ptp(levelled[number].sums)), number))
     for number in order:
         one = levelled[number]
@@ -203,7 +204,7 @@ def in_rounds(labels: IntArray, costs: IntArray, works: IntArray, *, shards: int
 
 
 class _Round:
-    """Microbatches of one round, whose items are exchanged."""
+    """Microbatches of one round, between which items are exchanged."""
 
     def __init__(self, costs: IntArray, works: IntArray, held: list[IntArray], capacity: int) -> None:
         self._costs, self._works, self._capacity = costs, works, capacity
@@ -224,7 +225,10 @@ class _Round:
                 return
 
     def _exchange(self, busy: int, idle: int) -> bool:
-        """Exchange an item for one or for none, if the two are more even then; return whether."""
+        """
+        Exchange an item for another or for none if the two become more even; return whether they
+        did.
+        """
         gives, takes = self.held[busy], self.held[idle]
         nothing = np.zeros(1, dtype=np.int64)
         works, less = (np.concatenate([self._works[items], nothing]) for items in (gives, takes))

@@ -1,5 +1,5 @@
 """
-Packs while training runs: a mix of data sets drawn again each epoch, and the buffer that packs it.
+Packing during training: a mix of data sets drawn again each epoch, and the buffer that packs it.
 """
 
 from __future__ import annotations

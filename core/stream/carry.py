@@ -1,15 +1,16 @@
 """
-Dynamic packing: samples come as they come, packs go as soon as they are full enough.
+Dynamic packing: a buffer of arriving samples, from which packs are emitted when they are full
+enough.
 
-A buffer of samples is packed whenever it is full. Packs at or above the fill ratio are emitted; the
-samples of the others stay in the buffer, and are packed again with what comes next. Rules:
+The buffer is packed whenever it is full. Packs at or above the fill ratio are emitted. The samples
+of the others stay in the buffer, and are packed again with the next samples. Rules:
 
-- Every sample that came is, once, in a pack, skipped as too long, evicted, or still in the buffer.
-- The packs depend on the samples' order alone, not on how many come at a time.
-- At most half of the buffer is carried, so each packing takes in at least half a buffer of new
-  samples: the work is linear and the buffer bounded whatever the lengths. Packs beyond that half
-  are evicted, those first that were carried the longest: samples that could not be packed for so
-  long are likely to stay so.
+- Every sample that arrived is exactly once in a pack, skipped as too long, evicted, or in the
+  buffer.
+- Packs depend on the order of samples alone, not on how many arrive at a time.
+- At most half of the buffer is carried to the next packing, so time is linear for any lengths.
+  Packs beyond that half are evicted, those carried the longest first, since they are the least
+  likely to be filled later.
 - Indices ascend in a pack.
 """
 
@@ -34,27 +35,26 @@ def _ratio(value: float | str | Decimal | Fraction) -> Fraction:
 
 @attrs.frozen(kw_only=True)
 class CarryOptions:
-    """How a stream is packed."""
+    """Options of packing a stream."""
 
     packing_length: int
-    """
-    Tokens of a pack; longer samples, and those of exactly so many, are long: packs of their own, or
-    skipped.
-    """
+    """Token limit of a pack. Samples of as many tokens or more are long."""
 
     packing_buffer: int = 512
-    """Samples that are packed together."""
+    """Samples that are packed at a time."""
 
     min_fill_ratio: Fraction = attrs.field(default=Fraction(65, 100), converter=_ratio)
     """
-    Share of the packing length at which a pack is emitted; read as the decimal it is written as.
+    Share of the packing length from which a pack is emitted, read as the decimal that is written.
     """
 
     drop_last: bool = True
-    """Whether underfilled packs are dropped when they leave the buffer; else they are emitted."""
+    """
+    Whether underfilled packs are dropped when they leave the buffer. Otherwise they are emitted.
+    """
 
     allow_single_long: bool = True
-    """Whether long samples are packs of their own; else they are skipped."""
+    """Whether long samples are packs of their own. Otherwise they are skipped."""
 
     def __attrs_post_init__(self) -> None:
         positive("packing_length", self.packing_length)
@@ -67,25 +67,25 @@ def _array(values: object) -> IntArray:
 
 @attrs.frozen(eq=False)
 class Carry:
-    """What is in the buffer, in the order in which it came; arrays of shape (num_samples,)."""
+    """Samples in the buffer, in order of arrival; arrays of shape (num_samples,)."""
 
     indices: IntArray = attrs.field(factory=lambda: _array([]), converter=_array)
     lengths: IntArray = attrs.field(factory=lambda: _array([]), converter=_array)
 
     carried: IntArray = attrs.field(factory=lambda: _array([]), converter=_array)
-    """How often each sample was packed and carried."""
+    """Number of times that each sample was packed and carried."""
 
     def tolist(self) -> list[list[int]]:
-        """Return all three as lists, which `Carry(*lists)` reads."""
+        """Return the three arrays as lists; `Carry(*lists)` restores them."""
         return [self.indices.tolist(), self.lengths.tolist(), self.carried.tolist()]
 
 
 @attrs.frozen(eq=False)
 class Emitted:
-    """What left the buffer."""
+    """Packs and samples that left the buffer."""
 
     packs: Packs
-    """To be trained, in order."""
+    """Packs to train, in order."""
 
     single_long: tuple[int, ...]
     """Long samples, each a pack of its own among `packs`."""
@@ -95,24 +95,25 @@ class Emitted:
 
     underfilled: Packs
     """
-    Packs below the fill ratio that left the buffer; among `packs` too, unless they are dropped.
+    Packs below the fill ratio that left the buffer. They are among `packs` too, unless they are
+    dropped.
     """
 
     dropped: bool
-    """Whether they are."""
+    """Whether `underfilled` packs are dropped."""
 
 
 def advance(
     carry: Carry, indices: Sequence[int] | IntArray, lengths: Lengths, *, options: CarryOptions
 ) -> tuple[Carry, Emitted]:
     """
-    Take in samples, and emit what is full enough.
+    Add samples to the buffer, and emit packs that are full enough.
 
     Args:
-        carry: What is in the buffer.
-        indices: Names of the samples, ascending over the whole stream.
-        lengths: Their tokens, >= 1.
-        options: How the stream is packed.
+        carry: Buffer before.
+        indices: Sample indices, ascending over the whole stream.
+        lengths: Tokens of the samples, >= 1.
+        options: Options of packing.
 
     >>> options = CarryOptions(packing_length=80, packing_buffer=6, min_fill_ratio="0.6")
     >>> advance(Carry(), range(6), [30, 30, 20, 60, 50, 10], options=options)[1].packs.tolist()
@@ -142,7 +143,7 @@ def advance(
             emitted.append((at, left))
     rest = short[taken:]
     result = Emitted(
-        # A long sample that came before others of a packing is emitted before them.
+        # A long sample that arrived before others of a packing is emitted before them.
         packs=concatenate([packs for _, packs in sorted(emitted, key=lambda pair: pair[0]) if len(packs)] or [_NONE]),
         single_long=tuple(indices[long].tolist()) if options.allow_single_long else (),
         skipped_long=() if options.allow_single_long else tuple(indices[long].tolist()),
@@ -181,7 +182,7 @@ def _joined(carry: Carry, indices: IntArray, lengths: IntArray) -> Carry:
 
 
 def _fills(packs: Packs, lengths: IntArray, options: CarryOptions) -> NDArray[np.bool_]:
-    """Return whether each pack is at or above the fill ratio; bool of shape (num_packs,)."""
+    """Return a mask of packs at or above the fill ratio; bool of shape (num_packs,)."""
     ratio = options.min_fill_ratio
     full: NDArray[np.bool_] = packs.loads(lengths) * ratio.denominator >= ratio.numerator * options.packing_length
     return full
@@ -189,8 +190,8 @@ def _fills(packs: Packs, lengths: IntArray, options: CarryOptions) -> NDArray[np
 
 def _pack(carry: Carry, options: CarryOptions) -> tuple[Carry, Packs, Packs]:
     """
-    Pack a full buffer; return what is carried, the packs that are full enough, and those that are
-    evicted.
+    Pack a full buffer; return the carried samples, the packs that are full enough, and the evicted
+    packs.
     """
     packs = pack(carry.lengths, capacity=options.packing_length)
     is_full = _fills(packs, carry.lengths, options)
@@ -198,7 +199,7 @@ def _pack(carry: Carry, options: CarryOptions) -> tuple[Carry, Packs, Packs]:
     under = np.flatnonzero(~is_full)
     ages = np.maximum.reduceat(carry.carried[packs.indices], packs.offsets[:-1])[under]
     young = under[np.argsort(ages, kind="stable")]
-    # The youngest stay, as many as half of the buffer holds.
+    # The youngest packs stay, up to half of the buffer.
     stays = np.cumsum(packs.sizes()[young]) <= options.packing_buffer // 2
     kept, gone = np.sort(young[stays]), np.sort(young[~stays])
     left = np.sort(packs.take(kept).indices)

@@ -1,7 +1,7 @@
 """
-Mixing several data sets for one epoch: which samples of which source, in which order.
+Mixing of several data sets: the samples of each source in an epoch, and their order.
 
-A schedule follows from the sources, the seed and the epoch alone. Ratios are exact to within one
+A mixed epoch follows from the sources, the seed and the epoch alone. Ratios are exact to within one
 sample.
 """
 
@@ -25,13 +25,13 @@ Order = Callable[[int], IntArray]
 
 @attrs.frozen(kw_only=True)
 class Source:
-    """One data set of a mix; exactly one of `ratio` and `count` is given."""
+    """One data set of a mix. Exactly one of `ratio` and `count` is given."""
 
     jsonl: PathText
-    """Data file of the source, by which it is named."""
+    """Data file, which also names the source."""
 
     ratio: Decimal | None = None
-    """Share of the source among those that have a ratio; the decimal it is written as."""
+    """Share of the source among those with a ratio, as the decimal that is written."""
 
     count: int | None = None
     """Samples of the source in each epoch."""
@@ -49,8 +49,8 @@ class Mix:
 
     samples_per_epoch: int | None = None
     """
-    Samples of all sources together in an epoch; unset, as many as the first source to run out
-    allows, or, if all are drawn with replacement, as their samples together.
+    Samples of all sources together in an epoch. If unset, the first source to run out limits them.
+    If all are drawn with replacement, it is the number of all their samples.
     """
 
 
@@ -59,17 +59,17 @@ class Schedule:
     """The samples of an epoch, in order; arrays of shape (num_samples,)."""
 
     source: IntArray
-    """Which source, by its place among them."""
+    """Index of the source."""
 
     index: IntArray
-    """Which of its samples."""
+    """Index of the sample in its source."""
 
     def __len__(self) -> int:
         return int(self.source.size)
 
 
 def mix_faults(mix: Mix, sizes: Sequence[int]) -> Iterator[Fault]:
-    """Yield what is wrong with a mix of sources of these *sizes*, in samples."""
+    """Yield the faults of a mix of sources of these *sizes*, in samples."""
     if not mix.sources:
         yield Fault("sources", "is empty: name at least one")
     for number, (source, size) in enumerate(zip(mix.sources, sizes, strict=True)):
@@ -94,8 +94,8 @@ def mix_faults(mix: Mix, sizes: Sequence[int]) -> Iterator[Fault]:
 
 def share_faults(mix: Mix, sizes: Sequence[int]) -> Iterator[Fault]:
     """
-    Yield what is wrong with the shares of a mix that has no other faults: no source may fall out,
-    or run out.
+    Yield the faults of the shares of a mix without other faults. Every source has a sample, and
+    none runs out.
     """
     fixed, wanted = sum(source.count or 0 for source in mix.sources), mix.samples_per_epoch
     if wanted is not None and wanted < fixed:
@@ -118,15 +118,15 @@ def share_faults(mix: Mix, sizes: Sequence[int]) -> Iterator[Fault]:
 
 def quotas(mix: Mix, sizes: Sequence[int]) -> list[int]:
     """
-    Return how many samples of each source an epoch has.
+    Return the number of samples of each source in an epoch.
 
-    Sources with a count have that. Those with a ratio share what `samples_per_epoch` leaves, each
-    to within one sample of its exact share (largest remainders first, of equals the first source);
-    without `samples_per_epoch` there are as many as the first source to run out allows, or, if all
-    of them are drawn with replacement, as their samples together.
+    Sources with a count have that number. Those with a ratio share the rest of `samples_per_epoch`,
+    each to within one sample of its exact share. Largest remainders come first, of equal ones the
+    first source. Without `samples_per_epoch` the first source to run out limits the number. If all
+    are drawn with replacement, it is the number of all their samples.
 
     Args:
-        mix: Without `mix_faults`.
+        mix: A mix without `mix_faults`.
         sizes: Samples of each source.
 
     >>> sources = (Source(jsonl="a", ratio=Decimal(3)), Source(jsonl="b", ratio=Decimal(1)))
@@ -151,10 +151,10 @@ def schedule(mix: Mix, sizes: Sequence[int], *, seed: int, epoch: int) -> Schedu
     Return the samples of an epoch, in order.
 
     Args:
-        mix: Without `mix_faults` and `share_faults`.
+        mix: A mix without `mix_faults` and `share_faults`.
         sizes: Samples of each source.
-        seed: From 0.
-        epoch: From 0; each has a draw and an order of its own.
+        seed: Seed of draws and order, from 0.
+        epoch: Epoch, from 0. Each has its own draw and order.
     """
     wanted = quotas(mix, sizes)
     drawn = [
@@ -171,7 +171,7 @@ def _share(source: Source) -> Fraction:
 
 
 def _shared(mix: Mix, sizes: Sequence[int], shares: Sequence[Fraction], whole: Fraction, counted: int) -> int:
-    """Return how many samples the sources with a ratio have together."""
+    """Return the number of samples of all sources with a ratio."""
     if not whole:
         return 0
     if mix.samples_per_epoch is not None:
@@ -187,6 +187,6 @@ def _shared(mix: Mix, sizes: Sequence[int], shares: Sequence[Fraction], whole: F
 def _drawn(size: int, quota: int, *, replacement: bool, seed: tuple[int, ...]) -> IntArray:
     if not replacement:
         return shuffled(size, seed=seed)[:quota]
-    # The product's high half is below size, and as good as even for sizes far below 2**64.
+    # The high half of the product is below size, and nearly uniform for sizes far below 2**64.
     raw = np.random.PCG64(seed).random_raw(quota)
     return (raw >> np.uint64(32)).astype(np.int64) * size >> 32

@@ -1,6 +1,5 @@
 """
-What packs cost to train, in FLOPs of the model's own layers, and which rank of a step computes
-which.
+Work of samples and packs in FLOPs of the model's layers, and assignment of packs to ranks by work.
 """
 
 from __future__ import annotations

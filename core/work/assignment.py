@@ -1,13 +1,12 @@
 """
-Which rank computes which pack of an optimizer step, by work.
+Assignment of the packs of an optimizer step to ranks, by work.
 
-A step keeps exactly its packs: loss and gradients are sums over them, whoever computes them. Ranks
-wait for each other where they meet: once a step where gradients are summed at its end, or in each
-microbatch where weights or gradients are sharded. Either way a step takes as long as its busiest
-ranks.
+A step keeps exactly its packs: loss and gradients are sums over them, on whichever rank. Ranks wait
+for each other once a step if gradients are summed at its end. They wait in each microbatch if
+weights or gradients are sharded. In both cases the busiest ranks decide the time of a step.
 
-All arithmetic is of whole numbers, and equal works keep their order: every rank, on whatever
-processor, gets the same assignment.
+All arithmetic is in whole numbers, and equal works keep their order. So every rank gets the same
+assignment, on any processor.
 """
 
 from __future__ import annotations
@@ -23,38 +22,43 @@ from packplan.core.lengths import IntArray
 from packplan.core.shuffling import shuffled
 
 Meeting = Literal["step", "microbatch"]
-"""Where ranks wait for each other: at the end of each step, or in each microbatch."""
+"""Point where ranks wait for each other: at the end of each step, or in each microbatch."""
 
 UNITS = 2**38
-"""Whole units of the heaviest pack: sums of two million packs fit 64 bits."""
+"""Units of the heaviest pack. Sums of two million packs fit 64 bits."""
 
 _TOLERANCE = 10_000
-"""A step is level once its busiest rank is within this part of the bound."""
+"""
+A step is level once its busiest rank exceeds the bound by at most this fraction: one 10,000th.
+"""
 
 _ROUNDS = 60
-"""Rounds of exchange between the ranks of a step, at most; nearly all are level after ten."""
+"""Limit of rounds of exchange between the ranks of a step. Nearly all are level after ten."""
 
 _SINGLE_ROUNDS = 8
 """
-Rounds that exchange one pack for one, whose table is small; what is not level then exchanges two
-for two in turn.
+First rounds, which exchange one pack for one since that table is small. Later rounds also exchange
+two for two.
 """
 
 _STALE = 8
-"""Rounds after which a step is left as it is if none of them changed it."""
+"""Rounds without a change after which a step is left as it is."""
 
 _PAIRS_UP_TO = 8
-"""Packs of a rank up to which two are exchanged at once; with more, one for one is fine enough."""
+"""
+Largest number of packs of a rank at which two are exchanged at once. With more, one for one
+suffices.
+"""
 
 _BLOCK = 1 << 21
-"""Numbers of an exchange's table that are in memory at once."""
+"""Numbers of an exchange table that are in memory at once."""
 
 
 def in_units(works: NDArray[Any]) -> IntArray:
     """
-    Return works as whole numbers, the heaviest as `UNITS`; int64, of the same shape.
+    Return works scaled to whole numbers, the largest as `UNITS`; int64 of the same shape.
 
-    Works that are all scaled alike give the same units.
+    Works that differ by a common factor give the same units.
     """
     heaviest = works.max(initial=0)
     if not heaviest:
@@ -67,15 +71,15 @@ def assign_steps(works: IntArray, *, world_size: int, accumulation: int, meeting
     """
     Return the positions of packs in an order that gives the ranks of each step equal work.
 
-    In an order, rank r of W takes the positions r, r + W, r + 2W, …; a step is accumulation x W
-    neighbours, the last one perhaps fewer. Each step keeps its packs.
+    In an order, rank r of W takes the positions r, r + W, r + 2W, … A step is accumulation x W
+    neighbours, the last perhaps fewer. Each step keeps its packs.
 
     Args:
-        works: Work of each pack in the order given, in whole units, see `in_units`; shape
-            (num_packs,), a multiple of *world_size*.
+        works: Work of each pack in the given order, in units of `in_units`; shape (num_packs,), a
+            multiple of *world_size*.
         world_size: Data-parallel learners, >= 1.
         accumulation: Packs of a rank in one step, >= 1.
-        meeting: Where ranks wait for each other.
+        meeting: Point where ranks wait for each other.
 
     >>> works = np.array([8, 1, 7, 2, 6, 3, 5, 4])
     >>> works[assign_steps(works, world_size=2, accumulation=4, meeting="microbatch")].tolist()
@@ -88,7 +92,7 @@ def assign_steps(works: IntArray, *, world_size: int, accumulation: int, meeting
     order = np.arange(works.size)
     whole = works.size - works.size % (world_size * accumulation)
     for part, packs_of_rank in ((order[:whole], accumulation), (order[whole:], (works.size - whole) // world_size)):
-        # Alone there is nobody to wait for, and one pack each leaves nothing to choose.
+        # A single rank waits for none, and one pack each leaves no choice.
         if not part.size or world_size == 1 or packs_of_rank == 1:
             continue
         steps = works[part].reshape(-1, packs_of_rank * world_size)
@@ -99,17 +103,17 @@ def assign_steps(works: IntArray, *, world_size: int, accumulation: int, meeting
 
 def group_steps(works: IntArray, *, packs_per_step: int, steps: int, seed: Sequence[int]) -> IntArray:
     """
-    Return the positions of packs in an order whose steps hold packs of like work.
+    Return the positions of packs in an order whose steps hold packs of similar work.
 
-    Windows of so many steps are sorted by work and cut into steps again, which come in a drawn
-    order; no pack leaves its window, and the packs beyond the last whole step stay at the end.
-    Steps become biased: each holds packs of one kind.
+    Windows of *steps* steps are sorted by work and cut into steps again, in a random order. No pack
+    leaves its window, and packs beyond the last whole step stay at the end. Steps become biased:
+    each holds packs of one kind.
 
     Args:
-        works: Work of each pack in the order given, in whole units; shape (num_packs,).
-        packs_per_step: Packs of a step, all ranks together, >= 1.
+        works: Work of each pack in the given order, in whole units; shape (num_packs,).
+        packs_per_step: Packs of a step over all ranks, >= 1.
         steps: Steps of a window, >= 1.
-        seed: Of the order of the steps of a window; numbers from 0.
+        seed: Seed of the order of steps in a window; numbers from 0.
 
     >>> works = np.array([5, 1, 4, 2, 3, 6, 9])
     >>> grouped = works[group_steps(works, packs_per_step=2, steps=3, seed=(0,))]
@@ -127,17 +131,17 @@ def group_steps(works: IntArray, *, packs_per_step: int, steps: int, seed: Seque
 
 def bounds_of_steps(works: IntArray, *, world_size: int, accumulation: int, meeting: Meeting) -> IntArray:
     """
-    Return what no assignment of each step's packs can stay below; int64, shape (num_steps,).
+    Return the lower bound of the work of the busiest ranks in each step; int64, shape (num_steps,).
 
-    For ranks that meet once a step: the mean rank's work, rounded up, or the heaviest pack with the
-    lightest ones beside it. For ranks that meet in each microbatch: the sum of each one's heaviest
-    packs, which sorting reaches.
+    If ranks wait once a step, it is the mean work of a rank, rounded up, or the heaviest pack with
+    the lightest ones beside it. If they wait in each microbatch, it is the sum of the heaviest
+    packs of the microbatches, which sorting reaches.
 
     Args:
-        works: Work of each pack in the order given, in whole units; shape (num_packs,).
+        works: Work of each pack in the given order, in whole units; shape (num_packs,).
         world_size: Data-parallel learners, >= 1.
         accumulation: Packs of a rank in one step, >= 1.
-        meeting: Where ranks wait for each other.
+        meeting: Point where ranks wait for each other.
     """
     per_step = world_size * accumulation
     bounds = []
@@ -150,10 +154,10 @@ def bounds_of_steps(works: IntArray, *, world_size: int, accumulation: int, meet
 
 
 def _bounds(rows: IntArray, world_size: int) -> IntArray:
-    """Return the least work of the busiest rank for steps whose works ascend in *rows*."""
+    """Return the lower bound of the busiest rank's work, for steps whose works ascend in *rows*."""
     packs_of_rank = rows.shape[1] // world_size
     if packs_of_rank == 2:
-        # The heaviest beside the lightest is optimal.
+        # The heaviest together with the lightest is optimal.
         folded: IntArray = (rows + rows[:, ::-1]).max(axis=1)
         return folded
     with_lightest = rows[:, -1] + rows[:, : packs_of_rank - 1].sum(axis=1)
@@ -162,41 +166,41 @@ def _bounds(rows: IntArray, world_size: int) -> IntArray:
 
 
 def _places(steps: IntArray, world_size: int, meeting: Meeting) -> IntArray:
-    """Return which place of each step comes where; of the shape of *steps*."""
+    """Return the order of the packs of each step, as places in *steps*; of its shape."""
     num_steps, per_step = steps.shape
     falling = np.argsort(-steps, axis=1, kind="stable").reshape(num_steps, -1, world_size)
     if meeting == "microbatch":
-        # In which of its ranks a microbatch's packs are does not matter to it: turned, so that sums
-        # of ranks are near each other too.
+        # The rank of a pack does not matter to its microbatch. Every second one is reversed, so
+        # that sums of ranks are near each other too.
         falling[:, 1::2] = falling[:, 1::2, ::-1]
         return falling.reshape(num_steps, per_step)
     held = _longest_first(steps, falling)
     _level(steps, held)
-    # From heavy to light on each rank, so that microbatches that run at the same time are alike.
-    heavy_first = np.argsort(-_taken(steps, held), axis=2, kind="stable")
+    # Heavy packs first on each rank, so that microbatches at the same time are similar.
+    heavy_first = np.argsort(-_held_works(steps, held), axis=2, kind="stable")
     held = np.take_along_axis(held, heavy_first, axis=2)
     return held.transpose(0, 2, 1).reshape(num_steps, per_step)
 
 
-def _taken(steps: IntArray, held: IntArray) -> IntArray:
-    """Return the works of the packs that ranks hold; of the shape of *held*."""
+def _held_works(steps: IntArray, held: IntArray) -> IntArray:
+    """Return the works of the packs at the places in *held*; of its shape."""
     return np.take_along_axis(steps, held.reshape(len(steps), -1), axis=1).reshape(held.shape)
 
 
 def _longest_first(steps: IntArray, falling: IntArray) -> IntArray:
     """
-    Assign packs by falling work, a row of one a rank at a time: the heaviest of a row to the rank
-    that has least so far.
+    Assign packs by descending work, in rows of one pack a rank. The heaviest of a row goes to the
+    rank with the least work so far.
 
     Args:
-        steps: Works; shape (num_steps, packs of a step).
-        falling: Places by falling work; shape (num_steps, packs of a rank, world_size).
+        steps: Work of each pack; shape (num_steps, packs of a step).
+        falling: Places by descending work; shape (num_steps, packs of a rank, world_size).
 
     Returns:
-        The places that each rank takes; shape (num_steps, world_size, packs of a rank).
+        Places of the packs of each rank; shape (num_steps, world_size, packs of a rank).
     """
     num_steps, packs_of_rank, world_size = falling.shape
-    works = _taken(steps, falling)
+    works = _held_works(steps, falling)
     sums = np.zeros((num_steps, world_size), dtype=np.int64)
     held = np.empty((num_steps, world_size, packs_of_rank), dtype=np.int64)
     rows = np.arange(num_steps)[:, None]
@@ -209,11 +213,12 @@ def _longest_first(steps: IntArray, falling: IntArray) -> IntArray:
 
 def _level(steps: IntArray, held: IntArray) -> None:
     """
-    Exchange packs between busy and idle ranks until each step is level, or nothing helps; in place.
+    Exchange packs between busy and idle ranks until each step is level, or nothing helps. *held* is
+    changed in place.
 
     Args:
-        steps: Works; shape (num_steps, packs of a step).
-        held: The places that each rank takes; shape (num_steps, world_size, packs of a rank).
+        steps: Work of each pack; shape (num_steps, packs of a step).
+        held: Places of the packs of each rank; shape (num_steps, world_size, packs of a rank).
     """
     bounds = _bounds(np.sort(steps, axis=1), held.shape[1])
     limits = bounds + bounds // _TOLERANCE
@@ -221,7 +226,7 @@ def _level(steps: IntArray, held: IntArray) -> None:
     changed = np.zeros(len(steps), dtype=np.int64)
     swaps = _swaps(held.shape[2])
     for number in range(_ROUNDS):
-        works = _taken(steps[active], held[active])
+        works = _held_works(steps[active], held[active])
         uneven = (works.sum(axis=2).max(axis=1) > limits[active]) & (number - changed[active] <= _STALE)
         active, works = active[uneven], works[uneven]
         if not active.size:
@@ -232,22 +237,22 @@ def _level(steps: IntArray, held: IntArray) -> None:
 
 
 def _swaps(packs_of_rank: int) -> list[NDArray[np.int64]]:
-    """Return the sets of packs that may be exchanged, one size after the other."""
+    """Return the sets of packs that may be exchanged, by size."""
     sizes = [1, 2] if 2 < packs_of_rank <= _PAIRS_UP_TO else [1]
     return [np.array(list(combinations(range(packs_of_rank), size))) for size in sizes]
 
 
 def _exchange(held: IntArray, active: IntArray, works: IntArray, *, swaps: NDArray[np.int64], number: int) -> IntArray:
     """
-    Let each busy rank exchange packs with an idle one, so that the two are as even as one exchange
-    makes them; return which active steps have changed.
+    Exchange packs of each busy rank with those of an idle one, as evenly as one exchange allows.
+    Return the changed steps, as indices of *active*.
 
     Args:
-        held: The places that each rank takes; shape (num_steps, world_size, packs of a rank).
+        held: Places of the packs of each rank; shape (num_steps, world_size, packs of a rank).
         active: Steps to work on.
-        works: Works of what they hold; shape (num_active, world_size, packs of a rank).
+        works: Works of the packs of each rank; shape (num_active, world_size, packs of a rank).
         swaps: Sets of packs to exchange; shape (num_sets, packs of a set).
-        number: Of the round: partners differ from round to round.
+        number: Number of the round, which decides the partners.
     """
     sums = works.sum(axis=2)
     num_active, world_size = sums.shape
@@ -277,6 +282,6 @@ def _exchange(held: IntArray, active: IntArray, works: IntArray, *, swaps: NDArr
 
 
 def _blocks(num: int, width: int) -> Iterator[slice]:
-    """Yield parts of *num* rows, each of about `_BLOCK` numbers when rows are *width* wide."""
+    """Yield slices of *num* rows, of about `_BLOCK` numbers each if rows have *width* numbers."""
     size = max(1, _BLOCK // width)
     return (slice(start, start + size) for start in range(0, num, size))

@@ -1,6 +1,5 @@
 """
-How uneven packs are that meet by chance: what ranks wait in a step of random packs, and the least
-that whole samples leave.
+Imbalance of packs that run together by chance, and its lower bound for packs of whole samples.
 """
 
 from __future__ import annotations
@@ -13,12 +12,11 @@ from numpy.typing import NDArray
 
 def expected_imbalance(works: NDArray[Any], *, world_size: int) -> float:
     """
-    Return the work of the heaviest of so many packs drawn at random, over the mean pack's: the mean
-    over all draws, exactly.
+    Return the mean work of the heaviest of *world_size* random packs, over the mean work of a pack.
 
     Args:
         works: Work of each pack, >= 0; at least one.
-        world_size: Packs that meet, >= 1; where there are fewer packs, all meet.
+        world_size: Number of packs drawn, >= 1; all of them if there are fewer.
 
     >>> expected_imbalance(np.array([1, 2, 3]), world_size=2)
     1.3333333333333333
@@ -28,7 +26,7 @@ def expected_imbalance(works: NDArray[Any], *, world_size: int) -> float:
         return 1.0
     drawn = min(world_size, rising.size)
     below = np.arange(drawn, rising.size, dtype=np.float64)
-    # That the pack with so many below it is the heaviest of a draw, over the same of the one above.
+    # Probability that a pack is the heaviest of a draw, over that of the next heavier pack.
     ratios = (below - drawn + 1) / below
     chances = drawn / rising.size * np.concatenate([np.cumprod(ratios[::-1])[::-1], [1.0]])
     return float((chances * rising[drawn - 1 :]).sum() / rising.mean())
@@ -36,15 +34,14 @@ def expected_imbalance(works: NDArray[Any], *, world_size: int) -> float:
 
 def floor_of(works: NDArray[Any], *, num_packs: int) -> NDArray[np.float64]:
     """
-    Return the works that packs would have if only samples too heavy for a pack of the mean work
-    made them uneven; shape (num_packs,).
+    Return the most even works that packs of whole samples could have; float64, shape (num_packs,).
 
-    No packs of whole samples are more even: a pack has at least the work of each of its samples.
-    How many tokens a pack may hold is left aside.
+    A pack has at least the work of each of its samples, so samples above the mean work of a pack
+    make packs uneven. The capacity of packs is left aside.
 
     Args:
         works: Work of each sample, >= 0; at least one.
-        num_packs: Packs, >= 1, at most the samples.
+        num_packs: Number of packs, from 1 to the number of samples.
 
     >>> floor_of(np.array([8, 1, 2, 3]), num_packs=3).tolist()
     [8.0, 3.0, 3.0]
@@ -53,7 +50,7 @@ def floor_of(works: NDArray[Any], *, num_packs: int) -> NDArray[np.float64]:
     total = float(array.sum())
     heavy = np.sort(array[array > total / num_packs])[::-1]
     left = total - np.concatenate([[0.0], np.cumsum(heavy)])[: heavy.size]
-    # Once a sample is below the mean of what is left, so are all after it.
+    # Once a sample is below the mean of the rest, so are all after it.
     alone = int((np.cumprod(heavy * (num_packs - np.arange(heavy.size)) > left)).sum())
     alone = min(alone, num_packs - 1)
     level = (total - float(heavy[:alone].sum())) / (num_packs - alone)

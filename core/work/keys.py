@@ -1,4 +1,4 @@
-"""The keys of a model's config.json, and which of them have been read."""
+"""Reader of the keys of a model's config.json, which records the keys read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _IS_SIZE = re.compile(
     r"(size|size_mlp|expert|expert_num|dim|dims|rank|ranks|heads?|layers?|experts|kernel|expand|width|window|inner|types?|pattern|interval|step|"
     r"blocks|streams|groups|head_sharing|multiplier|freq|period|offset|codebooks|topk|cache)(_\w*per_\w+)?$"
 )
-"""Keys whose names say that they count something that work may depend on."""
+"""Names of keys whose values work may depend on."""
 
 _HARMLESS = re.compile(
     r"(rope_|rotary|mrope|yarn|router_|moe_router|initializer|max_|quant|torch|chunk_size_feed_forward|_token|num_labels|"
@@ -30,12 +30,12 @@ _HARMLESS = re.compile(
     r"|key_multiplier|attention_(in|out)_multiplier|ssm_(in|out)_multiplier|pretraining_tp|num_experts_to|hidden_act"
     r"|ep_size|mtp_|num_mtp|clip|is_|attn_type|experts_implementation|type_vocab|tie_|query_pre_attn|init_)"
 )
-"""Beginnings of keys that are sizes by their name, and change no matrix product."""
+"""Beginnings of names of sizes that change no matrix product."""
 
 
 class Keys:
     """
-    Sizes of a model, and which of them have been read.
+    Sizes of a model, with a record of the keys read.
 
     >>> keys = Keys({"hidden_size": 8, "n_layer": 2, "num_streams": 4})
     >>> keys.size("hidden_size"), keys.size("num_hidden_layers", "n_layer"), keys.unread()
@@ -44,16 +44,17 @@ class Keys:
 
     def __init__(self, sizes: Sizes, defaults: Sizes | None = None) -> None:
         """
-        Args:
-        sizes: A config.json, or a part of one.
+        Read from *sizes*, then from *defaults*.
 
-        defaults: Values of keys that it leaves out.
+        Args:
+            sizes: A config.json, or a part of one.
+            defaults: Values of keys that *sizes* leaves out.
         """
         self._sizes = {**(defaults or {}), **{key: value for key, value in sizes.items() if value is not None}}
         self._read = set[str]()
 
     def get(self, *names: str) -> Any:
-        """Return the value of the first of these keys that there is; None without one."""
+        """Return the value of the first of these keys that exists, or None."""
         self._read.update(names)
         return next((self._sizes[name] for name in names if name in self._sizes), None)
 
@@ -79,7 +80,7 @@ class Keys:
         return found
 
     def unread(self) -> list[str]:
-        """Return the keys that name a size above 0, or a list, and have not been read."""
+        """Return the unread keys whose value is a size above 0 or a list."""
         return sorted(
             key
             for key, value in self._sizes.items()

@@ -1,22 +1,20 @@
 """
-What a sample or a pack costs to train, in floating-point operations (FLOPs), from the layer sizes
-of the model.
+Work of a sample or a pack in floating-point operations (FLOPs), from the layer sizes of the model.
 
-Counted are the multiplications and additions of matrix products in one forward pass; a backward
-pass over all weights takes twice as many. Norms, activations and rotations are not counted: they
-are linear in the positions and far below one percent of a model of usual width. Four parts make up
-the work:
+The count has the multiplications and additions of matrix products in one forward pass. A backward
+pass over all weights takes twice as many. Norms, activations and rotations are left out: they are
+linear in the positions, and far below one percent in a model of usual width. Work has four parts:
 
-- every position passes all weights, those of the output head included, and of experts those that it
-  is given to;
-- attention compares each token with those that it sees, so causal attention over a sample of n
-  tokens counts n (n + 1) / 2 pairs, and an implementation that computes the whole square, as eager
-  attention does, n * n; a layer that sees a window or a chunk compares fewer;
-- layers under the delta rule, whose attention is linear, compute whole chunks of tokens;
-- each image's patches pass the vision tower, whose layers attend within the image, or within
+- Every position passes all weights, including the output head, and those experts that it is routed
+  to.
+- Causal attention over a sample of n tokens counts n (n + 1) / 2 pairs. An implementation that
+  computes the whole square, such as eager attention, counts n * n. A layer limited to a window or a
+  chunk counts fewer.
+- Layers under the delta rule, whose attention is linear, compute whole chunks of tokens.
+- The patches of each image pass the vision tower, whose layers attend within the image or within
   windows of it.
 
-Work is additive: attention by sample makes the work of a pack the sum over its samples.
+Attention is by sample, so the work of a pack is the sum over its samples.
 """
 
 from __future__ import annotations
@@ -36,27 +34,22 @@ from packplan.core.work.vision import FLOPs, Grid, VisionWork, read_vision
 
 @attrs.frozen
 class WorkModel:
-    """Forward FLOPs of a model, in plain numbers."""
+    """Coefficients of the FLOPs of a model."""
 
     per_position: int
-    """FLOPs of the matrix products that one position passes: all layers and the output head."""
+    """FLOPs of the matrix products of one position, over all layers and the output head."""
 
     per_pair: int
-    """
-    FLOPs of attention per pair of tokens that it compares, over the layers that see all tokens
-    before.
-    """
+    """FLOPs of attention per pair of tokens, over the layers of full attention."""
 
     vision: VisionWork | None = None
-    """FLOPs of the vision tower; None for a model of text alone."""
+    """Coefficients of the vision tower; None for a model of text alone."""
 
     local: tuple[LocalAttention, ...] = ()
-    """Attention over the layers that see a window or a chunk."""
+    """Attention layers limited to a window or a chunk."""
 
     per_chunk: int = 0
-    """
-    FLOPs of a chunk of 64 tokens, over the layers under the delta rule; they compute whole chunks.
-    """
+    """FLOPs of a chunk of 64 tokens, over the layers under the delta rule."""
 
     @classmethod
     def from_config(cls, config: Sizes) -> WorkModel:
@@ -85,11 +78,11 @@ class WorkModel:
     @classmethod
     def estimated(cls, config: Sizes) -> WorkModel:
         """
-        Return the work of a model whose architecture is not known: tokens and squares of lengths,
-        in the proportion of ordinary layers of its width.
+        Estimate the work of an unknown architecture from tokens and squares of lengths, in the
+        proportion of ordinary layers of its width.
 
-        Where *config* says neither, it takes 32 layers of a width of 4,096. Images count as the
-        tokens that they become.
+        Without sizes in *config*, it takes 32 layers of a width of 4,096. Images count by their
+        tokens.
         """
         config = config.get("thinker_config") or config
         text = config.get("text_config") or config
@@ -102,17 +95,17 @@ class WorkModel:
 
     def trained(self, *, text: bool = True, vision: bool = True, vision_gradients: bool = True) -> WorkModel:
         """
-        Return the FLOPs of a forward and a backward pass, from this, the forward pass alone.
+        Return the work of a forward and a backward pass; this object has the forward pass alone.
 
-        A backward pass takes as many for the gradients of what a layer is given, and as many again
-        for those of its weights, if these are trained; attention has no weights, and two products
-        for each of its own.
+        A backward pass takes as many FLOPs for the gradients of a layer's inputs, and as many again
+        for those of trained weights. Attention has no weights, and two products for each of its
+        own.
 
         Args:
-            text: Whether the text's weights are trained, not frozen or under adapters.
-            vision: The same of the vision tower's weights.
-            vision_gradients: Whether gradients reach the vision tower at all: something in it is
-                trained, be it adapters.
+            text: Whether the weights of the language model are trained, not frozen or under
+                adapters.
+            vision: Whether the weights of the vision tower are trained.
+            vision_gradients: Whether anything in the vision tower is trained, adapters included.
         """
         tower = self.vision
         if tower is not None and vision_gradients:
@@ -138,8 +131,7 @@ class WorkModel:
 
         Args:
             lengths: Tokens of each sample, image tokens included; each >= 1.
-            grids: The images of each sample, one list a sample, for a model that sees images; none
-                if empty.
+            grids: Grids of the images of each sample, one list a sample; empty for no images.
 
         Raises:
             ArgumentError: A length that is not a positive whole number.
@@ -161,10 +153,7 @@ class WorkModel:
         return work + np.bincount(sample, weights=images, minlength=tokens.size)
 
     def row_flops(self, widths: Any) -> FLOPs:
-        """
-        Return the forward FLOPs of text, of rows of one sample each under causal attention; of the
-        shape of *widths*.
-        """
+        """Return the forward FLOPs of rows of one text sample each; of the shape of *widths*."""
         tokens = np.asarray(widths, dtype=np.float64)
         work: FLOPs = tokens * self.per_position + causal_pairs(tokens) * self.per_pair
         for layers in self.local:
@@ -175,10 +164,11 @@ class WorkModel:
 
     def position_flops(self, positions: Any, pairs: Any) -> FLOPs:
         """
-        Return the forward FLOPs of text by the number of positions computed, padding included, and
-        of pairs that every attention layer compares, whatever it sees: as under eager attention.
+        Return the forward FLOPs of text from its positions, padding included, and its pairs of
+        tokens.
 
-        Both are numbers or arrays of one shape, which the result has.
+        Every attention layer counts all pairs, as eager attention does. Both are numbers or arrays
+        of one shape, which the result has.
         """
         per_pair = self.per_pair + sum(layers.per_pair for layers in self.local)
         positions = np.asarray(positions, dtype=np.float64)
@@ -192,7 +182,7 @@ class WorkModel:
         Return the forward FLOPs of each image in the vision tower; shape (num_images,).
 
         Raises:
-            ValueError: There are images, and the model sees none.
+            ValueError: There are images, but no vision tower.
         """
         if self.vision is None:
             if len(grids):
@@ -203,12 +193,12 @@ class WorkModel:
 
 
 FRAMES_OF_LAYER = 2
-"""Frames of a video that a vision tower sees as one image."""
+"""Frames of a video that a vision tower takes as one image."""
 
 
 @attrs.frozen(eq=False)
 class SampleWorks:
-    """Work of each sample of a data set, from what is measured of it."""
+    """Work of each sample of a data set, from its measurement."""
 
     model: WorkModel
 
@@ -230,7 +220,7 @@ class SampleWorks:
         video_patches: Any = 0,
     ) -> SampleWorks:
         """
-        Return the works of samples.
+        Return the works of samples with these lengths and media.
 
         Args:
             model: What its layers take.
@@ -259,21 +249,17 @@ class SampleWorks:
 
     @property
     def flops(self) -> FLOPs:
-        """
-        FLOPs of each sample, whole numbers, whose `Packs.sums` are the same on every processor;
-        shape (num_samples,).
-        """
+        """FLOPs of each sample, as whole numbers; shape (num_samples,)."""
         return np.rint(self.padded(self.lengths) + self.images)
 
     def padded(self, widths: Any) -> FLOPs:
-        """Return the FLOPs of text alone, of rows of these *widths*; of their shape."""
+        """Return the FLOPs of rows of one sample each without images; of the shape of *widths*."""
         return self.model.row_flops(widths)
 
 
 def causal_pairs(lengths: Any) -> Any:
     """
-    Return the pairs of tokens that causal attention compares in rows of these *lengths*; a number
-    or an array, as given.
+    Return the number of token pairs of causal attention in rows of these *lengths*.
 
     >>> causal_pairs(3)
     6.0

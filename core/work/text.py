@@ -1,10 +1,9 @@
 """
-What the text layers of a model cost, by the keys of its config.json.
+Work of a model's text layers, by the keys of its config.json.
 
-No family is named where keys say what a layer is: grouped or latent heads, experts beside shared
-ones, layers that see a window or a chunk, layers that carry a state. What no key says, or what
-configs leave out, is in `_UNSAID`. A key that names a size and is not read here makes the model one
-that is not known.
+Keys decide, not families: grouped or latent heads, experts and shared experts, layers of a window
+or a chunk, layers that carry a state. `_DEFAULTS` holds values that configs leave out or have no
+key for. A key that names a size and is not read here makes the model unknown.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ _KINDS: Mapping[str, Kind] = {
     "conv": "conv",
     "mamba": "mamba",
 }
-"""What `layer_types` of a config.json calls them."""
+"""Names in `layer_types` of a config.json -> kinds."""
 
-_UNSAID: Mapping[str, Sizes] = {
+_DEFAULTS: Mapping[str, Sizes] = {
     "bitnet": {"mlp_products": 3},
     "bloom": {"mlp_products": 2},
     "openai-gpt": {"mlp_products": 2},
@@ -55,36 +54,38 @@ _UNSAID: Mapping[str, Sizes] = {
     "starcoder2": {"mlp_products": 2},
 }  # fmt: skip
 """
-Model type -> what its config.json does not say: how many products its MLP has where the activation
-does not tell, whether attention has a gate, and defaults that configs leave out.
+Model type -> values that its config.json leaves out, such as the products of its MLP or the gate of
+attention.
 """
 
-_OTHERWISE = {"ctrl", "diffllama", "falcon", "gpt_bigcode", "hunyuan_v1_moe", "longcat_flash", "modernbert-decoder"}
-"""Model types whose keys say less than their layers do; they are not known."""
+_UNKNOWN_TYPES = {"ctrl", "diffllama", "falcon", "gpt_bigcode", "hunyuan_v1_moe", "longcat_flash", "modernbert-decoder"}
+"""Model types whose keys do not describe their layers. Their work is unknown."""
 
 _PLAIN = {"gelu", "gelu_new", "gelu_fast", "quick_gelu", "relu", "relu2", "xielu"}
-"""Activations of MLPs of two products; others gate, by a third."""
+"""Activations of MLPs of two products. MLPs of other activations have a gate, a third product."""
 
 DELTA_CHUNK = 64
-"""Tokens of a chunk of layers under the delta rule, in transformers and in the kernels for GPUs."""
+"""Tokens of a chunk under the delta rule, in transformers and in GPU kernels."""
 
 
 @attrs.frozen
 class LocalAttention:
-    """Forward FLOPs of attention layers that see some of the tokens before, in plain numbers."""
+    """Work of attention layers limited to a window or a chunk."""
 
     per_pair: int
     """FLOPs per pair of tokens, over these layers."""
 
     tokens: int
-    """Tokens of a window, the token itself included; or of a chunk."""
+    """Tokens of a window, the token itself included, or of a chunk."""
 
     in_chunks: bool = False
-    """Whether tokens see those of their own chunk before them, else the last so many."""
+    """
+    Whether tokens attend within their chunk. Otherwise they attend to a window of the last tokens.
+    """
 
     def pairs(self, lengths: NDArray[np.float64]) -> NDArray[np.float64]:
         """
-        Return the pairs that are compared in rows of these *lengths*; of their shape.
+        Return the number of token pairs in rows of these *lengths*; of their shape.
 
         >>> LocalAttention(1, 3).pairs(np.array([2.0, 5.0])).tolist()
         [3.0, 12.0]
@@ -103,7 +104,7 @@ class LocalAttention:
 
 @attrs.frozen
 class TextWork:
-    """Forward FLOPs of text layers; `core.work.WorkModel` says what the numbers are."""
+    """Forward FLOPs of text layers, with the fields of `core.work.WorkModel`."""
 
     per_position: int
     per_pair: int
@@ -117,14 +118,14 @@ def read_text(sizes: Sizes, *, model_type: str | None) -> TextWork:
 
     Args:
         sizes: The text's part of a config.json.
-        model_type: Of that part, or of the whole.
+        model_type: Model type of that part, or of the whole model.
 
     Raises:
-        ModelError: It lacks a size, or has one that is not known.
+        ModelError: A size is missing, or the work of a key is not known.
     """
-    if model_type in _OTHERWISE:
+    if model_type in _UNKNOWN_TYPES:
         raise ModelError("work", f"the work of model_type {model_type!r} is not known")
-    keys = Keys(sizes, _UNSAID.get(model_type or "", {}))
+    keys = Keys(sizes, _DEFAULTS.get(model_type or "", {}))
     width = keys.size("hidden_size", "n_embd", "d_model")
     layers = keys.size("num_hidden_layers", "n_layer", "num_layers")
     kinds = Counter(_kinds(keys, layers))
@@ -157,7 +158,7 @@ def read_text(sizes: Sizes, *, model_type: str | None) -> TextWork:
 
 
 def _kinds(keys: Keys, layers: int) -> list[Kind]:
-    """Return what each layer is."""
+    """Return the kind of each layer."""
     named = keys.get("layer_types", "layers_block_type")
     window = keys.get("sliding_window")
     has_window = bool(window) and keys.get("use_sliding_window") is not False
@@ -182,9 +183,7 @@ def _kinds(keys: Keys, layers: int) -> list[Kind]:
 
 
 def _attention(keys: Keys, width: int) -> tuple[int, int]:
-    """
-    Return the numbers that one position, and one pair of tokens, is multiplied with in a layer.
-    """
+    """Return the products of one position, and of one pair of tokens, in an attention layer."""
     heads = keys.size("num_attention_heads", "n_head", "num_heads")
     if (latent := keys.count("kv_lora_rank")) is not None:
         plain, rotated, value = (keys.size(key) for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
@@ -200,23 +199,20 @@ def _attention(keys: Keys, width: int) -> tuple[int, int]:
 
 
 def _delta(keys: Keys, width: int) -> tuple[int, int]:
-    """
-    Return the numbers that one position is multiplied with in a layer of gated delta rule, and the
-    products of a chunk.
-    """
+    """Return the products of one position, and of a chunk, in a layer of the gated delta rule."""
     key, value = keys.size("linear_key_head_dim"), keys.size("linear_value_head_dim")
     heads = keys.size("linear_num_value_heads")
     keys_width, values_width = keys.size("linear_num_key_heads") * key, heads * value
     mixed = 2 * keys_width + values_width
     position = width * (mixed + values_width + 2 * heads) + values_width * width
     position += keys.size("linear_conv_kernel_dim") * mixed
-    # Keys with keys and with queries, and weights with values; states read twice, and written.
+    # Keys with keys and with queries, weights with values; states are read twice, and written.
     chunk = DELTA_CHUNK * heads * (DELTA_CHUNK * (2 * key + value) + 3 * key * value)
     return position, chunk
 
 
 def _mamba(keys: Keys, width: int) -> int:
-    """Return the numbers that one position is multiplied with in a state-space layer."""
+    """Return the products of one position in a state-space layer."""
     state, kernel = keys.size("state_size"), keys.size("conv_kernel")
     expand, rank = keys.count("expand") or 2, keys.count("time_step_rank") or -(-width // 16)
     inner = keys.count("intermediate_size") or width * expand
@@ -225,7 +221,7 @@ def _mamba(keys: Keys, width: int) -> int:
 
 
 def _mlps(keys: Keys, width: int, layers: int) -> int:
-    """Return the numbers that one position is multiplied with in the MLPs of all layers."""
+    """Return the products of one position in the MLPs of all layers."""
     if keys.get("state_size") is not None and keys.get("num_attention_heads", "n_head") is None:
         return 0
     experts = keys.count("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -253,7 +249,7 @@ def _mlps(keys: Keys, width: int, layers: int) -> int:
 
 
 def _adjusted(keys: Keys, inner: int) -> int:
-    """Return the width of MLPs that a config gives before it is cut and rounded."""
+    """Return the width of MLPs, reduced and rounded if the config says so."""
     cut, factor = keys.get("block_auto_adjust_ff_dim"), keys.get("block_ffn_dim_multiplier")
     multiple = keys.count("block_multiple_of") or 1
     if not cut:
@@ -263,7 +259,7 @@ def _adjusted(keys: Keys, inner: int) -> int:
 
 
 def _products(keys: Keys) -> int:
-    """Return the products of an MLP: two, or three where one gates."""
+    """Return the number of matrix products of an MLP: two, or three with a gate."""
     if (said := keys.count("mlp_products")) is not None:
         return said
     activation = keys.get("hidden_activation", "hidden_act", "activation_function", "mlp_hidden_act")
@@ -271,7 +267,7 @@ def _products(keys: Keys) -> int:
 
 
 def _sparse(keys: Keys, layers: int) -> int:
-    """Return how many layers have experts."""
+    """Return the number of layers with experts."""
     named, places, frequency = keys.get("mlp_layer_types"), keys.get("moe_layers"), keys.get("moe_layer_freq")
     step = keys.count("decoder_sparse_step", "moe_layer_interval", "interleave_moe_layer_step") or 1
     dense = keys.count("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index") or 0

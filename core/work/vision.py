@@ -1,4 +1,4 @@
-"""What vision towers and their projectors cost, by the keys of a config.json's `vision_config`."""
+"""Work of vision towers and their projectors, by the keys of `vision_config` in a config.json."""
 
 from __future__ import annotations
 
@@ -13,48 +13,46 @@ from packplan.core.errors import ModelError
 from packplan.core.work.keys import ATTENTION_PRODUCTS, PRODUCT, Keys, Sizes
 
 FLOPs = NDArray[np.float64]
-"""Floating-point operations; float64, because those of a large data set pass 64-bit integers."""
+"""Floating-point operations; float64, since those of a large data set exceed 64-bit integers."""
 
 Grid = Sequence[int]
 """
-Patches of one image before merging: frames, rows, columns, as `image_grid_thw` of ms-swift's
-samples gives them.
+Patches of one image before merging: frames, rows, columns, as in `image_grid_thw` of ms-swift's
+samples.
 """
 
 
 @attrs.frozen
 class VisionWork:
-    """Forward FLOPs of a vision tower and its projector, in plain numbers."""
+    """Coefficients of the forward FLOPs of a vision tower and its projectors."""
 
     per_patch: int
-    """FLOPs of the matrix products that one patch passes in all layers and in the projectors."""
+    """FLOPs of the matrix products of one patch, over all layers and projectors."""
 
     per_image_pair: int
     """
-    FLOPs of attention per pair of patches of one image frame, over the layers that attend within
-    the frame.
+    FLOPs of attention per pair of patches of a frame, over the layers that attend within frames.
     """
 
     per_window_pair: int
     """
-    FLOPs of attention per pair of patches of one window, over the layers that attend within
-    windows; 0 without such layers.
+    FLOPs of attention per pair of patches of a window, over the layers that attend within windows.
     """
 
     window: int
     """
-    Patches on the side of a window; those at the right and lower edges of an image are smaller. 0
-    without windows.
+    Patches on the side of a window; 0 without windows. Those at the right and lower edges are
+    smaller.
     """
 
     def estimate_image_flops(self, images: Any, patches: Any) -> FLOPs:
         """
-        Return the forward FLOPs of each sample's images where only their number and patches are
-        known: as if a sample's images had equal sizes and whole windows.
+        Estimate the forward FLOPs of each sample's images from their number and patches, as if they
+        had equal sizes and whole windows.
 
         Args:
-            images: Images of each sample; shape (num_samples,).
-            patches: Patches of all images of a sample together; of the same shape.
+            images: Number of images of each sample; shape (num_samples,).
+            patches: Patches of all images of each sample; of the same shape.
 
         >>> vision = VisionWork(per_patch=100, per_image_pair=1, per_window_pair=1, window=4)
         >>> vision.estimate_image_flops([1, 2, 0], [16, 32, 0]).tolist()
@@ -88,13 +86,16 @@ def read_vision(config: Sizes) -> VisionWork:
     Return the work of the vision tower of a config.json; ModelError if its keys are not those of a
     known kind.
 
-    Known are towers whose patches are merged and attend within their frame: with windows but for
-    some layers (`fullatt_block_indexes`); with learned places (`num_position_embeddings`), and a
-    projector more for each layer that feeds the text's (`deepstack_visual_indexes`); and with a
-    width of their own beside the text's (`embed_dim`); GLM-4V's, whose MLPs are as wide as the text
-    (`out_hidden_size` and `image_size`, without `attention_bias`: towers with it have others); and
-    InternVL's, which sees tiles of one size (`use_absolute_position_embeddings` and the model's
-    `downsample_ratio`).
+    Known towers merge patches, which attend within their frame. Their keys tell them apart:
+
+    - `fullatt_block_indexes`: windows in all layers but these.
+    - `num_position_embeddings`: learned positions, with one more projector for each of
+      `deepstack_visual_indexes`.
+    - `embed_dim`: a width of the tower beside that of the text.
+    - `out_hidden_size` and `image_size` with `attention_bias` false: GLM-4V, whose MLPs are as wide
+      as the text.
+    - `use_absolute_position_embeddings` and the model's `downsample_ratio`: InternVL, with tiles of
+      one size.
     """
     sizes = config["vision_config"]
     keys = Keys(sizes)
@@ -129,8 +130,7 @@ def _tower(
     channels = keys.count("in_channels", "in_chans") or 3
     embedding = channels * (keys.count("temporal_patch_size") or 2) * keys.size("patch_size") ** 2 * width
     layer = width * (4 * width + mlp_products * inner)
-    # A projector takes merge² patches at once, merge² times as wide, so a patch has its share of
-    # the product.
+    # A projector takes merge² patches at once, so each patch has a share of the product.
     merged = (keys.count("spatial_merge_size") or 2) ** 2 * width
     projector = width * (merged + (keys.size("out_hidden_size") if out is None else out))
     return VisionWork(
@@ -146,15 +146,15 @@ def _glm(keys: Keys) -> VisionWork:
     width, out, inner = keys.size("hidden_size"), keys.size("out_hidden_size"), keys.size("intermediate_size")
     tower = _tower(keys, width, inner=out, mlp_products=3, num_projectors=0)
     merge = keys.count("spatial_merge_size") or 2
-    # The convolution is as wide as the patches that it merges, so each has its share of it.
+    # The convolution is as wide as the patches that it merges, so each has a share of it.
     projector = PRODUCT * (width * out + out * (out + 3 * inner) // merge**2)
     return attrs.evolve(tower, per_patch=tower.per_patch + projector)
 
 
 def _tiles(keys: Keys, ratio: float, *, text: int) -> VisionWork:
     """
-    Return the work of InternVL's tower, whose tiles are the windows, each with a token more than it
-    has patches.
+    Return the work of InternVL's tower, whose tiles count as windows. Each has one token more than
+    patches.
     """
     width, depth = keys.size("hidden_size"), keys.size("num_hidden_layers")
     patch, size = _side(keys, "patch_size"), _side(keys, "image_size")
@@ -173,7 +173,7 @@ def _tiles(keys: Keys, ratio: float, *, text: int) -> VisionWork:
 
 
 def _side(keys: Keys, name: str) -> int:
-    """Return a size in pixels that is written as a number, or as the same one twice."""
+    """Return a size in pixels, written as a number or as a list of equal ones."""
     found = keys.get(name)
     if isinstance(found, (list, tuple)) and len(set(found)) == 1:
         return Keys({name: found[0]}).size(name)
@@ -187,8 +187,7 @@ def _pair(width: int) -> int:
 
 def _squares(side: FLOPs, window: int) -> FLOPs:
     """
-    Return the sum of the squares of the parts that windows cut each *side* into; zeros without
-    windows.
+    Return the sum of squares of the parts that windows cut each *side* into; 0 without windows.
     """
     if not window:
         return np.zeros_like(side)
