@@ -1,9 +1,9 @@
 """
-Opens transformers' configurations without writing each of them out.
+Opens transformers' configurations without formatting each of them as text.
 
-For each that it opens, transformers formats a line of its log, whether anybody reads it or not, and
-for each part of one, huggingface_hub the reason why it is no dictionary. To write a configuration
-out, transformers builds three others, and takes five times as long as to open it.
+transformers formats a log line for each configuration, at every log level. huggingface_hub
+formats a reason for each part that is no dictionary. Formatting a configuration builds three others
+and takes five times as long as opening it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from transformers import PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
 _WRITTEN_OUT: Any = PreTrainedConfig.__repr__
-"""What is put back, also by the last of several threads that are inside."""
+"""Original method, restored on exit, also by the last of several threads."""
 
 
 @contextlib.contextmanager
 def configs_by_name() -> Iterator[None]:
     """
-    Let the text of a configuration be the name of its class, inside; where transformers logs what
-    it opens, configurations are written out as ever.
+    Shorten the text of configurations to their class name, inside.
+
+    Where transformers logs at level info, configurations are formatted in full as always.
     """
     if transformers_logging.get_verbosity() <= logging.INFO:
         yield

@@ -1,9 +1,10 @@
 """
-Attention of a rank that holds a part of a packed row: its own queries, everybody's keys and values.
+Attention on a rank that holds a part of a packed row: its own queries, and the keys and values of
+all ranks.
 
-Rules: the layout travels as an argument of the model's forward pass, and nothing global knows it;
-every rank of the group runs the same layers in the same order, forward and backward; a parameter's
-gradients are summed over the group by whoever trains.
+Rules: the layout is an argument of the model's forward pass, never global state. Every rank of the
+group runs the same layers in the same order, forward and backward. The caller sums the gradients of
+parameters over the group.
 """
 
 from __future__ import annotations
@@ -23,40 +24,41 @@ from packplan.core.context_parallel import PackedLayout
 
 ATTENTION = "packplan_context_parallel"
 """
-Name of ours among transformers' attention functions; none of its mask functions has it, so no mask
-is built.
+Name of this attention among transformers' attention functions.
+
+No mask function has this name, so transformers builds no mask.
 """
 
 
 @attrs.frozen(eq=False)
 class _Share:
-    """What attention has to know of a rank's part."""
+    """Part of a packed row that one rank computes."""
 
     group: dist.ProcessGroup | None
     blocks: list[list[int]]
     """See `PackedLayout.blocks`."""
 
     restore: torch.Tensor
-    """See `PackedLayout.restore`; where the model is, so that no layer copies it there."""
+    """See `PackedLayout.restore`; on the model's device, so that no layer copies it there."""
 
 
 @contextmanager
 def context_parallel(model: Any, *, layout: PackedLayout, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """
-    Let a model take this rank's part of a packed row, as `input_ids` of shape (1, num_positions /
-    cp_size).
+    Let a model compute this rank's part of a packed row, as `input_ids` of shape (1, num_positions
+    / cp_size).
 
-    Its logits are those of the part. Position ids are the layout's, unless they are given. With
-    gradient checkpointing the backward pass belongs inside too, for it runs the layers again.
+    The logits are those of the part. Position ids default to the layout's. With gradient
+    checkpointing the backward pass belongs inside too, since it runs the layers again.
 
     Args:
-        model: One of transformers', whose layers attend to everything before them.
-        layout: The whole row, the same on every rank.
-        group: The ranks that share the row; all of them by default.
+        model: Model of transformers with causal attention.
+        layout: Layout of the whole row, the same on every rank.
+        group: Ranks that share the row; all of them by default.
 
     Raises:
         ValueError: The layout is for another number of ranks. Inside: the part has another size, a
-            mask or keys of earlier calls are given, or a layer has a sliding window.
+            mask or earlier keys are given, or a layer has a sliding window.
     """
     if layout.cp_size != dist.get_world_size(group):
         message = f"the layout is for {layout.cp_size} ranks, but the group has {dist.get_world_size(group)}"
@@ -65,19 +67,19 @@ def context_parallel(model: Any, *, layout: PackedLayout, group: dist.ProcessGro
     share = _Share(group, layout.blocks(rank).tolist(), torch.as_tensor(layout.restore, device=model.device))
     position_ids = torch.as_tensor(layout.position_ids[layout.positions(rank)], device=model.device)[None]
 
-    def give(_: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def attach(_: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if options.get("attention_mask") is not None:
-            message = "an attention_mask is given, but the layout says what is padding"
+            message = "an attention_mask is given, but the layout marks the padding"
             raise ValueError(message)
         return arguments, {"position_ids": position_ids, "use_cache": False, **options, "cp_share": share}
 
-    plain = model.config._attn_implementation  # noqa: SLF001  # no public question
-    hook = model.register_forward_pre_hook(give, with_kwargs=True)
+    before = model.config._attn_implementation  # noqa: SLF001  # has no public name
+    hook = model.register_forward_pre_hook(attach, with_kwargs=True)
     model.set_attn_implementation(ATTENTION)
     try:
         yield
     finally:
-        model.set_attn_implementation(plain)
+        model.set_attn_implementation(before)
         hook.remove()
 
 
@@ -85,23 +87,24 @@ def gather_row(
     part: torch.Tensor, *, layout: PackedLayout, group: dist.ProcessGroup | None = None, dim: int = 1
 ) -> torch.Tensor:
     """
-    Return the whole row of the ranks' parts; differentiable: a part's gradient is the sum of what
-    all ranks ask of it.
+    Return the whole row from the ranks' parts.
+
+    Differentiable: the gradient of a part is the sum over all ranks.
 
     Args:
-        part: Any tensor with num_positions / cp_size entries along *dim*, the same shape on every
+        part: Tensor with num_positions / cp_size entries along *dim*, of the same shape on every
             rank.
-        layout: The whole row.
-        group: The ranks that share it; all of them by default.
-        dim: Where the positions are.
+        layout: Layout of the whole row.
+        group: Ranks that share the row; all of them by default.
+        dim: Dimension of the positions.
 
     Returns:
         The tensor with num_positions entries along *dim*, in the order of the row.
     """
-    return _gathered(part, torch.as_tensor(layout.restore, device=part.device), group, dim)
+    return _gather(part, torch.as_tensor(layout.restore, device=part.device), group, dim)
 
 
-def _gathered(part: torch.Tensor, restore: torch.Tensor, group: dist.ProcessGroup | None, dim: int) -> torch.Tensor:
+def _gather(part: torch.Tensor, restore: torch.Tensor, group: dist.ProcessGroup | None, dim: int) -> torch.Tensor:
     expected = len(restore) // dist.get_world_size(group)
     if part.shape[dim] != expected:
         message = f"a rank's part has {expected} of {len(restore)} positions, but this one has {part.shape[dim]}"
@@ -144,8 +147,8 @@ def _attend(
     """
     Attend from a rank's queries to the keys of their own sequences, up to themselves.
 
-    Query, key and value are those of the part, of shape (1, heads, part, size); heads of the query
-    may share a key. Returns the output, of shape (1, part, heads, size), and no weights.
+    Query, key and value belong to this rank's part, of shape (1, heads, part, size). Query heads
+    may share a key head. Returns the output, of shape (1, part, heads, size), and no weights.
     """
     if cp_share is None:
         message = f"the model attends by {ATTENTION}, but runs outside of `context_parallel`"
@@ -154,7 +157,7 @@ def _attend(
         message = "context parallelism computes causal attention without a sliding window, a mask or earlier keys"
         raise ValueError(message)
     # One collective for both.
-    both = _gathered(torch.cat([key, value], dim=1), cp_share.restore, cp_share.group, dim=2)
+    both = _gather(torch.cat([key, value], dim=1), cp_share.restore, cp_share.group, dim=2)
     keys, values = torch.split(both, key.shape[1], dim=1)
     outputs, done = [], 0
     for begin, start, stop in cp_share.blocks:

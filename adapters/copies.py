@@ -1,4 +1,4 @@
-"""Copies of data that several processes want, and one writes."""
+"""Copies of data that one process writes and several processes read."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from packplan.adapters.progress import progress
 @contextlib.contextmanager
 def held(path: Path, source: Path) -> Iterator[None]:
     """
-    Let one process write a copy; the others wait for it.
+    Let one process write a copy, and let the others wait for it.
 
     Args:
-        path: File of the lock.
-        source: What is copied, for the line that waits.
+        path: Lock file.
+        source: File that is copied, named in the progress line.
     """
     lock = FileLock(path)
     with progress(desc=f"waiting for a copy of {source.name}", bar_format="{desc} [{elapsed}]", leave=False) as bar:

@@ -1,13 +1,12 @@
 """
-What has to be known of single families of models, in `families.json`; all else is read off the
-model.
+Facts about single model families, kept in `families.json`. Everything else is read from the model.
 
-`swift`: architecture -> ms-swift's model type and template, where its registry names several and
-one is meant by default. `embeds`: templates of ms-swift whose own way to embed images fails with
-this transformers, while the model embeds them itself. `unshown`: templates that declare packing,
-whose models have not been shown to pack. `unpacked`: model types of which docs/models.md says that
-a small model does not pack. `complete`: model type -> keys without which transformers'
-own default configuration builds no model, or none that shows its kinds of layers.
+`swift`: architecture -> default model type and template of ms-swift, where its registry lists
+several. `embeds`: templates of ms-swift whose own image embedding fails with this transformers,
+while the model embeds images itself. `unshown`: templates that declare packing, but whose models
+are not shown to pack. `unpacked`: model types that do not pack, by docs/models.md. `complete`:
+model type -> keys that transformers' default configuration lacks, to build a model with all its
+kinds of layers.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 _THINKER = "thinker"
-"""Name of the part of an Omni model that reads text, images and sound, and writes text."""
+"""Part of an Omni model that reads text, images and sound, and writes text."""
 
 _SOUND = frozenset({"audio_tower", "talker", "token2wav"})
-"""Names of the parts of an Omni model that sound alone reaches, or that make it."""
+"""Parts of an Omni model that only process or make sound."""
 
 
 @cache
@@ -30,7 +29,7 @@ def _families() -> dict[str, Any]:
 
 
 def settled_types(architecture: str) -> tuple[str, str] | None:
-    """Return the model type and template that are meant by default; None if nothing says so."""
+    """Return the default model type and template of an architecture; None if there is none."""
     found = _families()["swift"].get(architecture)
     return None if found is None else (found[0], found[1])
 
@@ -41,19 +40,20 @@ def embeds_itself(template: str) -> bool:
 
 
 def is_shown(template: str) -> bool:
-    """Return whether a template's model may be asked if it packs."""
+    """Return whether the model of a template may be probed."""
     return template not in _families()["unshown"]
 
 
 def is_unpacked(model_type: str) -> bool:
-    """Return whether a small model of this type is known not to pack, by docs/models.md."""
+    """Return whether docs/models.md lists this model type among those that do not pack."""
     return model_type in _families()["unpacked"]
 
 
 def trained_part(model: Any) -> Any:
     """
-    Return the part of a model that reads text and images, and is trained: the thinker of one that
-    also speaks, else the model itself. Adapters around it do not matter.
+    Return the part of a model that is trained: the thinker of an Omni model, else the model itself.
+
+    Adapters around it do not matter.
     """
     thinker = getattr(model, _THINKER, None)
     return model if thinker is None else thinker
@@ -66,13 +66,10 @@ def trained_config(config: Any) -> Any:
 
 
 def hears_or_speaks(name: str) -> bool:
-    """
-    Return whether a weight of a model with a thinker is one that sound alone reaches, or that makes
-    sound.
-    """
+    """Return whether a weight of an Omni model only processes or makes sound."""
     return not _SOUND.isdisjoint(name.split("."))
 
 
 def completed(model_type: str) -> dict[str, Any]:
-    """Return what completes transformers' default configuration of a model type."""
+    """Return the keys that complete transformers' default configuration of a model type."""
     return dict(_families()["complete"].get(model_type, {}))

@@ -1,6 +1,6 @@
 """
-Files that readers see whole or not at all, with manifests that digest themselves and what they
-name.
+Files that readers see whole or not at all, and manifests with digests of themselves and of their
+files.
 """
 
 from __future__ import annotations
@@ -26,19 +26,18 @@ _DIGEST = "manifest_sha256"
 
 _REFUSED = re.compile(r"\(os error \d+\)|PytorchStreamWriter|inline_container")
 """
-How writers in Rust say that the operating system refused, and how torch's does, which keeps the
-reason to itself.
+Errors of Rust writers about the operating system, and of torch's writer, which hides the cause.
 """
 
 _UNPUBLISHED = ".tmp"
-"""How files end that are not, or not yet, published."""
+"""Suffix of files that are not published yet."""
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """
-    Turn what the operating system refuses below *path* into an OutputError: a full disk, a folder
-    not to be written.
+    Raise OutputError where the operating system refuses to write below *path*, such as on a full
+    disk.
     """
     try:
         yield
@@ -48,10 +47,7 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def saving(folder: Path) -> Iterator[None]:
-    """
-    Turn what torch's, safetensors' and tokenizers' own writers make of a refusal below *folder*
-    into an OutputError, too.
-    """
+    """Raise OutputError where torch, safetensors or tokenizers cannot write below *folder*."""
     try:
         with writing(folder):
             yield
@@ -67,24 +63,23 @@ def saving(folder: Path) -> Iterator[None]:
 @contextmanager
 def loading(key: str, fact: str, remedy: str = "") -> Iterator[None]:
     """
-    Turn what libraries make of weights, states and settings that they cannot load into a
-    ConfigError.
+    Raise ConfigError where a library cannot load weights, states or settings.
 
     Args:
-        key: The key that names them.
-        fact: That they cannot be loaded; the library's reason follows.
-        remedy: What to do; stands behind the reason.
+        key: Key that names them.
+        fact: First part of the message; the library's reason follows.
+        remedy: Advice after the reason.
     """
     try:
         yield
     except PackplanError:
         raise
-    except Exception as error:  # what they raise has no common kind
-        reason = textwrap.shorten(str(error), _MOST, placeholder=" …") or type(error).__name__
+    except Exception as error:  # these errors have no common base class
+        reason = textwrap.shorten(str(error), _MAX_REASON, placeholder=" …") or type(error).__name__
         raise ConfigError.at(key, f"{fact}: {reason}{remedy and f'; {remedy}'}") from error
 
 
-_MOST = 250
+_MAX_REASON = 250
 """Characters of a library's reason that an error quotes."""
 
 
@@ -94,7 +89,7 @@ def write_bytes(path: Path, data: bytes | memoryview) -> None:
 
 
 def write_chunks(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
-    """Publish *chunks*, one after the other, as `write_bytes` does."""
+    """Publish *chunks* in order, as `write_bytes` does."""
     with writing(path), publishing(path) as file:
         file.writelines(chunks)
 
@@ -125,7 +120,7 @@ def publishing(path: Path) -> Iterator[BinaryIO]:
 
 
 def append_bytes(path: Path, data: bytes | memoryview) -> None:
-    """Add *data* to the end of a file, flushed; readers see it once a manifest counts it."""
+    """Append *data* to a file and flush it; readers use it once a manifest counts it."""
     with writing(path), path.open("ab") as file:
         file.write(data)
         file.flush()
@@ -142,20 +137,20 @@ def sync_folder(folder: Path) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what a killed writer left unpublished; for the only writer."""
+    """Remove unpublished files of a killed writer; only the one writer may call this."""
     for left in folder.glob(f".*{_UNPUBLISHED}"):
         left.unlink()
 
 
 def write_manifest(path: Path, content: Mapping[str, Any]) -> None:
-    """Publish *content* as readable JSON that carries its own digest."""
-    write_bytes(path, _as_text(content))
+    """Publish *content* as readable JSON with its own digest."""
+    write_bytes(path, _manifest_bytes(content))
 
 
 def read_manifest(path: Path, schema: str) -> dict[str, Any] | None:
     """
-    Return a manifest's content, or None if there is none; CorruptArtefactError if it is not what
-    was written.
+    Return the content of a manifest, or None if there is none; CorruptArtefactError if it is
+    damaged.
     """
     try:
         text = path.read_bytes()
@@ -165,8 +160,8 @@ def read_manifest(path: Path, schema: str) -> dict[str, Any] | None:
         return None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise CorruptArtefactError(str(path), "it is no manifest of this project") from None
-    # Two texts may say the same, but only one was written.
-    if found != _own_digest(content) or text != _as_text(content):
+    # Different bytes may parse to the same content, but only one form was written.
+    if found != _own_digest(content) or text != _manifest_bytes(content):
         raise CorruptArtefactError(str(path), "its content does not match its own digest")
     if content.get("schema") != schema:
         reason = f"it has the schema {content.get('schema')!r}, but this version reads {schema!r}"
@@ -174,7 +169,7 @@ def read_manifest(path: Path, schema: str) -> dict[str, Any] | None:
     return dict(content)
 
 
-def _as_text(content: Mapping[str, Any]) -> bytes:
+def _manifest_bytes(content: Mapping[str, Any]) -> bytes:
     return f"{json.dumps({**content, _DIGEST: _own_digest(content)}, indent=2, ensure_ascii=False)}\n".encode()
 
 
@@ -183,7 +178,7 @@ def _own_digest(content: Mapping[str, Any]) -> str:
 
 
 def write_array(path: Path, array: NDArray[Any]) -> dict[str, Any]:
-    """Publish *array* as flat little-endian bytes; return what a manifest says of it."""
+    """Publish *array* as flat little-endian bytes, and return its entry for a manifest."""
     flat = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
     data = flat.reshape(-1).view(np.uint8).data
     write_bytes(path, data)
@@ -211,9 +206,9 @@ def map_array(path: Path, dtype: np.dtype[Any], size: int) -> tuple[NDArray[Any]
     bytes.
 
     Args:
-        path: The file.
-        dtype: Type of its elements.
-        size: How many elements are read.
+        path: Binary file.
+        dtype: Type of an element.
+        size: Number of elements to read.
     """
     if not path.is_file():
         raise CorruptArtefactError(str(path), "it is missing")

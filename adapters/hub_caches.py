@@ -1,9 +1,9 @@
 """
-Models and data in the local caches of Hugging Face and ModelScope, found without either's library
+Models and data in the local caches of Hugging Face and ModelScope, found without their libraries
 and without a network.
 
-Where they are: `HF_HUB_CACHE`, else `HF_HOME`/hub; `MODELSCOPE_CACHE`, in each layout that its
-library has written. `USE_HF` says which cache comes first, as it does for ms-swift.
+Caches lie at `HF_HUB_CACHE`, else `HF_HOME`/hub, and at `MODELSCOPE_CACHE`, in each layout that its
+library has used. `USE_HF` decides which cache comes first, as for ms-swift.
 """
 
 from __future__ import annotations
@@ -20,32 +20,30 @@ _ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def is_id(name: str) -> bool:
-    """
-    Return whether a name may be an id of a hub: `owner/name`, and nothing of that name is here.
-    """
+    """Return whether a name can be a hub id: `owner/name`, and no local path."""
     return _ID.fullmatch(name) is not None and not name.startswith((".", "/")) and not Path(name).exists()
 
 
 def cached(name: str, kind: Kind, *, hub: str | None = None) -> Path | None:
     """
-    Return the folder of a model or data set of this id in a local cache, or None.
+    Return the folder of a model or data set in a local cache, or None.
 
     Args:
-        name: The id, `owner/name`.
-        kind: Which of the two it is.
-        hub: `hf` or `ms` to look into one hub's cache; None looks into both.
+        name: Hub id, `owner/name`.
+        kind: Model or data set.
+        hub: `hf` or `ms` for the cache of one hub; None for both.
     """
-    looks = {"hf": _hugging_face, "ms": _modelscope}
+    searches = {"hf": _hugging_face, "ms": _modelscope}
     first = "hf" if prefers_hugging_face() else "ms"
-    for look in [hub] if hub else [first, *(looks.keys() - {first})]:
-        for folder in looks[look](name, kind):
+    for searched in [hub] if hub else [first, *(searches.keys() - {first})]:
+        for folder in searches[searched](name, kind):
             if folder.is_dir() and any(folder.iterdir()):
                 return folder
     return None
 
 
 def prefers_hugging_face() -> bool:
-    """Return whether Hugging Face comes first, as ms-swift reads `USE_HF`."""
+    """Return whether Hugging Face comes first, by `USE_HF` as ms-swift reads it."""
     return os.environ.get("USE_HF", "0").strip().lower() in {"1", "true", "yes", "y", "t", "on"}
 
 
@@ -54,9 +52,9 @@ def download_command(name: str, kind: Kind, *, hub: str | None = None) -> str:
     Return the command that downloads a model or data set into its hub's cache.
 
     Args:
-        name: The id.
-        kind: Which of the two it is.
-        hub: `hf` or `ms`; None takes the one that comes first.
+        name: Hub id, `owner/name`.
+        kind: Model or data set.
+        hub: `hf` or `ms`; None for the hub that comes first.
     """
     if hub == "hf" or (hub is None and prefers_hugging_face()):
         return f"hf download {name}" + (" --repo-type dataset" if kind == "dataset" else "")
@@ -81,13 +79,13 @@ def _modelscope(name: str, kind: Kind) -> Iterator[Path]:
         snapshots = base / f"{kind}s" / f"{owner}--{last}" / "snapshots"
         yield from (snapshots / "master", snapshots / "main")
         yield from _newest_first(snapshots)
-        for written in dict.fromkeys((escaped, last)):
-            yield base / f"{kind}s" / owner / written
+        for folder in dict.fromkeys((escaped, last)):
+            yield base / f"{kind}s" / owner / folder
             if kind == "model":
-                yield base / owner / written
+                yield base / owner / folder
 
 
 def _newest_first(snapshots: Path) -> list[Path]:
-    """Return the revisions of a cache, the one that was written last first."""
+    """Return the revisions of a cache, the latest first."""
     found = [folder for folder in snapshots.iterdir() if folder.is_dir()] if snapshots.is_dir() else []
     return sorted(found, key=lambda folder: folder.stat().st_mtime_ns, reverse=True)

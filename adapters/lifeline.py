@@ -1,11 +1,10 @@
 """
-Processes that end when their parent does, however that ends: by SIGKILL too, which no parent can
-pass on.
+Processes that end when their parent ends, even if SIGKILL ends the parent.
 
-Each kind of process that this project starts calls `end_with_parent` first: those that measure,
-workers of loaders, ranks of a launcher, benchmarks. Rank 0's heartbeat has to outlive it by a
-moment, and sees by its pipe that it is gone. Ray's servers end its actors, after up to a minute, so
-actors on the driver's machine watch the driver themselves.
+Each process that this project starts calls `end_with_parent` first: measuring processes, loader
+workers, ranks of a launcher, benchmarks. There are two exceptions. Rank 0's heartbeat has to
+outlive rank 0 for a moment, and notices its end by a pipe. Ray takes up to a minute to end its
+actors, so actors on the driver's machine watch the driver themselves.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from packplan.core.errors import RunError
 
 _PR_SET_PDEATHSIG = 1
 
-_OF_LAUNCHER = "TORCHELASTIC_RUN_ID"
-"""Set by torchrun, and by what is built on it, in the ranks that it starts."""
+_LAUNCHER_VARIABLE = "TORCHELASTIC_RUN_ID"
+"""Variable that torchrun, and launchers built on it, set in their ranks."""
 
 _FULL = "Most often the machine, or its shared memory (/dev/shm), is full: {keys}, or give the machine more memory"
 
@@ -40,22 +39,18 @@ _LOST = {
     "DataLoader timed out": "A sample takes longer to read and encode, or waits for a disk that does not answer: look "
     "at where its media are, or {keys}",
 }
-"""
-What torch's errors begin with where a loader's process ended, or can no longer be reached, and what
-to do.
-"""
+"""Start of torch's error when a loader process is lost or unreachable -> advice."""
 
 
 def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
     """
-    Have the kernel send this process a signal when its parent ends; at once, if that is gone
-    already.
+    Have the kernel send a signal to this process when its parent ends, or now if it has ended.
 
-    The kernel watches the thread that started this process, so that has to be one that lives as
-    long as its process. Only Linux has such a signal; elsewhere this does nothing.
+    The kernel watches the thread that started this process, so that thread has to live as long as
+    its process. Only Linux has such a signal; elsewhere this does nothing.
 
     Args:
-        number: The signal. SIGKILL ends a process whatever it is at.
+        number: Signal to send. SIGKILL cannot be blocked.
 
     Raises:
         OSError: The kernel refuses.
@@ -66,29 +61,28 @@ def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
     if libc.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl cannot set the signal of a parent's death")
     parent = multiprocessing.parent_process()
-    # It may have ended before the kernel was asked.
+    # The parent may have ended before the call above.
     if parent is not None and not parent.is_alive():
         os.kill(os.getpid(), number)
 
 
 def end_with_launcher() -> None:
     """
-    End this rank when torchrun's agent ends, which started it; do nothing in a process that no
-    launcher started.
+    End this rank by SIGTERM when the agent of torchrun that started it ends.
 
-    By SIGTERM, on which training saves a checkpoint after the running step, and all else ends at
-    once.
+    On SIGTERM, training saves a checkpoint after the running step, and other commands end at once.
+    Without a launcher this does nothing.
     """
-    if _OF_LAUNCHER in os.environ and multiprocessing.parent_process() is None:
+    if _LAUNCHER_VARIABLE in os.environ and multiprocessing.parent_process() is None:
         end_with_parent(signal.SIGTERM)
 
 
 def end_with_process(pid: int) -> None:
     """
-    End this process when another one of this machine ends, which need not be its parent.
+    End this process when another process of this machine ends.
 
     Args:
-        pid: Number of the other process. This one ends at once if there is none of that number.
+        pid: Id of the other process. If there is none, this process ends at once.
     """
     if sys.platform != "linux":
         return
@@ -108,20 +102,19 @@ def _wait_and_end(other: int) -> None:
 
 def end_by_parent_alone() -> None:
     """
-    Have SIGTERM end this process only where its parent sends it, as torch does to a loader's worker
-    that does not end. Launchers send it to all processes of a run, while the one that trains needs
-    its workers until it has saved a checkpoint.
+    Ignore SIGTERM unless the parent sends it, as torch does to a loader worker that does not end.
 
-    To be called before this process starts threads. Only Linux tells who sent a signal; elsewhere
-    this does nothing.
+    Launchers send SIGTERM to all processes of a run, while training needs its workers until it has
+    saved a checkpoint. Call this before the process starts threads. Only Linux names the sender of
+    a signal; elsewhere this does nothing.
     """
     if sys.platform != "linux":
         return
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    threading.Thread(target=_end_when_told, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_end_on_sigterm_of, args=(os.getppid(),), daemon=True).start()
 
 
-def _end_when_told(parent: int) -> None:
+def _end_on_sigterm_of(parent: int) -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
         pass
     os._exit(0)
@@ -129,31 +122,30 @@ def _end_when_told(parent: int) -> None:
 
 def open_pool(workers: int, prepare: Callable[..., None], *arguments: Any) -> ProcessPoolExecutor:
     """
-    Return a pool of processes that end with this one; call it within `ctrl_c_kept`, and hand it the
-    first work there, with which all of them are forked.
+    Return a pool of forked processes that end with this one.
 
-    Forked, they share what this process holds, as models' libraries of half a gigabyte, and begin
-    at once.
+    They share the memory of this process, such as libraries of half a gigabyte, and start at once.
+    Open the pool within `ctrl_c_kept`, and submit the first work there: it forks all processes.
 
     Args:
-        workers: Processes.
-        prepare: Called in each of them first.
-        *arguments: What it is called with.
+        workers: Number of processes.
+        prepare: Called first in each process.
+        *arguments: Arguments of *prepare*.
     """
-    return ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), _prepared, (prepare, arguments))
+    return ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), _prepare_process, (prepare, arguments))
 
 
-def _prepared(prepare: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+def _prepare_process(prepare: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     end_with_parent()
     prepare(*arguments)
 
 
 def hide_broken_handover() -> None:
     """
-    Have this process say nothing when the one that takes its tensors goes away while it hands them
-    over: that one says why it ended.
+    Suppress tracebacks of this process when the receiver of its tensors has ended.
 
-    A thread of multiprocessing hands over what is in shared memory, and prints what it cannot.
+    A thread of multiprocessing hands over shared memory and prints its errors. The receiver reports
+    by itself why it ended.
     """
     before = sys.excepthook
 
@@ -171,8 +163,8 @@ def lost_processes_named(doing: str, keys: str) -> Iterator[None]:
     raises wherever this one is at.
 
     Args:
-        doing: What these processes do.
-        keys: The keys to change, and how: `lower training.dataloader_num_workers`.
+        doing: Task of these processes.
+        keys: Advice with keys: `lower training.dataloader_num_workers`.
     """
     try:
         yield
@@ -188,8 +180,9 @@ def lost_processes_named(doing: str, keys: str) -> Iterator[None]:
 @contextmanager
 def ctrl_c_kept() -> Iterator[None]:
     """
-    Keep Ctrl-C from processes that are started in here: this process answers it, and ends them
-    without their tracebacks.
+    Keep Ctrl-C from processes that are started inside.
+
+    This process handles Ctrl-C and ends them, without their tracebacks.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

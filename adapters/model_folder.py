@@ -1,4 +1,4 @@
-"""What a model's folder says of it, read without torch and ms-swift."""
+"""Facts about a model from the files of its folder, read without torch and ms-swift."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from packplan.core.errors import ConfigError, Fault, counted
 
 
 def config_model_type(model: ModelConfig) -> str:
-    """Return the `model_type` of the model's config.json; ConfigError if there is none to read."""
+    """Return the `model_type` of the model's config.json; ConfigError if it cannot be read."""
     return str(model_sizes(model)["model_type"])
 
 
 def model_faults(model: ModelConfig, *, loads: bool = False) -> tuple[Fault, ...]:
     """
-    Return what is wrong with the model's folder; nothing if its config.json can be read.
+    Return the faults of a model's folder; none if its config.json can be read.
 
     Args:
-        model: The model.
-        loads: Whether its weights are loaded, and have to be whole.
+        model: Section `model` of the run.
+        loads: Whether the weights are loaded, and have to be complete.
     """
     try:
         model_sizes(model)
@@ -38,10 +38,7 @@ def model_faults(model: ModelConfig, *, loads: bool = False) -> tuple[Fault, ...
 
 
 def model_sizes(model: ModelConfig) -> Mapping[str, Any]:
-    """
-    Return the content of the model's config.json; ConfigError if there is none that names a
-    `model_type`.
-    """
+    """Return the content of the model's config.json; ConfigError if it names no `model_type`."""
     path = Path(model.model) / "config.json"
     try:
         sizes: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -55,66 +52,64 @@ def model_sizes(model: ModelConfig) -> Mapping[str, Any]:
             raise ConfigError.at("model.model", reason) from None
         reason = f"{model.model} is no folder with a config.json that names a model_type"
         if (path.parent / "adapter_config.json").is_file():
-            reason = f"{model.model} holds adapters, and no model: merge them into theirs, and name what that gives"
+            reason = f"{model.model} holds adapters and no model: merge them into their model, and name its folder"
         raise ConfigError.at("model.model", reason) from None
     return sizes
 
 
 def config_architecture(model: ModelConfig) -> str:
-    """
-    Return the class that the model's config.json names first, or its model type where it names
-    none.
-    """
+    """Return the first architecture in the model's config.json, or its model type without one."""
     content = model_sizes(model)
     return str((content.get("architectures") or [content["model_type"]])[0])
 
 
 _NUMBERED = re.compile(r"(.*?)\.(\d+)\.")
-"""A weight's name up to the number of its layer: what comes before, and the number."""
+"""Name of a weight up to its layer: the prefix, and the number of the layer."""
 
 
 def refuse_other_layers(model: ModelConfig) -> None:
     """
-    Refuse a config.json that has more layers than the weights beside it: the others would train
-    from random numbers, which transformers only warns of.
+    Refuse a config.json that has more layers than the weights beside it.
+
+    transformers only warns, and trains the missing layers from random numbers.
 
     Raises:
-        ConfigError: It has.
+        ConfigError: The config.json has more layers.
     """
     sizes = model_sizes(model)
     sizes = sizes.get("thinker_config") or sizes
     part = sizes.get("text_config")
     text: Mapping[str, Any] = part if isinstance(part, Mapping) else sizes
-    asked = text.get("num_hidden_layers")
+    configured = text.get("num_hidden_layers")
     layers: dict[str, set[int]] = {}
     for name in _weight_names(Path(model.model)):
         if found := _NUMBERED.match(name):
             layers.setdefault(found[1], set()).add(int(found[2]))
-    there = max(map(len, layers.values()), default=0)
-    if isinstance(asked, int) and 0 < there < asked:
+    found_layers = max(map(len, layers.values()), default=0)
+    if isinstance(configured, int) and 0 < found_layers < configured:
         reason = (
-            f"{model.model} has a config.json of {asked} layers (num_hidden_layers) beside weights of {there}: "
-            "take the config.json that belongs to the weights"
+            f"{model.model} has a config.json of {configured} layers (num_hidden_layers) beside weights of "
+            f"{found_layers}: take the config.json that belongs to the weights"
         )
         raise ConfigError.at("model.model", reason)
 
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-"""Files of weights, in the order in which transformers looks for them."""
+"""Weight files, in the order in which transformers looks for them."""
 
 _ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 
 _POINTER = b"version "
-"""How a file begins that git-lfs has not fetched."""
+"""First bytes of a file that git-lfs has not fetched."""
 
 
-def _first_of(folder: Path, names: Collection[str]) -> Path | None:
+def _first_file(folder: Path, names: Collection[str]) -> Path | None:
     return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
 def _weight_names(folder: Path) -> Collection[str]:
-    """Return the names of the weights in a folder's safetensors; none where there are none."""
-    path = _first_of(folder, _WEIGHTS[:2])
+    """Return the names of the weights in a folder's safetensors, if any."""
+    path = _first_file(folder, _WEIGHTS[:2])
     if path is None:
         return ()
     return (_shards(path) if path.suffix == ".json" else _header(path)[0]).keys()
@@ -122,18 +117,18 @@ def _weight_names(folder: Path) -> Collection[str]:
 
 def require_whole_weights(model: ModelConfig) -> None:
     """
-    Refuse files of weights that are cut off, missing or no weights, as far as their sizes and
-    headers show; adapters beside a config.json too. A folder without weights is left to what loads
-    it.
+    Refuse weight files that are truncated, missing or of another kind, judged by size and header.
+
+    Adapters beside a config.json are checked too. A folder without weights is left to the loader.
 
     Raises:
-        ConfigError: One is.
+        ConfigError: A file is damaged or missing.
     """
     folder = Path(model.model)
-    files = [path for path in (_first_of(folder, _WEIGHTS), _first_of(folder, _ADAPTERS)) if path is not None]
+    files = [path for path in (_first_file(folder, _WEIGHTS), _first_file(folder, _ADAPTERS)) if path is not None]
     adapter = folder / "adapter_config.json"
     if adapter.is_file() and not isinstance(_read_json(adapter), dict):
-        raise _torn(adapter, "is no configuration of adapters")
+        raise _damaged(adapter, "is no configuration of adapters")
     for path in files:
         if path.suffix != ".json":
             _require_whole(path)
@@ -141,11 +136,11 @@ def require_whole_weights(model: ModelConfig) -> None:
         named = _shards(path)
         for name in sorted(set(named.values())):
             if not (folder / name).is_file():
-                raise _torn(folder / name, f"is missing, though {path.name} names it")
+                raise _damaged(folder / name, f"is missing, though {path.name} names it")
             _require_whole(folder / name)
 
 
-def _torn(path: Path, fact: str, remedy: str = "copy or download it again") -> ConfigError:
+def _damaged(path: Path, fact: str, remedy: str = "copy or download it again") -> ConfigError:
     return ConfigError.at("model.model", f"{path} {fact}: {remedy}")
 
 
@@ -153,11 +148,11 @@ def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise _torn(path, f"cannot be read ({error})") from error
+        raise _damaged(path, f"cannot be read ({error})") from error
 
 
 def torn_json(folder: str) -> str:
-    """Return which file of a model's folder is no JSON, with what to do; empty if all are."""
+    """Return the message about the first damaged JSON file of a folder; empty if there is none."""
     for path in sorted(Path(folder).glob("*.json")):
         try:
             _read_json(path)
@@ -167,52 +162,52 @@ def torn_json(folder: str) -> str:
 
 
 def _shards(index: Path) -> Mapping[str, str]:
-    """Return the file of each weight that an index names."""
+    """Return the file of each weight in an index."""
     content = _read_json(index)
     named = content.get("weight_map") if isinstance(content, dict) and "metadata" in content else None
     if not named or not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
-        raise _torn(index, "is no index of weights (metadata and weight_map)")
+        raise _damaged(index, "is no index of weights (metadata and weight_map)")
     return named
 
 
 def _header(path: Path) -> tuple[Mapping[str, Any], int]:
-    """
-    Return what the header of a safetensors file says of each weight, and how many bytes the file
-    has to have.
-    """
+    """Return the entries of a safetensors header by weight, and the expected size of the file."""
     size = path.stat().st_size
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if length > size - 8:
-                raise _torn(path, f"has {counted(size, 'byte')}, which end within its header")
+                raise _damaged(path, f"has {counted(size, 'byte')}, which end within its header")
             weights = dict(json.loads(file.read(length)))
         weights.pop("__metadata__", None)
         return weights, 8 + length + max((int(one["data_offsets"][1]) for one in weights.values()), default=0)
     except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
-        raise _torn(path, f"has a header that cannot be read ({error})") from error
+        raise _damaged(path, f"has a header that cannot be read ({error})") from error
 
 
 def _require_whole(path: Path) -> None:
-    """Refuse a file of weights that is cut off, or is none."""
+    """Refuse a weight file that is truncated or of another kind."""
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(8)
     if start == _POINTER:
-        raise _torn(path, f"has {counted(size, 'byte')}, which are a pointer of git-lfs", "fetch it with git lfs pull")
+        raise _damaged(
+            path, f"has {counted(size, 'byte')}, which are a pointer of git-lfs", "fetch it with git lfs pull"
+        )
     if path.suffix == ".safetensors":
         if size != (expected := _header(path)[1]):
-            raise _torn(path, f"has {counted(size, 'byte')}, but its header describes {expected:,}")
-    # An archive of torch ends with its table of contents; what older versions wrote begins as a
-    # pickle.
+            raise _damaged(path, f"has {counted(size, 'byte')}, but its header describes {expected:,}")
+    # An archive of torch ends with its table of contents; older versions wrote a pickle.
     elif not (zipfile.is_zipfile(path) or start.startswith(b"\x80")):
-        raise _torn(path, f"has {counted(size, 'byte')}, which are no weights of torch, or cut off")
+        raise _damaged(path, f"has {counted(size, 'byte')}, which are no weights of torch, or cut off")
 
 
 def config_digest(model: ModelConfig) -> str:
     """
-    Return the digest of what the model's config.json says, and of the Python code beside it that a
-    run may execute; ConfigError if there is no config.json.
+    Return the digest of the model's config.json, and of Python code beside it that a run may
+    execute.
+
+    Raises ConfigError if there is no config.json.
     """
     digest = hashlib.sha256(json.dumps(model_sizes(model), sort_keys=True).encode())
     if model.trust_remote_code:

@@ -1,4 +1,4 @@
-"""The output folder of a run of reinforcement learning: its log, and the policies that it saves."""
+"""Output folder of a reinforcement learning run: its log, and the policies that it saves."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ _LOG, _POLICY = "rl.jsonl", "policy"
 
 
 class PolicyFolder:
-    """A line of the log for each step, and the policy at the end; before it, `policy-<step>`."""
+    """Log with one line per step, policies `policy-<step>`, and the final policy."""
 
     def __init__(self, output_dir: str) -> None:
         self._folder = Path(output_dir)
 
     @property
     def log(self) -> Path:
-        """File of the log."""
+        """Path of the log."""
         return self._folder / _LOG
 
     def policy(self, step: int | None = None) -> Path:
-        """Return the folder of the policy after so many steps; None means at the end."""
+        """Return the folder of the policy after *step* steps; None for the final policy."""
         return self._folder / (_POLICY if step is None else f"{_POLICY}-{step}")
 
     def make_room(self, *, overwrite: bool) -> None:
         """
-        Make the folder of a run that holds nothing of an earlier one.
+        Make the folder, without files of an earlier run.
 
         Raises:
-            ConfigError: It does, and that is not to be overwritten.
+            ConfigError: It holds an earlier run, and *overwrite* is false.
             OutputError: It cannot be written.
         """
         folder = self._folder
@@ -51,6 +51,6 @@ class PolicyFolder:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def append(self, entry: Mapping[str, Any]) -> None:
-        """Add a line to the log; OutputError if it cannot be written."""
+        """Append a line to the log; OutputError if it cannot be written."""
         with writing(self.log), self.log.open("a", encoding="utf-8") as lines:
             lines.write(json.dumps(entry) + "\n")

@@ -1,7 +1,8 @@
 """
-How far a long stage has come, with the time left: a bar on a terminal, a line every 30 s elsewhere,
-nothing for who asks for quiet. A wait of some seconds without steps is a line on a terminal alone,
-which is gone when it is over.
+Progress of long stages, with the time left: a bar on a terminal, a log line every 30 s elsewhere.
+
+`waiting` shows a short wait without steps as a line on a terminal, and removes it at the end.
+`hide` turns all of it off.
 """
 
 from __future__ import annotations
@@ -23,57 +24,56 @@ from tqdm import tqdm
 log = logging.getLogger(__name__)
 
 LINE_S = 30.0
-"""Seconds between two lines of a stage."""
+"""Seconds between two log lines of a stage."""
 
 BRIEF_S = 2.0
-"""Stages that may be over sooner than this show their bar no sooner: `delay=BRIEF_S`."""
+"""Delay of the bar for stages that may be short: `delay=BRIEF_S`."""
 
 NOTICED_S = 0.5
-"""Seconds of silence after which a person at a terminal wonders."""
+"""Seconds of silence that a person at a terminal notices."""
 
 _CLEAR = "\r\033[K"
-"""What removes the line that a terminal's cursor is in."""
+"""Control sequence that removes the terminal line of the cursor."""
 
 _state = {"hidden": False}
 
 
 def hide(*, hidden: bool) -> None:
-    """Show no progress in this process from now on, or show it again."""
+    """Hide or show the progress of this process from now on."""
     _state["hidden"] = hidden
 
 
 @contextmanager
 def waiting(what: str, *, file: TextIO | None = None, noticed_s: float = NOTICED_S) -> Iterator[None]:
     """
-    Show what this process is busy with, on a terminal and if it takes long; nothing is left of that
-    afterwards, however it ends.
+    Show the task of this process on a terminal if it takes long, and remove the line at the end.
 
     Args:
-        what: What it does.
-        file: The terminal; None is standard error.
-        noticed_s: Seconds after which it is shown.
+        what: Task.
+        file: Terminal; None for standard error.
+        noticed_s: Seconds before the line is shown.
     """
     file = sys.stderr if file is None else file
     if _state["hidden"] or file is None or not file.isatty() or os.environ.get("RANK", "0") != "0":
         yield
         return
     over = threading.Event()
-    shown = threading.Thread(target=_show, args=(what, file, over, noticed_s), daemon=True)
-    shown.start()
+    thread = threading.Thread(target=_show, args=(what, file, over, noticed_s), daemon=True)
+    thread.start()
     try:
         yield
     finally:
         over.set()
-        shown.join()
+        thread.join()
 
 
 @contextmanager
 def loading_libraries() -> Iterator[None]:
     """
-    Say that torch, transformers and ms-swift are being imported, and collect no garbage meanwhile.
+    Show that torch, transformers and ms-swift are being imported, and pause garbage collection.
 
-    They make a million objects that live as long as the process; looking for garbage among them
-    again and again took 1.3 s of 8.
+    Imports make a million objects that live as long as the process. Collecting garbage among them
+    took 1.3 s of 8.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -87,11 +87,11 @@ def loading_libraries() -> Iterator[None]:
 
 
 def _show(what: str, file: TextIO, over: threading.Event, noticed_s: float) -> None:
-    """Show a line from a while after now until it is *over*."""
+    """Show a line after *noticed_s* seconds until *over* is set."""
     if over.wait(noticed_s):
         return
-    # At the line's start again, so that what others print meanwhile replaces it. A line that wraps
-    # could not be removed.
+    # The cursor returns to the line's start, so that other output replaces the line. A line that
+    # wraps could not be removed.
     file.write(f"packplan: {what} …"[: shutil.get_terminal_size().columns - 1] + "\r")
     file.flush()
     over.wait()
@@ -107,15 +107,13 @@ def progress(
     **options: Any,
 ) -> Any:
     """
-    Return what iterates over *items* and shows how far it is, as tqdm does; or a bar to update by
-    hand.
+    Return an iterator over *items* that shows progress as tqdm does, or a bar to update by hand.
 
     Args:
-        items: What to iterate over; None for a bar that is updated by hand.
-        on_terminal: Whether a terminal is to have a bar; not where another one is shown for the
-            same stage.
-        clock: Gives the seconds now, for the lines where there is no terminal.
-        **options: tqdm's.
+        items: Items to iterate over; None for a bar that is updated by hand.
+        on_terminal: Whether a terminal shows the bar; false if another bar shows the same stage.
+        clock: Function that returns the current time in seconds.
+        **options: Options of tqdm.
     """
     file = options.get("file") or sys.stderr
     if _state["hidden"] or (file.isatty() and not on_terminal):
@@ -127,10 +125,10 @@ def progress(
 
 class Lines:
     """
-    What progress uses of tqdm's bar, as log lines: done, total, rate and time left.
+    Stand-in for tqdm's bar that logs lines: items done, total, rate and time left.
 
     Attributes:
-        n: Items that are done, those of an earlier run included.
+        n: Items done, those of an earlier run included.
     """
 
     def __init__(
@@ -148,20 +146,20 @@ class Lines:
         Begin a stage.
 
         Args:
-            items: What to iterate over, if anything.
-            clock: Gives the seconds now.
-            desc: What is being done.
-            total: Items in all, those of an earlier run included; None takes the length of *items*,
-                if that has one.
+            items: Items to iterate over, if any.
+            clock: Function that returns the current time in seconds.
+            desc: Name of the stage.
+            total: All items, those of an earlier run included; None for the length of *items*, if
+                known.
             initial: Items that an earlier run has done.
-            unit: What an item is, in the plural and after a space.
-            **_: What tqdm draws its bar with.
+            unit: Name of an item, in the plural and after a space.
+            **_: Options for tqdm's bar.
         """
         self._items, self._clock, self._desc, self._unit = items, clock, desc, unit
         self._total = len(items) if total is None and hasattr(items, "__len__") else total  # type: ignore[arg-type]
         self.n = self._first = initial
         self._words = ""
-        self._started = self._said = clock()
+        self._started = self._logged = clock()
 
     def __iter__(self) -> Iterator[Any]:
         for item in self._items or ():
@@ -175,14 +173,14 @@ class Lines:
         pass
 
     def set_postfix_str(self, words: str, refresh: bool = True) -> None:  # noqa: ARG002, FBT001, FBT002  # as tqdm has it
-        """Say *words* in the lines to come."""
+        """Start later lines with *words*."""
         self._words = words
 
     def update(self, number: int = 1) -> None:
-        """Count items that were done, and log a line if it is time."""
+        """Count items as done, and log a line every `LINE_S` seconds."""
         self.n += number
-        if (now := self._clock()) - self._said >= LINE_S:
-            self._said = now
+        if (now := self._clock()) - self._logged >= LINE_S:
+            self._logged = now
             log.info("%s: %s", self._desc, self._line(now - self._started))
 
     def _line(self, spent_s: float) -> str:
@@ -191,11 +189,11 @@ class Lines:
         if self._total is not None:
             parts.append(f"{self.n:,} of {self._total:,}{self._unit}, {rate:,.{0 if rate >= 10 else 2}f}/s")
         if self._total is not None and rate:
-            parts.append(f"{_time((self._total - self.n) / rate)} left")
+            parts.append(f"{_duration((self._total - self.n) / rate)} left")
         else:
-            parts.append(f"{_time(spent_s)} so far")
+            parts.append(f"{_duration(spent_s)} so far")
         return ", ".join(parts)
 
 
-def _time(seconds: float) -> str:
+def _duration(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))

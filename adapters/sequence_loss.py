@@ -1,13 +1,15 @@
 """
-Losses on packed logits: an ordinary loss, one sequence after the other, or a loss on tokens, all of
-the row at once.
+Losses on packed logits: an ordinary loss on one sequence after the other, or a loss on all tokens
+of a row at once.
 
-Rules: data are fields of a batch of sequences, padded on the right; a field is sequence-wide if its
-second dimension is that of `input_ids`. Entry t of a sequence-wide field speaks of token t, which
-the logits at t - 1 predict: the entry of a first token is never used. `token_mask` weighs the
-tokens that count. What a loss is divided by, sequences and tokens that count, are those of the
-whole global batch; so losses and metrics of parts (sequences, microbatches, ranks) add up, and
-metrics named `…_min` and `…_max` combine as such.
+Rules: data are fields of a batch of sequences, padded on the right. A field is sequence-wide if its
+second dimension is that of `input_ids`. Entry t of a sequence-wide field belongs to token t, which
+the logits at t - 1 predict. So the entry of a first token is never used. `token_mask` holds the
+weights of tokens in the loss.
+
+Losses are divided by the number of sequences or tokens of the whole global batch. So losses and
+metrics of parts (sequences, microbatches, ranks) add up. Metrics named `…_min` and `…_max` combine
+by minimum and maximum.
 """
 
 from __future__ import annotations
@@ -30,17 +32,14 @@ NO_TARGET = -1
 Metrics = Mapping[str, Any]
 
 _CPU_BLOCK, _DEVICE_BLOCK = 1 << 18, 1 << 26
-"""
-Logits in float32 at a time: what a core's cache holds; elsewhere 256 MB, so that a kernel has
-enough to do.
-"""
+"""Logits in float32 at a time: as many as a core's cache holds, or 256 MB to keep a GPU busy."""
 
 _PREFERENCES = {"bpo", "cpo", "dpo", "ipo", "kto", "orpo", "preference", "preferences", "rpo", "simpo"}
 """Words in the names of losses that compare answers with each other."""
 
 
 class SequenceLoss(Protocol):
-    """An ordinary loss, which need not know of packing: its batch may be one sequence."""
+    """Ordinary loss that knows nothing of packing; its batch may be one sequence."""
 
     def __call__(
         self, logits: torch.Tensor, data: Mapping[str, Any], *, num_sequences: float, num_tokens: float
@@ -49,19 +48,19 @@ class SequenceLoss(Protocol):
         Return the loss, a scalar, and metrics.
 
         Args:
-            logits: Of shape (batch, length, vocabulary).
+            logits: Shape (batch, length, vocabulary).
             data: Fields of the batch.
-            num_sequences: Sequences of the global batch that have a token that counts.
+            num_sequences: Sequences of the global batch with a token that counts.
             num_tokens: Tokens of the global batch that count.
         """
 
 
 class TokenLoss(Protocol):
-    """A loss of which each token's part depends on that token alone."""
+    """Loss in which the part of each token depends on that token alone."""
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Fields that it reads; of a token or of its sequence."""
+        """Fields that the loss reads; of a token or of its sequence."""
 
     @property
     def normalisation(self) -> Literal["token", "sequence"]:
@@ -71,18 +70,18 @@ class TokenLoss(Protocol):
         self, log_probabilities: torch.Tensor, fields: Mapping[str, torch.Tensor]
     ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
         """
-        Return each token's loss and metrics, of shape (num_tokens,).
+        Return the loss of each token, and metrics, of shape (num_tokens,).
 
         Args:
-            log_probabilities: Of each token; float32 of shape (num_tokens,).
-            fields: Those asked for, of shape (num_tokens, …); log-probabilities and fields are 0
+            log_probabilities: Log-probability of each token; float32 of shape (num_tokens,).
+            fields: Requested fields, of shape (num_tokens, …). Log-probabilities and fields are 0
                 where a token does not count.
         """
 
 
 def refuse_whole_batch(loss: object) -> None:
     """
-    Check that a loss can be computed part by part, as packing and dynamic batching do.
+    Refuse a loss that cannot be computed in parts, as packing and dynamic batching do.
 
     Raises:
         ArgumentError: It says `needs_whole_batch`, or says nothing and is named like a
@@ -101,15 +100,15 @@ def refuse_whole_batch(loss: object) -> None:
         raise ArgumentError("whole_batch_loss", fact, {"loss": name})
 
 
-def _checked(_: Any, __: Any, loss: Any) -> None:
+def _require_separable(_: Any, __: Any, loss: Any) -> None:
     refuse_whole_batch(loss)
 
 
 @attrs.frozen
 class PackedLoss:
-    """Runs an ordinary loss on packed logits, unchanged: one sequence at a time."""
+    """Runs an ordinary loss on packed logits, unchanged, one sequence at a time."""
 
-    loss: SequenceLoss = attrs.field(validator=_checked)
+    loss: SequenceLoss = attrs.field(validator=_require_separable)
 
     def __call__(
         self,
@@ -121,30 +120,30 @@ class PackedLoss:
         num_tokens: float,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """
-        Return the sum of the sequences' losses, float64, and their metrics together.
+        Return the sum of the sequences' losses, float64, and their combined metrics.
 
         Args:
-            logits: Of the whole row; shape (1, num_positions, vocabulary). Of a row that ranks
-                share, gather them first, or use `FusedLoss`.
-            data: Fields of the sequences, unpacked: tensors, lists, anything that a slice of
-                sequences is taken of.
-            layout: Where the sequences lie.
+            logits: Logits of the whole row; shape (1, num_positions, vocabulary). If ranks share
+                the row, gather it first, or use `FusedLoss`.
+            data: Fields of the sequences, unpacked: tensors, lists, or other types that can be
+                sliced by sequence.
+            layout: Layout of the sequences in the row.
             num_sequences: See `SequenceLoss`.
             num_tokens: See `SequenceLoss`.
         """
         _check_size(logits, layout.num_positions)
         lengths = layout.lengths.tolist()
-        room = (layout.cu_seqlens_padded[1:] - layout.cu_seqlens_padded[:-1]).tolist()
+        widths = (layout.cu_seqlens_padded[1:] - layout.cu_seqlens_padded[:-1]).tolist()
         # One split gives one gradient; a slice of the row for each sequence would give as many as
         # there are sequences.
         parts = torch.split(
-            logits, [n for pair in zip(lengths, room, strict=True) for n in (pair[0], pair[1] - pair[0])], dim=1
+            logits, [n for pair in zip(lengths, widths, strict=True) for n in (pair[0], pair[1] - pair[0])], dim=1
         )
         width = data["input_ids"].shape[1]
         losses, metrics = [], []
         for number, (part, length) in enumerate(zip(parts[::2], lengths, strict=True)):
-            own = {name: _of_one(value, number, length, width) for name, value in data.items()}
-            loss, found = _returned(self.loss, part, own, num_sequences=num_sequences, num_tokens=num_tokens)
+            entry = {name: _sequence_entry(value, number, length, width) for name, value in data.items()}
+            loss, found = _call_loss(self.loss, part, entry, num_sequences=num_sequences, num_tokens=num_tokens)
             losses.append(loss.double())
             metrics.append(found)
         return torch.stack(losses).sum(), combined(metrics)
@@ -152,10 +151,7 @@ class PackedLoss:
 
 @attrs.frozen
 class PaddedLoss:
-    """
-    Runs an ordinary loss on a padded batch as a whole, also one that compares its sequences with
-    each other.
-    """
+    """Runs an ordinary loss on a whole padded batch; the loss may compare sequences."""
 
     loss: SequenceLoss
 
@@ -172,25 +168,27 @@ class PaddedLoss:
         Return the loss, float64, and its metrics.
 
         Args:
-            logits: Of all rows, one after the other; shape (1, num_sequences * width, vocabulary).
+            logits: Logits of all rows, one after the other; shape (1, num_sequences * width,
+                vocabulary).
             data: Fields of the sequences, padded to one width.
-            layout: Where the sequences lie.
+            layout: Layout of the sequences in the rows.
             num_sequences: See `SequenceLoss`.
             num_tokens: See `SequenceLoss`.
         """
         rows = logits.view(layout.lengths.size, -1, logits.shape[-1])
-        loss, metrics = _returned(self.loss, rows, data, num_sequences=num_sequences, num_tokens=num_tokens)
+        loss, metrics = _call_loss(self.loss, rows, data, num_sequences=num_sequences, num_tokens=num_tokens)
         return loss.double(), combined([metrics])
 
 
 @attrs.frozen
 class FusedLoss:
     """
-    Runs a loss on tokens in one pass over a packed row, or over a padded batch, where it is an
-    ordinary loss too.
+    Runs a loss on tokens in one pass over a packed row or a padded batch.
+
+    On a padded batch it is an ordinary loss too.
     """
 
-    loss: TokenLoss = attrs.field(validator=_checked)
+    loss: TokenLoss = attrs.field(validator=_require_separable)
 
     def __call__(
         self,
@@ -206,15 +204,15 @@ class FusedLoss:
         Return the loss, float64, and metrics; sums are in float64.
 
         Args:
-            logits: Of a packed row, or a rank's part of it, of shape (1, num_positions / cp_size,
-                vocabulary); without a layout, of shape (num_sequences, width, vocabulary).
-            data: Fields of all sequences, unpacked, also where ranks share them: `input_ids` and
-                `token_mask` of shape (num_sequences, width), and those of the loss. Without a
+            logits: Logits of a packed row, or of a rank's part of it, of shape (1, num_positions /
+                cp_size, vocabulary). Without a layout, of shape (num_sequences, width, vocabulary).
+            data: Fields of all sequences, unpacked, even if ranks share them: `input_ids` and
+                `token_mask` of shape (num_sequences, width), and the fields of the loss. Without a
                 layout, padding has the weight 0.
             num_sequences: See `SequenceLoss`.
             num_tokens: See `SequenceLoss`.
-            layout: Where the sequences lie in the row.
-            cp_rank: Which part of a row that ranks share.
+            layout: Layout of the sequences in the row.
+            cp_rank: Rank within the group that shares the row.
         """
         if layout is None:
             # A padded batch is a row of sequences that are all as long as the widest.
@@ -230,18 +228,18 @@ class FusedLoss:
         counts = mask > 0
         targets = predicted.values(data["input_ids"]).masked_fill(~counts, NO_TARGET)
         log_probabilities = token_log_probabilities(logits.flatten(0, 1), targets)
-        # What a token that does not count holds is arbitrary, and what is not finite would reach
-        # the gradients.
-        fields = {name: _zeroed(predicted.values(data[name]), ~counts) for name in self.loss.fields}
+        # Entries of tokens that do not count are arbitrary, and values that are not finite would
+        # reach the gradients.
+        fields = {name: _zero_where(predicted.values(data[name]), ~counts) for name in self.loss.fields}
         losses, metrics = self.loss(log_probabilities, fields)
         if self.loss.normalisation == "token":
             weights = mask / max(num_tokens, 1)
         else:
             weights = mask / (
-                _tokens_of(data["token_mask"], layout)[predicted.sequence].clamp(min=1) * max(num_sequences, 1)
+                _sequence_weights(data["token_mask"], layout)[predicted.sequence].clamp(min=1) * max(num_sequences, 1)
             )
-        return _weighed(losses, weights), {
-            name: _reduced(name, values.detach(), weights, counts) for name, values in metrics.items()
+        return _weighted_sum(losses, weights), {
+            name: _reduce(name, values.detach(), weights, counts) for name, values in metrics.items()
         }
 
 
@@ -249,13 +247,13 @@ def token_log_probabilities(logits: torch.Tensor, targets: torch.Tensor) -> torc
     """
     Return the log-probability of each target.
 
-    Forward and backward, a block of rows at a time is in float32: beside the logits and their
-    gradient, no third array of their size is made.
+    Forward and backward passes convert a block of rows at a time to float32. No third array of the
+    size of the logits is made beside them and their gradient.
 
     Args:
-        logits: Any floating type; shape (num_rows, vocabulary). Of a row that ranks share, a rank's
+        logits: Any floating type; shape (num_rows, vocabulary). If ranks share a row, this rank's
             part.
-        targets: The token that each row predicts, or `NO_TARGET`; shape (num_rows,).
+        targets: Token that each row predicts, or `NO_TARGET`; shape (num_rows,).
 
     Returns:
         float32 of shape (num_rows,); 0 where there is no target.
@@ -266,21 +264,19 @@ def token_log_probabilities(logits: torch.Tensor, targets: torch.Tensor) -> torc
 
 def normalisers(token_mask: torch.Tensor) -> tuple[int, float]:
     """
-    Return sequences that have a token that counts, and the weight of all such tokens; sum them over
-    the global batch.
+    Return the number of sequences with a token that counts, and the total weight of tokens.
+
+    Sum both over the global batch.
 
     Args:
-        token_mask: Of shape (num_sequences, width); 0 at padding.
+        token_mask: Weights of tokens, shape (num_sequences, width); 0 at padding.
     """
     weights = token_mask[:, 1:].double().sum(1)
     return int((weights > 0).sum()), float(weights.sum())
 
 
 def combined(parts: Sequence[Metrics]) -> dict[str, torch.Tensor]:
-    """
-    Return the metrics of parts together, in float64: the least, the greatest, or the sum, as their
-    names say.
-    """
+    """Return the combined metrics of parts, in float64: minimum, maximum or sum, by their names."""
     whole = {}
     for name in dict.fromkeys(name for part in parts for name in part):
         values = torch.stack([torch.as_tensor(part[name]).detach().double() for part in parts if name in part])
@@ -289,24 +285,24 @@ def combined(parts: Sequence[Metrics]) -> dict[str, torch.Tensor]:
 
 
 _EXTREMES = {"_min": (torch.amin, torch.inf), "_max": (torch.amax, -torch.inf)}
-"""How metrics of these endings combine, and what they are where no token counts."""
+"""Ending of a metric's name -> its reduction, and its value without tokens."""
 
 
 @attrs.frozen(eq=False)
 class _Predicted:
-    """The token that each row of logits predicts."""
+    """Target of each row of logits."""
 
     width: int
     """Positions of a sequence-wide field."""
 
     sequence: torch.Tensor
-    """Number of its sequence; shape (num_rows,)."""
+    """Sequence of each row; shape (num_rows,)."""
 
     column: torch.Tensor
-    """Position of the target there; 0 where nothing is predicted."""
+    """Position of the target in its sequence; 0 without a target."""
 
     exists: torch.Tensor
-    """Whether something is predicted."""
+    """Whether the row has a target."""
 
     @classmethod
     def from_layout(cls, layout: PackedLayout, cp_rank: int, input_ids: torch.Tensor) -> _Predicted:
@@ -320,11 +316,9 @@ class _Predicted:
         return cls(input_ids.shape[1], *on_device)
 
     def values(self, field: torch.Tensor) -> torch.Tensor:
-        """
-        Return a field's value for each row, 0 where nothing is predicted; shape (num_rows, …).
-        """
+        """Return a field's value for each row, 0 without a target; shape (num_rows, …)."""
         wide = field.ndim > 1 and field.shape[1] == self.width
-        return _zeroed(field[self.sequence, self.column] if wide else field[self.sequence], ~self.exists)
+        return _zero_where(field[self.sequence, self.column] if wide else field[self.sequence], ~self.exists)
 
 
 class _LogProbabilities(torch.autograd.Function):
@@ -360,10 +354,10 @@ def _blocks(logits: torch.Tensor) -> list[slice]:
     return [slice(start, start + size) for start in range(0, logits.shape[0], size)]
 
 
-def _returned(
+def _call_loss(
     loss: SequenceLoss, logits: torch.Tensor, data: Mapping[str, Any], **normalisers: float
 ) -> tuple[torch.Tensor, Metrics]:
-    """Return what a loss returns; TypeError if that is not a scalar and metrics."""
+    """Call a loss; TypeError if its result is not a scalar and metrics."""
     match loss(logits, data, num_sequences=normalisers["num_sequences"], num_tokens=normalisers["num_tokens"]):
         case (torch.Tensor(ndim=0) as found, Mapping() as metrics):
             return found, metrics
@@ -388,31 +382,29 @@ def _check_size(logits: torch.Tensor, num_positions: int) -> None:
         raise ValueError(message)
 
 
-def _of_one(value: Any, number: int, length: int, width: int) -> Any:
-    """Return a field of one sequence alone, without padding."""
+def _sequence_entry(value: Any, number: int, length: int, width: int) -> Any:
+    """Return one sequence's entry of a field, without padding."""
     own = value[number : number + 1]
     return own[:, :length] if torch.is_tensor(own) and own.ndim > 1 and own.shape[1] == width else own
 
 
-def _tokens_of(token_mask: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
-    """
-    Return the weight of each sequence's tokens that count; on every rank, of the whole sequence.
-    """
+def _sequence_weights(token_mask: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
+    """Return the total weight of each sequence's tokens, the same on every rank."""
     lengths = torch.as_tensor(layout.lengths.copy(), device=token_mask.device)[:, None]
     inside = torch.arange(1, token_mask.shape[1], device=token_mask.device) < lengths
     return (token_mask[:, 1:].double() * inside).sum(1)
 
 
-def _zeroed(values: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+def _zero_where(values: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
     return values.masked_fill(where.view(-1, *[1] * (values.ndim - 1)), 0)
 
 
-def _weighed(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def _weighted_sum(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return (values.double() * weights).sum()
 
 
-def _reduced(name: str, values: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+def _reduce(name: str, values: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     if name[-4:] not in _EXTREMES:
-        return _weighed(values, weights)
-    extreme, none = _EXTREMES[name[-4:]]
-    return extreme(values.double().masked_fill(~counts, none))
+        return _weighted_sum(values, weights)
+    reduction, identity = _EXTREMES[name[-4:]]
+    return reduction(values.double().masked_fill(~counts, identity))

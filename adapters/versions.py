@@ -1,4 +1,4 @@
-"""Which versions of libraries are installed."""
+"""Installed versions of libraries."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from importlib.metadata import PackageNotFoundError, version
 @cache
 def installed_version(package: str) -> str | None:
     """
-    Return the version of a package, or None where it is not installed.
+    Return the version of a package, or None if it is not installed.
 
-    Reading a package's metadata takes some 10 ms, and a run asks for the same ones over and over.
+    Cached: reading the metadata of a package takes about 10 ms, and a run asks for the same
+    packages repeatedly.
     """
     try:
         return version(package)

@@ -1,13 +1,12 @@
 """
-Whether trained weights are worth saving, by their size.
+Check of trained weights before they are saved, by their root mean square.
 
-A step with a learning rate of 1e30 leaves weights that are finite and hold nothing of the model.
-The loss of another forward pass would not show it: norms divide by what overflowed, and the loss of
-a model that knows nothing is finite. The root mean square of the trained weights shows it, for one
-pass over them before a save. Where it is a thousand times what it was before the first step, a
-thousandth of the weights is what the model was. A run that learns stays far below that: a step of
-AdamW moves a weight by about the learning rate, and runs from random weights end with a few times
-the size that they began with.
+A step with a learning rate of 1e30 leaves finite weights that hold nothing of the model. The loss
+of another forward pass may be finite too, since norms divide by the overflow. The root mean square
+of the trained weights shows the fault, for one pass over them. Weights a thousand times their size
+before the first step are ruined: a thousandth of them is the old model. Normal runs stay far below.
+A step of AdamW moves a weight by about the learning rate, and runs from random weights end at a few
+times their first size.
 """
 
 from __future__ import annotations
@@ -19,24 +18,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-_RUINED = 1000.0
-"""Weights of so many times their size before the first step are ruined."""
+_MAX_GROWTH = 1000.0
+"""Growth since before the first step from which weights count as ruined."""
 
-_LEAST = 0.01
-"""
-Size that weights count as before the first step, at least: those of adapters and biases may begin
-at 0.
-"""
+_MIN_SIZE = 0.01
+"""Smallest size before the first step, since adapters and biases may begin at 0."""
 
 
 @torch.no_grad()
 def mean_size(weights: Iterable[torch.Tensor], *, sharded: bool = False) -> float:
     """
-    Return the root mean square of those weights that are trained; nan or inf where one of them is
-    no finite number.
+    Return the root mean square of the trained weights; nan or inf if one of them is not finite.
 
     Args:
-        weights: Of the model, or this rank's part of them.
+        weights: Weights of the model, or this rank's part of them.
         sharded: Sum over all ranks, which all call this.
     """
     sums = torch.zeros(2, dtype=torch.float64)
@@ -53,13 +48,13 @@ def mean_size(weights: Iterable[torch.Tensor], *, sharded: bool = False) -> floa
 
 def is_ruined(size: float, *, before: float) -> bool:
     """
-    Return whether weights of this mean size hold nothing of what they were.
+    Return whether weights have lost their values, by their root mean square.
 
     Args:
         size: Root mean square of the trained weights now.
-        before: The same before the first step.
+        before: Root mean square before the first step.
 
     >>> [is_ruined(size, before=0.02) for size in (0.5, 1e30, float("nan"))]
     [False, True, True]
     """
-    return not size <= _RUINED * max(before, _LEAST)
+    return not size <= _MAX_GROWTH * max(before, _MIN_SIZE)

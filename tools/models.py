@@ -1,10 +1,9 @@
 """
 Write the page of models: `python -m tools.models families docs/models.md`.
 
-`families` asks a small model of each family that transformers knows whether it may pack. `vision`
-takes tiny models that see through the whole way, from measuring to comparing packs, and writes the
-page's last section. Each leaves the other's part of the page as it is. Without a page, the rows are
-printed.
+`families` probes a small model of each family that transformers knows. `vision` measures, packs and
+compares tiny models that see, and writes the page's last section. Each part leaves the other as it
+is. Without a page, the results are printed.
 """
 
 from __future__ import annotations
@@ -25,42 +24,58 @@ import yaml
 
 from packplan.adapters.progress import progress
 from packplan.app.cli.command import run_command, run_program
-from packplan.core.equality import STRATEGIES, PackingVerdict
+from packplan.core.equality import EQUAL, STRATEGIES, PackingVerdict
 from packplan.core.errors import PackplanError
 
 log = logging.getLogger("packplan.app.tools")
 
 HEADING = "## Models that see"
 
-ABOUT = """Each family that transformers knows was probed on a small model of its default configuration.
-`python -m tools.models families docs/models.md` wrote this page on {date}, with {versions}. {passing} of {all} pass.
-A run probes its own model in the same way before it measures anything. Other configurations of a family may give
-another verdict."""
+ABOUT = """A run probes its own model before it measures anything, so a family that is not listed may still pack.
+Probe other families with `python -m tools.models families --names NAME`, and compare packs of your data with
+`packplan check run.yaml`."""
 
-TERMS = """**Isolation** is the largest gradient of a sample's logits with respect to another sample, over the largest
-with respect to itself; only 0 passes. **Equality** is the largest relative difference of logits, losses and gradients
-between a sample in a row and the same sample alone, under transformers' own attention; 2e-05 passes. Of media, only
-images are probed."""
+MEASURED = """The lists hold for a small model of each family that transformers knows, in its default configuration:
+{passing} of {all} pass. `python -m tools.models families docs/models.md` wrote this page on {date}, with {versions}.
+Images are probed too where a family takes them; sound and videos are not."""
 
-ABOUT_VISION = """Tiny models with random weights, each with the processor of its family, were measured, packed and
-compared. `python -m tools.models vision docs/models.md` wrote this section on {date}, with {versions}. **Lengths** come
-from image headers, or from a full encode of each sample with images. **Sizes** counts the samples whose measurement is
-that of a full encode: one image of each of many sizes, and samples with no image, two, three and four. **Packed**
-counts samples with 0, 1 and 3 images, and their packs. Their positions, labels, logits, losses and gradients were
-compared with each sample alone, and one sample at a time was changed. **Equality** is the largest relative difference
-of logits, losses and gradients."""
+TERMS = (
+    """- **Isolation** is the largest gradient of a sample's logits to another sample, over the largest to its own.
+It has to be 0.""",
+    f"""- **Equality** is the largest relative difference of logits, losses and gradients to the same sample alone.
+It may be {EQUAL["float32"]:.0e}.""",
+)
 
-ABOUT_OTHERS = """ms-swift declares that {declared} templates collate packed samples. {number} of them are not in the
-table above. A run of yours probes a model that brings its own code (`model.trust_remote_code: true`): first a small
-copy, then the loaded model. `packplan check` compares packs on your data. A model that the probe cannot pass is
-refused with the reason, before anything is measured. InternVL's chat form is refused, since its released code computes
-no row without pixels. Its hf form (`internvl_hf`, first row) packs."""
+STARS = "Where a name has a star, some of its layers run sample by sample."
 
-HEAD = ("family", "strategy", "isolation", "equality", "remark")
+DIFFERENT = "These leak between samples, or differ from samples alone:"
 
-VISION_HEAD = ("model", "template", "strategy", "lengths", "sizes", "packed", "equality", "remark")
+UNPROVEN = """Nothing is proven for the following families, so they may not pack. `python -m tools.models families
+--names NAME` prints the whole reason."""
 
-RIGHT = {"isolation", "equality", "sizes"}
+UNPROVEN_REASONS = {
+    "its default configuration is refused": "its default configuration is refused",
+    "no small copy of it can be built": "no small copy of it can be built",
+    "its small copy does not run": "its small copy does not run",
+    "its small copy has": "its small copy has more than 20,000,000 weights",
+    "its images": "its small copy cannot compute images",
+    "": "its small copy fails otherwise",
+}
+"""Start of a verdict's reason -> reason on the page; the first that matches."""
+
+ABOUT_VISION = """Tiny models with random weights were measured, packed and compared, each with its processor and
+ms-swift's template. `python -m tools.models vision docs/models.md` wrote this section on {date}, with {versions}.
+Lengths come from image headers, or from full encodes where the processor does not give the size of an image. They equal
+full encodes for images of 45 sizes, and for samples with none to four images. Samples with 0, 1 and 3 images are equal
+packed and alone."""
+
+ABOUT_OTHERS = """ms-swift declares {declared} templates that collate packed samples. These {number} have no tiny model
+here. A run probes a model with its own code once `model.trust_remote_code: true` is set. InternVL's chat form is
+refused: its code computes no row without pixels. Its hf form, `internvl_hf`, packs."""
+
+VISION_HEAD = ("model", "template", "lengths", "equality")
+
+RIGHT = {"isolation", "equality"}
 """Columns that are aligned to the right."""
 
 EXACT = ("positions", "labels", "isolation")
@@ -73,11 +88,11 @@ OWN_CODE = "its model brings its own code, which transformers does not have"
 NOT_BUILT = {
     "clef": NO_TEXT,
     "deepseek_v41": OWN_CODE,
-    "glm5_next": "its configuration takes no sizes of a tiny model, as its row above says",
+    "glm5_next": "no small copy of it can be built",
     "interns1": f"{OWN_CODE}; ms-swift asks for transformers below 4.56",
     "internvl": OWN_CODE,
     "internvl2": OWN_CODE,
-    "internvl2_5": f"{OWN_CODE}; its lengths alone are tested, as full encodes give them",
+    "internvl2_5": f"{OWN_CODE}; only its lengths are tested, in full encodes",
     "internvl2_phi3": OWN_CODE,
     "internvl3_5": OWN_CODE,
     "internvl3_5_gpt": OWN_CODE,
@@ -93,7 +108,7 @@ NOT_BUILT = {
     "ovis2_5": f"{OWN_CODE}; ms-swift asks for moviepy below 2",
     "qwen2_gme": NO_TEXT,
     "qwen3_5_emb": NO_TEXT,
-    "qwen3_asr": "its model hears, and sees nothing; ms-swift asks for transformers 4.57.6",
+    "qwen3_asr": "its model takes sound and no images; ms-swift asks for transformers 4.57.6",
     "qwen3_omni": "refused by name: no tiny model of its kind has been trained whole",
     "qwen3_vl_emb": NO_TEXT,
     "qwen3_vl_reranker": NO_TEXT,
@@ -108,27 +123,12 @@ class VisionRow:
 
     family: str
     template: str
-    strategy: str
     headers: bool
     """Whether lengths come from images' headers."""
 
-    lengths: str
-    """Source of the lengths, or why headers do not give them."""
-
-    sizes: tuple[int, int]
-    """Samples whose measurements were right, and all of them."""
-
-    packed: tuple[int, int]
-    """Packs and samples that were compared."""
-
     equality: float
     failed: tuple[str, ...]
-    """Checks that found a difference."""
-
-    @property
-    def passes(self) -> bool:
-        """Whether every length was right, and every check passed."""
-        return not self.failed and self.sizes[0] == self.sizes[1]
+    """Checks that found a difference; `lengths` are one."""
 
 
 def versions(*packages: str) -> str:
@@ -146,37 +146,71 @@ def templates_that_pack() -> list[str]:
 def families_page(verdicts: Sequence[PackingVerdict], *, date: str) -> str:
     """Return the page of verdicts, without the section of models that see."""
     passing = sum(one.passes for one in verdicts)
-    about = ABOUT.format(date=date, versions=versions(), passing=passing, all=len(verdicts))
+    measured = MEASURED.format(date=date, versions=versions(), passing=passing, all=len(verdicts))
     strategies = "\n".join(f"- `{name}`: {meaning}" for name, meaning in STRATEGIES.items())
-    rows = table(HEAD, map(family_cells, verdicts))
-    return "\n\n".join(["# Which models pack", _wrapped(about), _wrapped(TERMS), strategies, rows])
+    packing = {
+        f"`{strategy}`": [f"{one.model_type}{'*' * bool(one.split)}" for one in verdicts if strategy == one.strategy]
+        for strategy in STRATEGIES
+    }
+    different = [
+        (one.model_type, f"{one.isolation:.2g}", f"{one.equality:.1e}")
+        for one in verdicts
+        if not one.passes and one.measured is not None
+    ]
+    unproven = {
+        one.model_type: unproven_reason(one.reason) for one in verdicts if not one.passes and one.measured is None
+    }
+    parts = [
+        "# Which models pack",
+        _wrapped(ABOUT),
+        _wrapped(measured),
+        "\n".join(map(_wrapped, TERMS)),
+        "## Families that pack",
+        strategies,
+        STARS,
+        joined_table(("strategy", "families"), packing),
+        "## Families that do not",
+        DIFFERENT,
+        table(("family", "isolation", "equality"), different),
+        _wrapped(UNPROVEN),
+        joined_table(("reason", "families"), by_value(unproven)),
+    ]
+    return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
 
 
 def vision_section(rows: Sequence[VisionRow], *, date: str) -> str:
     """Return the section of models that see."""
     others = set(templates_that_pack()) - {row.template for row in rows}
-    why = {name: NOT_BUILT.get(name, "not asked, or a package that it needs was missing") for name in sorted(others)}
+    reasons = {name: NOT_BUILT.get(name, "not probed, or a package that it needs is missing") for name in others}
     about = ABOUT_VISION.format(date=date, versions=versions("ms-swift"))
     about_others = ABOUT_OTHERS.format(declared=len(others | {row.template for row in rows}), number=len(others))
-    shown = table(VISION_HEAD, [vision_cells(row) for row in rows])
-    not_shown = table(("template", "why it is not shown"), list(why.items()))
-    return f"{HEADING}\n\n{_wrapped(about)}\n\n{shown}\n{_wrapped(about_others)}\n\n{not_shown}"
+    models = table(VISION_HEAD, map(vision_cells, rows))
+    templates = joined_table(("reason", "templates"), by_value(dict(sorted(reasons.items()))))
+    return f"{HEADING}\n\n{_wrapped(about)}\n\n{models}\n{_wrapped(about_others)}\n\n{templates}"
 
 
-def family_cells(verdict: PackingVerdict) -> tuple[str, ...]:
-    """Return the cells of a family's row."""
-    by_sample = " and ".join(f"`{name}`" for name in verdict.split) + " by sample" if verdict.split else ""
-    reason = verdict.reason.replace("|", "/").replace("<", "").replace(">", "")[:160]
-    numbers = ("", "") if verdict.measured is None else (f"{verdict.isolation:.2g}", f"{verdict.equality:.1e}")
-    return (verdict.model_type, verdict.strategy or "none", *numbers, by_sample if verdict.passes else reason)
+def unproven_reason(reason: str) -> str:
+    """Return the page's reason for a verdict without numbers."""
+    return next(text for start, text in UNPROVEN_REASONS.items() if reason.startswith(start))
 
 
 def vision_cells(row: VisionRow) -> tuple[str, ...]:
     """Return the cells of a row of a family that sees."""
-    sizes, packed = f"{row.sizes[0]} of {row.sizes[1]}", f"{row.packed[1]} in {row.packed[0]}"
-    remark = f"differs: {', '.join(row.failed)}" if row.failed else row.lengths
-    lengths = "headers" if row.headers else "full"
-    return (row.family, row.template, row.strategy, lengths, sizes, packed, f"{row.equality:.1e}", remark)
+    equality = f"differs: {', '.join(row.failed)}" if row.failed else f"{row.equality:.1e}"
+    return (row.family, row.template, "headers" if row.headers else "full", equality)
+
+
+def by_value(values: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return the names of each value, in order."""
+    names: dict[str, list[str]] = {}
+    for name, value in values.items():
+        names.setdefault(value, []).append(name)
+    return names
+
+
+def joined_table(head: Sequence[str], names: Mapping[str, Sequence[str]]) -> str:
+    """Return a Markdown table with a row for each key that has names."""
+    return table(head, [(key, ", ".join(group)) for key, group in names.items() if group])
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -187,7 +221,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def with_families(page: str, text: str) -> str:
-    """Return a page with another table of families; its section of models that see stays."""
+    """Return a page with other families; its section of models that see stays."""
     _, heading, section = page.partition(HEADING)
     return f"{text}\n{heading}{section}" if heading else text
 
@@ -197,14 +231,14 @@ def with_section(page: str, section: str) -> str:
     return f"{page.partition(HEADING)[0].rstrip()}\n\n{section}".lstrip()
 
 
-def ask_families(names: Sequence[str]) -> list[PackingVerdict]:
+def probe_families(names: Sequence[str]) -> list[PackingVerdict]:
     """Return the verdicts on families, on all if none is named."""
     from packplan.adapters.probe.families import family_names, probe_family
 
-    return [probe_family(name) for name in progress(_chosen(names, family_names()), desc="asking", unit=" families")]
+    return [probe_family(name) for name in progress(_chosen(names, family_names()), desc="probing", unit=" families")]
 
 
-def ask_vision(names: Sequence[str]) -> list[VisionRow]:
+def probe_vision(names: Sequence[str]) -> list[VisionRow]:
     """Return the results of families that see, of all if none is named."""
     from tests.made.pictures import write_scenes, write_sizes
     from tests.made.vision_models import VISION_FAMILIES
@@ -215,11 +249,12 @@ def ask_vision(names: Sequence[str]) -> list[VisionRow]:
         chosen = [
             name for name in _chosen(names, list(VISION_FAMILIES)) if not _lacks(name, VISION_FAMILIES[name].needs)
         ]
-        return [_vision_row(folder, name, scenes, sizes) for name in progress(chosen, desc="asking", unit=" families")]
+        return [_vision_row(folder, name, scenes, sizes) for name in progress(chosen, desc="probing", unit=" families")]
 
 
 def _wrapped(text: str) -> str:
-    return textwrap.fill(" ".join(text.split()), 100)
+    indent = "  " if text.startswith("- ") else ""
+    return textwrap.fill(" ".join(text.split()), 100, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def _chosen(names: Sequence[str], known: Sequence[str]) -> Sequence[str]:
@@ -259,49 +294,50 @@ def _vision_row(folder: Path, name: str, scenes: Path, sizes: Path) -> VisionRow
     measured, run = config(sizes), config(scenes)
     samples = training.open_measurer(measured, training.open_samples(measured)["train"])
     quick, in_full = (list(samples.measure_many(range(len(samples)), in_full=full)) for full in (False, True))
-    right = [one == other and not isinstance(one, PackplanError) for one, other in zip(quick, in_full, strict=True)]
+    equal = [one == other and not isinstance(one, PackplanError) for one, other in zip(quick, in_full, strict=True)]
     report = check(run, num_packs=4)
     compared = [verdict for verdict in report.verdicts if verdict.check not in (*EXACT, "sensitivity")]
     return VisionRow(
         family=name,
         template=template,
-        strategy=str(training.verdict_of(run).strategy),
         headers=samples.image_lengths[0] is not None,
-        lengths=samples.image_lengths[1],
-        sizes=(sum(right), len(right)),
-        packed=(len(report.packs), sum(number for _, _, number in report.packs)),
         equality=max(verdict.worst.value for verdict in compared),
-        failed=tuple(verdict.check for verdict in report.verdicts if not verdict.passed),
+        failed=(
+            *(() if all(equal) else ("lengths",)),
+            *(verdict.check for verdict in report.verdicts if not verdict.passed),
+        ),
     )
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Ask, then write the page or print rows; return the exit status."""
+    """Probe models, then write the page or print the results; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.models", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("part", choices=("families", "vision"), help="part of the page")
-    parser.add_argument("page", type=Path, nargs="?", help="Markdown page whose part is written; none prints the rows")
-    parser.add_argument("--names", nargs="+", default=(), metavar="NAME", help="families to ask (default: all)")
+    parser.add_argument(
+        "page", type=Path, nargs="?", help="Markdown page to write the part into (default: print the results)"
+    )
+    parser.add_argument("--names", nargs="+", default=(), metavar="NAME", help="families to probe (default: all)")
     options = parser.parse_args(arguments)
 
     def command() -> None:
         before = options.page.read_text(encoding="utf-8") if options.page and options.page.exists() else ""
         date = f"{datetime.now(UTC):%Y-%m-%d}"
         if options.part == "families":
-            verdicts = ask_families(options.names)
-            text, rows = (
-                with_families(before, families_page(verdicts, date=date)),
-                table(HEAD, map(family_cells, verdicts)),
+            verdicts = probe_families(options.names)
+            results = (
+                "\n".join(f"{one.model_type}: {one.strategy or 'does not pack'}: {one}" for one in verdicts) + "\n"
             )
+            page = with_families(before, families_page(verdicts, date=date))
         else:
-            found = ask_vision(options.names)
-            text = with_section(before, vision_section(found, date=date))
-            rows = table(VISION_HEAD, map(vision_cells, found))
+            rows = probe_vision(options.names)
+            results = table(VISION_HEAD, map(vision_cells, rows))
+            page = with_section(before, vision_section(rows, date=date))
         if options.page:
-            options.page.write_text(text, encoding="utf-8")
+            options.page.write_text(page, encoding="utf-8")
         else:
-            print(rows, end="")
+            print(results, end="")
 
     return run_command(command, verbose=False, kept="nothing is kept")
 

@@ -1,9 +1,9 @@
 """
-Attention over packed rows: how samples of a row attend to themselves alone, and at what cost.
+Attention over packed rows, in which samples attend to themselves alone.
 
-`attend_by_varlen` lets a model attend by our own functions; `native_attention` lets it attend as
-transformers does for a while, which is what references are computed by. `layout` says where a row's
-blocks are, `varlen` attends within them; `vision` projects a tower's patches.
+`attend_by_varlen` makes a model use the attention functions of this package. `native_attention`
+makes it use transformers' own for a while, to compute references. `layout` finds the blocks of a
+row, and `varlen` attends within them. `vision` projects the patches of a vision tower.
 """
 
 from __future__ import annotations
@@ -39,38 +39,41 @@ __all__ = [
 ]
 
 NAME = "packplan_varlen"
-"""Our attention's name among transformers' functions."""
+"""Name of varlen attention among transformers' functions."""
 
 ROWS_NAME = "packplan_varlen_rows"
-"""That of models that follow their rows: without a row, they raise instead of mixing samples."""
+"""Name for models that follow rows: outside of a row they raise instead of mixing samples."""
 
 PATCHES_NAME = "packplan_flash_patches"
 """
-That of vision towers. By the word flash in it, towers hand over where images and windows begin, in
-one call.
+Name for vision towers.
+
+For a name with the word flash, towers pass the starts of images and windows, in one call.
 """
 
 MASKED_NAME = "packplan_masked"
-"""That of the model's own mask, with samples apart."""
+"""Name of the model's own mask, with samples apart."""
 
-# A compiled model runs them as they are: a compiler would make a program of each row's own layout.
-_as_it_is: Any = torch.compiler.disable
-AttentionInterface.register(NAME, _as_it_is(attend))
-AttentionMaskInterface.register(NAME, _as_it_is(row_mask))
-AttentionInterface.register(ROWS_NAME, _as_it_is(attend))
-AttentionMaskInterface.register(ROWS_NAME, _as_it_is(told_row_mask))
-AttentionInterface.register(MASKED_NAME, _as_it_is(attend))
-AttentionMaskInterface.register(MASKED_NAME, _as_it_is(sample_mask))
-AttentionInterface.register(PATCHES_NAME, _as_it_is(attend_to_patches))
+# Compiled models run these uncompiled, or each row's layout would need a program of its own.
+_uncompiled: Any = torch.compiler.disable
+AttentionInterface.register(NAME, _uncompiled(attend))
+AttentionMaskInterface.register(NAME, _uncompiled(row_mask))
+AttentionInterface.register(ROWS_NAME, _uncompiled(attend))
+AttentionMaskInterface.register(ROWS_NAME, _uncompiled(told_row_mask))
+AttentionInterface.register(MASKED_NAME, _uncompiled(attend))
+AttentionMaskInterface.register(MASKED_NAME, _uncompiled(sample_mask))
+AttentionInterface.register(PATCHES_NAME, _uncompiled(attend_to_patches))
 
 
 def attend_as(model: Any, attention: AttentionChoice) -> None:
     """
-    Let a model attend as a run does; one that attends by transformers' own was opened with it.
+    Set the attention of a run on a model.
+
+    transformers' own attentions are set when the model is opened.
 
     Args:
-        model: Of transformers.
-        attention: Of the run.
+        model: Model of transformers.
+        attention: Attention of the run.
     """
     follows, part = attention.follows_rows or bool(attention.split), trained_part(model)
     if attention.name == VARLEN:
@@ -84,16 +87,16 @@ def attend_as(model: Any, attention: AttentionChoice) -> None:
 
 def attend_by_varlen(model: Any, *, name: str = NAME) -> None:
     """
-    Let a model of transformers attend by our attention of variable length, its vision tower too.
+    Make a model and its vision tower use varlen attention.
 
-    The names are in the configuration that the model holds, and in none that it saves.
+    The names stand in the loaded configuration, and in none that is saved.
     """
     parts = {part: PATCHES_NAME if takes_grids(model, part) else name for part in model.config.sub_configs}
     model.set_attn_implementation({"": name, **parts})
 
 
 def takes_grids(model: Any, part: str) -> bool:
-    """Return whether a part of a model is a tower that sees all images of a row in one pass."""
+    """Return whether a part of a model is a tower that takes all images of a row in one pass."""
     config = getattr(model.config, part, None)
     towers = (one for one in model.modules() if config is not None and getattr(one, "config", None) is config)
     return part == "vision_config" and any("grid_thw" in inspect.signature(one.forward).parameters for one in towers)
@@ -108,16 +111,17 @@ def _attend_by_masks(model: Any) -> None:
 @contextmanager
 def native_attention(model: Any, native: str = NATIVE) -> Iterator[None]:
     """
-    Let a model attend as transformers does, inside; with checkpointing, the backward pass belongs
-    inside too.
+    Make a model use transformers' own attention, inside.
+
+    With checkpointing, the backward pass belongs inside too.
 
     Args:
-        model: Of transformers.
-        native: The name of transformers' attention that computes what the model means.
+        model: Model of transformers.
+        native: Name of the native attention: sdpa or eager.
     """
     model = trained_part(model)
     config = model.config
-    before = {"": config._attn_implementation}  # noqa: SLF001  # no public question
+    before = {"": config._attn_implementation}  # noqa: SLF001  # has no public name
     parts = {part: getattr(config, part, None) for part in config.sub_configs}
     before |= {name: part._attn_implementation for name, part in parts.items() if part is not None}  # noqa: SLF001
     model.set_attn_implementation(native)

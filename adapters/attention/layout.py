@@ -1,12 +1,12 @@
 """
-Where the samples of a packed row lie, and what each token of them may attend to: a value, in place
-of a mask of T x T.
+Positions of the samples in a packed row, and the keys that each token may attend to: a value in
+place of a mask of T x T.
 
-Rules: a layout is read off the model's own mask function, so that windows and overlays keep their
-meaning; it travels as the attention mask, from the model to its layers, so that backward passes and
-recomputed layers have the one of their own row; nothing global knows it. No tensor grows with the
-square of the row's length; masks that are neither causal nor a window (overlays) grow with the
-squares of their own samples'.
+Rules: a layout is read from the model's own mask function, so that windows and overlays keep their
+meaning. The model passes it to its layers as the attention mask. So backward passes and recomputed
+layers use the layout of their own row. It is never global state. No tensor grows with the square of
+the row's length. Masks that are neither causal nor a window (overlays) grow with the squares of
+their own samples.
 """
 
 from __future__ import annotations
@@ -21,35 +21,34 @@ from transformers.masking_utils import sdpa_mask
 
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """
-transformers' own: indices of batch, head, query and key -> whether the query attends to the key.
+Mask function of transformers: indices of batch, head, query and key -> whether the query attends to
+the key.
 """
 
 
 @attrs.frozen(eq=False)
 class Layout:
     """
-    The blocks of a packed row, one after the other; tokens attend within their own block alone.
+    Blocks of a packed row, one after the other; tokens attend within their own block alone.
 
     >>> Layout.from_boundaries(torch.tensor([0, 3, 5], dtype=torch.int32), is_causal=True).lengths
     (3, 2)
     """
 
     cu_seqlens: torch.Tensor
-    """Where blocks begin, and the row's end; int32 of shape (blocks + 1,), where the row is."""
+    """
+    Starts of the blocks, and the row's end; int32 of shape (blocks + 1,), on the row's device.
+    """
 
     is_causal: bool
-    """Tokens attend to no later token."""
+    """Whether tokens attend to no later token."""
 
     window: int | None = None
-    """
-    Tokens, itself included, that a token of a causal block attends to at most; None: to all before
-    it.
-    """
+    """Most tokens that a token of a causal block attends to, itself included; None for no limit."""
 
     masks: tuple[torch.Tensor, ...] | None = None
     """
-    The mask of each block, where blocks are neither plain nor windowed; bool of shape (1, 1,
-    length, length).
+    Mask of each block that is neither causal nor a window; bool of shape (1, 1, length, length).
     """
 
     _longest: int | None = None
@@ -60,10 +59,10 @@ class Layout:
         Return the layout of plain blocks.
 
         Args:
-            cu_seqlens: Where blocks begin, and the row's end; integers of shape (blocks + 1,).
-            is_causal: Tokens attend to no later token.
-            longest: Tokens of the longest block, if they are known; else a GPU is waited for when
-                they are needed.
+            cu_seqlens: Starts of the blocks, and the row's end; integers of shape (blocks + 1,).
+            is_causal: Whether tokens attend to no later token.
+            longest: Tokens of the longest block, if known. Otherwise reading them later waits for
+                the GPU.
         """
         return cls(cu_seqlens.to(torch.int32), is_causal, longest=longest)
 
@@ -80,32 +79,30 @@ class Layout:
     @cached_property
     def alike(self) -> tuple[tuple[int, ...], ...]:
         """
-        Positions of the blocks that can be computed as one batch: of equal length, and without
-        masks of their own.
+        Groups of blocks that can be computed as one batch: of equal length, without own masks.
         """
-        found: dict[int, list[int]] = {}
+        groups: dict[int, list[int]] = {}
         for position, length in enumerate(self.lengths):
-            found.setdefault(position if self.masks is not None else length, []).append(position)
-        return tuple(map(tuple, found.values()))
+            groups.setdefault(position if self.masks is not None else length, []).append(position)
+        return tuple(map(tuple, groups.values()))
 
 
 def read_layout(mask_function: MaskFunction, *, length: int, window: int | None, device: torch.device | str) -> Layout:
     """
-    Read the blocks of a row off a mask function; a block begins where a token does not attend to
-    the one before it.
+    Read the blocks of a row from a mask function.
 
-    A block is taken for plain causal, or causal within the window, when every token attends to the
-    farthest key that this allows, and neither to the first key beyond it, nor to the token after
-    it, nor to the block's last; and when the block's first and last token do as expected at
-    distances that are powers of two. That is five questions a token, and some for each block,
-    instead of one for each pair.
+    A block begins at a token that does not attend to the one before it. A block counts as causal,
+    or causal within the window, if two conditions hold. First, every token attends to the farthest
+    key that this allows, but not to the key beyond it, the next token, or the block's last token.
+    Second, the block's first and last token behave as expected at distances that are powers of two.
+    That takes five calls a token, and some for each block, instead of one for each pair.
 
     Args:
-        mask_function: What the model means by its mask; it takes index tensors that broadcast.
+        mask_function: The model's mask; takes index tensors that broadcast.
         length: Tokens of the row.
-        window: Tokens that transformers says a token attends to at most, itself included; None if
-            it says nothing.
-        device: Where the row is.
+        window: Most tokens that a token attends to by transformers, itself included; None for no
+            limit.
+        device: Device of the row.
     """
     zero = torch.zeros((), dtype=torch.long, device=device)
     tokens = torch.arange(length, device=device)
@@ -137,21 +134,20 @@ def _is_causal_within(
     reach: int,
 ) -> bool:
     """
-    Return whether tokens attend to the *reach* tokens up to themselves, as far as their block goes,
-    and to no others.
+    Return whether tokens attend exactly to the *reach* tokens of their block up to themselves.
 
     Args:
-        attends: Answers for queries and keys, both of shape (questions,).
+        attends: Answers for queries and keys, both of shape (pairs,).
         first: First token of each block; shape (blocks,).
         last: Last token of each block; shape (blocks,).
-        own: Each token's block; shape (tokens,).
-        reach: Tokens, itself included.
+        own: Block of each token; shape (tokens,).
+        reach: Number of tokens, itself included.
     """
     tokens = torch.arange(len(own), device=own.device)
     steps = [1 << power for power in range(1, len(own).bit_length())]
-    asked = [(tokens, key) for key in (tokens + 1, first[own], last[own], tokens - reach + 1, tokens - reach)]
-    asked += [(first, first + step) for step in steps] + [(last, last - step) for step in steps]
-    queries, keys = (torch.cat(part) for part in zip(*asked, strict=True))
+    pairs = [(tokens, key) for key in (tokens + 1, first[own], last[own], tokens - reach + 1, tokens - reach)]
+    pairs += [(first, first + step) for step in steps] + [(last, last - step) for step in steps]
+    queries, keys = (torch.cat(part) for part in zip(*pairs, strict=True))
     keys = torch.minimum(torch.maximum(keys, first[own[queries]]), last[own[queries]])
     expected = (keys <= queries) & (keys > queries - reach)
     return torch.equal(attends(queries, keys), expected)

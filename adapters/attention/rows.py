@@ -1,10 +1,10 @@
 """
-Which samples lie in the row that a model computes at the moment.
+The samples of the row that a model is computing.
 
-Most models read it off positions that restart; some never hand their positions to their masks, and
-layers that carry a state along the row have no mask. `follow_rows` lets a model note its row while
-it computes one: inside its forward pass alone, and for layers that are computed again in the
-backward pass, as the row that they had.
+Most models find samples by restarting positions. Some never pass positions to their masks, and
+layers that carry a state along the row have no mask. With `follow_rows`, a model keeps its row in a
+context variable: inside its forward pass alone, and for layers that the backward pass computes
+again.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class PackedRow:
     """The samples of a row, one after the other."""
 
     own: torch.Tensor
-    """The sample of each token, counted from 0; int64 of shape (tokens,)."""
+    """Sample of each token, counted from 0; int64 of shape (tokens,)."""
 
     @cached_property
     def first(self) -> torch.Tensor:
-        """The first token of each token's sample; int64 of shape (tokens,)."""
+        """First token of each token's sample; int64 of shape (tokens,)."""
         return torch.searchsorted(self.own, self.own)
 
     @cached_property
@@ -48,19 +48,19 @@ class PackedRow:
 
     def together(self, batch: Any, head: Any, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:  # noqa: ARG002  # transformers passes them
         """
-        Return whether tokens are of one sample: a mask function as transformers' are.
+        Return whether tokens belong to one sample: a mask function like transformers' own.
 
         Args:
-            batch: Index of the batch; there is one.
-            head: Index of the head; all have the same mask.
-            queries: Places of tokens in the row.
-            keys: Places of tokens in the row; of a shape that broadcasts with the queries'.
+            batch: Batch index, always 0.
+            head: Head index; all heads have the same mask.
+            queries: Token positions in the row.
+            keys: Token positions in the row; of a shape that broadcasts with the queries.
         """
         return self.own[queries] == self.own[keys]
 
     def chunks_of(self, size: int) -> Callable[..., torch.Tensor]:
         """
-        Return a mask function: whether tokens are of one chunk, counted from their sample's start.
+        Return a mask function for chunks of *size* tokens, counted from the start of each sample.
         """
 
         def together(_: Any, __: Any, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -74,8 +74,8 @@ _ROW: ContextVar[PackedRow | None] = ContextVar("row")
 
 def row_of(position_ids: torch.Tensor | None) -> PackedRow | None:
     """
-    Return the row whose samples begin where positions do not go on by one; None if it is no packed
-    row.
+    Return the row whose samples begin where positions do not go on by one; None if it is not
+    packed.
 
     Args:
         position_ids: Shape (1, tokens), or (4, 1, tokens) with the positions of the text first.
@@ -98,8 +98,7 @@ def _row_of_call(position_ids: torch.Tensor | None, attention_mask: torch.Tensor
 
 def packed_row(tokens: int) -> PackedRow | None:
     """
-    Return the row that the model computes, if it is one of so many tokens; None outside of models
-    that follow rows.
+    Return the current row if it has this many tokens; None outside of models that follow rows.
     """
     row = _ROW.get(None)
     return row if row is not None and row.tokens == tokens else None
@@ -107,10 +106,10 @@ def packed_row(tokens: int) -> PackedRow | None:
 
 def row_of_layers() -> PackedRow | None:
     """
-    Return the row that the model computes, for layers and masks that have to know it.
+    Return the current row, for layers and masks that need it.
 
     Raises:
-        PackplanError: They are computed outside of their model.
+        PackplanError: They run outside of their model.
     """
     try:
         return _ROW.get()
@@ -120,7 +119,7 @@ def row_of_layers() -> PackedRow | None:
 
 
 def outside_of_models() -> bool:
-    """Return whether no model that follows its rows computes at the moment."""
+    """Return whether no model that follows its rows is computing."""
     try:
         _ROW.get()
     except LookupError:
@@ -138,8 +137,8 @@ def computing(row: PackedRow | None) -> Iterator[None]:
         _ROW.reset(token)
 
 
-class _Bound:
-    """A checkpointing function that lets layers have their own row when they are computed again."""
+class _CheckpointWithRow:
+    """Checkpointing function that restores a layer's row when the layer is computed again."""
 
     def __init__(self, checkpoint: Callable[..., Any]) -> None:
         self._checkpoint = checkpoint
@@ -149,26 +148,26 @@ class _Bound:
             return self._checkpoint(function, *arguments, **options)
         row = row_of_layers()
 
-        def again(*inner: Any, **keywords: Any) -> Any:
+        def compute_with_row(*inner: Any, **keywords: Any) -> Any:
             with computing(row):
                 return function(*inner, **keywords)
 
-        return self._checkpoint(again, *arguments, **options)
+        return self._checkpoint(compute_with_row, *arguments, **options)
 
 
 def follow_rows(model: torch.nn.Module) -> None:
-    """Let a model note its row while it computes one; see the module."""
-    plain, signature = model.forward, inspect.signature(model.forward)
+    """Let a model keep its row while it computes; see the module."""
+    original, signature = model.forward, inspect.signature(model.forward)
     checkpointed: list[Any] = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
 
-    @wraps(plain)
+    @wraps(original)
     def forward(*arguments: Any, **options: Any) -> Any:
         for module in checkpointed:
             checkpoint = getattr(module, "_gradient_checkpointing_func", None)
-            if checkpoint is not None and not isinstance(checkpoint, _Bound):
-                module._gradient_checkpointing_func = _Bound(checkpoint)  # noqa: SLF001  # no public way
+            if checkpoint is not None and not isinstance(checkpoint, _CheckpointWithRow):
+                module._gradient_checkpointing_func = _CheckpointWithRow(checkpoint)  # noqa: SLF001  # has no public setter
         given = {**signature.bind_partial(*arguments).arguments, **options}
         with computing(_row_of_call(given.get("position_ids"), given.get("attention_mask"))):
-            return plain(*arguments, **options)
+            return original(*arguments, **options)
 
     model.forward = forward

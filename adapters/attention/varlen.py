@@ -1,10 +1,9 @@
 """
-Attention of variable length: each block of a packed row by itself, without a mask, wherever torch
-runs.
+Attention of variable length: each block of a packed row by itself, without a mask, on every device.
 
-On a GPU that takes it, one call of torch's `varlen_attn`; elsewhere torch's own attention, block by
-block. What is no packed row (padded batches, generation with a cache) goes to transformers' own
-sdpa, with its own mask.
+GPUs that support it run one call of torch's `varlen_attn`. Other devices run torch's own attention
+block by block. Inputs that are no packed row (padded batches, generation with a cache) go to
+transformers' sdpa with its own mask.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from packplan.adapters.attention.rows import PackedRow, packed_row, row_of_layer
 log = logging.getLogger(__name__)
 
 _HEAD_SIZE, _HEAD_STEP = 256, 8
-"""Largest head of torch's variable-length kernel, and what sizes are multiples of."""
+"""Largest head of torch's variable-length kernel, and the factor of valid sizes."""
 
 _CAPABILITY = (8, 0)
-"""Compute capability of the first GPUs that have the kernel."""
+"""Lowest compute capability of GPUs with the kernel."""
 
 
 def row_mask(
@@ -51,16 +50,15 @@ def row_mask(
     **options: Any,
 ) -> Layout | torch.Tensor | None:
     """
-    Return the layout of a packed row; what transformers' sdpa would take of anything else.
+    Return the layout of a packed row, or the mask of transformers' sdpa for other inputs.
 
-    The arguments are those that transformers hands to functions registered with
-    `AttentionMaskInterface`. A packed row is a batch of one, without padding and earlier keys,
-    whose mask is more than one causal triangle.
+    transformers passes these arguments to functions of `AttentionMaskInterface`. A packed row is a
+    batch of one, without padding and earlier keys, whose mask is more than one causal triangle.
     """
     starts_at_zero = all(isinstance(offset, int) and offset == 0 for offset in (q_offset, kv_offset))
     row = packed_row(q_length) if batch_size == 1 else None
     if row is not None and attention_mask is not None and bool(attention_mask.all()):
-        attention_mask = None  # some models make one themselves, which masks nothing
+        attention_mask = None  # some models pass a mask without effect
     is_square = batch_size == 1 and attention_mask is None and starts_at_zero and q_length == kv_length
     if is_square and not allow_is_bidirectional_skip:
         if row is not None:
@@ -87,9 +85,7 @@ def row_mask(
 
 
 def told_row_mask(**options: Any) -> Layout | torch.Tensor | None:
-    """
-    Return what `row_mask` does, for models that are told their rows; PackplanError outside of one.
-    """
+    """Return the result of `row_mask`, in models that follow rows; PackplanError outside of one."""
     row_of_layers()
     return row_mask(**options)
 
@@ -106,18 +102,18 @@ def attend(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """
-    Attend within the blocks of a row, where `row_mask` gave its layout; else as transformers' sdpa
-    does.
+    Attend within the blocks of a row if the mask is a layout, else as transformers' sdpa.
 
     Args:
-        module: The layer.
+        module: Attention layer.
         query: Shape (batch, heads, tokens, size).
-        key: Shape (batch, key heads, tokens, size); so is *value*. Key heads divide the query's.
+        key: Shape (batch, key heads, tokens, size), as *value*. The number of heads is a multiple
+            of the key heads.
         value: See *key*.
-        attention_mask: What `row_mask` returned.
-        dropout: Share of attention weights that are dropped.
-        scaling: Factor of the products; by default, of the head's size.
-        **options: What else transformers hands to attention functions.
+        attention_mask: Result of `row_mask`.
+        dropout: Share of attention weights to drop.
+        scaling: Factor of the products; default by the head's size.
+        **options: Further arguments that transformers passes to attention functions.
 
     Returns:
         The output, of shape (batch, tokens, heads, size), and no weights.
@@ -139,12 +135,12 @@ def within_samples(mask_function: MaskFunction, row: PackedRow, local_size: int 
     """
     Return a mask function under which tokens attend within their own sample alone.
 
-    Chunks, which transformers counts from the row's start, are counted from each sample's.
+    transformers counts chunks from the row's start; here they are counted from each sample's start.
 
     Args:
-        mask_function: What the model means by its mask.
-        row: The samples.
-        local_size: Tokens of a window or a chunk, if the mask has one.
+        mask_function: The model's mask.
+        row: Samples of the row.
+        local_size: Tokens of the mask's window or chunk, if any.
     """
     if local_size is not None and _mentions(mask_function, chunked_overlay):
         mask_function = and_masks(causal_mask_function, row.chunks_of(local_size))
@@ -153,7 +149,7 @@ def within_samples(mask_function: MaskFunction, row: PackedRow, local_size: int 
 
 
 def _mentions(function: Any, maker: Callable[..., Any], depth: int = 4) -> bool:
-    """Return whether a mask function was put together from one that *maker* made."""
+    """Return whether a mask function is composed of one that *maker* returned."""
     if (
         getattr(function, "__qualname__", "").startswith(f"{maker.__name__}.")
         and function.__module__ == maker.__module__
@@ -176,11 +172,9 @@ def sample_mask(
     **options: Any,
 ) -> torch.Tensor | None:
     """
-    Return the model's own mask, and samples of a packed row apart; of shape (batch, 1, queries,
-    keys).
+    Return the model's own mask with samples apart; shape (batch, 1, queries, keys).
 
-    The arguments are those that transformers hands to functions registered with
-    `AttentionMaskInterface`.
+    transformers passes these arguments to functions of `AttentionMaskInterface`.
     """
     row_of_layers()
     row = packed_row(q_length) if batch_size == 1 and q_length == kv_length else None
@@ -204,23 +198,24 @@ OwnAttention = Callable[..., torch.Tensor]
 
 def own_attention(module: torch.nn.Module, options: Mapping[str, Any]) -> OwnAttention | None:
     """
-    Return the attention of the model's own code, where it computes what torch's cannot: soft caps,
-    sinks and whatever else its function takes and is given; None where torch's does.
+    Return the attention of the model's own code if torch's lacks a given argument, such as soft
+    caps.
 
-    It takes the arguments of `attend`, and a bool mask or none.
+    None if torch's attention is enough. The result takes the arguments of `attend`, with a bool
+    mask or none.
 
     Args:
-        module: The layer.
-        options: What transformers hands to its attention function.
+        module: Attention layer.
+        options: Further arguments that transformers passes to attention functions.
     """
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if eager is None:
         return None
-    beyond = {"softcap", "s_aux"} | (_taken(eager) - _PLAIN)
+    beyond = {"softcap", "s_aux"} | (_parameters(eager) - _PLAIN)
     if all(options.get(name) is None for name in beyond):
         return None
 
-    def attend_by_own(
+    def attend_by_eager(
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -233,19 +228,21 @@ def own_attention(module: torch.nn.Module, options: Mapping[str, Any]) -> OwnAtt
             queries, keys = (torch.arange(part.shape[2], device=part.device) for part in (query, key))
             mask = (keys <= queries[:, None] + (len(keys) - len(queries)))[None, None]
         additive = query.new_zeros(mask.shape).masked_fill(~mask, torch.finfo(query.dtype).min)
-        rest = {name: part for name, part in options.items() if name != "is_causal" or "is_causal" in _taken(eager)}
+        rest = {
+            name: part for name, part in options.items() if name != "is_causal" or "is_causal" in _parameters(eager)
+        }
         output: torch.Tensor = eager(module, query, key, value, additive, scaling=scaling, dropout=dropout, **rest)[0]
         return output
 
-    return attend_by_own
+    return attend_by_eager
 
 
 _PLAIN = {"module", "query", "key", "value", "attention_mask", "scaling", "dropout", "kwargs"}
-"""Arguments of attention functions that torch's attention has too."""
+"""Arguments that torch's attention supports too."""
 
 
 @cache
-def _taken(function: Callable[..., Any]) -> frozenset[str]:
+def _parameters(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
 
 
@@ -259,7 +256,7 @@ def _own_by_blocks(
     dropout: float,
     scaling: float | None,
 ) -> torch.Tensor:
-    """Attend block by block by the model's own code; see `attend` for shapes."""
+    """Attend block by block with the model's own code; see `attend` for shapes."""
     outputs = []
     for number, (q, k, v) in enumerate(
         zip(*(torch.split(part, list(layout.lengths), 2) for part in (query, key, value)), strict=True)
@@ -286,8 +283,9 @@ def attend_to_patches(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """
-    Attend within the images or windows of a vision tower's packed row of patches, both ways; see
-    `attend`.
+    Attend within the images or windows of a vision tower's packed patches, without a causal mask.
+
+    See `attend`.
     """
     layout = Layout.from_boundaries(cu_seq_lens_q, is_causal=False, longest=max_length_q)
     return attend_within(query, key, value, layout, dropout=dropout, scaling=scaling), None
@@ -303,15 +301,15 @@ def attend_within(
     scaling: float | None,
 ) -> torch.Tensor:
     """
-    Attend within the blocks of a row, by the fastest way there is; see `attend` for shapes.
+    Attend within the blocks of a row, by the fastest available kernel; see `attend` for shapes.
 
     Args:
         query: Shape (1, heads, length, size).
         key: Shape (1, key heads, length, size).
-        value: As *key*.
-        layout: Where the row's blocks are.
-        dropout: Share of the weights that are dropped.
-        scaling: Factor of the products; None means the root of 1 / size.
+        value: See *key*.
+        layout: Layout of the row.
+        dropout: Share of attention weights to drop.
+        scaling: Factor of the products; None for the root of 1 / size.
     """
     capability = _capability(query.device)
     why_not = why_not_fused(query, layout, dropout=dropout, capability=capability)
@@ -327,13 +325,13 @@ def why_not_fused(
     query: torch.Tensor, layout: Layout, *, dropout: float, capability: tuple[int, int] | None
 ) -> str | None:
     """
-    Return why torch's `varlen_attn` does not take a row; None if it does.
+    Return the reason why torch's `varlen_attn` does not support a row; None if it does.
 
     Args:
         query: Shape (1, heads, tokens, size).
-        layout: Of the row.
-        dropout: Share of attention weights that are dropped.
-        capability: Of the GPU, as CUDA counts it; None on other devices.
+        layout: Layout of the row.
+        dropout: Share of attention weights to drop.
+        capability: Compute capability of the GPU; None on other devices.
     """
     dtype, size = _dtype(query), query.shape[-1]
     half = dtype in (torch.bfloat16, torch.float16)
@@ -352,12 +350,13 @@ def fused_arguments(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: Layout, *, scaling: float | None
 ) -> dict[str, Any]:
     """
-    Return the arguments of `varlen_attn` for a row: tensors of shape (tokens, heads, size); see
-    `attend`.
+    Return the arguments of `varlen_attn` for a row.
+
+    Tensors have the shape (tokens, heads, size); see `attend`.
     """
-    # Autocast does not know the operator: what it would cast is cast here.
+    # Autocast does not support the operator, so its casts are done here.
     parts = (part[0].transpose(0, 1).to(_dtype(query)) for part in (query, key, value))
-    # The window's left side counts the tokens before the query, which is not one of them.
+    # The left side of the window counts the tokens before the query, without the query.
     left = -1 if layout.window is None else layout.window - 1
     return {
         **dict(zip(("query", "key", "value"), parts, strict=True)),
@@ -372,7 +371,7 @@ def fused_arguments(
 
 
 def _capability(device: torch.device) -> tuple[int, int] | None:
-    """Return the compute capability of a CUDA GPU; None of other devices."""
+    """Return the compute capability of a CUDA GPU; None for other devices."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
@@ -398,7 +397,7 @@ def _by_blocks(
 ) -> torch.Tensor:
     """Attend block by block, blocks of equal length as one batch; see `attend` for shapes."""
     sdpa = partial(F.scaled_dot_product_attention, dropout_p=dropout, scale=scaling)
-    # Split and joined once: the backward pass of a slice would fill a whole row with zeros.
+    # Split and joined once: the backward pass of each slice would fill a whole row with zeros.
     split = [torch.split(part, list(layout.lengths), 2) for part in (query, key, value)]
     outputs: list[torch.Tensor] = [query] * len(layout.lengths)
     for alike in layout.alike:
@@ -418,7 +417,7 @@ def _masked(
     sdpa: Callable[..., torch.Tensor], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
 ) -> torch.Tensor:
     """Attend under a mask; its shape broadcasts to (batch, heads, queries, keys)."""
-    # With a mask, heads that share a key would go to a slow kernel.
+    # With a mask, grouped heads would use a slow kernel.
     groups = query.shape[1] // key.shape[1]
     key, value = (part.repeat_interleave(groups, 1) if groups > 1 else part for part in (key, value))
     return sdpa(query, key, value, attn_mask=mask)
@@ -428,8 +427,9 @@ def _windowed(
     sdpa: Callable[..., torch.Tensor], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int
 ) -> torch.Tensor:
     """
-    Attend causally within a window, in parts of a window's length: each needs the keys of its own
-    and the part before.
+    Attend causally within a window, in parts of the window's length.
+
+    Each part needs its own keys and those of the part before.
     """
     queries = torch.arange(window, device=query.device)[:, None] + window
     keys = torch.arange(2 * window, device=query.device)

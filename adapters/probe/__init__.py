@@ -1,10 +1,10 @@
 """
-Whether a model keeps the samples of a pack apart, proven on a small copy of it.
+Test of whether a model keeps the samples of a pack apart, on a small copy of it.
 
-`shrink` makes the copy's configuration, `unknown` puts lengths to work that no rule knows,
-`small_model` builds it, `rows` measures a packed row against its samples alone, `images` what a
-tower sees, `states` finds layers that carry a state along the row, `probe` tries one strategy after
-the other. `loaded` asks the model that is about to train.
+`shrink` shrinks the configuration by rules, and `unknown` shrinks lengths without a rule by trial.
+`small_model` builds the copy. `rows` compares a packed row with its samples alone, `images` does so
+for a vision tower, and `states` finds layers that carry a state along the row. `probe` tries one
+strategy after the other. `loaded` probes the model that is about to train.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The verdict on each architecture that transformers knows, as its default configuration has it."""
+"""Verdicts on each architecture that transformers knows, in its default configuration."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from packplan.core.equality import AUTO, PackingVerdict
 
 
 def family_names() -> list[str]:
-    """Return the model types that write text from left to right, those that see images included."""
+    """Return the model types of causal language models, with or without images."""
     text = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) | set(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
     others = set(MODEL_FOR_MASKED_LM_MAPPING_NAMES) | set(MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES)
     return sorted(text - others)
 
 
 def default_config(family: str) -> Any:
-    """Return transformers' default configuration of a model type, completed where it is none."""
+    """Return transformers' default configuration of a model type, with missing keys filled in."""
     with quiet():
         return CONFIG_MAPPING[family](**completed(family))
 
 
 def probe_family(family: str) -> PackingVerdict:
-    """Ask a small model of a family whether it may pack, whatever its configuration gives."""
+    """Probe a small model of a family; any fault of its configuration is a verdict too."""
     try:
         config = default_config(family)
     except Exception as error:  # noqa: BLE001  # whatever the code of a family raises

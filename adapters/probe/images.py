@@ -1,4 +1,4 @@
-"""Images of a row: whether a model's tower keeps them apart, and gives what each gives alone."""
+"""Probe of a vision tower: whether the images of a row are apart, and equal to each image alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from packplan.adapters.attention import native_attention
 from packplan.core.equality import ProbeResult
 
 _GRIDS = ((1, 12, 20), (1, 4, 4), (1, 16, 12))
-"""Patches of images, by frames, rows and columns: larger and smaller than a tower's windows."""
+"""Frames, rows and columns of patches: larger and smaller than a tower's windows."""
 
 _IMAGES = 3
 
@@ -23,29 +23,29 @@ def sees(config: Any) -> bool:
 
 def measure_images(model: Any, *, native: str) -> ProbeResult:
     """
-    Compare the features of images in one pass with those of each alone.
+    Compare the features of images in one pass with those of each image alone.
 
     Args:
-        model: Of transformers, as it is to pack; one that takes images.
-        native: The attention of transformers that images alone are computed by.
+        model: Model of transformers that takes images, set to pack.
+        native: Attention of transformers for images alone.
     """
     error = None
-    for images in _images_of(model):
+    for images in _input_forms(model):
         try:
-            return _compare(model, [_beside(model, image) for image in images], native)
-        except (ValueError, RuntimeError) as found:  # its tower takes images of another shape
+            return _compare(model, [_to_model(model, image) for image in images], native)
+        except (ValueError, RuntimeError) as found:  # the tower takes another form
             error = found
     raise error or ValueError
 
 
-def _images_of(model: Any) -> list[list[dict[str, torch.Tensor]]]:
-    """Return images as a model's tower may take them, in the ways to try."""
+def _input_forms(model: Any) -> list[list[dict[str, torch.Tensor]]]:
+    """Return alternative forms of the same images, for the model's tower to accept one."""
     parts = [part.get_image_features for part in model.modules() if hasattr(part, "get_image_features")]
-    taken = {name for function in parts for name in inspect.signature(function).parameters}
+    parameters = {name for function in parts for name in inspect.signature(function).parameters}
     vision = model.config.vision_config
-    if "image_grid_thw" in taken:
+    if "image_grid_thw" in parameters:
         return [_by_grid(vision, flat=True), _by_grid(vision, flat=False)]
-    return [_in_line(vision)] if "target_sizes" in taken else [_squares(vision)]
+    return [_in_line(vision)] if "target_sizes" in parameters else [_squares(vision)]
 
 
 def _compare(model: Any, images: list[dict[str, torch.Tensor]], native: str) -> ProbeResult:
@@ -65,7 +65,7 @@ def _compare(model: Any, images: list[dict[str, torch.Tensor]], native: str) -> 
 
 
 def _by_grid(vision: Any, *, flat: bool) -> list[dict[str, torch.Tensor]]:
-    """Return images as rows of patches, flat or as pictures, and how many go each way."""
+    """Return images as rows of patches, flat or as pictures, with their grids."""
     channels: int = getattr(vision, "in_channels", None) or getattr(vision, "in_chans", None) or 3
     depth, side = getattr(vision, "temporal_patch_size", 1), vision.patch_size
     shape = (channels * depth * side**2,) if flat else (channels, side, side)
@@ -78,7 +78,7 @@ def _by_grid(vision: Any, *, flat: bool) -> list[dict[str, torch.Tensor]]:
 
 
 def _in_line(vision: Any) -> list[dict[str, torch.Tensor]]:
-    """Return images as their patches side by side, in one line, and how many go each way."""
+    """Return images as their patches side by side in one line, with their sizes."""
     side, generator = vision.patch_size, torch.Generator().manual_seed(5)
     sizes = [grid[1:] for grid in _GRIDS]
     drawn = [
@@ -90,7 +90,7 @@ def _in_line(vision: Any) -> list[dict[str, torch.Tensor]]:
 
 
 def _squares(vision: Any) -> list[dict[str, torch.Tensor]]:
-    """Return images of the one size that the tower takes."""
+    """Return images of the only size that the tower takes."""
     size = vision.image_size
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     shape = (1, getattr(vision, "num_channels", 3), height, width)
@@ -98,8 +98,8 @@ def _squares(vision: Any) -> list[dict[str, torch.Tensor]]:
     return [{"pixel_values": torch.randn(shape, generator=generator)} for _ in range(_IMAGES)]
 
 
-def _beside(model: Any, image: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return an image where a model's weights are, its pixels as they are and with gradients."""
+def _to_model(model: Any, image: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return an image on the model's device, its pixels in the model's type and with gradients."""
     weight = next(model.parameters())
     here = {key: part.to(weight.device) for key, part in image.items()}
     return {**here, "pixel_values": here["pixel_values"].to(weight.dtype).requires_grad_()}

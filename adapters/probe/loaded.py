@@ -1,4 +1,4 @@
-"""Asks the model that is about to train, with short samples: its own weights and kernels."""
+"""Probe of the model that is about to train, with its own weights and kernels, on short samples."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from packplan.core.equality import Precision, ProbeResult, loaded_limit
 LENGTHS = (17, 3, 29)
 
 _TF32 = 2.0**-10
-"""Step of the products of float32 where PyTorch may round them for speed."""
+"""Step of float32 products that PyTorch may round for speed."""
 
 _OTHER_EXPERTS = 0.1
 """
-What another choice of experts adds to the difference of a sample's median token: 0.07 were
-measured.
+Difference that another choice of experts may add to a sample's median token.
+
+0.07 was measured.
 """
 
 _IDS = 2000
-"""Ids above may be of images, or of no token at all."""
+"""Ids from here on may belong to images, or to no token."""
 
 
 def place_of(model: torch.nn.Module) -> str:
-    """Return where a model is, and how precisely it computes, in words: `cpu, float32`."""
+    """Return the device and precision of a model in words: `cpu, float32`."""
     weight = next(model.parameters())
     device = torch.cuda.get_device_name(weight.device) if weight.device.type == "cuda" else weight.device.type
     return f"{device}, {precision_of(model)}"
@@ -40,13 +41,13 @@ def precision_of(model: torch.nn.Module) -> Precision:
 
 
 def limit_of(model: Any) -> float:
-    """Return how far packed logits of a model may be from those alone, by rounding."""
+    """Return the largest difference of packed logits that rounding explains."""
     layers = getattr(model.config.get_text_config(), "num_hidden_layers", 1)
     return loaded_limit(_epsilon_of(model), layers=max(1, layers)) + (_OTHER_EXPERTS if _rounds_choices(model) else 0)
 
 
 def _epsilon_of(model: torch.nn.Module) -> float:
-    """Return the step of the type that a model's products are rounded to."""
+    """Return the step of the type to which a model's products are rounded."""
     precision = precision_of(model)
     if precision == "float32" and torch.get_float32_matmul_precision() != "highest":
         return _TF32
@@ -55,8 +56,9 @@ def _epsilon_of(model: torch.nn.Module) -> float:
 
 def _rounds_choices(model: torch.nn.Module) -> bool:
     """
-    Return whether rounding may change which weights a token passes: those of experts, chosen by
-    scores of 16 bits.
+    Return whether rounding may change the weights that a token passes.
+
+    This holds for experts chosen by scores of 16 bits.
     """
     return _epsilon_of(model) >= _TF32 and any("expert" in name for name, _ in model.named_modules())
 
@@ -66,8 +68,8 @@ def probe_loaded(model: Any, *, native: str) -> ProbeResult:
     Compare a packed row of short samples with the samples alone, on a model that is ready to train.
 
     Args:
-        model: Of transformers, perhaps with adapters; it is left as it was.
-        native: The attention of transformers that samples alone are computed by.
+        model: Model of transformers, perhaps with adapters; its mode is restored.
+        native: Attention of transformers for samples alone.
     """
     row = ProbeRow.draw(model, LENGTHS, ids=_plain_ids(trained_config(model.config)))
     was_training = model.training

@@ -1,10 +1,9 @@
 """
-A small copy of a model's configuration: what its layers do, and in which order, stays; their sizes
-do not.
+Small copy of a model's configuration: kinds and order of the layers stay, sizes shrink.
 
-Rules go by what a key's name says, not by the family. Windows, chunks, blocks and the lengths at
-which rotary factors change become shorter than the probe's samples, so that each is at work in
-them.
+Rules go by the names of keys, not by the family. Windows, chunks, blocks and the lengths at which
+rotary factors change become shorter than the probe's samples, so that the samples reach each
+mechanism.
 """
 
 from __future__ import annotations
@@ -16,21 +15,21 @@ from typing import Any
 import attrs
 
 LONGEST = 70
-"""Tokens of the longest sample that the probe packs."""
+"""Tokens of the probe's longest sample."""
 
 HIDDEN, HEADS, HEAD = 64, 4, 16
-"""Width of the small model, its attention heads, and the size of each."""
+"""Width of the small model, its number of attention heads, and the size of each."""
 
 _INNER = 2 * HIDDEN
-"""Width inside of state-carrying layers."""
+"""Inner width of layers that carry a state."""
 
 _WINDOW, _CHUNK, _BLOCK, _ROPE = 24, 16, 8, 48
-"""Tokens of a window, a chunk and a block, and up to which rotary factors are the original ones."""
+"""Tokens of a window, chunk and block, and of the original rotary context."""
 
 FIRST_ID, VOCABULARY = 16, 96
-"""Ids below the first are special; the probe's samples have none of them."""
+"""First id of ordinary tokens, and the size of the vocabulary; the probe uses no special tokens."""
 
-_MOST_LAYERS = 16
+_MAX_LAYERS = 16
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks", "depth", "num_layers_per_stack")
 
@@ -43,22 +42,22 @@ _FIRST = re.compile(r"^(first_k_dense_replace|num_dense_layers|moe_layer_start_i
 
 @attrs.frozen
 class _Context:
-    """What rules know of the configuration that they shrink."""
+    """Facts about the configuration that the rules need."""
 
     config: Mapping[str, Any]
     layers: int
     """Layers before."""
 
     kept: int
-    """Layers after: the first so many."""
+    """Layers after: the first ones."""
 
     fewest: int
-    """Layers after, of the part that has fewest, where this one has parts and no layers itself."""
+    """Layers after, or those of the part with the fewest if this part has none itself."""
 
     head: int
 
     outer: int = HIDDEN
-    """Width of the text that a tower's patches become part of."""
+    """Width of the text model that takes a tower's patches."""
 
     @property
     def carries_state(self) -> bool:
@@ -66,7 +65,7 @@ class _Context:
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether rotary factors change with the row's longest position."""
+        """Whether rotary factors depend on the row's longest position."""
         rope = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
         return "dynamic" in (rope.get("rope_type"), rope.get("type"))
 
@@ -75,7 +74,7 @@ _Rule = Callable[[Any, _Context], Any]
 
 
 def _few(most: int) -> _Rule:
-    """Return a rule for counts: at most so many, and none where there were none."""
+    """Return a rule for counts: at most *most*, and 0 stays 0."""
     return lambda value, _: min(value, most)
 
 
@@ -84,7 +83,7 @@ def _exactly(size: float) -> _Rule:
 
 
 def _shared_heads(value: int, context: _Context) -> int:
-    """Keep whether heads share keys: none, some, or all of them."""
+    """Keep whether no heads, some, or all share keys."""
     heads = next((context.config[name] for name in _HEADS if context.config.get(name)), value)
     return 1 if value == 1 else HEADS if value >= heads else HEADS // 2
 
@@ -122,7 +121,7 @@ _RULES: tuple[tuple[str, _Rule], ...] = (
     (r"qk_head_dim", _exactly(HEAD + HEAD // 2)),
     (r"(kv_lora_rank|q_lora_rank|o_lora_rank|gated_norm_rank|laurel_rank|adapter_rank|d_rel)", _exactly(HEAD)),
     (r"index_head_dim", _exactly(HEAD)),
-    # With few heads, scores of zero tie, and ties are broken by the place in the row.
+    # With few heads, scores of zero tie, and the position in the row breaks ties.
     (r"index_n_heads", _few(32)),
     (r"query_pre_attn_scalar", _exactly(HEAD)),
     (r"(.*intermediate_size(_mlp)?|ffn_dim|.*ffn_hidden_size|dim_ff|dff|n_inner)", _exactly(HIDDEN)),
@@ -148,8 +147,8 @@ _RULES: tuple[tuple[str, _Rule], ...] = (
     (r"(linear_num_key_heads|linear_num_heads)", _exactly(2)),
     (r"linear_num_value_heads", lambda v, c: 2 * max(1, min(2, v // c.config["linear_num_key_heads"]))),
     (r"(linear_key_head_dim|linear_value_head_dim|linear_head_dim)", _exactly(HEAD)),
-    # What has to be shorter than a sample.
-    # A tower's windows are counted in pixels, of patches that keep their size.
+    # Lengths that have to be shorter than a sample.
+    # A tower's windows are counted in pixels; its patches keep their size.
     (r"window_size", lambda v, c: v if "patch_size" in c.config else _WINDOW),
     (
         r"(sliding_window|attention_window_size|sliding_window_size|local_attention|keep_window_size)",
@@ -174,7 +173,7 @@ _RULES: tuple[tuple[str, _Rule], ...] = (
     (r"num_kv_shared_layers", _few(1)),
     (r"max_window_layers", lambda v, c: min(v, c.kept)),
     (r"num_nextn_predict_layers", _exactly(0)),
-    # After which layer something stands: one that is there, with another behind it.
+    # Index of a layer that something follows: an existing layer that is not the last.
     (r"(.+_)?layer_(id|idx|index)", lambda v, c: min(v, max(0, c.fewest - 2))),
     (r"block_multiple_of", _exactly(HEAD)),
     (r"ffn_round_up_to_multiple_of", _exactly(HEAD)),
@@ -185,17 +184,17 @@ _COMPILED = tuple((re.compile(pattern), rule) for pattern, rule in _RULES)
 
 def shrink(config: Mapping[str, Any], *, times: int = 1) -> dict[str, Any]:
     """
-    Return a small copy of a configuration, as `to_dict` gives it; parts of it (text, vision) alike.
+    Return a small copy of a configuration as `to_dict` gives it, with its parts (text, vision).
 
     Args:
-        config: To be shrunk.
-        times: How often each kind of layer is to be there, where it is so often.
+        config: Configuration to shrink.
+        times: Number of layers of each kind to keep, if there are as many.
     """
     return _shrink(config, outer=HIDDEN, times=times)
 
 
 def is_known(key: str) -> bool:
-    """Return whether a rule says what becomes of a number under a key."""
+    """Return whether a rule covers numbers under a key."""
     return any(pattern.fullmatch(key) for pattern, _ in _COMPILED)
 
 
@@ -230,10 +229,7 @@ def _shrink(config: Mapping[str, Any], *, outer: int, times: int) -> dict[str, A
 
 
 def _depth(config: Mapping[str, Any], times: int) -> tuple[int, int]:
-    """
-    Return how many layers a part has, and how many of them are kept; none where it has parts
-    instead.
-    """
+    """Return the layers of a part, and the number to keep; 0 if it has parts instead."""
     layers = next((config[name] for name in _LAYERS if isinstance(config.get(name), int)), 0)
     return layers, min(layers, _kept_layers(config, layers, times))
 
@@ -250,7 +246,7 @@ def _value(key: str, value: Any, context: _Context) -> Any:
 
 
 def _list(key: str, value: Sequence[Any], context: _Context) -> list[Any]:
-    """Keep what is said of the first layers, whether layer by layer or by their positions."""
+    """Keep the entries of the first layers, given layer by layer or as positions."""
     items = list(value)
     if len(items) == context.layers and context.layers:
         return [
@@ -264,9 +260,7 @@ def _list(key: str, value: Sequence[Any], context: _Context) -> list[Any]:
 
 
 def _kept_layers(config: Mapping[str, Any], layers: int, times: int) -> int:
-    """
-    Return how many of the first layers show each kind of layer, and each kind after each other.
-    """
+    """Return the number of first layers that hold each kind of layer, up to *times* times."""
     kept = 2
     shared = 1 if config.get("num_kv_shared_layers") else 0
     for key, value in config.items():
@@ -282,7 +276,7 @@ def _kept_layers(config: Mapping[str, Any], layers: int, times: int) -> int:
             kept = max(kept, value)
         elif _FIRST.search(key) and value < layers:
             kept = max(kept, value + 1)
-    return min(kept + shared, _MOST_LAYERS)
+    return min(kept + shared, _MAX_LAYERS)
 
 
 def _head(config: Mapping[str, Any]) -> int:
@@ -296,7 +290,7 @@ def _partial(config: Mapping[str, Any], rope: Mapping[str, Any]) -> float:
 
 
 def _rope(rope: Any, context: _Context) -> Any:
-    """Shrink rotary parameters, those of each kind of layer alike."""
+    """Shrink rotary parameters, also those by kind of layer."""
     if not isinstance(rope, Mapping):
         return rope
     if any(isinstance(value, Mapping) for value in rope.values()):
@@ -318,7 +312,7 @@ def _rope(rope: Any, context: _Context) -> Any:
 
 
 def _sections(sections: Sequence[int], half: int) -> list[int]:
-    """Share *half* frequencies among the sections, as they share theirs; each has one at least."""
+    """Divide *half* frequencies in the proportions of the sections; each gets at least one."""
     total = sum(sections)
     small = [max(1, section * half // total) for section in sections]
     small[0] += half - sum(small)

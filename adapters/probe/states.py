@@ -1,10 +1,12 @@
 """
-Finds layers that carry a state along a row by what they do: a sample's part of their output changes
-when another sample's part of their input does.
+Search for layers that carry a state along a row.
+
+In such a layer, a sample's part of the output changes when another sample's part of the input does.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,36 +15,36 @@ from packplan.adapters.attention import split_states
 from packplan.adapters.probe.rows import ProbeRow
 
 _MOVED = 1e-5
-"""What a sample's output moves by, relative to the largest, when it does not only round."""
+"""Change of a sample's output, relative to the largest output, that is more than rounding."""
 
 _ROUNDS = 4
 
 
 def split_found_states(model: Any, row: ProbeRow) -> tuple[str, ...]:
     """
-    Let a model's layers that carry a state run sample by sample, from the innermost outwards, and
-    return their classes.
+    Run a model's layers that carry a state sample by sample, innermost first, and return their
+    classes.
 
     Args:
-        model: Follows its rows.
-        row: To look at them with.
+        model: Model that follows its rows.
+        row: Row to test the layers with.
     """
     found: set[str] = set()
     for _ in range(_ROUNDS):
         try:
-            new = _leaking(model, row) - found
+            new = _leaking_classes(model, row) - found
         except Exception:
             if not found:
                 raise
-            break  # those found do not run sample by sample: who measures with them sees why
+            break  # the found layers cannot run sample by sample; the next measurement shows why
         if not new:
             break
         split_states(model, new)
         found |= new
-    return tuple(sorted(found - _within(model, found)))
+    return tuple(sorted(found - _nested_classes(model, found)))
 
 
-def _within(model: Any, classes: set[str]) -> set[str]:
+def _nested_classes(model: Any, classes: set[str]) -> set[str]:
     """Return the classes whose layers all lie within layers of the other classes."""
     places: dict[str, list[str]] = {}
     for name, module in model.named_modules():
@@ -56,27 +58,27 @@ def _within(model: Any, classes: set[str]) -> set[str]:
     }
 
 
-def _leaking(model: Any, row: ProbeRow) -> set[str]:
+def _leaking_classes(model: Any, row: ProbeRow) -> set[str]:
     """Return the classes of the innermost layers whose samples are not apart."""
     leaks: dict[str, str] = {}
-    busy: list[str] = []
+    running: list[str] = []
 
-    def look(name: str, module: Any, arguments: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
-        if busy:
+    def test_layer(name: str, module: Any, arguments: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
+        if running:
             return
-        place = _tokens_in(arguments, options, row)
+        place = _token_argument(arguments, options, row)
         if place is None:
             return
-        busy.append(name)
+        running.append(name)
         try:
-            changed, named = _changed(arguments, options, place, row)
-            if _moved(output, module.forward(*changed, **named), row):
+            changed, named = _change_samples(arguments, options, place, row)
+            if _has_moved(output, module.forward(*changed, **named), row):
                 leaks[name] = type(module).__name__
         finally:
-            busy.clear()
+            running.clear()
 
     handles = [
-        module.register_forward_hook(_hook(look, name), with_kwargs=True)
+        module.register_forward_hook(partial(test_layer, name), with_kwargs=True)
         for name, module in model.named_modules()
         if name and not type(module).__module__.startswith("torch.") and not hasattr(module, "get_input_embeddings")
     ]
@@ -89,15 +91,8 @@ def _leaking(model: Any, row: ProbeRow) -> set[str]:
     return {one for name, one in leaks.items() if not any(other.startswith(f"{name}.") for other in leaks)}
 
 
-def _hook(look: Any, name: str) -> Any:
-    def hook(module: Any, arguments: Any, options: Any, output: Any) -> None:
-        look(name, module, arguments, options, output)
-
-    return hook
-
-
-def _tokens_in(arguments: tuple[Any, ...], options: dict[str, Any], row: ProbeRow) -> int | str | None:
-    """Return which argument has a vector for each token of the row: its position, or its name."""
+def _token_argument(arguments: tuple[Any, ...], options: dict[str, Any], row: ProbeRow) -> int | str | None:
+    """Return the argument with a vector for each token of the row: its position or its name."""
     places: list[int | str] = [*range(len(arguments)), *options]
     for place, value in zip(places, [*arguments, *options.values()], strict=True):
         if isinstance(value, torch.Tensor) and value.dim() == 3 and value.shape[:2] == (1, sum(row.lengths)):
@@ -105,7 +100,7 @@ def _tokens_in(arguments: tuple[Any, ...], options: dict[str, Any], row: ProbeRo
     return None
 
 
-def _changed(
+def _change_samples(
     arguments: tuple[Any, ...], options: dict[str, Any], place: int | str, row: ProbeRow
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments with other tokens in every second sample."""
@@ -118,10 +113,10 @@ def _changed(
     return arguments, {**options, place: tokens}
 
 
-def _moved(before: Any, after: Any, row: ProbeRow) -> bool:
-    """Return whether the samples moved whose tokens did not change."""
+def _has_moved(before: Any, after: Any, row: ProbeRow) -> bool:
+    """Return whether samples changed whose tokens did not."""
     if isinstance(before, (tuple, list)):
-        return any(_moved(one, other, row) for one, other in zip(before, after, strict=True))
+        return any(_has_moved(one, other, row) for one, other in zip(before, after, strict=True))
     if not isinstance(before, torch.Tensor) or before.dim() < 2 or before.shape[1] != sum(row.lengths):
         return False
     scale = float(before.abs().max())

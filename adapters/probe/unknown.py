@@ -1,11 +1,10 @@
 """
-Keys of a configuration that no rule of `shrink` knows, and that may say how far a mechanism
-reaches: they are shrunk by trial.
+Keys of a configuration that may be lengths and that no rule of `shrink` knows, shrunk by trial.
 
-A window, a chunk or a memory that is longer than the probe's samples would never be at work in
-them. So each number of that size is set to a smaller one, and stays so if the model still runs.
-One that cannot be shrunk, and is no size of weights, may carry one sample's state to the next
-beyond what the probe reaches: the model is refused, and the key named.
+Samples of the probe would never reach the end of a window, chunk or memory that is longer than they
+are. So each number of that size is made smaller, if the model still runs. A number that cannot
+shrink, and is no size of weights, may carry one sample's state beyond the probe's reach. Such a
+model is refused, and the key named.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ Place = tuple[str | int, ...]
 """Keys, and positions in lists, that lead to a value."""
 
 Trials = Mapping[Place, int]
-"""What is to stand at some places of a small copy's configuration."""
+"""New values at places of a small copy's configuration."""
 
 _SHORT = (8, 16, 32)
-"""Tokens that a mechanism is to reach: as few as the model takes."""
+"""Tokens to try for a length: as few as the model accepts."""
 
 _REACHED = LONGEST // 2
-"""Tokens within which samples of the probe meet every mechanism."""
+"""Tokens that the probe's samples always exceed."""
 
 _NO_SIZES = (
     "token_id",
@@ -40,16 +39,16 @@ _NO_SIZES = (
     "dtype",
     "version",
 )
-"""Parts of keys whose numbers are no sizes, or that `shrink` sees to."""
+"""Parts of keys whose numbers are no sizes, or that `shrink` handles."""
 
 
 def unknown_places(small: Mapping[str, Any], *, text: str | None) -> dict[Place, int]:
     """
-    Return the numbers of a small copy's configuration that may be lengths which no rule knows.
+    Return the numbers of a small copy's configuration that may be lengths and that no rule knows.
 
     Args:
-        small: What `shrink` gave.
-        text: Key of the part that describes the text model; None if there are no parts.
+        small: Result of `shrink`.
+        text: Key of the text model's part; None if there are no parts.
     """
     part = small if text is None else small[text]
     return dict(_places(part, () if text is None else (text,)))
@@ -70,17 +69,17 @@ def _places(value: Any, place: Place) -> Iterator[tuple[Place, int]]:
 
 def shrink_by_trial(places: Sequence[Place], runs: Callable[[Trials], bool]) -> tuple[dict[Place, int], list[Place]]:
     """
-    Return what stands at some places where the model still runs, and the places that cannot be
-    shrunk.
+    Return new values for the places at which the model still runs, and the places that cannot
+    shrink.
 
     Args:
-        places: Of numbers that may be lengths.
-        runs: Whether a small copy with other numbers can be built, and computes a sample.
+        places: Places of numbers that may be lengths.
+        runs: Test of whether a small copy with new values can be built, and computes a sample.
     """
     together = dict.fromkeys(places, _SHORT[0])
     if not places or runs(together):
         return together, []
-    if not runs({}):  # which is not the numbers' fault
+    if not runs({}):  # these numbers are not the cause
         return {}, []
     found: dict[Place, int] = {}
     left = []
@@ -94,7 +93,7 @@ def shrink_by_trial(places: Sequence[Place], runs: Callable[[Trials], bool]) -> 
 
 
 def with_trials(small: Mapping[str, Any], trials: Trials) -> dict[str, Any]:
-    """Return a configuration with other numbers at some places."""
+    """Return a configuration with new values at some places."""
     changed = dict(small)
     for place, size in trials.items():
         _put(changed, place, size)
@@ -102,7 +101,7 @@ def with_trials(small: Mapping[str, Any], trials: Trials) -> dict[str, Any]:
 
 
 def _put(value: Any, place: Place, size: int) -> None:
-    """Put a number at a place; mappings and lists on the way are copied first."""
+    """Put a number at a place, and copy mappings and lists on the way."""
     key, *rest = place
     if not rest:
         value[key] = size
@@ -112,5 +111,5 @@ def _put(value: Any, place: Place, size: int) -> None:
 
 
 def named(place: Place, value: int) -> str:
-    """Return a place in words: its keys, and the number that stands there."""
+    """Describe a place in words: its keys, and its number."""
     return f"{'.'.join(str(key) for key in place if not isinstance(key, int))} ({value:,})"

@@ -1,4 +1,4 @@
-"""Variables by which a launcher tells a process which rank it is, checked before any is used."""
+"""Environment variables of a launcher that describe the ranks, checked before use."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from contextlib import contextmanager
 
 from packplan.core.errors import ConfigError, Fault, RunError, agree
 
-_MOST_RANKS, _MOST_PORT = 100_000, 2**16 - 1
+_MAX_RANKS, _MAX_PORT = 100_000, 2**16 - 1
 
 
 def require_ranks(environment: Mapping[str, str] = os.environ) -> int:
     """
-    Return the number of ranks, 1 where no launcher says it.
+    Return the number of ranks, 1 without a launcher.
 
     Args:
-        environment: The variables of this process.
+        environment: Environment variables of this process.
 
     Raises:
-        ConfigError: One of torchrun's variables is missing beside the others, or is no number, or
-            one that they rule out.
+        ConfigError: A variable of torchrun is missing beside the others, is no number, or
+            contradicts them.
     """
-    _refuse(_faults(environment))
+    _raise_faults(_faults(environment))
     return named_world_size(environment)
 
 
 def named_world_size(environment: Mapping[str, str] = os.environ) -> int:
-    """Return WORLD_SIZE, 1 where it is not set; ConfigError if it is no number of ranks."""
-    _refuse(_beyond("WORLD_SIZE", environment, 1, _MOST_RANKS))
+    """Return WORLD_SIZE, 1 if it is not set; ConfigError if it is no number of ranks."""
+    _raise_faults(_range_faults("WORLD_SIZE", environment, 1, _MAX_RANKS))
     return int(environment.get("WORLD_SIZE", "1"))
 
 
-def _refuse(faults: Iterator[Fault]) -> None:
+def _raise_faults(faults: Iterator[Fault]) -> None:
     if found := tuple(faults):
         raise ConfigError("the environment of this process", found)
 
@@ -40,16 +40,16 @@ def _refuse(faults: Iterator[Fault]) -> None:
 def _faults(environment: Mapping[str, str]) -> Iterator[Fault]:
     found = {name: _number(environment[name]) for name in _NUMBERS if name in environment}
     ranks = found.get("WORLD_SIZE")
-    most = ranks or _MOST_RANKS
+    max_ranks = ranks or _MAX_RANKS
     bounds = {
-        "WORLD_SIZE": (1, _MOST_RANKS),
-        "LOCAL_WORLD_SIZE": (1, most),
-        "RANK": (0, most - 1),
-        "LOCAL_RANK": (0, (found.get("LOCAL_WORLD_SIZE") or most) - 1),
+        "WORLD_SIZE": (1, _MAX_RANKS),
+        "LOCAL_WORLD_SIZE": (1, max_ranks),
+        "RANK": (0, max_ranks - 1),
+        "LOCAL_RANK": (0, (found.get("LOCAL_WORLD_SIZE") or max_ranks) - 1),
     }
     needed: list[str] = []
     if (ranks or 1) > 1 or "LOCAL_RANK" in found:
-        bounds["MASTER_PORT"] = (1, _MOST_PORT)
+        bounds["MASTER_PORT"] = (1, _MAX_PORT)
         needed += ["RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"]
     if {"RANK", "LOCAL_RANK"} & found.keys():
         needed += ["WORLD_SIZE"]
@@ -60,11 +60,11 @@ def _faults(environment: Mapping[str, str]) -> Iterator[Fault]:
         yield Fault(", ".join(missing), reason)
     for name, (lowest, highest) in bounds.items():
         if name not in missing:
-            yield from _beyond(name, environment, lowest, highest)
+            yield from _range_faults(name, environment, lowest, highest)
 
 
-def _beyond(name: str, environment: Mapping[str, str], lowest: int, highest: int) -> Iterator[Fault]:
-    """Yield a fault where a variable is set, and is no whole number of these bounds."""
+def _range_faults(name: str, environment: Mapping[str, str], lowest: int, highest: int) -> Iterator[Fault]:
+    """Yield a fault if a variable is set to anything but a whole number within these bounds."""
     number = _number(text := environment.get(name, str(lowest)))
     if number is None or not lowest <= number <= highest:
         allowed = f"a whole number from {lowest} to {highest:,}" if highest > lowest else str(lowest)
@@ -86,7 +86,7 @@ def meeting(environment: Mapping[str, str] = os.environ) -> Iterator[None]:
     Turn what torch makes of ranks that cannot meet into a RunError.
 
     Args:
-        environment: The variables of this process, which say where they meet.
+        environment: Environment variables of this process, with their address.
     """
     try:
         yield

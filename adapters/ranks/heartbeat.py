@@ -1,9 +1,8 @@
 """
-A process beside rank 0 that says in the store that rank 0 lives, what it is doing, and that it
-died.
+Process beside rank 0 that writes to the store: rank 0 lives, its current task, or its death.
 
-It is a process, not a thread, since solvers hold the interpreter for seconds, and since it has to
-outlive rank 0 by the moment that it takes to say so.
+It is a process, not a thread, for two reasons. Solvers hold the interpreter for seconds, and it has
+to outlive rank 0 to report its death.
 """
 
 from __future__ import annotations
@@ -25,48 +24,48 @@ BEAT_S = 1.0
 
 
 BEAT, DIED = "beat", "died"
-"""Keys: what rank 0 says with each beat; what is said for it when it is gone."""
+"""Store keys: the latest beat with rank 0's task, and the reason of its death."""
 
 
 class Heartbeat:
-    """Beats in a store from its making to its end."""
+    """Heartbeat of this process in a store, from construction to `stop`."""
 
     def __init__(self, store: Store) -> None:
-        """Start to beat; the store's keys are set through a connection of the new process's own."""
+        """Start the heartbeat; the new process connects to the store by itself."""
         context = multiprocessing.get_context("fork")
         receiver, self._sender = context.Pipe(duplex=False)
-        # A heartbeat that cannot keep up loses words, and never stops rank 0.
+        # A slow heartbeat loses reports, but never blocks rank 0.
         os.set_blocking(self._sender.fileno(), False)
-        self._told = 0.0
+        self._reported = 0.0
         self._process = context.Process(target=_beat, args=(receiver, store, os.getpid()), daemon=True)
         self._process.start()
         receiver.close()
 
     def report(self, words: str) -> None:
-        """Say what is being done; once a beat is enough."""
-        if (now := time.monotonic()) - self._told >= BEAT_S:
-            self._told = now
+        """Set the current task, at most once a beat."""
+        if (now := time.monotonic()) - self._reported >= BEAT_S:
+            self._reported = now
             with contextlib.suppress(BlockingIOError):
                 # Below the size that pipes write whole or not at all.
                 self._sender.send_bytes(words.encode()[:1000])
 
     def stop(self) -> None:
-        """End, without a word."""
+        """End the heartbeat without a report."""
         self._process.kill()
         self._process.join()
         self._sender.close()
 
 
 def _beat(receiver: Connection, store: Store, parent: int) -> None:
-    # Ctrl-C reaches rank 0 too, which ends this; SIGTERM does what it always does.
+    # Ctrl-C also reaches rank 0, which ends this process; SIGTERM ends it as usual.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Rank 0's sockets must not outlive it here: whoever listens to them has to see them close.
-    kept = receiver.fileno()
-    os.closerange(3, kept)
-    os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))
-    # Where the store is gone, the waiting ranks see that themselves.
+    # Close copies of rank 0's sockets, so that their peers notice when rank 0 ends.
+    receiver_number = receiver.fileno()
+    os.closerange(3, receiver_number)
+    os.closerange(receiver_number + 1, os.sysconf("SC_OPEN_MAX"))
+    # If the store is gone, the waiting ranks notice it themselves.
     with contextlib.suppress(dist.DistError):
-        # Else it would look for a store that died with rank 0 as long as a collective may take.
+        # By default it would search for a dead store for as long as a collective may take.
         store.set_timeout(timedelta(seconds=10 * BEAT_S))
         own = store.clone()  # type: ignore[attr-defined]  # torch does not declare it
         for beat in itertools.count():
@@ -78,7 +77,7 @@ def _beat(receiver: Connection, store: Store, parent: int) -> None:
 
 
 def _next_words(receiver: Connection) -> str | None:
-    """Return what rank 0 said within a beat; None if it is gone."""
+    """Return rank 0's task within the next beat; None if rank 0 is gone."""
     try:
         return receiver.recv_bytes().decode(errors="replace") if receiver.poll(BEAT_S) else ""
     except EOFError:

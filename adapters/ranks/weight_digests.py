@@ -1,10 +1,10 @@
 """
-Digests of a model's weights, for ranks to compare: on the device where they are.
+Digests of a model's weights for ranks to compare, computed on the weights' device.
 
-Each block of a weight is a sum of its words of 8 bytes, each times an odd number that is drawn for
-its place, in integers of 64 bits. One word that differs changes it for certain, several as good as
-certainly. That takes 0.2 s a GB on one core, a third of SHA-256, and weights on a GPU stay there.
-It is no defence against forgery.
+The digest of a block is a sum of its words of 8 bytes, in integers of 64 bits. Each word is
+multiplied by an odd number that depends on its position. One changed word always changes the sum,
+and several almost always do. This takes 0.2 s a GB on one core, a third of SHA-256. It does not
+protect against forgery.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import struct
 import torch
 
 _BLOCK = 1 << 18
-"""Words that are summed at a time."""
+"""Words in a sum."""
 
 _GOLDEN = -7046029254386353131
-"""2 ** 64 over the golden ratio, as a signed number: multiples of it are spread evenly."""
+"""2 ** 64 over the golden ratio, as a signed number: its multiples are spread evenly."""
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes -> integers of that size."""
@@ -26,7 +26,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @torch.no_grad()
 def weight_digests(model: torch.nn.Module) -> dict[str, str]:
-    """Return type, shape and digest of each weight that is saved, by `weight` and its name."""
+    """Return type, shape and digest of each saved weight, by `weight` and its name."""
     return {
         f"weight {name}": f"{str(weight.dtype).removeprefix('torch.')} {list(weight.shape)} {_digest(weight)}"
         for name, weight in model.state_dict().items()
@@ -37,7 +37,7 @@ def weight_digests(model: torch.nn.Module) -> dict[str, str]:
 def _digest(weight: torch.Tensor) -> str:
     flat = weight.detach().contiguous().view(-1)
     size = flat.element_size()
-    if flat.storage_offset() * size % 8:  # a part of another tensor, which no wider words can begin in
+    if flat.storage_offset() * size % 8:  # a view whose offset is not aligned to wider words
         flat = flat.clone()
     words = flat.view(_WORDS[size if flat.nbytes % 8 else 8])
     factors = torch.arange(min(_BLOCK, len(words)), device=words.device).mul_(_GOLDEN).bitwise_or_(1)

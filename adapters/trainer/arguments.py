@@ -1,5 +1,6 @@
 """
-A run's settings as ms-swift's training arguments, and those that it would silently ignore, refused.
+ms-swift's training arguments from a run's settings; settings that it would silently ignore are
+refused.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def runs_on_cpu(settings: Mapping[str, Any]) -> bool:
 
 def shards_weights(arguments: TrainingArguments) -> bool:
     """
-    Return whether no rank holds the whole model: under FSDP, and under DeepSpeed from stage 3 on.
+    Return whether no rank holds the whole model: with FSDP, and with DeepSpeed from stage 3 on.
     """
     return bool(arguments.fsdp) or is_deepspeed_zero3_enabled()
 
@@ -39,30 +40,29 @@ def training_arguments(
     Build ms-swift's training arguments; ConfigError if it refuses them.
 
     Args:
-        config: The run.
-        per_device_train_batch_size: What training uses, 1 when packing.
+        config: Configuration of the run.
+        per_device_train_batch_size: Batch size of training; 1 when packing.
         gradient_accumulation_steps: Batches of a rank in one optimizer step.
     """
     training = config.training
     defaults: dict[str, Any] = {
         "check_model": False,  # asks a hub, for 20 s when there is none
         "eval_strategy": "epoch" if config.custom.val_jsonl else "no",
-        "ddp_find_unused_parameters": False,  # every batch uses every weight: see `dummy_media`
+        "ddp_find_unused_parameters": False,  # every batch uses every weight: see `DummyImage`
         "data_seed": training.seed,
         "disable_tqdm": not sys.stderr.isatty(),
-        "logging_nan_inf_filter": False,  # would log another loss in place of one that is not a number
+        "logging_nan_inf_filter": False,  # would replace a loss that is not a number in the log
     }
     if training.lorap_lr_ratio is not None:
         defaults["optimizer"] = "lorap"
     if config.custom.rollout_reward is not None:
-        defaults["dataloader_num_workers"] = 0  # a worker would answer prompts with the weights of its start
+        defaults["dataloader_num_workers"] = 0  # a worker would keep the weights of its start
     fixed = {
         "output_dir": training.output_dir,
         "per_device_train_batch_size": per_device_train_batch_size,
         "per_device_eval_batch_size": 1 if config.eval_packing else training.per_device_eval_batch_size,
         "gradient_accumulation_steps": gradient_accumulation_steps,
-        # The plan is aligned before: nothing is left for the loader to drop, but incomplete padded
-        # batches.
+        # The plan is already aligned, so the loader drops only incomplete padded batches.
         "dataloader_drop_last": training.dataloader_drop_last,
         "num_train_epochs": training.num_train_epochs,
         "max_steps": training.max_steps,
@@ -85,7 +85,7 @@ def training_arguments(
         raise ConfigError.at("training", f"is refused by ms-swift's training arguments: {error}") from error
     if arguments.n_gpu > 1:
         reason = (
-            f"would tear each pack apart over {arguments.n_gpu} GPUs (DataParallel): start one process a GPU with "
+            f"would split each pack over {arguments.n_gpu} GPUs (DataParallel): start one process a GPU with "
             f"torchrun --nproc-per-node {arguments.n_gpu}, or set CUDA_VISIBLE_DEVICES to one"
         )
         raise ConfigError.at("training", reason)

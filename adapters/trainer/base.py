@@ -1,11 +1,15 @@
 """
-ms-swift's trainer, fed with packs, wherever they come from.
+ms-swift's trainer on packs of a plan or of a stream.
 
-What it adds, each because the trainer goes wrong silently without it (measured; tests hold it): the
-fourth position row that keeps samples apart, a loss whose normaliser counts all ranks, an
-evaluation that weighs tokens and not packs, weights that resume as they were saved, errors that
-reach the caller, a clean end on SIGTERM, and an end before anything is saved once a loss, a
-gradient or a weight is no finite number.
+It adds fixes without which training silently goes wrong, each measured and tested:
+
+- the fourth row of position ids, which keeps samples apart
+- a loss normaliser over all ranks
+- an evaluation that weighs tokens instead of packs
+- weights that resume exactly as they were saved
+- errors that reach the caller
+- a clean end on SIGTERM
+- an end before saving, once a loss, gradient or weight is not finite
 """
 
 from __future__ import annotations
@@ -54,9 +58,7 @@ from packplan.core.ports import RankGroup
 log = logging.getLogger(__name__)
 
 _LOGIT_ROWS = 2048
-"""
-Rows of logits whose loss is computed at a time in evaluation, so that float32 copies stay small.
-"""
+"""Rows of logits in each part of an evaluation loss, to keep float32 copies small."""
 
 _NO_INPUTS = (PACK_INDICES, NORMALISER, LENGTHS, VIDEO_SECONDS)
 """Keys of a batch that no model takes."""
@@ -69,16 +71,15 @@ def _not_finite(what: str, number: float) -> RunError:
 
 
 _RESTORE = "restore the settings that it was trained with, or name another checkpoint"
-"""What to do where the model or the optimizer of a run is another one than its checkpoint's."""
+"""Advice if a checkpoint belongs to another model or optimizer."""
 
 
 class PackingTrainer(Seq2SeqTrainer):
     """
-    ms-swift's trainer over packs.
+    ms-swift's trainer on packs.
 
     Attributes:
-        saved: Folder of the last checkpoint that this run saved, or goes on from; None if there is
-            none.
+        saved: Folder of the last checkpoint that this run saved or resumes from; None without one.
     """
 
     def __init__(
@@ -88,20 +89,20 @@ class PackingTrainer(Seq2SeqTrainer):
         Prepare training.
 
         Args:
-            group: The ranks.
-            eval_dataset: The packs of the evaluation's raw plan, or None.
-            reduction: How samples of unequal length are weighed in the loss.
-            **options: Of ms-swift's trainer: model, args, template and train_dataset.
+            group: Ranks of the run.
+            eval_dataset: Packs of the evaluation's raw plan, or None.
+            reduction: Weighting of samples of unequal length in the loss.
+            **options: Options of ms-swift's trainer: model, args, template and train_dataset.
 
         Raises:
-            ConfigError: The trainer refuses settings that do not go together.
+            ConfigError: The trainer refuses a combination of settings.
         """
         self.group, self.reduction = group, reduction
         self.control: TrainerControl
         self._step_loss: torch.Tensor | float = 0.0
         self._size_before: float | None = None
         self.saved: Path | None = None
-        # Of training; transformers makes another one for a resumed epoch.
+        # Loaders of training; transformers opens another one for a resumed epoch.
         self._loaders: list[PackLoader] = []
         self._eval_batches: dict[str, int] = {}
         try:
@@ -109,8 +110,7 @@ class PackingTrainer(Seq2SeqTrainer):
         except ValueError as error:
             raise ConfigError.at("training", f"is refused by the trainer: {error}") from error
         for callback in self.callback_handler.callbacks:
-            # ms-swift's own start their clock when training begins, and fail on what is logged
-            # before.
+            # ms-swift's callbacks set these when training begins, and fail on earlier logs.
             if isinstance(callback, (ProgressCallbackNew, PrinterCallbackNew)):
                 callback.start_time, callback.start_step = time.time(), 0
         self.add_callback(SaveOnSigterm(group))
@@ -118,7 +118,7 @@ class PackingTrainer(Seq2SeqTrainer):
 
     @property
     def history(self) -> list[Mapping[str, Any]]:
-        """What was logged, in order."""
+        """Log entries, in order."""
         return list(self.state.log_history)
 
     @property
@@ -133,7 +133,7 @@ class PackingTrainer(Seq2SeqTrainer):
 
     @property
     def precision(self) -> Precision:
-        """The coarsest precision that the model computes in."""
+        """Coarsest precision that the model computes in."""
         mixed = {"bf16": "bfloat16", "fp16": "float16"}.get(self.accelerator.mixed_precision, "float32")
         used = {str(parameter.dtype).removeprefix("torch.") for parameter in self.model.parameters()} | {mixed}
         coarser: tuple[Precision, ...] = ("bfloat16", "float16")
@@ -143,7 +143,7 @@ class PackingTrainer(Seq2SeqTrainer):
         return Collator(template, super()._get_data_collator(args, template), template.packing, self.reduction)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> PackLoader:
-        """Serve this rank's evaluation packs in the order of the plan."""
+        """Return the loader of this rank's evaluation packs, in the order of the plan."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         size = self.args.per_device_eval_batch_size
         return PackLoader(
@@ -151,7 +151,7 @@ class PackingTrainer(Seq2SeqTrainer):
             device=self.accelerator.device,
             batch_sampler=EvalBatches(len(dataset), size, rank=self.group.rank, world_size=self.group.world_size),
             collate_fn=Collator(self.template, self.template.data_collator, dataset.grouped),
-            # Each evaluation has a loader of its own: workers that outlive it would pile up.
+            # Each evaluation opens a loader, so persistent workers would pile up.
             **(self._worker_options() | {"persistent_workers": False}),
         )
 
@@ -163,8 +163,8 @@ class PackingTrainer(Seq2SeqTrainer):
             "persistent_workers": args.dataloader_persistent_workers,
             "prefetch_factor": args.dataloader_prefetch_factor,
             "worker_init_fn": partial(open_worker, num_workers=args.dataloader_num_workers, rank=self.group.rank),
-            # Loaders draw a seed when they start. From the global generator, dropout would depend
-            # on when that was.
+            # Loaders draw a seed when they start. Drawn from the global generator, it would change
+            # later dropout.
             "generator": torch.Generator(),
             **self._maybe_multiprocessing_context(args),
         }
@@ -180,13 +180,13 @@ class PackingTrainer(Seq2SeqTrainer):
         if resumed := options.get("resume_from_checkpoint"):
             self.saved = Path(resumed)
         try:
-            with failures_named(self), lost_processes_named("loading data", self._less_memory()):
+            with failures_named(self), lost_processes_named("loading data", self._worker_advice()):
                 return super().train(*arguments, **options)
         finally:
             for loader in self._loaders:
                 loader.close()
 
-    def _less_memory(self) -> str:
+    def _worker_advice(self) -> str:
         now = self.args.dataloader_num_workers
         return (
             f"lower training.dataloader_num_workers (now {now:,}; 0 loads in the training process) or "
@@ -195,7 +195,7 @@ class PackingTrainer(Seq2SeqTrainer):
 
     def training_step(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
         """
-        Train on one batch, and note its loss, and how large the weights were before the first.
+        Train on one batch, add up its loss, and record the size of the weights before the first.
         """
         if self._size_before is None:
             self._size_before = self._mean_size()
@@ -204,7 +204,7 @@ class PackingTrainer(Seq2SeqTrainer):
         return loss
 
     def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
-        """Log, with the steps of an evaluation where the trainer counts its samples."""
+        """Log, with an evaluation's steps per second, which the trainer would count in samples."""
         for prefix, batches in self._eval_batches.items():
             if runtime := logs.get(f"{prefix}_runtime"):
                 logs[f"{prefix}_steps_per_second"] = round(batches / runtime, 3)
@@ -212,10 +212,10 @@ class PackingTrainer(Seq2SeqTrainer):
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        # ms-swift, which skips the update where the norm is nan, has waited for the device already.
+        # ms-swift has already waited for the device: it skips the update if the norm is nan.
         loss, self._step_loss = float(self._step_loss), 0.0
-        # A gradient that overflows under fp16's loss scaler makes it skip the step and lower the
-        # scale, as it should; the loss is computed before it is scaled.
+        # Overflowing gradients are normal under fp16's loss scaler, which skips the step and lowers
+        # the scale. The loss is read before scaling.
         is_scaled = self.accelerator.mixed_precision == "fp16"
         gradient = 0.0 if norm is None or is_scaled else float(norm)
         step = f"optimizer step {self.state.global_step + 1:,}"
@@ -235,15 +235,15 @@ class PackingTrainer(Seq2SeqTrainer):
         return mean_size(self.model.parameters(), sharded=self.group.world_size > 1)
 
     def _load_optimizer_and_scheduler(self, *arguments: Any, **options: Any) -> None:
-        asked, needed = _optimizer_settings(self.optimizer), {*chain(*self.optimizer.param_groups)}
+        requested, needed = _optimizer_settings(self.optimizer), {*chain(*self.optimizer.param_groups)}
         fact = f"is {self.saved}, whose optimizer this run cannot take"
         with loading("training.resume_from_checkpoint", fact, _RESTORE):
             super()._load_optimizer_and_scheduler(*arguments, **options)
-            # What it lacks, the first step would miss.
+            # The first step would fail on missing settings.
             if lacking := sorted(needed.difference(*self.optimizer.param_groups)):
                 message = f"it has no {', '.join(lacking)}, so another training.optim made it"
                 raise ValueError(message)
-        for key, number in asked.items() if self.group.rank == 0 else ():
+        for key, number in requested.items() if self.group.rank == 0 else ():
             kept = _optimizer_settings(self.optimizer)[key]
             if kept != number:
                 log.warning(
@@ -256,12 +256,12 @@ class PackingTrainer(Seq2SeqTrainer):
                 )
 
     def create_optimizer(self, *arguments: Any, **options: Any) -> Any:
-        """Make the optimizer; ConfigError if the one that is named does not fit the model."""
+        """Create the optimizer; ConfigError if the named one does not suit the model."""
         try:
             return super().create_optimizer(*arguments, **options)
         except (AttributeError, ImportError, TypeError, ValueError) as error:
             key = "optim" if self.args.optimizer is None else "optimizer"
-            reason = f"cannot be made for this model: {error}; name another, or remove what it belongs to"
+            reason = f"cannot be made for this model: {error}; name another, or remove the key"
             raise ConfigError.at(f"training.{key}", reason) from error
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
@@ -274,8 +274,8 @@ class PackingTrainer(Seq2SeqTrainer):
 
     def init_hf_repo(self, *arguments: Any, **options: Any) -> None:
         """
-        Make the repository that checkpoints are pushed to; ConfigError if the hub refuses it, or
-        cannot be reached.
+        Create the repository for pushed checkpoints; ConfigError if the hub refuses or is
+        unreachable.
         """
         try:
             super().init_hf_repo(*arguments, **options)
@@ -300,15 +300,15 @@ class PackingTrainer(Seq2SeqTrainer):
         total = torch.tensor(weights, dtype=torch.float64)
         if self.group.world_size > 1:
             torch.distributed.all_reduce(total)
-        # A step without a single supervised token has a loss of 0, and not of 0 / 0.
+        # A step without supervised tokens has a loss of 0, and not of 0 / 0.
         return torch.where(total > 0, total, 1.0).to(device, torch.float32)
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         rest = {key: value for key, value in inputs.items() if key not in _NO_INPUTS}
         prepared: dict[str, Any] = super()._prepare_inputs(rest)
         positions, text = prepared.get("position_ids"), prepared.get("text_position_ids")
-        # transformers separates packed samples only when the text positions come as a first, fourth
-        # row; ms-swift strips it, and samples would attend to each other. Padded batches have a
+        # transformers separates packed samples only if the text positions are a fourth row, put
+        # first. ms-swift strips it, and samples would attend to each other. Padded batches have a
         # mask instead.
         if positions is not None and text is not None and "attention_mask" not in prepared and len(positions) == 3:
             prepared["position_ids"] = torch.cat([text[None], positions])
@@ -323,10 +323,10 @@ class PackingTrainer(Seq2SeqTrainer):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """
-        Measure the token mean of the loss over all packs once, whatever the ranks and packs; where
-        tokens have weights, it is the weighted mean.
+        Compute the token mean of the loss over all packs, each counted once.
 
-        Packs that only fill the ranks weigh nothing. Sums are in float64.
+        If tokens have weights, it is the weighted mean. Packs that only fill the ranks have the
+        weight 0. Sums are in float64.
 
         Raises:
             MismatchError: A pack was not counted exactly once.
@@ -344,8 +344,8 @@ class PackingTrainer(Seq2SeqTrainer):
         counted = torch.zeros(len(dataloader.dataset), dtype=torch.int64)
         try:
             with torch.no_grad(), self.media_hook(), self.accelerator.autocast():
-                shown = progress(dataloader, desc="evaluating", unit=" batches", on_terminal=False)
-                for number, inputs in enumerate(shown):
+                batches = progress(dataloader, desc="evaluating", unit=" batches", on_terminal=False)
+                for number, inputs in enumerate(batches):
                     self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
                     batch_sums = self.token_sums(model, inputs)
                     if dataloader.batch_sampler.counts(number):
@@ -377,17 +377,20 @@ class PackingTrainer(Seq2SeqTrainer):
         logits, labels = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten().to(logits.device)
         weights = weights[:, 1:].flatten().to(logits.device)
         sums = torch.zeros(4, dtype=torch.float64)
-        for rows, targets, own in zip(*(torch.split(of, _LOGIT_ROWS) for of in (logits, labels, weights)), strict=True):
+        for rows, targets, scale in zip(
+            *(torch.split(part, _LOGIT_ROWS) for part in (logits, labels, weights)), strict=True
+        ):
             losses = F.cross_entropy(rows.float(), targets, ignore_index=IGNORED_LABEL, reduction="none").double()
             kept = targets != IGNORED_LABEL
             correct = (rows.argmax(-1) == targets) & kept
-            sums += torch.stack([(losses * own).sum(), own.sum(), correct.sum(), kept.sum()]).double().cpu()
+            sums += torch.stack([(losses * scale).sum(), scale.sum(), correct.sum(), kept.sum()]).double().cpu()
         return sums
 
     def logits_and_labels(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """
-        Return the logits of a batch, as training computes them, its labels, and what each weighs in
-        float64; of the same rows.
+        Return logits as training computes them, labels, and the labels' weights in float64.
+
+        All three have the same rows.
         """
         with self.template.forward_context(self.model, inputs):
             inputs = self._prepare_inputs(inputs)
@@ -398,10 +401,11 @@ class PackingTrainer(Seq2SeqTrainer):
     @contextlib.contextmanager
     def media_hook(self) -> Iterator[None]:
         """
-        Let images reach the model: through a hook that `train` registers, and that is missing
-        before training.
+        Register the hook that passes images to the model, inside, unless it is registered.
+
+        `train` registers it, so it is missing before training.
         """
-        if self.template._handles or not self.model_meta.is_multimodal:  # noqa: SLF001  # no public question
+        if self.template._handles or not self.model_meta.is_multimodal:  # noqa: SLF001  # has no public name
             yield
             return
         self.template.register_post_encode_hook([self.accelerator.unwrap_model(self.model)])
@@ -422,8 +426,7 @@ class PackingTrainer(Seq2SeqTrainer):
 
     def _load_strictly(self, checkpoint: str | None, model: Any) -> bool:
         """
-        Load whole weights through the model's own class, which knows the names they were saved
-        under.
+        Load whole weights through the model's own class, which knows the names in the checkpoint.
         """
         plain = self.accelerator.unwrap_model(model)
         if checkpoint is None or hasattr(plain, "peft_config") or self.is_sharded:
@@ -434,7 +437,7 @@ class PackingTrainer(Seq2SeqTrainer):
 
 
 def model_inputs(prepared: dict[str, Any]) -> dict[str, Any]:
-    """Return what the model takes of prepared inputs, so that it gives logits and no loss."""
+    """Return the model's inputs for logits without a loss."""
     others = ("labels", "compute_loss_func", "loss_scale", "text_position_ids", "channel")
     return {key: value for key, value in prepared.items() if key not in others}
 
@@ -445,11 +448,11 @@ _OPTIMIZER_SETTINGS = {
     "betas": "adam_beta1 and adam_beta2",
     "eps": "adam_epsilon",
 }
-"""What a checkpoint's optimizer brings along, whatever the run says, and the keys that say it."""
+"""Optimizer settings that come from a checkpoint whatever the run sets -> their keys."""
 
 
 def _optimizer_settings(optimizer: Any) -> dict[str, str]:
-    """Return key -> what the groups of weights have, each value once, in their order."""
+    """Return key -> the distinct values of the groups of weights, in their order."""
     found = {}
     for name, key in _OPTIMIZER_SETTINGS.items():
         held = [str(group[name]) for group in optimizer.param_groups if name in group]
@@ -459,11 +462,11 @@ def _optimizer_settings(optimizer: Any) -> dict[str, str]:
 
 def require_packs(what: str, planned: list[int], consumed: list[int]) -> None:
     """
-    Refuse to go on if packs were consumed other than as planned.
+    Raise CoverageError unless exactly the planned packs were consumed.
 
     Args:
-        what: What was consumed, for the error: an epoch, or an evaluation.
-        planned: Positions of the packs of this rank.
+        what: Name of the consumer for the message: an epoch, or an evaluation.
+        planned: Positions of this rank's planned packs.
         consumed: Positions of the packs that it consumed, in any order.
     """
     if planned == consumed:

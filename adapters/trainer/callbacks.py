@@ -1,6 +1,4 @@
-"""
-What happens around the trainer's steps: a clean end on SIGTERM, and nothing done twice at the end.
-"""
+"""Callbacks of the trainer: a clean end on SIGTERM, and no duplicate evaluation at the end."""
 
 from __future__ import annotations
 
@@ -16,21 +14,19 @@ from packplan.core.ports import RankGroup
 
 class SkipDuplicateFinalEval(TrainerCallback):
     """
-    ms-swift evaluates and saves at the last step, and again at the end of its epoch; once is
-    enough.
+    Skips the second evaluation and save after the last step.
+
+    ms-swift evaluates and saves at the last step, and again at the end of its epoch.
     """
 
     def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **__: Any) -> None:  # noqa: ARG002
-        """Take back what the last step has done."""
+        """Cancel evaluation and saving if the last step has done both."""
         if state.global_step == state.max_steps:
             control.should_evaluate = control.should_save = False
 
 
 class SaveOnSigterm(TrainerCallback):
-    """
-    On SIGTERM, saves a checkpoint after the running step, on every rank the same one, and ends
-    training.
-    """
+    """On SIGTERM, saves one checkpoint of all ranks after the running step, and ends training."""
 
     def __init__(self, group: RankGroup) -> None:
         self.group = group
@@ -38,17 +34,17 @@ class SaveOnSigterm(TrainerCallback):
         self._before: Any = None
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Listen for SIGTERM."""
-        with contextlib.suppress(ValueError):  # not the main thread: the signal is its owner's
+        """Install the signal handler."""
+        with contextlib.suppress(ValueError):  # only the main thread may handle signals
             self._before = signal.signal(signal.SIGTERM, self._note)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Give the signal back."""
+        """Restore the previous signal handler."""
         if self._before is not None:
             signal.signal(signal.SIGTERM, self._before)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **__: Any) -> None:  # noqa: ARG002
-        """Save and stop if any rank was told to."""
+        """Save and stop if any rank received SIGTERM."""
         if self.group.any(self.received):
             self.received = control.should_save = control.should_training_stop = True
 

@@ -1,7 +1,4 @@
-"""
-Checkpoints: which one to resume from, whether it is what was saved, and the resume state in it that
-says how far the plan was trained.
-"""
+"""Checkpoints: which one to resume from, whether its files are whole, and its resume state."""
 
 from __future__ import annotations
 
@@ -25,68 +22,66 @@ from packplan.core.schedule import ResumeState
 log = logging.getLogger(__name__)
 
 STATE = "trainer_state.json"
-"""What the trainer writes last into a checkpoint."""
+"""File that the trainer writes last into a checkpoint."""
 
 _RESUME_STATE = "packplan"
-"""Where the resume state is, among the states that the trainer keeps for its callbacks."""
+"""Key of the resume state among the states of the trainer's callbacks."""
 
 _ATTENTION = "packplan_attention"
-"""Where the attention backend is that trained the checkpoint."""
+"""Key of the attention backend that trained the checkpoint."""
 
 _FILES = "packplan_files"
-"""Where the sizes of the checkpoint's files are: weights, optimizer, generators of all ranks."""
+"""Key of the sizes of the checkpoint's files: weights, optimizer, generators of all ranks."""
 
 
 _AGAIN = "copy it again, or name another checkpoint (last takes the newest whole one)"
-"""What to do about a file that is not what was saved."""
+"""Advice about a damaged file."""
 
 _CHUNK = 2**20
-"""Bytes of a file that are in memory at once."""
+"""Bytes of a file in memory at once."""
 
 _DIGESTS = "packplan_digests_*.json"
-"""
-The digests of the checkpoint's other files, of each rank's share of them one file: name -> SHA-256.
-"""
+"""Files with the digests of the checkpoint's other files, one per rank: name -> SHA-256."""
 
 
 @attrs.frozen
 class Checkpoint:
-    """What a run needs of a checkpoint that `find_checkpoint` found."""
+    """Facts about a checkpoint that `find_checkpoint` found."""
 
     folder: str
 
     resume_state: ResumeState
-    """How far which plan was trained."""
+    """Plan that was trained, and its progress."""
 
     attention: str | None
-    """The attention backend that trained it; None if it does not say."""
+    """Attention backend that trained the checkpoint; None if it is not stored."""
 
     @classmethod
     def read(cls, folder: Path) -> Checkpoint:
-        """Read what is asked of a checkpoint, its weights aside."""
+        """Read these facts, without the weights."""
         return cls(str(folder), read_resume_state(folder), read_attention(folder))
 
 
 def find_checkpoint(wanted: str, output_dir: str, *, group: RankGroup) -> Path:
     """
-    Return the folder of the checkpoint to resume from; every rank calls this, and reads a share of
-    its files.
+    Return the folder of the checkpoint to resume from.
+
+    Every rank calls this, and reads a share of the files.
 
     Args:
-        wanted: A checkpoint's folder, or `last` for the newest whole one of *output_dir*.
-        output_dir: Of the run.
-        group: The ranks, which take the same checkpoint.
+        wanted: Folder of a checkpoint, or `last` for the newest whole one of *output_dir*.
+        output_dir: Output folder of the run.
+        group: Ranks of the run, which take the same checkpoint.
 
     Raises:
-        ConfigError: There is no such checkpoint, or it is torn or damaged, or it holds no resume
-            state.
+        ConfigError: There is no such checkpoint, it is damaged, or it has no resume state.
     """
     candidates = _newest_first(Path(output_dir)) if wanted == "last" else iter([Path(wanted)])
     for folder in candidates:
         reason = _why_not(folder) or _damage(folder, group)
         if not group.any(reason is not None):
             return folder
-        reason = reason or "but another rank cannot read it as it was saved: its own message says why"
+        reason = reason or "but another rank cannot read it as it was saved: see its message"
         if wanted != "last":
             raise ConfigError.at("training.resume_from_checkpoint", f"is {wanted}, {reason}")
         log.warning("%s is passed over: it is a folder %s", folder, reason)
@@ -98,7 +93,7 @@ def read_resume_state(folder: Path) -> ResumeState:
     """Return the resume state of a checkpoint that `find_checkpoint` found."""
     state = {"order_version": 1, **_state(folder)["stateful_callbacks"][_RESUME_STATE]}
     progress = dict(state["progress"])
-    # Older checkpoints do not name the order's version, which was 1, and call segments stretches.
+    # Older checkpoints lack the order's version, which was 1, and call segments stretches.
     if "stretches" in progress:
         progress["segments"] = progress.pop("stretches")
     return cattrs.structure({**state, "progress": progress}, ResumeState)
@@ -106,18 +101,14 @@ def read_resume_state(folder: Path) -> ResumeState:
 
 def read_attention(folder: Path) -> str | None:
     """
-    Return the attention backend that trained a checkpoint that `find_checkpoint` found; None if it
-    does not say.
+    Return the attention backend of a checkpoint that `find_checkpoint` found; None if not stored.
     """
     name: str | None = _state(folder)["stateful_callbacks"].get(_ATTENTION, {}).get("attn_impl")
     return name
 
 
 def read_base_model(folder: Path) -> str | None:
-    """
-    Return the model that a checkpoint's adapters were trained on, as its adapter_config.json names
-    it; None if it holds no adapters.
-    """
+    """Return the base model in a checkpoint's adapter_config.json; None if it holds no adapters."""
     file = folder / "adapter_config.json"
     if not file.is_file():
         return None
@@ -126,36 +117,30 @@ def read_base_model(folder: Path) -> str | None:
 
 
 def to_state(resume_state: ResumeState, *, attn_impl: str) -> dict[str, Any]:
-    """
-    Return what the trainer's state has to keep, so that `read_resume_state` and `read_attention`
-    find what they look for.
-    """
+    """Return the entries of the trainer's state for `read_resume_state` and `read_attention`."""
     return {_RESUME_STATE: cattrs.unstructure(resume_state), _ATTENTION: {"attn_impl": attn_impl}, _FILES: {}}
 
 
 def files_to_state(folder: Path) -> dict[str, Any]:
-    """
-    Return what the trainer's state has to keep of the checkpoint's other files, so that a torn one
-    is found.
-    """
-    # Its own file comes last: one that is there already is of a checkpoint that is written over.
+    """Return the entry of the trainer's state with the sizes of the checkpoint's other files."""
+    # The trainer's state is written last; an existing one belongs to an overwritten checkpoint.
     files = [file for file in folder.rglob("*") if file.is_file() and file != folder / STATE]
     return {_FILES: {str(file.relative_to(folder)): file.stat().st_size for file in files}}
 
 
 def remove_digests(folder: Path) -> None:
-    """Remove the digests of a checkpoint that is being written over."""
+    """Remove the digests of a checkpoint that is being overwritten."""
     for file in folder.glob(_DIGESTS):
         file.unlink()
 
 
 def write_digests(folder: Path, *, share: int, num_shares: int) -> int:
     """
-    Write the digests of a share of a checkpoint's files, and return the bytes that were read.
+    Write the digests of a share of a checkpoint's files, and return the number of bytes read.
 
     Args:
-        folder: The checkpoint, with all but the trainer's state.
-        share: Which one, from 0; another one for each rank.
+        folder: The checkpoint, complete except for the trainer's state.
+        share: Number of this share, from 0; each rank has its own.
         num_shares: Number of ranks that write to the folder.
     """
     others = {*folder.glob(_DIGESTS), folder / STATE}
@@ -164,19 +149,19 @@ def write_digests(folder: Path, *, share: int, num_shares: int) -> int:
         for file in folder.rglob("*")
         if file.is_file() and file not in others
     }
-    mine = _shares(sizes)[share::num_shares]
-    digests = _digests_of(folder, mine, sum(sizes[name] for name in mine))
+    names = _shares(sizes)[share::num_shares]
+    digests = _digests_of(folder, names, sum(sizes[name] for name in names))
     (folder / _DIGESTS.replace("*", str(share))).write_text(json.dumps(digests), encoding="utf-8")
-    return sum(sizes[name] for name in mine)
+    return sum(sizes[name] for name in names)
 
 
 def _shares(sizes: Mapping[str, int]) -> list[str]:
-    """Return files in an order of which every n-th ones are about as many bytes."""
+    """Return files in an order in which every n-th ones hold about equally many bytes."""
     return sorted(sizes, key=lambda name: (-sizes[name], name))
 
 
 def _digests_of(folder: Path, names: Iterable[str], num_bytes: int) -> dict[str, str]:
-    """Return the digests of files in a folder, and show how many of their bytes are read."""
+    """Return the digests of files in a folder, and show the progress in bytes."""
     digests = {}
     with progress(total=num_bytes, desc=f"hashing {folder.name}", unit=" bytes", leave=False, delay=BRIEF_S) as bar:
         for name in names:
@@ -190,11 +175,9 @@ def _digests_of(folder: Path, names: Iterable[str], num_bytes: int) -> dict[str,
 
 
 def _damage(folder: Path, group: RankGroup) -> str | None:
-    """
-    Return which of this rank's share of a whole checkpoint's files is not what was saved, or None.
-    """
+    """Return a message about a damaged file in this rank's share of a checkpoint, or None."""
     started = time.perf_counter()
-    kept: dict[str, str] = {}
+    stored: dict[str, str] = {}
     files = sorted(folder.glob(_DIGESTS))
     if not files and group.rank == 0:
         log.warning(
@@ -202,17 +185,17 @@ def _damage(folder: Path, group: RankGroup) -> str | None:
         )
     try:
         for file in files:
-            kept |= json.loads(file.read_text(encoding="utf-8"))
-        sizes = {name: (folder / name).stat().st_size for name in kept}
-        mine = _shares(sizes)[group.rank :: group.world_size]
-        found = _digests_of(folder, mine, sum(sizes[name] for name in mine))
-        damaged = [name for name in mine if found[name] != kept[name]]
+            stored |= json.loads(file.read_text(encoding="utf-8"))
+        sizes = {name: (folder / name).stat().st_size for name in stored}
+        names = _shares(sizes)[group.rank :: group.world_size]
+        found = _digests_of(folder, names, sum(sizes[name] for name in names))
+        damaged = [name for name in names if found[name] != stored[name]]
     except (ValueError, TypeError) as error:
         return f"but its digests are damaged ({error}): name another checkpoint, or last for the newest whole one"
     if damaged:
-        return f"but its {damaged[0]} is damaged, for it has another digest than what was saved: {_AGAIN}"
+        return f"but its {damaged[0]} is damaged, since its digest differs from the saved one: {_AGAIN}"
     if files and group.rank == 0:
-        log.info("%s is what was saved: its files were read in %.1f s", folder, time.perf_counter() - started)
+        log.info("%s is whole: its files were read in %.1f s", folder, time.perf_counter() - started)
     return None
 
 
@@ -221,7 +204,7 @@ def _state(folder: Path) -> Any:
 
 
 def _why_not(folder: Path) -> str | None:
-    """Return why a folder is no checkpoint to resume from, or None if it is one."""
+    """Return the reason why a folder cannot be resumed from, or None if it can."""
     if not (folder / STATE).is_file():
         torn = f"but it has no {STATE}: it is no checkpoint, or was being written when the run ended"
         return torn if folder.exists() else "but there is no such folder: name a checkpoint's, or `last`"
@@ -248,7 +231,7 @@ def _why_not(folder: Path) -> str | None:
 
 
 def newest_checkpoint(output_dir: str) -> Path | None:
-    """Return the folder of the last step that was saved, whole or not; None if there is none."""
+    """Return the folder of the latest step, whole or not; None if there is none."""
     return next(_newest_first(Path(output_dir)), None)
 
 

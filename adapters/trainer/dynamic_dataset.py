@@ -1,6 +1,5 @@
 """
-An iterable data set that packs samples as they come: each to one rank and one worker, in every
-epoch.
+Iterable data set that packs samples as they come, each on one rank and one worker, in every epoch.
 """
 
 from __future__ import annotations
@@ -22,15 +21,16 @@ log = logging.getLogger(__name__)
 
 
 class SampleStream(Protocol):
-    """Encoded samples, in an order of each epoch."""
+    """Source of encoded samples, in an order of each epoch."""
 
     def set_epoch(self, epoch: int, /) -> None:
-        """Take the order of *epoch* from now on."""
+        """Use the order of *epoch* from now on."""
 
     def samples(self, shard: int, num_shards: int, /) -> Iterator[tuple[str, Sample]]:
         """
-        Yield the samples of one of several shards, which no other one yields: its record, and its
-        encoding with a `length`.
+        Yield the samples of one shard; shards share no samples.
+
+        Each item is the name of a record and its encoding with a `length`.
 
         Raises:
             PackplanError: A record cannot become a sample.
@@ -39,24 +39,24 @@ class SampleStream(Protocol):
 
 @attrs.frozen
 class StreamCounts:
-    """What became of a shard's samples in an epoch so far."""
+    """Counts of a shard's samples in an epoch so far, by outcome."""
 
     samples: int = 0
     packs: int = 0
     long: int = 0
-    """Samples of the packing length or more, each a pack of its own."""
+    """Samples of the packing length or more, each in a pack of its own."""
 
     skipped: int = 0
-    """Samples of the packing length or more, in no pack."""
+    """Samples of the packing length or more that are in no pack."""
 
     dropped: int = 0
-    """Samples of underfilled packs that were evicted, or left at the end, and dropped."""
+    """Samples of dropped underfilled packs, which were evicted or left at the end."""
 
     filled_tokens: int = 0
-    """Tokens of their budget that packs fill; a long pack counts as full."""
+    """Filled tokens of the packing length over all packs; a long pack counts as full."""
 
     tokens: int = 0
-    """Tokens of all samples that came."""
+    """Tokens of all samples so far."""
 
     dropped_packs: int = 0
     """Underfilled packs that were dropped."""
@@ -65,10 +65,7 @@ class StreamCounts:
     """Tokens in the packs that were dropped."""
 
     def drops_more_than(self, share: Decimal) -> bool:
-        """
-        Return whether more than one pack, and more than this share of the tokens, was dropped as
-        underfilled.
-        """
+        """Return whether more than one pack, and more than this share of tokens, was dropped."""
         return self.dropped_packs > 1 and self.dropped_tokens > share * self.tokens
 
     def __add__(self, other: StreamCounts) -> StreamCounts:
@@ -77,24 +74,23 @@ class StreamCounts:
 
 @attrs.frozen
 class StreamedPack(EncodedPack):
-    """A pack of a stream."""
+    """Pack of a stream."""
 
     counts: StreamCounts
-    """What became of the samples of its shard since the pack before it."""
+    """Counts of its shard's samples since the previous pack."""
 
 
 @attrs.frozen
 class Ended:
-    """A shard has come to its end; it has given all its packs."""
+    """Marker of the end of a shard, after its last pack."""
 
     counts: StreamCounts
-    """What became of its samples since its last pack."""
+    """Counts of its samples since the last pack."""
 
 
 class DynamicDataset(IterableDataset[StreamedPack | Ended | PackplanError]):
     """
-    Packs of a stream's samples, those of this rank and of this worker, each with what became of
-    samples on the way to it.
+    Packs of a stream's samples for this rank and worker, with counts of the samples.
 
     An error is yielded, not raised, as in `PackedDataset`, and ends the stream.
     """
@@ -106,15 +102,15 @@ class DynamicDataset(IterableDataset[StreamedPack | Ended | PackplanError]):
         Pack a stream.
 
         Args:
-            stream: The same on every rank.
-            options: How it is packed.
-            rank: Of this process.
-            world_size: How many ranks there are.
+            stream: Same stream on every rank.
+            options: Packing options.
+            rank: Rank of this process.
+            world_size: Number of ranks.
         """
         self.stream, self.options, self.rank, self.world_size = stream, options, rank, world_size
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the stream begin *epoch*; the buffer begins empty with every iteration."""
+        """Start *epoch* of the stream; each iteration begins with an empty buffer."""
         self.stream.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[StreamedPack | Ended | PackplanError]:
@@ -128,21 +124,21 @@ class DynamicDataset(IterableDataset[StreamedPack | Ended | PackplanError]):
                 held[index] = sample
                 carry, emitted = advance(carry, [index], [sample["length"]], options=self.options)
                 self._log_long(emitted, record, sample["length"])
-                counts += StreamCounts(samples=1, tokens=sample["length"]) + self._counted(emitted, held)
-                for pack in _taken(emitted, held):
+                counts += StreamCounts(samples=1, tokens=sample["length"]) + self._count(emitted, held)
+                for pack in _take_packs(emitted, held):
                     yield StreamedPack(position, pack, counts)
                     position, counts = position + 1, StreamCounts()
         except PackplanError as error:
             yield error
             return
         emitted = finish(carry, options=self.options)
-        counts += self._counted(emitted, held)
-        for pack in _taken(emitted, held):
+        counts += self._count(emitted, held)
+        for pack in _take_packs(emitted, held):
             yield StreamedPack(position, pack, counts)
             position, counts = position + 1, StreamCounts()
         yield Ended(counts)
 
-    def _counted(self, emitted: Emitted, held: dict[int, Sample]) -> StreamCounts:
+    def _count(self, emitted: Emitted, held: dict[int, Sample]) -> StreamCounts:
         loads = [sum(held[index]["length"] for index in pack) for pack in emitted.packs]
         dropped = emitted.underfilled if emitted.dropped else Packs.from_lists([])
         return StreamCounts(
@@ -168,10 +164,10 @@ class DynamicDataset(IterableDataset[StreamedPack | Ended | PackplanError]):
             )
 
 
-def _taken(emitted: Emitted, held: dict[int, Sample]) -> list[list[Sample]]:
-    """Return the samples of the packs, and forget all that left the buffer."""
+def _take_packs(emitted: Emitted, held: dict[int, Sample]) -> list[list[Sample]]:
+    """Return the samples of the packs, and remove all samples that left the buffer."""
     packs = [[held[index] for index in pack] for pack in emitted.packs]
-    gone = [*emitted.packs.indices.tolist(), *emitted.skipped_long, *emitted.underfilled.indices.tolist()]
-    for index in gone:
+    removed = [*emitted.packs.indices.tolist(), *emitted.skipped_long, *emitted.underfilled.indices.tolist()]
+    for index in removed:
         held.pop(index, None)
     return packs

@@ -1,6 +1,6 @@
 """
-What the training arguments of the installed ms-swift take, key by key: what the table of
-`trainer_keys` is written from.
+Types and choices of the installed ms-swift's training arguments, the source of the table of
+`trainer_keys`.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from packplan.adapters.config.trainer_keys import WORDS, TrainerKey
 
 _TYPES = {type(None): "null", bool: "bool", int: "int", float: "float", str: "str", list: "list", dict: "dict"}
 
-_TAKEN = {"fsdp": bool | str | None, "report_to": list[str] | str}
-"""What some keys take, and their annotations do not say."""
+_ANNOTATIONS = {"fsdp": bool | str | None, "report_to": list[str] | str}
+"""Types of keys whose annotations are incomplete."""
 
 _CHOICES: Mapping[str, Iterable[str]] = {
-    # Others are of what is not trained here: embeddings, rerankers, adapters that grow.
+    # Other values serve embeddings, rerankers and growing adapters, which are not trained here.
     "callbacks": [name for name in callbacks_map if name != "adalora"],
     "eval_metric": ["acc", "nlg"],
     "loss_type": ["cross_entropy"],
     "optimizer": optimizers_map,
     "report_to": ["all", "none", *INTEGRATION_TO_CALLBACK],
 }
-"""What some keys name."""
+"""Values of keys that name things."""
 
 _PATHS = frozenset({"accelerator_config", "deepspeed", "fsdp_config", "logging_dir"})
 
@@ -40,14 +40,14 @@ _BELOW_ONE = frozenset({"adam_beta1", "adam_beta2", "warmup_ratio"})
 
 
 def installed_keys() -> dict[str, TrainerKey]:
-    """Return what the training arguments of the installed ms-swift take, key by key."""
-    hints = typing.get_type_hints(TrainingArguments) | _TAKEN
+    """Return the training arguments of the installed ms-swift, by key."""
+    hints = typing.get_type_hints(TrainingArguments) | _ANNOTATIONS
     return {name: _key(name, hints[name]) for name in TrainingArguments.__dataclass_fields__ if name in hints}
 
 
 def _key(name: str, annotation: Any) -> TrainerKey:
     field = TrainingArguments.__dataclass_fields__[name]
-    # ms-swift declares some of transformers' keys again, as plain texts.
+    # ms-swift declares some of transformers' keys again, as plain strings.
     kinds = [*_flat(annotation), *_flat(_first_annotation(name))]
     choices = [*_CHOICES.get(name, ()), *(field.metadata.get("choices") or ())]
     choices += [
@@ -65,10 +65,7 @@ def _key(name: str, annotation: Any) -> TrainerKey:
 
 
 def _first_annotation(name: str) -> Any:
-    """
-    Return the annotation of a key in the class that declares it first: transformers', of its own
-    keys.
-    """
+    """Return a key's annotation in the class that declares it first, such as transformers' own."""
     for kind in reversed(TrainingArguments.__mro__):
         if name in vars(kind).get("__annotations__", {}):
             return typing.get_type_hints(kind)[name]
@@ -76,10 +73,7 @@ def _first_annotation(name: str) -> Any:
 
 
 def _flat(annotation: Any) -> Iterator[Any]:
-    """
-    Yield the types and the literal values that an annotation allows, lists and sections without
-    what they hold.
-    """
+    """Yield the types and literal values of an annotation, without type parameters."""
     origin = typing.get_origin(annotation)
     if origin in {types.UnionType, typing.Union}:
         for argument in typing.get_args(annotation):

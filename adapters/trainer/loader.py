@@ -1,7 +1,4 @@
-"""
-From packs to batches of tensors: which packs each rank takes, how they are collated, what their
-tokens weigh.
-"""
+"""From packs to batches of tensors: packs of each rank, collation, and weights of tokens."""
 
 from __future__ import annotations
 
@@ -29,19 +26,18 @@ Reduction = Literal["token", "sample", "sqrt"]
 
 PACK_INDICES, NORMALISER, LENGTHS = "pack_positions", "loss_normaliser", "sample_lengths"
 """
-What a batch holds beside the model's inputs: which packs, the sum of their tokens' weights in the
-loss, their samples.
+Extra keys of a batch: its packs, the sum of its tokens' loss weights, the lengths of its samples.
 """
 
 _COUNTS = "stream_counts"
-"""What a batch of a stream holds on its way to the loader."""
+"""Key of a stream's counts in a batch, which the loader removes."""
 
 _POWERS = {"token": 0.0, "sample": -1.0, "sqrt": -0.5}
-"""A token of a sample of n supervised tokens weighs n to this power."""
+"""Power of n as the weight of a token, in a sample of n supervised tokens."""
 
 
 class TrainBatches:
-    """The batches of a rank, in the schedule's order of the epoch that was set."""
+    """Batches of a rank, in the schedule's order of the current epoch."""
 
     def __init__(self, schedule: EpochSchedule, *, rank: int) -> None:
         self._schedule, self._rank = schedule, rank
@@ -60,26 +56,25 @@ class TrainBatches:
 
 class EvalBatches:
     """
-    Batches of packs in the order of the plan, assigned to the ranks in turn: batch b is on rank b %
-    world_size.
+    Batches of packs in the order of the plan: batch b is on rank b % world_size.
 
-    Every rank has the same number; what lacks at the end is repeated from the front.
+    Every rank has the same number of batches; missing ones at the end repeat the first.
     """
 
     def __init__(self, num_packs: int, batch_size: int, *, rank: int, world_size: int) -> None:
         self._num_packs, self._size = num_packs, batch_size
         self.num_different = -(-num_packs // batch_size)
-        self._mine = range(rank, -(-self.num_different // world_size) * world_size, world_size)
+        self._own = range(rank, -(-self.num_different // world_size) * world_size, world_size)
 
     def __len__(self) -> int:
-        return len(self._mine)
+        return len(self._own)
 
     def counts(self, number: int) -> bool:
         """Return whether this rank's batch *number* is no repetition."""
-        return self._mine[number] < self.num_different
+        return self._own[number] < self.num_different
 
     def __iter__(self) -> Iterator[list[int]]:
-        for batch in self._mine:
+        for batch in self._own:
             start = batch % self.num_different * self._size
             yield list(range(start, min(start + self._size, self._num_packs)))
 
@@ -91,21 +86,21 @@ class Collator:
     template: Template
 
     collate: Callable[[list[Any]], Batch]
-    """ms-swift's, on the template."""
+    """Collator of ms-swift's template."""
 
     grouped: bool
 
     reduction: Reduction = "token"
 
     def __call__(self, items: list[EncodedPack | Ended | PackplanError]) -> Batch | Ended | PackplanError:
-        """Return the batch; or the first error or end of a stream among the items."""
+        """Return the batch, or the first error or end of a stream among the items."""
         packs = []
         for item in items:
             if isinstance(item, (PackplanError, Ended)):
                 return item
             packs.append(item)
         samples = with_weights([pack.samples for pack in packs])
-        batch = self._collated(samples if self.grouped else [one for (one,) in samples])
+        batch = self._collate(samples if self.grouped else [one for (one,) in samples])
         scale = batch.get("loss_scale")
         weights = loss_weights(batch["labels"], self._starts(batch), reduction=self.reduction, scale=scale)
         batch[PACK_INDICES] = tuple(pack.position for pack in packs)
@@ -115,17 +110,17 @@ class Collator:
             batch[_COUNTS] = counts
         batch[NORMALISER] = float(weights.sum(dtype=torch.float64))
         # ms-swift multiplies each token's loss by `loss_scale`. Without one, the model divides by
-        # its own tokens: the same, but for a batch of none, which would be 0 / 0 and make every
-        # weight of the model NaN.
+        # its number of tokens, with the same result. But a batch without tokens would give 0 / 0,
+        # and make every weight of the model NaN.
         if self.reduction != "token" or scale is not None or not batch[NORMALISER]:
             batch["loss_scale"] = weights
         return batch
 
-    def _collated(self, rows: list[Any]) -> Batch:
+    def _collate(self, rows: list[Any]) -> Batch:
         template = self.template
         before = template.packing, template.padding_free
         template.packing = template.padding_free = self.grouped
-        # The collator takes out of samples what it joins.
+        # The collator removes the keys that it joins from samples.
         samples = [dict(sample) for row in rows for sample in (row if self.grouped else [row])]
         try:
             batch = self.collate(rows)
@@ -136,7 +131,7 @@ class Collator:
         return batch
 
     def _starts(self, batch: Batch) -> torch.Tensor:
-        """Return where samples start; bool, of the labels' shape."""
+        """Return the starts of samples; bool, of the labels' shape."""
         if self.grouped:
             positions: torch.Tensor = batch["text_position_ids" if "text_position_ids" in batch else "position_ids"]
             return positions == 0
@@ -147,8 +142,9 @@ class Collator:
 
 def with_weights(packs: list[list[Sample]]) -> list[list[Sample]]:
     """
-    Return the samples of packs, all of them with weights of their tokens if one has some: ms-swift
-    would put those of the others one after the other.
+    Give all samples token weights if one of them has some.
+
+    Otherwise ms-swift would join the existing weights without gaps.
     """
     if not any("loss_scale" in sample for pack in packs for sample in pack):
         return packs
@@ -163,18 +159,18 @@ def loss_weights(
     labels: torch.Tensor, starts: torch.Tensor, *, reduction: Reduction, scale: torch.Tensor | None = None
 ) -> torch.Tensor:
     """
-    Return what each label's loss weighs, 0 where it is ignored; the loss of a step is the weighted
+    Return the weight of each label in the loss, 0 if it is ignored; a step's loss is the weighted
     mean.
 
-    `token` gives every token the same weight, `sample` every sample; `sqrt` lies between (InternVL
-    2.5, 2024, calls it square averaging): a token of a sample of n weighs n ** -0.5. Where tokens
-    have weights of their own, n is the sum of a sample's, and each is multiplied by its own.
+    `token` gives every token the same weight, and `sample` every sample. `sqrt` lies between
+    (square averaging in InternVL 2.5, 2024): a token of a sample of n tokens weighs n ** -0.5. If
+    tokens have weights, n is the sum of a sample's weights, and each token's weight is a factor.
 
     Args:
-        labels: Of shape (rows, length).
-        starts: Where samples start, the first of each row included; bool of the same shape.
-        reduction: How samples of unequal length are weighed.
-        scale: What each label weighs by itself, of the same shape; None: 1.
+        labels: Shape (rows, length).
+        starts: Starts of samples, the first of each row included; bool of the same shape.
+        reduction: Weighting of samples of unequal length.
+        scale: Weight of each label by itself, of the same shape; None for 1.
     """
     counted = (labels != IGNORED_LABEL).float()
     if scale is not None:
@@ -187,13 +183,12 @@ def loss_weights(
 
 def open_worker(number: int, *, num_workers: int, rank: int) -> None:
     """
-    Prepare a loader's worker process: it ends with the rank, not before, and without a traceback;
-    it draws its own numbers.
+    Set up a loader's worker process: it ends with the rank, and has its own random seed.
 
     Args:
-        number: Of the worker, from 0.
+        number: Number of the worker, from 0.
         num_workers: Workers of each rank.
-        rank: That the worker loads for.
+        rank: Rank that the worker loads for.
     """
     end_with_parent()
     end_by_parent_alone()
@@ -203,21 +198,19 @@ def open_worker(number: int, *, num_workers: int, rank: int) -> None:
 
 class PackLoader(DataLoaderShard):
     """
-    ms-swift's sharded loader, which raises the errors that a data set returns, and tells it of the
-    epoch.
+    ms-swift's sharded loader, which raises a data set's returned errors, and passes it the epoch.
     """
 
     counts = StreamCounts()
     """
-    What became of the samples of a stream, of all workers of this rank, on the way to the last
-    batch of the epoch so far.
+    Counts of a stream's samples in this epoch, over all workers of this rank, up to the last batch.
     """
 
     waited = 0.0
-    """Seconds that training has waited for its batches, or made them itself."""
+    """Seconds that training has waited for batches, or spent making them."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the sampler, and a data set that asks for it."""
+        """Pass the epoch to the sampler, and to a data set that has `set_epoch`."""
         super().set_epoch(epoch)
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
@@ -235,7 +228,7 @@ class PackLoader(DataLoaderShard):
             yield batch
 
     def _timed(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield batches, and count the time until each is there."""
+        """Yield batches, and add up the time until each is there."""
         ended = object()
         while True:
             started = time.perf_counter()
@@ -246,7 +239,7 @@ class PackLoader(DataLoaderShard):
             yield batch
 
     def close(self) -> None:
-        """End the worker processes that outlive epochs."""
-        # Left to the garbage collector, the queues may be gone before the workers hear of it: 5 s
-        # for each of them.
+        """End worker processes that outlive epochs."""
+        # The garbage collector might remove the queues before the workers read their end: 5 s for
+        # each worker.
         self._iterator = None

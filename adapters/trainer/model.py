@@ -1,7 +1,4 @@
-"""
-Loads the model that a run trains: its cache off, frozen only where asked, perhaps with low-rank
-adapters.
-"""
+"""Loading of the model that a run trains: without a cache, with requested freezes and adapters."""
 
 from __future__ import annotations
 
@@ -32,8 +29,7 @@ def open_model(
     model: ModelConfig, training: TrainingConfig, *, attention: AttentionChoice, device: torch.device | None
 ) -> torch.nn.Module:
     """
-    Load the model, with its cache off and nothing frozen but what is asked for, perhaps with
-    adapters.
+    Load the model without a cache, freeze the requested parts, and add adapters if requested.
 
     Args:
         model: What to load.
@@ -71,7 +67,7 @@ def open_model(
             raise ConfigError.at("model.model", reason) from error
     project_patches(opened)
     attend_as(opened, attention)
-    # With the cache on, transformers builds no block-diagonal mask, and packed samples attend to
+    # With a cache, transformers builds no block-diagonal mask, and packed samples would attend to
     # each other.
     HfConfigFactory.set_config_attr(opened.config, "use_cache", False)  # noqa: FBT003  # its signature
     _require_parts(opened, training)
@@ -107,12 +103,12 @@ def _all_weights(folder: str) -> Iterator[None]:
 
 
 def hide_progress_bars() -> None:
-    """Let transformers show no progress of its own in this process."""
+    """Turn off transformers' own progress bars in this process."""
     transformers_logging.disable_progress_bar()
 
 
 def _require_parts(model: Any, training: TrainingConfig) -> None:
-    """Refuse to freeze a part of a model that it does not have."""
+    """Refuse to freeze a part that the model does not have."""
     arch = model.model_meta.model_arch
     parts = {"freeze_llm": "language_model", "freeze_vit": "vision_tower", "freeze_aligner": "aligner"}
     names = [name for name, _ in model.named_parameters()]

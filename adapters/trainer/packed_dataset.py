@@ -1,4 +1,4 @@
-"""A map-style data set whose items are packs."""
+"""Map-style data set whose items are packs."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ Sample = dict[str, Any]
 
 @attrs.frozen
 class EncodedPack:
-    """A pack, ready to be collated."""
+    """Pack of encoded samples, ready to be collated."""
 
     position: int
-    """In the plan."""
+    """Position in the plan."""
 
     samples: list[Sample]
 
 
 class Samples(Protocol):
-    """Encodes samples, and compares them with the plan."""
+    """Source of encoded samples that compares them with the plan."""
 
     def fetch(self, index: int, planned: Table, /) -> Sample:
         """Return sample *index*, encoded; StaleError if it is not the one that was planned."""
@@ -33,10 +33,10 @@ class Samples(Protocol):
 
 class PackedDataset(Dataset[EncodedPack | PackplanError]):
     """
-    Packs of encoded samples: `len` is the number of packs, item k is pack k.
+    Packs of encoded samples: `len` is the number of packs, and item k is pack k.
 
-    An error is returned, not raised: raised in a loader's worker process it would lose its type and
-    its fields. The loader raises it.
+    An error is returned, not raised. Raised in a loader's worker process, it would lose its type
+    and fields. The loader raises it.
     """
 
     def __init__(self, samples: Samples, packs: Packs, planned: Table, *, grouped: bool = True) -> None:
@@ -44,7 +44,7 @@ class PackedDataset(Dataset[EncodedPack | PackplanError]):
         Serve *packs*.
 
         Args:
-            samples: Where samples come from.
+            samples: Source of the samples.
             packs: Sample indices of each item.
             planned: Measurements of all records, which each fetched one is compared with.
             grouped: Packs are collated as packs; if not, every pack has one sample, and batches are
@@ -56,7 +56,7 @@ class PackedDataset(Dataset[EncodedPack | PackplanError]):
         return len(self.packs)
 
     def __getitem__(self, position: int) -> EncodedPack | PackplanError:
-        """Return the encoded samples of one pack, or what went wrong."""
+        """Return the encoded samples of one pack, or an error."""
         try:
             return EncodedPack(position, [self.samples.fetch(index, self.planned) for index in self.packs[position]])
         except PackplanError as error:

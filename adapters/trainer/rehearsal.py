@@ -1,8 +1,8 @@
 """
-Settings that the trainer first uses when it has been built, or later: used once before hours of
-measuring, and named by their keys where only the model shows that they cannot be used.
+Early use of settings that the trainer first uses late, to find faults before hours of measuring.
 
-What they raise here they would raise there, about a name, a number or a package that lacks.
+Errors are the trainer's own, about a name, a number or a missing package. Faults that only the
+model in training shows are named by their keys.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from packplan.core.errors import ConfigError, Fault, counted
 
 
 def rehearsal_faults(arguments: Any) -> Iterator[Fault]:
-    """Yield which of ms-swift's training arguments cannot be used as they are."""
+    """Yield the training arguments of ms-swift that cannot be used."""
     for (key, *others), use in _USES.items():
         try:
             use(arguments)
@@ -31,16 +31,16 @@ def rehearsal_faults(arguments: Any) -> Iterator[Fault]:
             yield Fault(f"training.{key}", f"cannot be used: {error}; change {names}, or remove it")
 
 
-def _optimizer(arguments: Any) -> None:
+def _build_optimizer(arguments: Any) -> None:
     try:
         Trainer.get_optimizer_cls_and_kwargs(arguments, torch.nn.Linear(1, 1))
     except ValueError:
-        # It names modules, of which this model has none.
+        # This model has none of the named modules.
         if not arguments.optim_target_modules:
             raise
 
 
-def _schedule(arguments: Any) -> None:
+def _build_schedule(arguments: Any) -> None:
     optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=1.0)
     get_scheduler(
         arguments.lr_scheduler_type,
@@ -51,50 +51,51 @@ def _schedule(arguments: Any) -> None:
     )
 
 
-def _compilation(arguments: Any) -> None:
+def _check_compilation(arguments: Any) -> None:
     if arguments.torch_compile:
         DynamoBackend(arguments.torch_compile_backend.upper())
         torch.compile(torch.nn.Linear(1, 1), mode=arguments.torch_compile_mode)
 
 
-def _services(arguments: Any) -> None:
+def _build_reporters(arguments: Any) -> None:
     for callback in get_reporting_integration_callbacks(arguments.report_to):
         callback()
 
 
-def _shards(arguments: Any) -> None:
+def _check_shard_size(arguments: Any) -> None:
     if re.fullmatch(r"\d+(\.\d+)? ?[KMGT]B", arguments.max_shard_size, re.IGNORECASE) is None:
         message = f"{arguments.max_shard_size!r} is no size, as 5GB is"
         raise ValueError(message)
 
 
 _USES: dict[tuple[str, ...], Callable[[Any], None]] = {
-    ("optim", "optim_args"): _optimizer,
-    ("lr_scheduler_type", "lr_scheduler_kwargs"): _schedule,
-    ("torch_compile", "torch_compile_backend", "torch_compile_mode"): _compilation,
-    ("report_to",): _services,
-    ("max_shard_size",): _shards,
+    ("optim", "optim_args"): _build_optimizer,
+    ("lr_scheduler_type", "lr_scheduler_kwargs"): _build_schedule,
+    ("torch_compile", "torch_compile_backend", "torch_compile_mode"): _check_compilation,
+    ("report_to",): _build_reporters,
+    ("max_shard_size",): _check_shard_size,
 }
-"""A setting, and those that belong to it -> what uses them."""
+"""Key, and the keys that belong to it -> function that uses them."""
 
 
 @contextmanager
 def failures_named(trainer: Any) -> Iterator[None]:
     """
-    Raise ConfigError where a setting fails that only the model in training can show to fail: its
-    compilation, and a number of layers.
+    Raise ConfigError where a setting fails that only the model in training can show.
+
+    Such settings are the compilation and a number of layers.
 
     Args:
-        trainer: ms-swift's, which trains inside.
+        trainer: Trainer of ms-swift that runs inside.
     """
     try:
         yield
     except ValueError as error:
         lisa = [one for one in trainer.callback_handler.callbacks if isinstance(one, LISACallback)]
         for layers in (getattr(one, "total_layers", None) for one in lisa):
-            wanted = trainer.args.lisa_activated_layers
-            if layers is not None and wanted > layers:
-                reason = f"is {wanted:,}, but the model has {counted(layers, 'layer')}: lower it to at most these"
+            requested = trainer.args.lisa_activated_layers
+            if layers is not None and requested > layers:
+                reason = f"is {requested:,}, but the model has {counted(layers, 'layer')}: lower it to at most these"
                 raise ConfigError.at("training.lisa_activated_layers", reason) from error
         raise
     except RuntimeError as error:
@@ -105,10 +106,10 @@ def failures_named(trainer: Any) -> Iterator[None]:
         if not isinstance(error, TorchDynamoException):
             raise
         step = trainer.state.global_step + 1
-        why = " ".join(str(error).split())[:_MOST]
+        why = " ".join(str(error).split())[:_MAX_REASON]
         reason = f"fails in optimizer step {step:,}: {why}; change training.torch_compile_backend, or remove it"
         raise ConfigError.at("training.torch_compile", reason) from error
 
 
-_MOST = 250
-"""Characters of what a compiler says that an error quotes."""
+_MAX_REASON = 250
+"""Characters of a compiler's message that an error quotes."""

@@ -1,6 +1,5 @@
 """
-Streams of training samples: the data as they are, or the best of what the current model answers to
-their prompts.
+Streams of training samples: the data as they are, or the model's best answers to their prompts.
 """
 
 from __future__ import annotations
@@ -20,19 +19,18 @@ from packplan.core.stream import Order
 
 
 class RecordStream:
-    """The records of a data set, encoded, in an order of each epoch."""
+    """Encoded records of a data set, in an order of each epoch."""
 
     def __init__(self, samples: SwiftEncoder, order: Order) -> None:
         self.encoded, self._order, self._epoch = samples, order, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Take the order of *epoch* from now on."""
+        """Use the order of *epoch* from now on."""
         self._epoch = epoch
 
     def samples(self, shard: int, num_shards: int) -> Iterator[tuple[str, Sample]]:
         """
-        Yield records and encodings of a shard's samples: every *num_shards*th of the order, from
-        *shard* on.
+        Yield records and encodings of a shard: every *num_shards*th of the order, from *shard* on.
         """
         for index in self.indices(shard, num_shards):
             yield self.record(index), self.encoded.encode(index)
@@ -43,23 +41,24 @@ class RecordStream:
 
     def indices(self, shard: int, num_shards: int) -> list[int]:
         """Return the indices of a shard's samples."""
-        mine: list[int] = self._order(self._epoch)[shard::num_shards].tolist()
-        return mine
+        indices: list[int] = self._order(self._epoch)[shard::num_shards].tolist()
+        return indices
 
     def logs(self) -> Mapping[str, tuple[float, int]]:
         """
-        Return sums and counts of what to log as means of the samples since the last call; the same
-        names on every rank.
+        Return sum and count by name, to log as means of the samples since the last call.
+
+        Names are the same on every rank.
         """
         return {}
 
 
 class RolloutStream(RecordStream):
     """
-    The best answers of the current model to the prompts of a data set.
+    Best answers of the current model to the prompts of a data set.
 
-    It runs in the training process, between steps, so that each window of packs is answered by the
-    weights before it. Prompts are answered one at a time, unpacked.
+    It runs in the training process, between steps, so that the latest weights answer each window of
+    packs. Prompts are answered one at a time, unpacked.
     """
 
     def __init__(
@@ -81,8 +80,8 @@ class RolloutStream(RecordStream):
         """Answer the prompts of a shard, and yield the best answers as samples."""
         for index in self.indices(shard, num_shards):
             answer = self.encoded.answer(index)
-            # What says nothing cannot be learned from.
-            completions = [text for text in self._completions(index) if text.strip()]
+            # Empty answers teach nothing.
+            completions = [text for text in self._generate(index) if text.strip()]
             scored = [(self._score(index, text, answer), text) for text in completions]
             best = sorted(scored, key=lambda pair: -pair[0])[: self._sampling.keep]
             self._scores += [score for score, _ in scored]
@@ -91,16 +90,13 @@ class RolloutStream(RecordStream):
                 yield f"an answer to {self.record(index)}", self.encoded.encode(index, answer=text)
 
     def logs(self) -> Mapping[str, tuple[float, int]]:
-        """
-        Return the sum of rewards and the number of all answers, and of those that were kept, since
-        the last call.
-        """
+        """Return the rewards of all answers, and of the kept ones, since the last call."""
         scores, kept = self._scores, self._kept
         self._scores, self._kept = [], []
         return {"reward": (math.fsum(scores), len(scores)), "reward_kept": (math.fsum(kept), len(kept))}
 
     def _score(self, index: int, completion: str, answer: str) -> float:
-        """Score an answer; ConfigError if the reward fails, or gives no finite number."""
+        """Score an answer; ConfigError if the reward fails, or returns no finite number."""
         try:
             score = float(self._reward(completion, answer))
         except Exception as error:
@@ -111,7 +107,7 @@ class RolloutStream(RecordStream):
             raise ConfigError.at("custom.rollout_reward", reason)
         return score
 
-    def _completions(self, index: int) -> list[str]:
+    def _generate(self, index: int) -> list[str]:
         encoded = self.encoded.prompt(index)
         length = len(encoded["input_ids"])
         inputs = {"input_ids": torch.tensor(encoded["input_ids"])[None]}
@@ -121,7 +117,7 @@ class RolloutStream(RecordStream):
         was_training = self._model.training
         self._model.eval()
         try:
-            # ms-swift's hooks prepare inputs for training; a generation's are the model's own.
+            # ms-swift's hooks prepare inputs for training; generation uses the model's own inputs.
             with torch.no_grad(), template.generate_context():
                 answers = self._model.generate(
                     **{key: value.to(self._device) for key, value in inputs.items()},

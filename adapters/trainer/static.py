@@ -1,8 +1,8 @@
 """
-The trainer of a plan: what the schedule says is what is trained, logged, and saved.
+Trainer of a plan: it trains, logs and saves by the schedule.
 
-It takes the order of packs, the numbers of epochs and steps, and what a checkpoint says, from the
-schedule; and compares what it consumed with it.
+The schedule gives the order of packs, the numbers of epochs and steps, and the resume state of
+checkpoints. The trainer compares the consumed packs with it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class PackTrainer(PackingTrainer):
-    """ms-swift's trainer over the packs of a plan."""
+    """ms-swift's trainer on the packs of a plan."""
 
     def __init__(
         self,
@@ -44,11 +44,11 @@ class PackTrainer(PackingTrainer):
         Prepare training.
 
         Args:
-            schedule: Which packs are trained, in which order.
-            pack_stats: Of these packs, for the log.
-            resume_state: Makes what a checkpoint says of the plan.
-            attention: The attention that trains, which a checkpoint names too.
-            **options: Of `PackingTrainer`; the train_dataset serves the packs of the raw plan.
+            schedule: Packs and their order in each epoch.
+            pack_stats: Stats of these packs, for the log.
+            resume_state: Function that makes the resume state of a checkpoint.
+            attention: Attention that trains, stored in checkpoints.
+            **options: Options of `PackingTrainer`; train_dataset serves the packs of the raw plan.
         """
         self.schedule, self.pack_stats, self.resume_state = schedule, pack_stats, resume_state
         self.attention = attention
@@ -58,7 +58,7 @@ class PackTrainer(PackingTrainer):
         super().__init__(**options)
 
     def get_train_dataloader(self, skip_batches: int = 0) -> PackLoader:  # noqa: ARG002  # the schedule skips by itself
-        """Serve this rank's packs, in an order drawn again from seed and epoch."""
+        """Return the loader of this rank's packs, in the schedule's order of the epoch."""
         loader = PackLoader(
             self.train_dataset,
             device=self.accelerator.device,
@@ -71,8 +71,9 @@ class PackTrainer(PackingTrainer):
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[Any, ...]:
         """
-        Take the number of epochs and of steps from the schedule, which knows of other ranks before
-        a resume.
+        Use the schedule's numbers of epochs and steps.
+
+        They include steps that another number of ranks trained before a resume.
         """
         _, _, *others, _, _ = super().set_initial_training_values(args, dataloader)
         schedule = self.schedule
@@ -82,15 +83,15 @@ class PackTrainer(PackingTrainer):
 
     def _init_training_state(self, *arguments: Any, **options: Any) -> tuple[int, int]:
         super()._init_training_state(*arguments, **options)
-        # A checkpoint brings its run's intervals of logging, saving and evaluating along; the
-        # settings of this run count.
+        # A checkpoint holds its run's intervals of logging, saving and evaluating, but the settings
+        # of this run apply.
         self.state.compute_steps(self.args, self.schedule.total_steps)
         now = self.schedule.at(self.schedule.start.step)
         return now.epoch, now.epoch_step * self.args.gradient_accumulation_steps
 
     def _run_epoch(self, *, epoch: int, **options: Any) -> None:
         schedule, before = self.schedule, self.schedule.steps_before(epoch)
-        # An epoch that other ranks began has another number of batches and steps than the rest.
+        # An epoch begun by another number of ranks has other numbers of batches and steps.
         options["steps_in_epoch"] = before * schedule.gradient_accumulation_steps + schedule.num_batches(epoch)
         options["num_update_steps_per_epoch"] = before + schedule.num_steps(epoch)
         self._meter = _Meter(EpochStats.from_schedule(self.pack_stats, schedule, epoch), self.state.global_step)
@@ -101,18 +102,18 @@ class PackTrainer(PackingTrainer):
         require_packs(
             f"epoch {epoch} on rank {self.group.rank}", [p for batch in batches for p in batch], self._consumed
         )
-        # Past ms-swift's own, which would take the accuracy of the steps since the last log along.
+        # Not ms-swift's method, which would add the accuracy of the steps since the last log.
         Trainer.log(self, self._meter.epoch_statistics(self.state.global_step))
 
     def training_step(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
-        """Train on one batch, and note its packs."""
+        """Train on one batch, and record its packs."""
         self._consumed += inputs[PACK_INDICES]
         self._video_seconds += inputs[VIDEO_SECONDS]
         loss: torch.Tensor = super().training_step(model, inputs, *arguments, **options)
         return loss
 
     def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
-        """Add to a step's loss what the steps since the last one looked like."""
+        """Log a step's loss with the stats of the steps since the last one."""
         if "loss" in logs and self._meter is not None:
             logs = {**logs, **self._meter.read(self.state.global_step)}
             waited = sum(loader.waited for loader in self._loaders)
@@ -137,11 +138,11 @@ class PackTrainer(PackingTrainer):
         folder, args = Path(output_dir), self.args
         if args.should_save:
             remove_digests(folder)
-        # A rank reads what others have written, and the trainer's state, which makes a checkpoint
-        # whole, comes next.
+        # Each rank reads files of other ranks. The trainer's state comes next, and makes the
+        # checkpoint whole.
         self._meet()
         started = time.perf_counter()
-        # Where every node writes a checkpoint of its own, its ranks share that.
+        # If every node writes its own checkpoint, the node's ranks share it.
         on_node = args.local_process_index, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         share, num_shares = on_node if args.save_on_each_node else (self.group.rank, self.group.world_size)
         num_bytes = write_digests(folder, share=share, num_shares=num_shares)
@@ -156,7 +157,7 @@ class PackTrainer(PackingTrainer):
 
     def _meet(self) -> None:
         """Wait for all ranks."""
-        self.group.any(False)  # noqa: FBT003  # nothing to say but that this rank is here
+        self.group.any(False)  # noqa: FBT003  # only its arrival counts
 
 
 class _Meter:
@@ -167,7 +168,7 @@ class _Meter:
         self._read_until, self._since = first_step, time.perf_counter()
 
     def read(self, step: int) -> Mapping[str, float]:
-        """Return what the steps since the last reading looked like, with tokens per second."""
+        """Return the stats of the steps since the last reading, with tokens per second."""
         start, stop = self._read_until - self.first_step, step - self.first_step
         now = time.perf_counter()
         seconds, self._since, self._read_until = now - self._since, now, step
@@ -181,13 +182,14 @@ class _Meter:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """
-        Leave out the time of evaluating and saving, which is no training; a reading in between is
-        one before.
+        Exclude the time of evaluating and saving from the rates.
+
+        After a reading inside, only the time since then is excluded.
         """
         start = time.perf_counter()
         yield
         self._since += time.perf_counter() - max(start, self._since)
 
     def epoch_statistics(self, step: int) -> dict[str, float]:
-        """Return what the epoch looks like up to *step*."""
+        """Return the stats of the epoch up to *step*."""
         return dict(self._stats.epoch_statistics(step - self.first_step))

@@ -1,9 +1,9 @@
 """
-The trainer of a stream: packs come as they fill, so nobody knows beforehand how many there are.
+Trainer of a stream: packs come as they fill, so their number is unknown in advance.
 
 Ranks run out at different times. Before each step they agree, by one small collective, whether all
-of them have a whole window of packs; when one has not, the epoch ends for all, and what the others
-had left is logged. What the stream has lost so far is logged with every loss.
+of them have a whole window of packs. If one has not, the epoch ends for all, and the rest of the
+others is logged. The stream's losses so far are logged with every loss.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 @attrs.frozen
 class StreamTotals:
-    """What became of the samples of a stream, over all ranks and epochs so far."""
+    """Counts of a stream's samples, over all ranks and epochs so far."""
 
     counts: StreamCounts
 
@@ -51,7 +51,7 @@ class StreamTotals:
 
 
 class StreamTrainer(PackingTrainer):
-    """ms-swift's trainer over a `DynamicDataset`; it ends after `max_steps`, whatever the epoch."""
+    """ms-swift's trainer on a `DynamicDataset`; it ends after `max_steps`, in any epoch."""
 
     def __init__(
         self,
@@ -65,11 +65,11 @@ class StreamTrainer(PackingTrainer):
         Prepare training.
 
         Args:
-            packing_length: Tokens of a pack, for its fill.
-            max_dropped_share: Share of the tokens in dropped packs above which the log warns, once.
-            extra: Sums and counts of what else to log as means of the steps since it was last
-                called; the same names on every rank.
-            **options: Of `PackingTrainer`; the train_dataset is a `DynamicDataset`.
+            packing_length: Tokens of a pack, to compute its fill.
+            max_dropped_share: Share of tokens in dropped packs above which the log warns, once.
+            extra: Function that returns sum and count by name, logged as means since its last call.
+                Names are the same on every rank.
+            **options: Options of `PackingTrainer`; train_dataset is a `DynamicDataset`.
         """
         self.packing_length, self.max_dropped_share, self.extra = packing_length, max_dropped_share, extra
         self._earlier, self._trained, self._has_warned = StreamCounts(), 0, False
@@ -79,23 +79,21 @@ class StreamTrainer(PackingTrainer):
         super().__init__(**options)
 
     def get_train_dataloader(self, skip_batches: int = 0) -> PackLoader:  # noqa: ARG002  # a stream cannot skip
-        """Serve this rank's packs as they fill."""
+        """Return the loader of this rank's packs, which come as they fill."""
         return PackLoader(
             self.train_dataset,
             device=self.accelerator.device,
             batch_size=1,
             collate_fn=self.data_collator,
-            # Workers that outlive an epoch would not hear of the next one.
+            # Persistent workers would not learn of the next epoch.
             **(self._worker_options() | {"persistent_workers": False}),
         )
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
     ) -> tuple[list[dict[str, Any]], Any]:
-        """
-        Return a window of packs, or nothing and the end of the epoch if a rank has no whole window.
-        """
-        del num_batches  # the trainer guesses where an epoch ends
+        """Return a window of packs; if a rank has no whole one, return none and end the epoch."""
+        del num_batches  # a guess of the trainer
         window = []
         for batch in epoch_iterator:
             window.append(batch)
@@ -104,7 +102,7 @@ class StreamTrainer(PackingTrainer):
         if self.group.any(len(window) < self.args.gradient_accumulation_steps):
             self._left_over = len(window) + sum(1 for _ in epoch_iterator)
             self.control.should_epoch_stop = True
-            self._epoch += 1  # it is done: as in a run of a plan, what is logged now says how many are
+            self._epoch += 1  # now logged as done, as with a plan
             return [], None
         return window, self._get_num_items_in_batch(window, device)
 
@@ -116,8 +114,8 @@ class StreamTrainer(PackingTrainer):
         self._earlier += counts
         self.callback_handler.train_dataloader.counts = StreamCounts()
         if not self.control.should_epoch_stop:
-            return  # the steps ended, or SIGTERM came, before the stream: its counts are not whole
-        *summed, left_over = self._over_ranks(*attrs.astuple(counts), self._left_over)
+            return  # the last step or SIGTERM came before the end of the stream: counts are incomplete
+        *summed, left_over = self._sum_over_ranks(*attrs.astuple(counts), self._left_over)
         total = StreamCounts(*summed)
         logs = {
             "epoch_samples": total.samples,
@@ -135,16 +133,16 @@ class StreamTrainer(PackingTrainer):
         Trainer.log(self, logs)
 
     def totals(self) -> StreamTotals:
-        """Return what became of all samples so far; every rank calls this."""
-        *summed, trained = self._over_ranks(*attrs.astuple(self._earlier + self._epoch_counts()), self._trained)
+        """Return the counts of all samples so far; every rank calls this."""
+        *summed, trained = self._sum_over_ranks(*attrs.astuple(self._earlier + self._epoch_counts()), self._trained)
         return StreamTotals(StreamCounts(*summed), trained)
 
     def _epoch_counts(self) -> StreamCounts:
-        """Return what became of this rank's samples of the running epoch, up to its last pack."""
+        """Return the counts of this rank's samples in the current epoch, up to its last pack."""
         counts: StreamCounts = self.callback_handler.train_dataloader.counts
         return counts
 
-    def _over_ranks(self, *numbers: int) -> list[int]:
+    def _sum_over_ranks(self, *numbers: int) -> list[int]:
         sums = torch.tensor(numbers)
         if self.group.world_size > 1:
             torch.distributed.all_reduce(sums)
@@ -152,30 +150,30 @@ class StreamTrainer(PackingTrainer):
         return summed
 
     def training_step(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
-        """Train on one pack, and note its samples' lengths."""
+        """Train on one pack, and record its samples' lengths."""
         self._lengths.append(inputs[LENGTHS])
         self._trained += len(inputs[LENGTHS])
         loss: torch.Tensor = super().training_step(model, inputs, *arguments, **options)
         return loss
 
     def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
-        """Add to a step's loss what the steps since the last one looked like, over all ranks."""
+        """Log a step's loss with the stats of the steps since the last one, over all ranks."""
         if "loss" in logs:
-            logs = {**logs, **self._window(), **self._losses()}
+            logs = {**logs, **self._window_stats(), **self._lost_samples()}
         logs.pop("train_samples_per_second", None)  # counts packs
         if self.state.epoch is not None:
-            # Nobody knows how much of the epoch is over: the trainer's share of it is a guess.
+            # The trainer's share of the epoch is a guess: the number of packs is unknown.
             self.state.epoch = float(self._epoch)
         super().log(logs, *arguments, **options)
 
     def _maybe_log_save_evaluate(self, *arguments: Any, **options: Any) -> None:
         start = time.perf_counter()
         super()._maybe_log_save_evaluate(*arguments, **options)
-        # Evaluating and saving are no training; a window that was read in between began then.
+        # Evaluating and saving do not count; a window read in between began then.
         self._since += time.perf_counter() - max(start, self._since)
 
-    def _losses(self) -> dict[str, int]:
-        """Return what the stream has lost so far; warn, once, when that is more than it may be."""
+    def _lost_samples(self) -> dict[str, int]:
+        """Return the stream's lost samples so far; warn once if they exceed the limit."""
         totals = self.totals()
         counts = totals.counts
         if counts.drops_more_than(self.max_dropped_share) and not self._has_warned:
@@ -194,7 +192,7 @@ class StreamTrainer(PackingTrainer):
             "stream_dropped_samples": counts.dropped,
         }
 
-    def _window(self) -> dict[str, float]:
+    def _window_stats(self) -> dict[str, float]:
         tokens = [sum(lengths) for lengths in self._lengths]
         fill = filled(tokens, self.packing_length).sum() / self.packing_length
         extra = self.extra()

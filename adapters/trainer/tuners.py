@@ -1,7 +1,4 @@
-"""
-What of a model is trained: all weights but those that are frozen, or adapters, by ms-swift's own
-code.
-"""
+"""Trained weights of a model: all but frozen ones, or adapters, by ms-swift's own code."""
 
 from __future__ import annotations
 
@@ -21,29 +18,29 @@ from packplan.adapters.samples.template import swift_model_type
 from packplan.core.config import ModelConfig, TrainingConfig
 from packplan.core.errors import ConfigError
 
-_OF_TUNERS = (
+_SHARED = (
     "tuner_type", "target_regex", "lora_rank", "lora_alpha", "lora_dropout", "lorap_lr_ratio", "use_rslora",
     "use_dora", "freeze_llm", "freeze_vit", "freeze_aligner", "freeze_parameters_regex", "freeze_parameters_ratio",
     "trainable_parameters_regex",
 )  # fmt: skip
-"""Keys that ms-swift's arguments have too, of the same type."""
+"""Keys that ms-swift's arguments share, with the same types."""
 
 _LISTS = ("target_modules", "modules_to_save", "freeze_parameters", "trainable_parameters")
 
 
 def prepare_tuner(model: Any, training: TrainingConfig) -> Any:
     """
-    Freeze what is not trained, and add the adapters, as `swift sft` does.
+    Freeze weights and add adapters, as `swift sft` does.
 
     Args:
-        model: As ms-swift loaded it.
-        training: What is frozen, and which adapters.
+        model: Model as ms-swift loaded it.
+        training: Freezes and adapters of the run.
 
     Returns:
         The model, or a `PeftModel` around it.
 
     Raises:
-        ConfigError: Nothing is left to train, or a key names nothing that the model has.
+        ConfigError: Nothing is left to train, or a key matches nothing in the model.
     """
     from swift.pipelines.train.tuner import TunerMixin
 
@@ -55,9 +52,9 @@ def prepare_tuner(model: Any, training: TrainingConfig) -> Any:
     try:
         prepared = TunerMixin.prepare_model(arguments, model)
     except (ValueError, RuntimeError, AttributeError, AssertionError) as error:
-        key = "tuner_type" if training.tuner_type == "full" else _named(training)
+        key = "tuner_type" if training.tuner_type == "full" else _target_key(training)
         raise ConfigError.at(f"training.{key}", f"cannot get adapters: {error}") from error
-    if hears:  # records have no sound, so no gradient reaches it, and DDP would wait for one
+    if hears:  # records have no sound, so no gradient reaches these weights, and DDP would wait
         for name, weight in prepared.named_parameters():
             weight.requires_grad = weight.requires_grad and not hears_or_speaks(name)
     if not any(parameter.requires_grad for parameter in prepared.parameters()):
@@ -76,14 +73,14 @@ _FREEZES = (
 
 def quantisation_of(model: ModelConfig, *, on_cpu: bool) -> Any:
     """
-    Return how ms-swift quantises a model's weights, None if it does not.
+    Return ms-swift's quantisation of a model's weights; None without one.
 
     Args:
-        model: What is loaded.
+        model: Section `model` of the run.
         on_cpu: Whether it trains on a CPU.
 
     Raises:
-        ConfigError: This machine cannot.
+        ConfigError: This machine cannot quantise.
     """
     if model.quant_method is None:
         return None
@@ -112,13 +109,13 @@ def quantisation_of(model: ModelConfig, *, on_cpu: bool) -> Any:
 
 
 def _arguments(model: Any, training: TrainingConfig) -> Any:
-    """Return ms-swift's arguments about tuners, as `SftArguments` would resolve them."""
+    """Return ms-swift's tuner arguments, resolved as in `SftArguments`."""
     fields: Any = dataclasses.fields(TunerArguments)
     defaults = {
         field.name: field.default if field.default is not dataclasses.MISSING else field.default_factory()
         for field in fields
     }
-    chosen = {key: getattr(training, key) for key in _OF_TUNERS} | {key: list(getattr(training, key)) for key in _LISTS}
+    chosen = {key: getattr(training, key) for key in _SHARED} | {key: list(getattr(training, key)) for key in _LISTS}
     others = {
         "target_parameters": list(training.target_parameters) or None,
         "tuner_backend": "peft",
@@ -138,8 +135,8 @@ def _arguments(model: Any, training: TrainingConfig) -> Any:
     return arguments
 
 
-def _named(training: TrainingConfig) -> str:
-    """Return the key that says where adapters go."""
+def _target_key(training: TrainingConfig) -> str:
+    """Return the key that names the targets of adapters."""
     return next((key for key in ("target_regex", "target_parameters") if getattr(training, key)), "target_modules")
 
 
@@ -161,7 +158,7 @@ def _require_matches(model: Any, training: TrainingConfig) -> None:
 
 
 def _refuse_sound(model: Any, training: TrainingConfig) -> None:
-    """Refuse keys that say to train what of a model hears or speaks, and nothing else."""
+    """Refuse keys that would train only parts of a model for sound."""
     names = [name for name, _ in model.named_parameters()]
     for key in ("trainable_parameters", "target_modules", "modules_to_save"):
         for part in getattr(training, key):
@@ -174,4 +171,4 @@ def _refuse_sound(model: Any, training: TrainingConfig) -> None:
             raise ConfigError.at(f"training.{key}", f"is {pattern}, {_NO_SOUND}")
 
 
-_NO_SOUND = "which hears or speaks: text and images are what is trained, so leave it out"
+_NO_SOUND = "which hears or speaks: only text and images are trained, so leave it out"

@@ -1,1 +1,1 @@
-"""Workers of reinforcement learning: the policy, on ranks of torchrun or on Ray actors."""
+"""Workers of reinforcement learning: the policy on ranks of torchrun or on Ray actors."""

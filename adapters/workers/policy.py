@@ -1,9 +1,9 @@
 """
-One worker of reinforcement learning: it holds the policy, and computes its shard of a batch
-microbatch by microbatch.
+Worker of reinforcement learning: it holds the policy, and computes its shard of a batch by
+microbatches.
 
-Rules: every method is called on all workers at once, with shards of as many microbatches each; what
-it returns has one entry per slot of the shard, or one per global batch. Dropout is off, so that
+Rules: every method is called on all workers at once, with shards of equally many microbatches.
+Results have one entry per slot of the shard, or one per global batch. Dropout is off, so that
 before the first update the ratio of probabilities is 1.
 """
 
@@ -35,7 +35,7 @@ from packplan.core.rl import Reward
 
 @attrs.frozen
 class PolicySettings:
-    """How the policy answers and learns."""
+    """Settings of generation and of the optimizer."""
 
     temperature: float
 
@@ -49,14 +49,14 @@ class PolicySettings:
     weight_decay: float
 
     max_grad_norm: float
-    """Gradients of a greater norm are scaled down to it; 0 leaves them."""
+    """Largest gradient norm; larger ones are scaled down, and 0 sets no limit."""
 
     context_parallel_size: int
-    """Neighbouring ranks that share each row, and hold the same shard."""
+    """Number of neighbouring ranks that share each row, and hold the same shard."""
 
 
 class PolicyWorker:
-    """A policy, its optimizer, and perhaps the model that training started with."""
+    """Policy, its optimizer and, if needed, the reference model that training started from."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class PolicyWorker:
         self._ranks, self._rank, self._cp_rank = group, group.rank, group.rank % size
         self._group: dist.ProcessGroup | None = None
         if size > 1:
-            # Every rank takes part in making every group.
+            # Every rank has to take part in creating every group.
             groups = [
                 dist.new_group(list(range(first, first + size))) for first in range(0, dist.get_world_size(), size)
             ]
@@ -89,12 +89,12 @@ class PolicyWorker:
     @torch.no_grad()
     def generate(self, shard: ShardedData, *, seed: Sequence[int]) -> Arrays:
         """
-        Answer prompts, and score the answers.
+        Generate answers to prompts, and score them.
 
         Args:
-            shard: Padded prompts with `input_ids`, their record's own `answers`, and `records`,
-                which say where they stand.
-            seed: Of this step; workers draw differently, unless they hold the same shard.
+            shard: Padded prompts with `input_ids`, the `answers` of their records, and `records`,
+                the places of the records.
+            seed: Seed of this step; workers with different shards draw differently.
 
         Returns:
             `completions` (slots, answers, tokens) of int64, `completion_lengths` and `rewards`
@@ -107,9 +107,9 @@ class PolicyWorker:
             torch.manual_seed(int(own.generate_state(1)[0]))
             for batch in range(len(shard.global_batches)):
                 for microbatch in shard.microbatches(batch):
-                    found.append(self._answers(microbatch))  # noqa: PERF401  # it draws, in order
+                    found.append(self._generate_answers(microbatch))  # noqa: PERF401  # it draws, in order
         answers = torch.cat(found)
-        # An answer ends with the token that ends it, or at the limit.
+        # An answer ends with the end token, or at the limit.
         ends = answers == self._tokenizer.eos_token_id
         lengths = torch.where(ends.any(-1), ends.int().argmax(-1) + 1, answers.shape[-1])
         rewards = np.zeros(lengths.shape)
@@ -127,7 +127,7 @@ class PolicyWorker:
 
         Args:
             shard: Sequences with `input_ids`.
-            of_reference: Of the model that training started with, instead of the policy.
+            of_reference: Use the reference model instead of the policy.
 
         Returns:
             `log_probabilities` (slots, width) of float32; 0 for first tokens and padding.
@@ -137,7 +137,7 @@ class PolicyWorker:
         done = 0
         for batch in range(len(shard.global_batches)):
             for microbatch in shard.microbatches(batch):
-                layout = self._shared(microbatch.layout)
+                layout = self._share_layout(microbatch.layout)
                 logits = self._logits(model, microbatch, layout)
                 has_target = torch.as_tensor(layout.targets >= 0)
                 following = torch.as_tensor(np.maximum(layout.targets, 0))
@@ -148,7 +148,7 @@ class PolicyWorker:
                     predicted = gather_row(predicted, layout=layout, group=self._group, dim=0)
                 row = torch.zeros(layout.num_positions)
                 row[following[has_target]] = predicted.cpu()[has_target]
-                # Widths are rounded up, perhaps beyond the batch's own.
+                # Widths are rounded up, and may exceed the batch's width.
                 own_values = microbatch.unpacked(row)[:, : shard.data.width]
                 found[done : done + len(own_values), : own_values.shape[1]] = own_values
                 done += len(own_values)
@@ -160,12 +160,13 @@ class PolicyWorker:
 
         Args:
             shard: Sequences with `input_ids`, `token_mask` and the loss's fields.
-            num_sequences: Of each global batch, over all workers: those with a token that counts.
-            num_tokens: Of each global batch, over all workers: tokens that count.
+            num_sequences: Sequences of each global batch with a token that counts, over all
+                workers.
+            num_tokens: Tokens of each global batch that count, over all workers.
 
         Returns:
-            `loss`, `grad_norm` and the loss's metrics as `loss/…`, of all workers together;
-            float64, shape (global_batches,).
+            `loss`, `grad_norm` and the loss's metrics as `loss/…`, over all workers; float64, shape
+            (global_batches,).
 
         Raises:
             RunError: Loss or gradients are not, and nothing is updated then; or the weights
@@ -176,9 +177,9 @@ class PolicyWorker:
             self._optimizer.zero_grad()
             parts = []
             for microbatch in shard.microbatches(batch):
-                layout = self._shared(microbatch.layout)
+                layout = self._share_layout(microbatch.layout)
                 data = microbatch.data.to(self._model.device)
-                # Filler counts for nothing.
+                # Filler has the weight 0.
                 weighed = data.tensor("token_mask") * data.tensor(WEIGHTS)[:, None]
                 own = {"cp_rank": self._cp_rank} if isinstance(self._loss, FusedLoss) else {}
                 loss, metrics = self._loss(
@@ -201,7 +202,7 @@ class PolicyWorker:
                     fact = f"{name} is {row[name]}, so the policy was not updated and not saved"
                     raise RunError("not_finite", fact)
             self._optimizer.step()
-            # All workers hold the same weights, and find the same.
+            # All workers hold the same weights, so all raise or none.
             if is_ruined(size := mean_size(self._parameters), before=self._size_before):
                 what = f"the root mean square of the policy's weights ({self._size_before:.3g} before the first step)"
                 raise RunError("not_finite", f"{what} is {size}, so the policy was not saved")
@@ -217,13 +218,14 @@ class PolicyWorker:
                 self._tokenizer.save_pretrained(folder)
         return {}
 
-    def _answers(self, microbatch: Microbatch) -> Tensor:
+    def _generate_answers(self, microbatch: Microbatch) -> Tensor:
         """
-        Return drawn answers to prompts; shape (prompts, answers, max_new_tokens), padded behind
-        their end.
+        Generate answers to prompts; shape (prompts, answers, max_new_tokens).
+
+        Answers are padded behind their end.
         """
         settings, data = self._settings, microbatch.data
-        # Answers begin where prompts end: padding comes first.
+        # Answers begin where prompts end, so prompts are padded on the left.
         shift = (torch.arange(data.width) - (data.width - data.lengths)[:, None]) % data.width
         ids = data.tensor("input_ids").gather(1, shift)
         mask = torch.arange(data.width) >= (data.width - data.lengths)[:, None]
@@ -254,13 +256,14 @@ class PolicyWorker:
             raise ConfigError.at("grpo.reward", f"gives {score} for an answer to {record}, and no finite number")
         return score
 
-    def _shared(self, layout: PackedLayout) -> PackedLayout:
+    def _share_layout(self, layout: PackedLayout) -> PackedLayout:
         return attrs.evolve(layout, cp_size=self._settings.context_parallel_size)
 
     def _logits(self, model: Any, microbatch: Microbatch, layout: PackedLayout) -> Tensor:
         """
-        Return the logits at the sampling temperature, of all rows as one; shape (1, positions of
-        this rank, vocabulary).
+        Return the logits at the sampling temperature, with all rows as one.
+
+        The shape is (1, positions of this rank, vocabulary).
         """
         ids = microbatch.input_ids.to(model.device)
         if layout.cp_size > 1:
@@ -283,10 +286,7 @@ class PolicyWorker:
                 dist.all_reduce(parameter.grad)
 
     def _over_workers(self, metrics: dict[str, Tensor]) -> dict[str, float]:
-        """
-        Return metrics of all workers together: the least, the greatest, or the sum, as their names
-        say.
-        """
-        # By name, for a loss need not give the same ones, or in the same order, on every worker.
-        said = self._ranks.gather(json.dumps({name: float(value) for name, value in metrics.items()}))
-        return {name: float(value) for name, value in combined([json.loads(one) for one in said]).items()}
+        """Return the combined metrics of all workers: minimum, maximum or sum, by their names."""
+        # By name, since workers may have other metrics, or in another order.
+        gathered = self._ranks.gather(json.dumps({name: float(value) for name, value in metrics.items()}))
+        return {name: float(value) for name, value in combined([json.loads(one) for one in gathered]).items()}

@@ -1,6 +1,6 @@
 """
-Workers of reinforcement learning that are the ranks themselves: each runs the same program and
-computes its own shard.
+Workers of reinforcement learning on the ranks themselves: each runs the same program on its own
+shard.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """
 Workers of reinforcement learning as Ray actors, each a rank of one torch process group.
 
-What a worker is, it builds itself, from what the driver sends by reference; a worker that raises or
-dies ends all of them, since the others may wait for it in a collective.
+Each actor builds its worker from a function that the driver sends by reference. A worker that
+raises or dies ends all of them, since the others may wait for it in a collective.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-# Ray reports its use to its makers unless told not to, and asks before it is imported.
+# Ray reports usage statistics by default, and reads this when it is imported.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import ray
@@ -26,15 +26,15 @@ from packplan.core.errors import PackplanError, RunError, counted
 from packplan.core.ports import Arrays
 
 LOST_S = 5.0
-"""Seconds in which a worker that another one misses is found to be dead."""
+"""Seconds to wait until Ray reports the death of a worker that another one misses."""
 
 START_S = 300.0
-"""Seconds until all workers have to stand: they import torch and load the model."""
+"""Seconds until all workers have started: they import torch and load the model."""
 
 
 class _Actor:
     """
-    One rank: it learns where the group meets, joins it as torchrun's ranks do, and builds its
+    One rank: it learns the group's address, joins the group as torchrun's ranks do, and builds its
     worker.
     """
 
@@ -48,10 +48,10 @@ class _Actor:
 
     def build(self, make: Callable[[], Any], environment: Mapping[str, str], driver: tuple[str, int]) -> int:
         """
-        Join the ranks that *environment* describes, build the worker, and return the process id.
+        Join the ranks of *environment*, build the worker, and return the process id.
 
-        The driver is the node and the number of the process that this one ends with; on other nodes
-        Ray sees to that.
+        *driver* is the node and process id of the driver. On the driver's node this process ends
+        with it; on other nodes Ray ends it.
         """
         node, pid = driver
         if node == ray.get_runtime_context().get_node_id():
@@ -71,18 +71,18 @@ class RayWorkers:
     A `core.ports.Workers` of Ray actors.
 
     Attributes:
-        process_ids: Of the workers, on their machines.
+        process_ids: Process ids of the workers, on their machines.
     """
 
     def __init__(self, make: Callable[[], Any], *, num_workers: int, gpus_each: float = 0.0) -> None:
         """
-        Start workers, on the cluster that RAY_ADDRESS names, else on this machine.
+        Start workers on the cluster of RAY_ADDRESS, or on this machine without one.
 
         Args:
-            make: Builds a worker in its own process, whose environment is that of a rank of
-                torchrun.
-            num_workers: Ranks of the group.
-            gpus_each: GPUs of a worker.
+            make: Function that builds a worker in its own process, with the environment of a
+                torchrun rank.
+            num_workers: Number of ranks.
+            gpus_each: GPUs of each worker.
 
         Raises:
             RunError: A worker cannot be started or built.
@@ -98,8 +98,7 @@ class RayWorkers:
             raise RunError.worker(0, "start", f"Ray cannot be reached: {error}") from None
         actor: Any = ray.remote(_Actor).options(num_cpus=1, num_gpus=gpus_each)
         self._actors = [actor.remote() for _ in range(num_workers)]
-        # All of them have to stand, or those that do would wait in their group for those that do
-        # not.
+        # All have to be started first, or some would wait in their group for the others.
         points = self._collect("start", [actor.meeting_point.remote() for actor in self._actors], timeout_s=START_S)
         address, port = points[0]
         meeting = {"MASTER_ADDR": address, "MASTER_PORT": str(port), "WORLD_SIZE": str(num_workers), "LOCAL_RANK": "0"}
@@ -118,14 +117,14 @@ class RayWorkers:
         return self._collect(method, calls)
 
     def close(self) -> None:
-        """End the actors, and Ray where it runs on this machine for them alone."""
+        """End the actors, and Ray if this process started it."""
         for actor in self._actors:
             ray.kill(actor)
         self._actors = []
         ray.shutdown()
 
     def _collect(self, method: str, calls: Sequence[Any], *, timeout_s: float | None = None) -> list[Any]:
-        """Return the results, by worker; the first failure ends all workers."""
+        """Return the results by worker; the first failure ends all workers."""
         rank_of = {call: rank for rank, call in enumerate(calls)}
         results: list[Any] = [None] * len(calls)
         left = list(calls)
@@ -153,8 +152,9 @@ class RayWorkers:
 
 def _first_cause(done: Any, error: RayError, left: Sequence[Any]) -> tuple[Any, RayError]:
     """
-    Return the call that failed first, and its error: a worker that loses another in a collective
-    may say so before Ray finds that one dead.
+    Return the call that failed first, and its error.
+
+    A worker whose collective failed may report before Ray notices that another worker died.
     """
     if not _misses_another(error):
         return done, error
@@ -171,7 +171,7 @@ def _first_cause(done: Any, error: RayError, left: Sequence[Any]) -> tuple[Any, 
 
 
 def _misses_another(error: RayError) -> bool:
-    """Return whether a collective failed, which is no worker's own fault."""
+    """Return whether a collective failed, because of another worker."""
     if not isinstance(error, RayTaskError) or isinstance(error.cause, PackplanError):
         return False
     return re.search(r"\b(gloo|nccl)", _reason(error), re.IGNORECASE) is not None

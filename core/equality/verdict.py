@@ -22,9 +22,9 @@ Strategy = Literal["flash", "varlen", "own", "masked"]
 
 STRATEGIES: Mapping[Strategy, str] = MappingProxyType(
     {
-        "flash": "flash attention, told where samples begin",
+        "flash": "flash attention with sample boundaries",
         "varlen": "our attention of variable length, sample by sample",
-        "own": "the model's own attention, which reads the samples off positions that restart",
+        "own": "the model's own attention, which finds samples by restarting positions",
         "masked": "the model's own mask, with the samples of a row apart",
     }
 )
