@@ -227,7 +227,8 @@ def _kind(batch: BatchedData, name: str) -> str:
     sizes = ["batch", *map(str, field.shape[1:])]
     if name in batch.sequence_dims:
         sizes[batch.sequence_dims[name]] = "width"
-    return f"a tensor of shape ({', '.join(sizes)})"
+    dtype = str(field.dtype).removeprefix("torch.")
+    return f"a tensor of {dtype}, shape ({', '.join(sizes)})"
 
 
 @attrs.frozen(eq=False)

@@ -10,7 +10,8 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -141,7 +142,8 @@ class TorchGroup:
     def any(self, flag: bool) -> bool:  # noqa: FBT001  # see the port
         """Return whether any rank's flag is set."""
         flags = torch.tensor([int(flag)])
-        dist.all_reduce(flags, dist.ReduceOp.MAX)
+        with self._lost_ranks_named():
+            dist.all_reduce(flags, dist.ReduceOp.MAX)
         return bool(flags.item())
 
     def gather_arrays(self, arrays: Arrays) -> tuple[Arrays, ...]:
@@ -171,9 +173,15 @@ class TorchGroup:
     def _broadcast(self, array: NDArray[Any], *, src: int) -> None:
         if not array.size:
             return
-        try:
+        with self._lost_ranks_named():
             for chunk in torch.split(torch.from_numpy(array).view(-1), CHUNK_BYTES // array.itemsize):
                 dist.broadcast(chunk, src=src)
+
+    @contextmanager
+    def _lost_ranks_named(self) -> Iterator[None]:
+        """Turn the failure of a collective into a RunError."""
+        try:
+            yield
         except RuntimeError as error:
             raise RunError("rank_gone", f"another rank is gone, so rank {self.rank} cannot go on: {error}") from None
 

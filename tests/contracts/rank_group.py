@@ -47,9 +47,11 @@ def main(scene: str, out: str) -> None:
     if scene in {"silent", "slow"}:
         torch_group.SILENT_S, torch_group._POLL_S, heartbeat.BEAT_S = 1.5, 0.1, 0.2
     group = torch_group.TorchGroup(use_cpu=True, timeout_s=60)
-    if scene == "lonely" and group.rank == 1:
+    if scene in {"lonely", "left"} and group.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
+        if scene == "left":
+            group.any(False)  # noqa: FBT003
         _wait_until_told(group, scene)
         arrays = group.from_rank_zero(build, timeout_s=0.5 if scene == "slow" else 60, limit_s=7200)
         shown = {

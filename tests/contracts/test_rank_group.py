@@ -116,6 +116,13 @@ def test_a_rank_that_is_killed_is_missed(play, agent):
     assert first["error"].startswith("RunError: another rank is gone")
 
 
+def test_a_flag_that_a_dead_rank_owes_is_an_error(play, agent):
+    """One line for whoever asks, and not the library's own traceback."""
+    first, _ = play("left", **agent)
+
+    assert first["error"].startswith("RunError: another rank is gone")
+
+
 def silent_on(host: Host, folder: str) -> None:
     """Play the scene of the node that falls silent, on a host."""
     host.enter()

@@ -64,8 +64,8 @@ def test_a_million_samples_are_looked_at_in_seconds(path, tmp_path):
 
 
 def test_another_rank_takes_a_plan_of_a_million_in_little_memory(server, path, tmp_path):
-    """Below 60 MB beyond what it held; the plan comes from rank 0."""
+    """Below 72 MB beyond what it held; the plan comes from rank 0."""
     ranks = server.ranks(2, million.plan_as_rank, str(path), str(tmp_path), folder=tmp_path)
 
     assert [0, 0] == finished(ranks)
-    assert 0 < int((tmp_path / "bytes1").read_text()) < 60e6
+    assert 0 < int((tmp_path / "bytes1").read_text()) < 72e6

@@ -173,18 +173,20 @@ def test_a_batch_that_is_none_is_refused():
 
 def test_no_field_is_lost_where_batches_become_one():
     """
-    A batch that lacks a field, has one more, or has one of another kind or shape is named with it,
+    A batch that lacks a field, has one more, or has one of another kind, type or shape is named with it,
     whatever the batches' order.
     """
     narrow, wide = (torch.ones((2, width), dtype=torch.int64) for width in (4, 6))
     absent, scores = {"input_ids": narrow}, {"input_ids": narrow, "x": torch.ones(2)}
     texts, sized = {"input_ids": narrow, "x": ["a", "b"]}, {"input_ids": narrow, "x": torch.ones(2, 3)}
     along, beside = {"input_ids": narrow, "x": narrow}, {"input_ids": wide, "x": narrow}
+    halves = {"input_ids": narrow, "x": torch.ones(2, dtype=torch.float16)}
     for one, other, kinds in (
-        (absent, scores, ("absent", "a tensor of shape (batch)")),
-        (texts, scores, ("a list", "a tensor of shape (batch)")),
-        (along, beside, ("a tensor of shape (batch, width)", "a tensor of shape (batch, 4)")),
-        (scores, sized, ("a tensor of shape (batch)", "a tensor of shape (batch, 3)")),
+        (absent, scores, ("absent", "a tensor of float32, shape (batch)")),
+        (texts, scores, ("a list", "a tensor of float32, shape (batch)")),
+        (halves, scores, ("a tensor of float16, shape (batch)", "a tensor of float32, shape (batch)")),
+        (along, beside, ("a tensor of int64, shape (batch, width)", "a tensor of int64, shape (batch, 4)")),
+        (scores, sized, ("a tensor of float32, shape (batch)", "a tensor of float32, shape (batch, 3)")),
     ):
         first, last = (BatchedData.from_fields(fields, lengths=[1, 2]) for fields in (one, other))
         for batches, (here, there) in (([first, first, last], kinds), ([last, last, first], kinds[::-1])):
