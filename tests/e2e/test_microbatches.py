@@ -173,8 +173,8 @@ def test_a_batch_that_is_none_is_refused():
 
 def test_no_field_is_lost_where_batches_become_one():
     """
-    A batch that lacks a field, has one more, or one of another kind, type or shape is named with it,
-    whatever the batches' order.
+    A batch that lacks a field, has one more, or one of another kind, type or shape is named with
+    it, whatever the batches' order.
     """
     narrow, wide = (torch.ones((2, width), dtype=torch.int64) for width in (4, 6))
     absent, scores = {"input_ids": narrow}, {"input_ids": narrow, "x": torch.ones(2)}
