@@ -297,7 +297,8 @@ def _family(family: str) -> FamilyRow:
         work = WorkModel.from_config(json.loads(json.dumps(model.config.to_dict(), default=str)))
         ratios = tuple(float(work.position_flops(num, num**2)) / _counted_by_torch(model, num) for num in FAMILY_ROWS)
     except Exception as error:  # noqa: BLE001  # whatever the code of a family raises
-        verdict = "not known" if isinstance(error, ModelError) else "not counted"
+        is_unknown = isinstance(error, ModelError) and error.kind == "work"
+        verdict = "not known" if is_unknown else "not counted"
         return FamilyRow(family, verdict, (), " ".join(str(error).split()))
     return FamilyRow(family, "near" if all(abs(ratio - 1) <= NEAR for ratio in ratios) else "off", ratios, "")
 

@@ -25,7 +25,7 @@ from packplan.adapters.probe.unknown import Trials, with_trials
 from packplan.core.config import ModelConfig
 from packplan.core.errors import ConfigError, ModelError
 
-_MOST_WEIGHTS = 20_000_000
+_MAX_WEIGHTS = 20_000_000
 """More would take minutes to ask."""
 
 _BYTES_PER_WEIGHT = 4 * 6
@@ -151,8 +151,8 @@ def _require_room(weights: int) -> None:
     """
     Refuse a small copy that has too many weights, or takes more memory than is free; ModelError.
     """
-    if weights > _MOST_WEIGHTS:
-        raise ModelError("probe", f"its small copy has {weights:,} weights, more than {_MOST_WEIGHTS:,}")
+    if weights > _MAX_WEIGHTS:
+        raise ModelError("probe", f"its small copy has {weights:,} weights, more than {_MAX_WEIGHTS:,}")
     needed, free = weights * _BYTES_PER_WEIGHT, free_memory()
     if needed > free:
         reason = (

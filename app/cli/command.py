@@ -16,7 +16,6 @@ from types import MappingProxyType
 from typing import TextIO
 
 from packplan.adapters.lifeline import end_with_launcher
-from packplan.core.config import with_remedy
 from packplan.core.errors import OutputError, PackplanError, VerificationError
 
 KEPT = (
@@ -117,6 +116,8 @@ def run_command(command: Callable[[], None], *, verbose: bool, quiet: bool = Fal
         _flush()
     except PackplanError as error:
         rank = os.environ.get("RANK")
+        from packplan.core.config import with_remedy
+
         _complain(f"error{f' (rank {rank})' if rank else ''}: {with_remedy(error)}")
         return VERIFICATION_FAILED if isinstance(error, VerificationError) else USER_ERROR
     except KeyboardInterrupt:
@@ -178,6 +179,8 @@ def _no_room(error: OSError) -> int:
     if error.filename is None:
         _complain(f"error: standard output or a file cannot be written: {reason}; {_ELSEWHERE}")
     else:
+        from packplan.core.config import with_remedy
+
         _complain(f"error: {with_remedy(OutputError(str(error.filename), reason))}")
     return USER_ERROR
 

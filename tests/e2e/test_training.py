@@ -293,7 +293,7 @@ def test_a_sample_that_changed_after_planning_stops_the_run_and_is_named(write_r
     named = r"sample 0 .*one\.jsonl, line 1.* length planned \d+, fetched \d+"
     with patch.object(prepare, "build_trainer", build_trainer), pytest.raises(StaleError, match=named) as raised:
         execute(path)
-    assert {"length", "patches"} == {difference.key for difference in raised.value.differences}
+    assert {"length", "patches"} == {difference.key for difference in raised.value.details["differences"]}
 
 
 @pytest.mark.parametrize("workers", [0, 1])

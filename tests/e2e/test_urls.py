@@ -283,7 +283,7 @@ def test_a_run_fetches_its_images_before_it_measures_and_trains_without_a_networ
     records = asked(serving, "red.png", "blue", "red.png", "blue")
     path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
     keys = {"train_jsonl": str(path), "media_cache": str(tmp_path / "media")}
-    with pytest.raises(RecordError, match=r"line 1: .*only files are read, .* set custom\.media_cache"):
+    with pytest.raises(RecordError, match=r"line 1: .*only files are read, .* name a media_cache"):
         gather(training.read_config(write_run(custom={"train_jsonl": str(path)}))).samples["train"].encode(0)
 
     execute(write_run(custom=keys, training={"max_steps": 1, "packing_drop_last": False}))
